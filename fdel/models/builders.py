@@ -1,0 +1,74 @@
+"""Spec builders for sub-trees that many families share: attention projections, feed-forwards, embeddings, caches."""
+
+from fdel.ops.batch import Pages, Slots
+from fdel.params.spec import Param, normal, ones, zeros
+
+STD = 0.02  # initial standard deviation of weight matrices, GPT-2's
+
+
+def norm(name: str, size: int, axis: str = "embed") -> Param:
+    """A scale per channel, initially one."""
+    return Param(axis, (size,), ones, name)
+
+
+def bias(name: str, size: int, axis: str = "embed") -> Param:
+    """A bias per channel, initially zero (also the scale of norms that add one to it)."""
+    return Param(axis, (size,), zeros, name)
+
+
+def matrix(name: str, a: tuple[str, int], b: tuple[str, int]) -> Param:
+    """A linear map from axis a to axis b, stored [out, in] as torch does."""
+    return Param(f"{a[0]} {b[0]}", (a[1], b[1]), normal(STD), name, f"{b[0]} {a[0]}")
+
+
+def gqa(name: str, embed: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
+    """Projections q, k, v [embed heads head_dim] and o of grouped-query attention, named {name}q_proj.weight etc."""
+    heads_in = lambda axis, n, part: Param(
+        f"embed {axis} head_dim", (embed, n, head_dim), normal(STD), f"{name}{part}_proj.weight", f"({axis} head_dim) embed"
+    )
+    o = Param(
+        "heads head_dim embed", (heads, head_dim, embed), normal(STD), name + "o_proj.weight", "embed (heads head_dim)",
+        inputs=2,
+    )  # fmt: skip
+    return {"q": heads_in("heads", heads, "q"), "k": heads_in("kv_heads", kv_heads, "k"),
+            "v": heads_in("kv_heads", kv_heads, "v"), "o": o}  # fmt: skip
+
+
+def gqa_bias(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
+    """Biases of q, k and v, [heads head_dim]."""
+    heads_bias = lambda axis, n, part: Param(
+        f"{axis} head_dim", (n, head_dim), zeros, f"{name}{part}_proj.bias", f"({axis} head_dim)"
+    )
+    return {"q_bias": heads_bias("heads", heads, "q"), "k_bias": heads_bias("kv_heads", kv_heads, "k"),
+            "v_bias": heads_bias("kv_heads", kv_heads, "v")}  # fmt: skip
+
+
+def glu(name: str, embed: int, ffn: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict:
+    """Gated feed-forward: gate, up [embed ffn], down [ffn embed]."""
+    d, f = ("embed", embed), ("ffn", ffn)
+    gate, up, down = (f"{name}{n}.weight" for n in names)
+    return {"gate": matrix(gate, d, f), "up": matrix(up, d, f), "down": matrix(down, f, d)}
+
+
+def embedding(name: str, vocab: int, embed: int) -> Param:
+    """Token embedding, [vocab embed] here and in the file."""
+    return Param("vocab embed", (vocab, embed), normal(STD), name)
+
+
+def head(name: str, vocab: int, embed: int) -> Param:
+    """Untied output projection, [embed vocab] here: x @ w reads one row faster than x @ w.T on CPU."""
+    return matrix(name, ("embed", embed), ("vocab", vocab))
+
+
+def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int) -> Pages:
+    """Spec of a paged key/value cache; a head's tokens lie together, as CPU dots and GPU tile copies want."""
+    p = Param("layers pages kv_heads page head_dim", (layers, pages, kv_heads, page, head_dim), zeros)
+    return Pages(p, p)
+
+
+def slots(layers: int, conv: tuple[int, int], ssm: tuple[int, int, int], *, rows: int) -> Slots:
+    """Spec of recurrent state for `rows` sequences: conv is (channels, kernel - 1), ssm the shape of one layer's state."""
+    return Slots(
+        Param("layers slots channels kernel", (layers, rows, *conv), zeros),
+        Param("layers slots heads head_dim state", (layers, rows, *ssm), zeros, dtype="float32"),
+    )

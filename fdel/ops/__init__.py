@@ -1,0 +1,55 @@
+"""Operations: plain functions over arrays, each one the specification of its formula."""
+
+from fdel.ops.attention import attend, explain
+from fdel.ops.batch import Batch, Packed, Paged, Pages, Slots, State, pack, packed, paged
+from fdel.ops.conv import causal_conv
+from fdel.ops.delta import gated_delta_rule, l2norm
+from fdel.ops.einsum import einsum
+from fdel.ops.embed import embed
+from fdel.ops.flash import Mask, dense_attention, flash_attention
+from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
+from fdel.ops.head import Head, logits
+from fdel.ops.layers import layers, pool_index
+from fdel.ops.mamba1 import selective_scan
+from fdel.ops.norm import layer_norm, rms_norm
+from fdel.ops.rope import Rope, rope, rope_interleaved, rotation, yarn_mscale
+from fdel.ops.ssd import ssd
+
+__all__ = [
+    "ACTIVATIONS",
+    "Batch",
+    "Head",
+    "Mask",
+    "Packed",
+    "Paged",
+    "Pages",
+    "Rope",
+    "Slots",
+    "State",
+    "attend",
+    "causal_conv",
+    "dense_attention",
+    "einsum",
+    "embed",
+    "explain",
+    "flash_attention",
+    "gated_delta_rule",
+    "glu",
+    "l2norm",
+    "layer_norm",
+    "layers",
+    "linear",
+    "logits",
+    "mlp",
+    "pack",
+    "packed",
+    "paged",
+    "pool_index",
+    "rms_norm",
+    "rope",
+    "rope_interleaved",
+    "rotation",
+    "selective_scan",
+    "ssd",
+    "yarn_mscale",
+]

@@ -1,0 +1,159 @@
+"""Attention over what a batch may see: segments of the same call (`Packed`) or a paged cache (`Paged`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.ops import dispatch
+from fdel.ops.batch import Batch, Packed, Paged, Pages
+from fdel.ops.flash import NEG, Mask, dense_attention, flash_attention
+
+GROUP = 512  # keys per step of the paged loop: large enough to amortise a step, small enough to stay in cache
+
+
+def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
+    b, t, n, _ = q.shape
+    group = lambda x: None if x is None else x.reshape(k.shape[2], -1)
+    qg = q.reshape(b, t, k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, (b, n, t, t)).reshape(b, k.shape[2], -1, t, t)
+    out = dense_attention(
+        qg, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, segments,
+        mask=mask, sinks=group(sinks), alibi=group(alibi), bias=bias,
+    )  # fmt: skip
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
+
+
+def _flash(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
+    return flash_attention(q, k, v, segments, mask=mask, sinks=sinks, alibi=alibi)[0]
+
+
+PACKED = {
+    "flash": dispatch.Implementation(
+        _flash, lambda *a, bias, **k: None if bias is None else "an additive bias needs all scores in memory"
+    ),
+    "dense": dispatch.Implementation(_dense, lambda *a, **k: None),
+}
+
+
+def attend(
+    batch: Batch,
+    state: Pages | None,
+    layer: Any,
+    q: Float[Array, "... T N H"],
+    k: Float[Array, "... T K H"],
+    v: Float[Array, "... T K Hv"],
+    *,
+    mask: Mask,
+    sinks: Float[Array, " N"] | None = None,
+    alibi: Float[Array, " N"] | None = None,
+    bias: Float[Array, "... N T S"] | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Array, "... T N Hv"], Pages | None]:
+    """Attend and remember: softmax(softcap(scale q k^T) + bias) v over the keys that `batch` and `mask` let q see.
+
+    Packed: q, k, v are [B T heads H] and tokens see their own segment. Paged: [T heads H], keys and values are written to
+    the pages of layer `layer` first. Head n of N uses key head n // (N / K). Scores and sums are float32. `sinks` adds one
+    score per head to the denominator; `alibi` holds slopes (arXiv:2108.12409); `bias` (Packed only) is added to scores.
+    Returns the output in q's dtype and the new state.
+    """
+    if isinstance(batch, Packed):
+        kwargs = {"mask": mask, "sinks": sinks, "alibi": alibi, "bias": bias}
+        name = dispatch.choose(PACKED, impl, q, k, v, batch.segment_ids, **kwargs)
+        return PACKED[name].call(q, k, v, batch.segment_ids, **kwargs), state
+    if bias is not None:
+        raise ValueError("an additive bias is not supported with a Paged batch; express it as alibi slopes")
+    if state is None:
+        raise ValueError("a Paged batch needs state; make it with params.init(family.state_spec(cfg, ...))")
+    state = write_pages(batch, state, layer, k, v)
+    return paged_attention(batch, state, layer, q, mask=mask, sinks=sinks, alibi=alibi, v_dim=v.shape[-1]), state
+
+
+def explain(q: Array, k: Array, v: Array, segments: Array, **kwargs: Any) -> str:
+    """Describe which implementation `attend` takes for a Packed call with these arguments, and why."""
+    defaults = {"sinks": None, "alibi": None, "bias": None}
+    return dispatch.describe(PACKED, q, k, v, segments, **(defaults | kwargs))
+
+
+def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
+    """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
+    size = state.k.shape[3]
+    table = jnp.repeat(batch.page_table, batch.block, axis=0, total_repeat_length=batch.positions.shape[0])
+    page = jnp.take_along_axis(table, jnp.maximum(batch.positions, 0)[:, None] // size, 1, mode="clip")[:, 0]
+    page = jnp.where(batch.positions < 0, state.k.shape[1], page)
+    put = lambda pages, x: pages.at[layer, page, :, batch.positions % size].set(x.astype(pages.dtype), mode="drop")
+    return Pages(put(state.k, k), state.v if state.v is None or v is None else put(state.v, v))
+
+
+def paged_attention(
+    batch: Paged,
+    state: Pages,
+    layer: Any,
+    q: Float[Array, "T N H"],
+    *,
+    mask: Mask,
+    sinks: Float[Array, " N"] | None = None,
+    alibi: Float[Array, " N"] | None = None,
+    v_dim: int | None = None,
+) -> Float[Array, "T N Hv"]:
+    """Attend over cached pages with an online softmax in groups of about 512 keys; formula as in `attend`.
+
+    The loop runs from the first group that any query's window reaches to the longest context in the batch. Without `v`
+    pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    """
+    _, total_pages, kv_heads, size, _ = state.k.shape
+    blocks, width = batch.page_table.shape
+    per_step = min(max(1, GROUP // size), width)
+    steps = -(-width // per_step)
+    table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
+    qi = batch.positions.reshape(blocks, batch.block)
+    last = qi.max(-1)
+    q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
+    slopes = None if alibi is None else alibi.reshape(kv_heads, -1)[:, :, None, None]
+    v_dim = state.k.shape[-1] if v_dim is None else v_dim
+
+    def load(pages: Array, ids: Array) -> Array:  # [b K s H]
+        x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
+        return x.reshape(blocks, kv_heads, per_step * size, x.shape[-1])
+
+    def step(j: Any, carry: tuple) -> tuple:
+        top, total, out = carry
+        ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
+        ki = j * per_step * size + jnp.arange(per_step * size)
+        k = load(state.k, ids)
+        v = k[..., :v_dim] if state.v is None else load(state.v, ids)
+        v = jnp.where((ki <= last[:, None])[:, None, :, None], v, 0)  # stale NaN times 0 would be NaN
+        seen = ki <= qi[..., None]
+        if mask.window is not None:
+            seen &= ki > qi[..., None] - mask.window
+        s = jnp.einsum("bkgqh,bksh->bkgqs", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * mask.scale
+        if mask.softcap is not None:
+            s = mask.softcap * jnp.tanh(s / mask.softcap)
+        if slopes is not None:
+            s = s + slopes * (ki - qi[..., None])[:, None, None]
+        seen = seen[:, None, None]
+        s = jnp.where(seen, s, NEG)
+        new = jnp.maximum(top, s.max(-1, keepdims=True))
+        p = jnp.where(seen, jnp.exp(s - new), 0)
+        decay = jnp.exp(top - new)
+        pv = jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new, total * decay + p.sum(-1, keepdims=True), out * decay + pv
+
+    shape = (*q.shape[:4], 1)
+    top = jnp.full(shape, NEG)
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks.reshape(kv_heads, -1)[..., None, None].astype(jnp.float32), shape)
+    carry = (top, jnp.full(shape, 0.0 if sinks is None else 1.0), jnp.zeros((*shape[:4], v_dim), jnp.float32))
+    if steps == 1:
+        _, total, out = step(0, carry)
+    else:
+        first = 0
+        if mask.window is not None:
+            begins = jnp.where(last < 0, jnp.iinfo(jnp.int32).max, qi[:, 0])
+            first = jnp.maximum(begins.min() - mask.window + 1, 0) // (per_step * size)
+        bound = jnp.max(last) // (per_step * size) + 1
+        _, total, out = jax.lax.fori_loop(first, bound, step, carry)
+    out = (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, v_dim)

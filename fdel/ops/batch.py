@@ -1,0 +1,137 @@
+"""What may be attended to in one call (`Packed`, `Paged`) and what is remembered between calls (`Pages`, `Slots`).
+
+A batch is small, made by the host for each step and never donated. State is large, donated, and rides through the
+layer walk as a carry. Models never look inside either: `attend`, `causal_conv` and the recurrent ops do.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+register = jax.tree_util.register_dataclass
+
+
+@register
+@dataclass(frozen=True)
+class Packed:
+    """Whole sequences, several per row: training, scoring, embedding. Tokens are int[B T].
+
+    Tokens see each other only inside a segment. Segment ids rise along a row; padding has an id of its own (or -1).
+    """
+
+    positions: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+
+
+@register
+@dataclass(frozen=True)
+class Paged:
+    """New tokens of sequences whose past lies in state: prefill chunks and decode. Tokens are int[T], flat.
+
+    The T tokens form T // block blocks. A block holds consecutive tokens of *one* sequence (padding at its end has
+    position -1); the blocks of a sequence come in order. With block == 1 (decode) every sequence has at most one token.
+    `page_table` names the pages of each block's sequence; `rows` is the sequence's slot in recurrent state. A position
+    of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing.
+    """
+
+    positions: Int[Array, " T"]
+    page_table: Int[Array, "blocks pages"]
+    rows: Int[Array, " blocks"]
+    block: int = field(metadata={"static": True})
+
+
+@register
+@dataclass(frozen=True)
+class Pages:
+    """Key/value cache of all attention layers. `v` is None where values are a prefix of keys (MLA latents)."""
+
+    k: Float[Array, "layers pages kv_heads page head_dim"]
+    v: Float[Array, "layers pages kv_heads page head_dim"] | None
+
+
+@register
+@dataclass(frozen=True)
+class Slots:
+    """Recurrent state of all layers of one kind: `conv` holds the last inputs of a causal convolution, `ssm` the state."""
+
+    conv: Float[Array, "layers slots channels kernel_1"]
+    ssm: Float[Array, "layers slots ..."]
+
+
+Batch = Packed | Paged
+State = Any
+
+
+def sequence_lengths(batch: Batch) -> Int[Array, "... T"]:
+    """Length so far of the sequence that each token belongs to, as known in this call."""
+    if isinstance(batch, Paged):
+        blocks = batch.positions.reshape(-1, batch.block)
+        return jnp.broadcast_to(blocks.max(-1, keepdims=True) + 1, blocks.shape).reshape(-1)
+    s, t = batch.segment_ids, batch.positions.shape[-1]
+    ends = jnp.concatenate([s[..., 1:] != s[..., :-1], jnp.ones_like(s[..., :1], bool)], -1)
+    last = jax.lax.cummin(jnp.where(ends, jnp.arange(t), t - 1), axis=s.ndim - 1, reverse=True)
+    return jnp.take_along_axis(batch.positions, last, -1) + 1
+
+
+def packed(tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None) -> Packed:
+    """One sequence per row from position 0; tokens at or past `lengths` are padding."""
+    b, t = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(t), (b, t))
+    if lengths is None:
+        return Packed(positions, jnp.zeros((b, t), jnp.int32))
+    return Packed(positions, jnp.where(positions < lengths[:, None], 0, -1))
+
+
+def pack(sequences: list[list[int]], length: int) -> tuple[np.ndarray, Packed]:
+    """Pack sequences in order (first fit) into rows of `length`: int[B length] and its batch. Padding tokens are 0.
+
+    A sequence longer than `length` is a ValueError.
+    """
+    rows: list[list[list[int]]] = []
+    for s in sequences:
+        if len(s) > length:
+            raise ValueError(f"a sequence of {len(s)} tokens does not fit a row of {length}; truncate or split it")
+        row = next((r for r in rows if sum(map(len, r)) + len(s) <= length), None)
+        rows.append([s]) if row is None else row.append(s)
+    tokens = np.zeros((len(rows), length), np.int32)
+    positions, segments = np.zeros_like(tokens), np.full_like(tokens, -1)
+    for i, row in enumerate(rows):
+        start = 0
+        for j, s in enumerate(row):
+            end = start + len(s)
+            tokens[i, start:end], positions[i, start:end], segments[i, start:end] = s, np.arange(len(s)), j
+            start = end
+    return tokens, Packed(positions, segments)
+
+
+def paged(
+    chunks: list[tuple[int, int, list[int]]], page_table: np.ndarray, *, block: int = 1, size: int | None = None
+) -> tuple[np.ndarray, Paged]:
+    """Build a Paged batch from chunks (row, start position, new tokens) and the page table int[rows pages].
+
+    Each chunk is padded to a multiple of `block`, the whole to `size` tokens. Returns int[T] tokens and the batch; token
+    i of chunk c stands at index (number of blocks before c) * block + i. Padding blocks point past every page and slot.
+    """
+    if block == 1 and any(len(t) > 1 for _, _, t in chunks):
+        raise ValueError("block=1 is for decode: one token per chunk; use a larger block for prefill")
+    needed = sum(-(-len(t) // block) for _, _, t in chunks)
+    blocks = needed if size is None else size // block
+    if needed > blocks or (size is not None and size % block):
+        raise ValueError(f"{needed} blocks of {block} tokens do not fit size={size}; it must be a multiple of block")
+    tokens = np.zeros((blocks, block), np.int32)
+    positions = np.full((blocks, block), -1, np.int32)
+    table = np.full((blocks, page_table.shape[1]), np.iinfo(np.int32).max, np.int32)
+    rows = np.full(blocks, np.iinfo(np.int32).max, np.int32)
+    b = 0
+    for row, start, new in chunks:
+        for i in range(0, len(new), block):
+            part = new[i : i + block]
+            tokens[b, : len(part)] = part
+            positions[b, : len(part)] = start + i + np.arange(len(part))
+            table[b], rows[b] = page_table[row], row
+            b += 1
+    return tokens.reshape(-1), Paged(positions.reshape(-1), table, rows, block)

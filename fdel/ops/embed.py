@@ -1,0 +1,25 @@
+"""Look up token embeddings in a table of any kind."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdel.ops.weights import LowRank, Quantized, Weight, dense
+
+
+def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """Give row `table[token]` of a table [V D] for each token id, in the table's dtype.
+
+    A token id outside of 0 to V - 1, negative ones included, gives a row of NaN: a wrong id is seen and not clipped to
+    a wrong row. Only the rows that are looked up are dequantised. Tied logits are `einsum("...d,vd->...v", x, table)`.
+    """
+    take = lambda c: c.at[tokens].get(mode="fill", wrap_negative_indices=False)
+    if isinstance(table, LowRank):
+        # b holds no rows, so an unknown id needs no second NaN.
+        update = jnp.einsum("...r,rd->...d", take(table.a) * table.scale, table.b)
+        return (embed(table.base, tokens) + update).astype(table.dtype)
+    if isinstance(table, Quantized):
+        if table.axis != -1:
+            raise ValueError(f"a table of shape {table.shape} must be quantised along its last axis, not {table.axis}")
+        return dense(jax.tree.map(take, table))
+    return take(table)

@@ -1,0 +1,49 @@
+"""Dense feed-forwards and the activation functions that checkpoints name."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from fdel.ops.einsum import einsum
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def _quick_gelu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": _quick_gelu,
+    "relu": jax.nn.relu,
+}
+
+
+def linear(subscripts: str, x: Float[Array, "..."], w: Any, bias: Array | None = None) -> Float[Array, "..."]:
+    """Apply a weight and, where the family has one, a bias (an absent key is None)."""
+    y = einsum(subscripts, x, w)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def glu(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
+    """Gated feed-forward: (act(x gate) * (x up)) down; gate, up [D F], down [F D] (arXiv:2002.05202).
+
+    `p` holds gate, up and down, and where the family has them gate_bias, up_bias and down_bias.
+    """
+    h = act(linear("...d,df->...f", x, p["gate"], p.get("gate_bias")))
+    h = h * linear("...d,df->...f", x, p["up"], p.get("up_bias"))
+    return linear("...f,fd->...d", h, p["down"], p.get("down_bias"))
+
+
+def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
+    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [D F], down [F D]."""
+    h = act(linear("...d,df->...f", x, p["up"], p.get("up_bias")))
+    return linear("...f,fd->...d", h, p["down"], p.get("down_bias"))

@@ -1,0 +1,74 @@
+"""Walk the layers of a model, stacked (`lax.scan`) or listed (a Python loop), with rematerialisation by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# block(x, state, params of one layer, layer index) -> (x, state)
+Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
+
+POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+)
+
+
+def remat_policy(name: str) -> Callable[..., Any]:
+    """Look up a `jax.checkpoint_policies` policy by its name, in any case; ValueError lists the known names."""
+    if name.lower() not in POLICIES:
+        raise ValueError(f"remat={name!r} is not a policy; use None or one of {', '.join(POLICIES)}")
+    return getattr(jax.checkpoint_policies, name.lower())
+
+
+def layers(
+    block: Block | Mapping[Any, Block],
+    x: jax.Array,
+    state: Any,
+    tree: Any,
+    kinds: tuple = (),
+    *,
+    remat: str | None = None,
+) -> tuple[jax.Array, Any]:
+    """Apply every layer in order; returns (x, state).
+
+    `tree` is what `params.layers` declares: one stacked tree, a tuple of runs of stacked trees, or the list of
+    `params.unstack`. `block` is one function, or one per layer kind; then `kinds` gives the kind of each layer. The layer
+    index passed to a block counts all layers; with recurrent and attention layers mixed, `pool_index` turns it into the
+    index within one pool of state. State is a carry, never scanned over (that copies it).
+    """
+    blocks = block if isinstance(block, Mapping) else dict.fromkeys(kinds or (None,), block)
+    if remat is not None:
+        policy = remat_policy(remat)
+        blocks = {k: jax.checkpoint(f, policy=policy, static_argnums=()) for k, f in blocks.items()}
+    kind = lambda i: kinds[i] if kinds else next(iter(blocks))
+    if isinstance(tree, list):
+        for i, p in enumerate(tree):
+            x, state = blocks[kind(i)](x, state, p, i)
+        return x, state
+    start = 0
+    for run in tree if isinstance(tree, tuple) else ((tree,),):
+        period, count = len(run), jax.tree.leaves(run[0])[0].shape[0]
+        steps = [blocks[kind(start + j)] for j in range(period)]
+
+        def body(carry: tuple, xs: tuple, steps: list = steps) -> tuple:
+            p, first = xs
+            for j, step in enumerate(steps):
+                carry = step(*carry, p[j], first + j)
+            return carry, None
+
+        first = start + period * jnp.arange(count)
+        (x, state), _ = jax.lax.scan(body, (x, state), (run, first))
+        start += period * count
+    return x, state
+
+
+def pool_index(kinds: tuple, pool: set, layer: Any) -> Any:
+    """Count the layers before `layer` whose kind is in `pool`: the layer's index in that pool's state."""
+    before = [sum(k in pool for k in kinds[:i]) for i in range(len(kinds))]
+    return before[layer] if isinstance(layer, int) else jnp.asarray(before)[layer]

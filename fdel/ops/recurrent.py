@@ -1,0 +1,119 @@
+"""The plumbing that recurrent token mixers share: chunks of tokens, segments, padding, and state in slots."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fdel.ops.batch import Batch, Packed, Slots
+
+Layer = int | Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A recurrence over chunks of C tokens of one sequence, in float32; C is 1 in decode.
+
+    `field` is the array of `Slots` it keeps and `shape` the state of one sequence. `prepare((starts, valid, *inputs))` is
+    the part that needs no state, so it runs for all chunks at once. `step(state, prepared) -> (state, out[C ...])` runs
+    chunk after chunk. starts[C] marks the tokens before which the state is zero. Padding (valid[C] False) has zeros in
+    every input, which must leave the state as it is.
+    """
+
+    field: str
+    shape: tuple[int, ...]
+    prepare: Callable[[tuple], Any]
+    step: Callable[[Array, Any], tuple[Array, Array]]
+
+
+def recur(
+    batch: Batch, slots: Slots | None, layer: Layer, cell: Cell, inputs: tuple[Array, ...], chunk: int
+) -> tuple[Array, Slots | None]:
+    """Run a cell over inputs [... T ...]; returns outputs [... T ...] in the first input's dtype, and the new slots.
+
+    Packed rows start from zero state, restart at every segment, and leave `slots` alone. Paged blocks load the state of
+    their row and store it: all at once in decode, in order (a scan that carries the whole array) in prefill.
+    Products follow jax's default matmul precision. Raises ValueError if Paged comes without slots that fit.
+    """
+    if isinstance(batch, Packed):
+        change = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
+        starts = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
+        valid = batch.segment_ids >= 0
+        chunks, t = _split((starts, valid, *inputs), valid, chunk), valid.shape[1]
+        zero = jnp.zeros(cell.shape, jnp.float32)
+        out = jax.vmap(lambda row: jax.lax.scan(cell.step, zero, jax.vmap(cell.prepare)(row))[1])(chunks)
+        return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), slots
+
+    found = None if slots is None else getattr(slots, cell.field).shape
+    if found is None or found[2:] != cell.shape:
+        raise ValueError(
+            f"Paged needs slots.{cell.field} of shape (layers, slots, {str(cell.shape)[1:-1]}), found {found}; "
+            "create the state from the model's own declaration"
+        )
+    chunk = batch.block if batch.block <= chunk else math.gcd(batch.block, chunk)
+    starts, valid = batch.positions == 0, batch.positions >= 0
+    chunks = _split((starts, valid, *inputs), valid, chunk)
+    fresh, rows = chunks[0][:, 0], jnp.repeat(batch.rows, batch.block // chunk)
+    prepared = jax.vmap(cell.prepare)(chunks)
+
+    def load(state: Array, row: Array, fresh: Array) -> Array:
+        old = state.at[layer, row].get(mode="fill", fill_value=0).astype(jnp.float32)
+        # A new sequence must not see what its slot held before, not even times zero: that may be NaN.
+        return jnp.where(fresh.reshape(fresh.shape + (1,) * len(cell.shape)), 0, old)
+
+    def store(state: Array, row: Array, new: Array) -> Array:
+        return state.at[layer, row].set(new.astype(state.dtype), mode="drop")
+
+    def block(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
+        # Store what the last block left, then load: a load fused with the store of its result copies the whole state.
+        state, (row, fresh, prepared) = store(*carry), xs
+        new, out = cell.step(load(state, row, fresh), prepared)
+        return (state, row, new), out
+
+    state = getattr(slots, cell.field)
+    if batch.block == 1:
+        new, out = jax.vmap(cell.step)(load(state, rows, fresh), prepared)
+        state = store(state, rows, new)
+    else:
+        nothing = jnp.asarray(jnp.iinfo(rows.dtype).max, rows.dtype), jnp.zeros(cell.shape, jnp.float32)
+        carry, out = jax.lax.scan(block, (state, *nothing), (rows, fresh, prepared))
+        state = store(*carry)
+    out = out.reshape(-1, *out.shape[2:]).astype(inputs[0].dtype)
+    return out, dataclasses.replace(slots, **{cell.field: state})
+
+
+def _split(arrays: tuple[Array, ...], valid: Bool[Array, "... T"], chunk: int) -> tuple[Array, ...]:
+    """Zero the padding, go to float32, and cut T into chunks, the last one padded: [... T/chunk chunk ...]."""
+    axis = valid.ndim - 1
+
+    def split(x: Array) -> Array:
+        if x.dtype != jnp.bool_:
+            x = jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x.astype(jnp.float32), 0)
+        x = jnp.pad(x, [(0, -x.shape[i] % chunk if i == axis else 0) for i in range(x.ndim)])
+        return x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
+
+    return tuple(map(split, arrays))
+
+
+def visible(starts: Bool[Array, " C"]) -> Bool[Array, "C C+1"]:
+    """Tell what token i reads inside a chunk: column 0 is the state before the chunk, column j + 1 is token j."""
+    run = jnp.cumsum(starts)
+    run_from = jnp.pad(run, (1, 0))
+    return jnp.tril(jnp.ones((run.size, run.size + 1), bool), 1) & (run[:, None] == run_from)
+
+
+def decays(g: Float[Array, "... C"]) -> Float[Array, "... C C+1"]:
+    """Compute exp(g_j + ... + g_i): column 0 is the decay of the state up to token i, column j + 1 that of token j.
+
+    Sums are taken per column, not as differences of one running sum: those lose all digits after a strong decay.
+    Entries that are not causal are 0.
+    """
+    causal = jnp.tril(jnp.ones((g.shape[-1], g.shape[-1] + 1), bool), 1)
+    since = jnp.tril(jnp.ones_like(causal))
+    sums = jnp.cumsum(jnp.where(since, g[..., None], 0), -2)
+    return jnp.where(causal, jnp.exp(sums), 0)

@@ -1,0 +1,118 @@
+"""Rotary position embeddings (arXiv:2104.09864) and the frequency scalings that checkpoints name."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fdel.ops.batch import Batch, sequence_lengths
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Parameters of one rotary embedding; hashable. `dim` is the number of rotated channels.
+
+    kind: default | linear | dynamic | yarn | llama3 | longrope. `original` is the context length before scaling.
+    `attention` is an explicit attention factor (yarn, longrope); `mscale` and `mscale_all` the two of DeepSeek's yarn.
+    """
+
+    dim: int
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 0
+    attention: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all: float | None = None
+    truncate: bool = True
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Compute yarn's magnitude correction 0.1 * mscale * ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(r: Rope, inv: np.ndarray) -> np.ndarray:
+    # Channels that turn more than beta_fast times over the original context keep their frequency, those that turn
+    # less than beta_slow times are interpolated, with a linear ramp between.
+    turn = lambda n: r.dim * math.log(r.original / (n * 2 * math.pi)) / (2 * math.log(r.theta))
+    low, high = turn(r.beta_fast), turn(r.beta_slow)
+    if r.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, r.dim - 1)
+    ramp = np.clip((np.arange(r.dim // 2) - low) / ((high - low) or 0.001), 0, 1)
+    return inv / r.factor * ramp + inv * (1 - ramp)
+
+
+def _llama3(r: Rope, inv: np.ndarray) -> np.ndarray:
+    wavelength = 2 * math.pi / inv
+    smooth = (r.original / wavelength - r.low_freq) / (r.high_freq - r.low_freq)
+    smooth = np.clip(smooth, 0, 1)
+    return (1 - smooth) * inv / r.factor + smooth * inv
+
+
+def frequencies(r: Rope) -> tuple[np.ndarray, float]:
+    """Compute inverse frequencies float64[dim / 2] and the factor on cos and sin; for contexts up to `original`."""
+    inv = r.theta ** (-np.arange(0, r.dim, 2) / r.dim)
+    match r.kind:
+        case "default" | "dynamic":
+            return inv, 1.0
+        case "linear":
+            return inv / r.factor, 1.0
+        case "llama3":
+            return _llama3(r, inv), 1.0
+        case "yarn":
+            ratio = yarn_mscale(r.factor, r.mscale or 0) / yarn_mscale(r.factor, r.mscale_all or 0)
+            default = ratio if r.mscale and r.mscale_all else yarn_mscale(r.factor)
+            return _yarn(r, inv), default if r.attention is None else r.attention
+        case "longrope":
+            default = math.sqrt(1 + math.log(r.factor) / math.log(r.original)) if r.factor > 1 else 1.0
+            return inv / np.asarray(r.short), default if r.attention is None else r.attention
+    raise ValueError(f"rope kind {r.kind!r} is unknown; known: default, linear, dynamic, yarn, llama3, longrope")
+
+
+def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T R/2"], Float[Array, "... T R/2"]]:
+    """Compute cos and sin of every position's angles, in float32, once per forward.
+
+    `dynamic` (NTK) and `longrope` depend on the length of each sequence so far. As in transformers, keys that were cached
+    before the length passed `original` keep their old angles.
+    """
+    inv, scale = frequencies(r)
+    freq = jnp.asarray(inv, jnp.float32)
+    if r.kind in ("dynamic", "longrope"):
+        length = sequence_lengths(batch)[..., None].astype(jnp.float32)
+        if r.kind == "longrope":
+            far = jnp.asarray(inv * np.asarray(r.short) / np.asarray(r.long), jnp.float32)
+            freq = jnp.where(length > r.original, far, freq)
+        else:
+            base = jnp.maximum(r.factor * length / r.original - (r.factor - 1), 1.0)
+            freq = freq * base ** (-jnp.arange(0, r.dim, 2) / (r.dim - 2))
+    angles = batch.positions[..., None].astype(jnp.float32) * freq
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rope(x: Float[Array, "... T N H"], rot: tuple[Array, Array]) -> Float[Array, "... T N H"]:
+    """Rotate channel pairs (i, i + R/2) of the first R channels by `rotation(...)`; the others pass through."""
+    half = rot[0].shape[-1]
+    cos, sin = rot[0][..., None, :], rot[1][..., None, :]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
+    out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    return out if 2 * half == x.shape[-1] else jnp.concatenate([out, x[..., 2 * half :]], -1)
+
+
+def rope_interleaved(x: Float[Array, "... T N H"], rot: tuple[Array, Array]) -> Float[Array, "... T N H"]:
+    """Rotate channel pairs (2i, 2i + 1) of the first R channels; the others pass through (GPT-J's order)."""
+    half = rot[0].shape[-1]
+    cos, sin = rot[0][..., None, :], rot[1][..., None, :]
+    pairs = x[..., : 2 * half].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    out = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(*x.shape[:-1], 2 * half).astype(x.dtype)
+    return out if 2 * half == x.shape[-1] else jnp.concatenate([out, x[..., 2 * half :]], -1)

@@ -1,0 +1,276 @@
+"""Checkpoint files: which tensors a checkpoint holds, and their bytes. Knows files, not specs (`hf` does).
+
+A safetensors file is 8 bytes (header length, little endian), a JSON header {name: {dtype, shape, data_offsets}} and the
+tensors' bytes (https://github.com/huggingface/safetensors, "Format"). The header is read here because the library
+maps whole files into memory, which counts against the host's peak, and gives no offsets to read into a given array.
+"""
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: Mapping[str, np.dtype] = {
+    name: np.dtype(t)
+    for name, t in {
+        "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+        "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32, "F64": np.float64, "C64": np.complex64, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    }.items()
+}  # fmt: skip
+NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written as asked; `problems` lists every offender."""
+
+    def __init__(self, where: str | Path, problems: Iterable[str], most: int = 20):
+        self.problems = tuple(problems)
+        rest = len(self.problems) - most
+        lines = [*self.problems[:most], *([f"... and {rest} more"] if rest > 0 else [])]
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"checkpoint {where}: {count}\n" + "\n".join(f"  {line}" for line in lines))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint. `readinto(out, at)` fills a contiguous uint8 array with its bytes from `at` on."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    file: Path
+    readinto: Callable[[np.ndarray, int], None] = field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """Read the whole tensor."""
+        out = np.empty(self.shape, self.dtype)
+        self.readinto(out.reshape(-1).view(np.uint8), 0)
+        return out
+
+
+Header = Callable[[Path, list[str]], dict[str, Tensor]]  # reads one file, appends what is wrong with it to the list
+
+
+def _readinto(file: Path, start: int, out: np.ndarray, at: int) -> None:
+    view = out.data
+    with file.open("rb", buffering=0) as f:
+        f.seek(start + at)
+        while view:
+            n = f.readinto(view)
+            if not n:
+                raise CheckpointError(file, ["the file ended while it was being read; did something rewrite it?"])
+            view = view[n:]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return out
+
+
+def _json(file: Path, raw: bytes, problems: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:
+        problems.append(f"{file.name}: not valid JSON: {e}")
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{file.name}: expected a JSON object, found {type(value).__name__}")
+        return {}
+    return value
+
+
+def _natural(xs: Any) -> bool:
+    return isinstance(xs, list) and all(type(x) is int and x >= 0 for x in xs)
+
+
+def _entry(entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
+    """Check one header entry; a ValueError says what is wrong with it."""
+    if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
+        raise ValueError(f"expected dtype, shape and data_offsets of natural numbers, found {str(entry)[:100]}")
+    if len(entry["data_offsets"]) != 2 or entry.get("dtype") not in DTYPES:
+        raise ValueError(f"dtype {entry.get('dtype')!r} or offsets {entry['data_offsets']} are not supported")
+    (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{entry['dtype']}{list(shape)} does not take bytes {begin} to {end}")
+    return shape, dtype, begin, end
+
+
+def safetensors_header(file: Path, problems: list[str]) -> dict[str, Tensor]:
+    """Read which tensors a safetensors file holds, in file order; append what is wrong with it to `problems`.
+
+    As in the safetensors library, tensors must cover the file without overlap, hole or rest.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            problems.append(f"{file.name}: {size} bytes cannot hold a header of {length}; no safetensors, or truncated")
+            return {}
+        entries = _json(file, f.read(length), problems)
+    found: dict[str, tuple[tuple[int, ...], np.dtype, int, int]] = {}
+    bad = len(problems)
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            try:
+                found[name] = _entry(entry)
+            except ValueError as e:
+                problems.append(f"{file.name}: {name}: {e}")
+    at, data = 0, size - 8 - length
+    out = {}
+    for name, (shape, dtype, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if begin != at and bad == len(problems):
+            problems.append(f"{file.name}: {name} begins at byte {begin}, expected {at} (overlap or hole)")
+        if end > data:
+            problems.append(f"{file.name}: {name} ends at byte {end}, the file at {data}: truncated, fetch it again")
+        at, out[name] = end, Tensor(shape, dtype, file, partial(_readinto, file, 8 + length + begin))
+    if at < data and bad == len(problems):
+        problems.append(f"{file.name}: {data - at} bytes follow the last tensor")
+    return out
+
+
+def _indexed(index: Path, header: Header, problems: list[str]) -> dict[str, Tensor]:
+    where = _json(index, index.read_bytes(), problems).get("weight_map")
+    # A path in the index must not lead out of the directory.
+    if not isinstance(where, dict) or not all(
+        isinstance(f, str) and re.fullmatch(r"[\w.-]+", f) for f in where.values()
+    ):
+        problems.append(f"{index.name}: expected a weight_map of tensor names to names of files in the same directory")
+        return {}
+    out: dict[str, Tensor] = {}
+    for name in sorted(set(where.values())):
+        file = index.parent / name
+        if not file.is_file():
+            problems.append(f"{name} does not exist, but {index.name} names it")
+            continue
+        bad = len(problems)
+        found = header(file, problems)
+        if bad == len(problems):
+            lost = (t for t, f in where.items() if f == name and t not in found)
+            problems.extend(f"{index.name} places {t} in {name}, which does not hold it" for t in lost)
+        out.update((t, tensor) for t, tensor in found.items() if where.get(t, name) == name)
+    return out
+
+
+def scan(path: Path, problems: list[str]) -> dict[str, Tensor]:
+    """Do what `tensors` does, but append what is wrong to `problems`."""
+    from .torch_bin import bin_header  # needs Tensor from here
+
+    if path.is_file():
+        return (safetensors_header if path.suffix == ".safetensors" else bin_header)(path, problems)
+    for name, header in ("model.safetensors", safetensors_header), ("pytorch_model.bin", bin_header):
+        if (path / name).is_file():
+            return header(path / name, problems)
+        if (path / f"{name}.index.json").is_file():
+            return _indexed(path / f"{name}.index.json", header, problems)
+    seen = sorted(f.name for f in path.iterdir())[:10] if path.is_dir() else "no such directory"
+    raise FileNotFoundError(f"{path}: no model.safetensors, pytorch_model.bin or index of either; found {seen}")
+
+
+def tensors(path: str | Path) -> dict[str, Tensor]:
+    """Give the tensors of a checkpoint by name, in file order: a directory in hub layout, or one file.
+
+    Only headers are read. safetensors are preferred over .bin. A directory without a checkpoint is a FileNotFoundError,
+    a malformed one a `CheckpointError`.
+    """
+    problems: list[str] = []
+    found = scan(Path(path), problems)
+    if problems:
+        raise CheckpointError(path, problems)
+    return found
+
+
+def read(path: str | Path, name: str) -> np.ndarray:
+    """Read one tensor of a checkpoint; a name that it does not hold is a KeyError."""
+    return tensors(path)[name].read()
+
+
+# ---- write ---------------------------------------------------------------------------------------------------------
+
+Entries = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def write_safetensors(
+    file: Path, entries: Entries, fetch: Callable[[str], np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file, one tensor at a time: `fetch(name)` gives the array that `entries` announces."""
+    # Wide elements first, so that every tensor is aligned to its element; then by name, as the library does.
+    names = sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in names:
+        shape, dtype = entries[name]
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    with file.open("wb") as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        for name in names:
+            f.write(np.ascontiguousarray(fetch(name)).reshape(-1).view(np.uint8).data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _split(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+    """Distribute tensors over files in natural order (layer 2 before 10), each file up to `shard_bytes`."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name in sorted(sizes, key=lambda n: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", n)]):
+        if groups[-1] and total + sizes[name] > shard_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += sizes[name]
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _publish(new: Path, path: Path, names: list[str]) -> None:
+    """Move complete files to their final names; a crash leaves the old checkpoint, the new one, or none that loads."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.name not in names:
+        index.unlink(missing_ok=True)  # without it nobody reads a mixture of old and new files
+        single.unlink(missing_ok=True)
+    for name in sorted(names):  # the index comes last
+        os.replace(new / name, path / name)
+    for old in [index, *path.glob("model-*-of-*.safetensors")]:
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+
+
+def write_checkpoint(
+    path: Path, entries: Entries, fetch: Callable[[str], np.ndarray], shard_bytes: int, metadata: Mapping[str, str]
+) -> None:
+    """Write tensors into directory `path` in hub layout, in place of any checkpoint there."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in entries.items()}
+    files = _split(sizes, shard_bytes)
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path) as tmp:
+        for file, names in files.items():
+            write_safetensors(Path(tmp, file), {name: entries[name] for name in names}, fetch, metadata)
+        if len(files) > 1:
+            where = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
+            Path(tmp, "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        _publish(Path(tmp), path, os.listdir(tmp))

@@ -1,0 +1,256 @@
+"""Checkpoints in Hugging Face hub layout, both ways: a spec tree says which tensors make up which array, and how."""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .files import NAMES, CheckpointError, Tensor, scan, write_checkpoint
+from .place import DeviceLeaf, HostLeaf, copy, on_cpu
+from .spec import Layout, Param, hf_names, layout, named_leaves, unstack
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one checkpoint tensor holds of one array: which array, where in its stacked axes, in which layout."""
+
+    leaf: int
+    index: tuple[int, ...]
+    layout: Layout
+
+
+def _span(x: Layout) -> tuple[tuple[int, int], int, int]:
+    """The part of a fused dimension that is ours: (tensors before it, its size), start, stop."""
+    for axis, (cut, size) in enumerate(zip(x.cut, x.flat, strict=True)):
+        if (cut.start, cut.stop) != (0, size):
+            return (math.prod(x.flat[:axis]), size), cut.start, cut.stop
+    return (1, 1), 0, 1
+
+
+def _shares(named: list[tuple[str, Param]]) -> dict[str, list[_Share]]:
+    """Map each checkpoint tensor to the arrays in it. Parts that overlap or leave a hole are a ValueError."""
+    out: dict[str, list[_Share]] = {}
+    for i, (path, p) in enumerate(named):
+        if not p.hf:
+            raise ValueError(f"{path} has no checkpoint name (hf=...); only arrays of a model can be loaded or saved")
+        shape, where = tuple(len(r) for _, r in p.stacked), layout(p)
+        for index, name in zip(np.ndindex(shape), hf_names(p), strict=True):
+            out.setdefault(name, []).append(_Share(i, index, where))
+    wrong = []
+    for name, group in out.items():
+        fused, ends = {_span(x.layout)[0] for x in group}, [0]
+        for _, start, stop in sorted(_span(x.layout) for x in group):
+            ends = [*ends, stop] if start == ends[-1] else [*ends, -1]
+        if len({x.layout.file_shape for x in group}) > 1 or len(fused) > 1 or ends[-1] != fused.pop()[1]:
+            paths = ", ".join(f"{named[x.leaf][0]} {list(_span(x.layout)[1:])}" for x in group)
+            wrong.append(f"  {name}: the parts {paths} do not cover it exactly once")
+    if wrong:
+        raise ValueError("the spec declares checkpoint tensors wrongly:\n" + "\n".join(wrong[:20]))
+    return out
+
+
+# ---- load ----------------------------------------------------------------------------------------------------------
+
+
+def _renamed(
+    found: Mapping[str, Tensor], rename: Callable[[str], str | None], problems: list[str]
+) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        ours = rename(name)
+        if ours in out:
+            problems.append(f"{name}: rename gives {ours}, which another tensor has already")
+        elif ours is not None:
+            out[ours] = tensor
+    return out
+
+
+def _target_dtype(p: Param, tensor: Tensor, dtype: Any) -> np.dtype:
+    return tensor.dtype if dtype is None else jnp.dtype(p.dtype or dtype)
+
+
+def _faults(p: Param, path: str, name: str, share: _Share, tensor: Tensor, dtype: Any) -> Iterator[str]:
+    """Say why one checkpoint tensor cannot become its part of one array."""
+    if tensor.shape != share.layout.file_shape:
+        want = f"{path} ({p.hf_axes or p.axes}) wants {list(share.layout.file_shape)}"
+        yield f"{name}: the shape is {list(tensor.shape)}, {want}"
+    floating = jnp.issubdtype(p.dtype or jnp.float32, jnp.floating)
+    if jnp.issubdtype(tensor.dtype, jnp.floating) != floating:
+        yield f"{name}: the dtype is {tensor.dtype}, {path} is {'' if floating else 'not '}floating"
+    target = _target_dtype(p, tensor, dtype)
+    if jax.dtypes.canonicalize_dtype(target) != target:
+        yield f"{name}: the dtype {target} needs jax_enable_x64; or pass dtype="
+
+
+def _check(
+    named: list[tuple[str, Param]],
+    shares: Mapping[str, list[_Share]],
+    found: Mapping[str, Tensor],
+    dtype: Any,
+    ignore: Iterable[str],
+    problems: list[str],
+) -> list[np.dtype]:
+    """Compare a checkpoint with a spec: the dtype of each array, and every missing, unexpected or unfit tensor."""
+    problems += [f"missing: {name} (for {named[s[0].leaf][0]})" for name, s in shares.items() if name not in found]
+    patterns = [re.compile(pattern) for pattern in ignore]
+    problems += [
+        f"unexpected: {name} {list(found[name].shape)}; name it in ignore= if it may be dropped"
+        for name in found
+        if name not in shares and not any(pattern.search(name) for pattern in patterns)
+    ]
+    dtypes: list[set[np.dtype]] = [set() for _ in named]
+    for name in (name for name in shares if name in found):
+        for share in shares[name]:
+            path, p = named[share.leaf]
+            problems += _faults(p, path, name, share, found[name], dtype)
+            dtypes[share.leaf].add(_target_dtype(p, found[name], dtype))
+    problems += [
+        f"{path}: its tensors have different dtypes {sorted(map(str, d))}; pass dtype="
+        for (path, _), d in zip(named, dtypes, strict=True)
+        if len(d) > 1
+    ]
+    return [next(iter(d), np.dtype(np.float32)) for d in dtypes]
+
+
+def load(
+    spec: Tree,
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    shardings: Tree | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    ignore: Sequence[str] = (),
+) -> Tree:
+    """Load the params of `spec` from a directory in hub layout, or from one .safetensors file.
+
+    `dtype` casts every array except those whose Param fixes one; None keeps the checkpoint's dtypes. `shardings` is a
+    tree like `spec` (see `mesh.shardings`). `rename` maps names in the file to names in the spec, or to None to leave a
+    tensor out; `ignore` holds regular expressions (searched) for unexpected tensors that may be dropped.
+
+    Reads tensor by tensor. On CPU the arrays are the memory that was read into (so the first program that takes them as
+    donated arguments still copies them); on accelerators the host holds one tensor at a time. Before anything is read,
+    one `CheckpointError` lists every missing, unexpected, mis-shaped, truncated or otherwise unfit tensor.
+    """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype is {dtype}, expected a floating one; to store integers, load, then params.quantize")
+    named = list(named_leaves(spec))
+    shares = _shares(named)
+    problems: list[str] = []
+    found = scan(Path(path), problems)
+    found = _renamed(found, rename, problems) if rename else found
+    dtypes = _check(named, shares, found, dtype, ignore, problems)
+    if problems:
+        raise CheckpointError(path, problems)
+    places = (
+        [None] * len(named) if shardings is None else jax.tree.leaves(jax.tree.map(lambda _, s: s, spec, shardings))
+    )
+    kinds = {place: HostLeaf if on_cpu(place) else DeviceLeaf for place in set(places)}
+    leaves = [
+        kinds[place](p.shape, d, place, len(p.stacked)) for (_, p), d, place in zip(named, dtypes, places, strict=True)
+    ]
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        for name, tensor in found.items():
+            group = [(s, *leaves[s.leaf].begin(s.index)) for s in shares.get(name, [])]
+            copy(tensor, [(s.layout, buffers, index) for s, buffers, index in group], pool)
+            for s, buffers, _ in group:
+                leaves[s.leaf].end(buffers, s.index)
+    return jax.tree.unflatten(jax.tree.structure(spec), [leaf.array() for leaf in leaves])
+
+
+# ---- save ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An array, or later an item of it: lets `unstack` take a tree apart without touching a device."""
+
+    array: Any
+    index: tuple[int, ...] = ()
+
+    def __getitem__(self, i: int) -> "_Item":
+        return _Item(self.array, (*self.index, i))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[len(self.index) :]
+
+    def fetch(self, index: tuple[int, ...]) -> np.ndarray:
+        """Copy one item to the host, and leave no copy behind (`np.asarray` of a jax.Array stays attached to it)."""
+        index = (*self.index, *index)
+        if isinstance(self.array, jax.Array) and not (on_cpu(self.array.sharding) and self.array.is_fully_replicated):
+            return np.asarray(self.array[index] if index else jnp.copy(self.array))
+        return np.asarray(self.array)[index]
+
+
+def _pair(spec: Tree, params: Tree) -> tuple[list[tuple[str, Param]], list[_Item]]:
+    """Bring spec and params into one structure, stacked or listed; give the leaves of both."""
+    items = jax.tree.map(_Item, params, is_leaf=dataclasses.is_dataclass)
+    kinds = {path: type(x.array).__name__ for path, x in named_leaves(items) if dataclasses.is_dataclass(x.array)}
+    if kinds:
+        path, kind = next(iter(kinds.items()))
+        raise ValueError(f"{len(kinds)} arrays like {path} are {kind}, not plain: merge or dequantize them first")
+    structure: Callable[[Tree], Any] = jax.tree.structure
+    for s, x in ((spec, items), (unstack(spec), items), (spec, unstack(items))):
+        if structure(s) == structure(x):
+            break
+    else:
+        a, b = ({path for path, _ in named_leaves(unstack(t))} for t in (spec, items))
+        diff = [f"params lack {x}" for x in sorted(a - b)] + [f"the spec lacks {x}" for x in sorted(b - a)]
+        raise ValueError(f"params do not fit the spec: {'; '.join(diff[:20]) or 'lists and tuples differ'}")
+    named, leaves = list(named_leaves(s)), jax.tree.leaves(x)
+    wrong = [
+        f"{path} has shape {list(x.shape)}, the spec says {list(p.shape)} ({p.axes})"
+        for (path, p), x in zip(named, leaves, strict=True)
+        if tuple(x.shape) != p.shape
+    ]
+    wrong += [
+        f"{path} has dtype {x.array.dtype}, which safetensors cannot hold"
+        for (path, _), x in zip(named, leaves, strict=True)
+        if x.array.dtype not in NAMES
+    ]
+    if wrong:
+        raise ValueError("params do not fit the spec: " + "; ".join(wrong[:20]))
+    return named, leaves
+
+
+def save(
+    spec: Tree,
+    params: Tree,
+    path: str | Path,
+    *,
+    shard_bytes: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write params as safetensors in hub layout into directory `path`, with an index if there are several files.
+
+    Spec and params may be stacked or listed, each as it likes. Tensors are written one by one (the host holds one at
+    a time) in the dtype of their array, to temporary names, then renamed; files of an earlier checkpoint in `path` are
+    replaced. `metadata` goes into each file's header; None is {"format": "pt"}, which transformers wants.
+    Quantized or LowRank leaves, and params that do not fit the spec, are a ValueError.
+    """
+    named, items = _pair(spec, params)
+    shares = _shares(named)
+    entries = {name: (s[0].layout.file_shape, items[s[0].leaf].array.dtype) for name, s in shares.items()}
+    mixed = [n for n, s in shares.items() if len({items[x.leaf].array.dtype for x in s}) > 1]
+    if mixed:
+        raise ValueError(f"the parts of a checkpoint tensor have different dtypes: {', '.join(mixed[:20])}")
+
+    def tensor(name: str) -> np.ndarray:
+        shape, dtype = entries[name]
+        out = np.empty(shape, dtype)
+        for s in shares[name]:
+            s.layout.write(out, items[s.leaf].fetch(s.index))
+        return out
+
+    write_checkpoint(Path(path), entries, tensor, shard_bytes, metadata or {"format": "pt"})

@@ -1,0 +1,147 @@
+"""Place arrays on devices: the mesh, and the rules that map axis names to mesh axes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .spec import Param, named_leaves
+
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+# data, data with sharded parameters, experts, tensor (heads and hidden units), sequence
+AXES = ("dp", "fsdp", "ep", "tp", "sp")
+
+# The vocabulary of axis names. A family that needs a new one adds it here, and decides how it is sharded.
+TRAIN: Rules = MappingProxyType(
+    {
+        "vocab": "tp",
+        "positions": None,
+        "embed": "fsdp",
+        "heads": "tp",
+        "kv_heads": "tp",
+        "rep": None,  # query heads per key head, or any repeat inside a group
+        "head_dim": None,
+        "ffn": "tp",
+        "experts": "ep",
+        "shared_ffn": "tp",
+        "layers": None,
+        "latent": None,  # compressed keys and values (MLA)
+        "q_latent": None,
+        "rope_dim": None,
+        "inner": "tp",  # channels of a recurrent mixer
+        "state": None,
+        "kernel": None,
+        "groups": None,
+        "channels": None,
+        "pages": None,
+        "page": None,
+        "slots": None,
+    }
+)
+# Serving reads every weight at each step: gathering shards over fsdp would cost more than the step itself.
+SERVE: Rules = MappingProxyType({**TRAIN, "embed": None})
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read "fsdp=2,tp=4" as {"fsdp": 2, "tp": 4}; one size may be -1. Malformed text is a ValueError."""
+    shape: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        axis, _, size = (s.strip() for s in item.partition("="))
+        if axis in shape or not size.removeprefix("-").isdecimal():
+            raise ValueError(f"mesh {text!r}: cannot read {item!r}; write each axis once, as in fsdp=2,tp=4")
+        shape[axis] = int(size)
+    _check_shape(shape)
+    return shape
+
+
+def _check_shape(shape: Mapping[str, int]) -> None:
+    unknown = [a for a in shape if a not in AXES]
+    if unknown:
+        raise ValueError(f"mesh axes {unknown} are unknown; the axes are {', '.join(AXES)}")
+    wrong = {a: n for a, n in shape.items() if n < 1 and n != -1}
+    if wrong or list(shape.values()).count(-1) > 1:
+        raise ValueError(f"mesh {dict(shape)}: each size is at least 1, and at most one is -1 (the remaining devices)")
+
+
+def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Make a mesh with all `AXES` (Auto axis types) over `devices`, by default every device.
+
+    Axes that `shape` leaves out have size 1; one size may be -1 and takes the remaining devices. None is {"fsdp": -1}.
+    Sizes that do not use exactly the devices given are a ValueError.
+    """
+    shape = {"fsdp": -1} if shape is None else shape
+    _check_shape(shape)
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = {a: shape.get(a, 1) for a in AXES}
+    free, fixed = [a for a in AXES if sizes[a] == -1], math.prod(n for n in sizes.values() if n != -1)
+    if len(devices) % fixed or (not free and fixed != len(devices)):
+        fix = "choose sizes whose product divides it" if free else f"set one axis to -1 or pass {fixed} devices"
+        raise ValueError(f"mesh {dict(shape)} needs a multiple of {fixed} devices, found {len(devices)}; {fix}")
+    for axis in free:
+        sizes[axis] = len(devices) // fixed
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+
+
+def _mesh_axes(rule: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (rule,) if isinstance(rule, str) else tuple(rule or ())
+
+
+def _faults(p: Param, rules: Rules, mesh: Mesh | None) -> Iterator[str]:
+    """Say what is wrong with the sharding of one array, each with its fix."""
+    used: dict[str, str] = {}
+    for axis, size in zip(p.axes.split(), p.shape, strict=True):
+        if axis not in rules:
+            yield f"axis {axis!r} has no rule; add it: rules | {{{axis!r}: None}}"
+            continue
+        names, fix = _mesh_axes(rules[axis]), f"rules | {{{axis!r}: None}}"
+        for name in names:
+            if name in used:
+                yield f"mesh axis {name!r} is used twice, by {used[name]!r} and {axis!r}; use {fix}"
+            used[name] = axis
+        if mesh is None:
+            continue
+        lacking = [name for name in names if name not in mesh.shape]
+        if lacking:
+            yield f"axis {axis!r} wants mesh axis {lacking[0]!r}, the mesh has {tuple(mesh.shape)}; use {fix}"
+            continue
+        count = math.prod(mesh.shape[name] for name in names)
+        if size % count:
+            over = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
+            yield f"axis {axis!r} of size {size} is not divisible by {over}; use {fix} or a smaller mesh axis"
+
+
+def partition_spec(p: Param, rules: Rules) -> PartitionSpec:
+    """Give the PartitionSpec of one array. An unknown axis, or a mesh axis used twice, is a ValueError."""
+    faults = list(_faults(p, rules, None))
+    if faults:
+        raise ValueError(f"{p.hf or p.axes!r}: " + "; ".join(faults))
+    return PartitionSpec(*(rules[a] for a in p.axes.split()))
+
+
+def shardings(spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
+    """Give the tree of NamedSharding of a spec tree.
+
+    One ValueError lists every fault with the arrays that have it: an axis without a rule, a mesh axis used twice on one
+    array or missing in the mesh, a size that its mesh axes do not divide.
+    """
+    faults: dict[str, list[str]] = {}
+    for path, p in named_leaves(spec):
+        for fault in _faults(p, rules, mesh):
+            faults.setdefault(fault, []).append(path)
+    if faults:
+        lines = [
+            f"  {fault}\n    at {', '.join(paths[:5])}" + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+            for fault, paths in faults.items()
+        ]
+        raise ValueError("cannot shard:\n" + "\n".join(lines))
+    return jax.tree.map(lambda p: NamedSharding(mesh, partition_spec(p, rules)), spec)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Shard the rows of [B T] arrays over the data axes `dp` and `fsdp` (those that the mesh has)."""
+    return NamedSharding(mesh, PartitionSpec(tuple(a for a in ("dp", "fsdp") if a in mesh.axis_names)))

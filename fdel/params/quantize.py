@@ -1,0 +1,159 @@
+"""Turn matrices of a params tree into `Quantized` leaves and back, and find out which leaves are matrices."""
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from fdel.ops.weights import NF4, LowRank, Quantized, dense, is_weight, merge, split
+
+from .spec import Param, named_leaves, path_name, unstack
+
+Tree = Any
+
+MATRICES = r"\blayers\b(?!.*\brouter\b)"  # matrices of layers; routers decide by small differences
+LOOKED_UP = ("vocab", "positions")  # axes whose rows are looked up: what is contracted, if anything, comes after them
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An array seen as a matrix: `batch` axes in front, then `leading` ones, which are its inputs unless `lookup`."""
+
+    batch: int
+    leading: int
+    lookup: bool
+
+
+def matrix(p: Param) -> Matrix | None:
+    """See an array as a matrix, or None if it is none (norms, biases, convolutions, arrays of a fixed dtype).
+
+    Axes in one dimension of the checkpoint tensor are one side of the matrix. Weights are laid out inputs first, so
+    "heads head_dim embed", in the file "embed (heads head_dim)", has two inputs. Stacked axes and a leading `experts`
+    axis are batch axes. Tables whose rows are looked up ("vocab embed") have their inputs last.
+    """
+    batch = len(p.stacked)
+    names = p.axes.split()[batch:]
+    if names and names[0] == "experts":
+        batch, names = batch + 1, names[1:]
+    groups = re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", p.hf_axes or " ".join(names))
+    sides = [side for g in groups if (side := set(names) & set(re.findall(r"\w+", g)))]
+    leading = sum(len(side) for side in sides if names[0] in side)
+    if p.dtype or "1" in groups or len(sides) != 2 or set(names[:leading]) not in sides:
+        return None
+    return Matrix(batch, leading, names[0] in LOOKED_UP)
+
+
+def targets(params: Tree, spec: Tree, where: str) -> dict[str, Matrix]:
+    """Find the matrices whose path ("layers.q"; "layers.0.q" in a listed tree) matches the regular expression `where`.
+
+    The spec may be stacked or listed, whatever params are. No match, or params that the spec lacks: ValueError.
+    """
+    declared = dict(named_leaves(spec)) | dict(named_leaves(unstack(spec)))
+    paths = [path for path, _ in named_leaves(params, is_leaf=is_weight)]
+    unknown = [path for path in paths if path not in declared]
+    if unknown:
+        raise ValueError(f"the spec has no {', '.join(unknown[:20])}; give the spec that these params were made with")
+    matrices = {path: m for path in paths if (m := matrix(declared[path]))}
+    found = {path: m for path, m in matrices.items() if re.search(where, path)}
+    if not found:
+        raise ValueError(f"where={where!r} matches no matrix; there are {', '.join(matrices)}")
+    return found
+
+
+def change(f: Callable[[str, Any], Any], params: Tree) -> Tree:
+    """Map (dotted path, leaf) to a new leaf; a Quantized or LowRank weight is one leaf."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: f(path_name(path), w), params, is_leaf=is_weight)
+
+
+def quantize(
+    params: Tree, format: str, where: str = MATRICES, *, spec: Tree, group: int | None = None, double: bool = True
+) -> Tree:
+    """Quantise the matrices whose path matches `where` to "int8", "fp8" or "nf4"; the base of a LowRank leaf too.
+
+    Each output has one scale per `group` inputs: all of them by default, 64 for nf4. The greatest magnitude of a group
+    becomes the greatest value of the format; rounding loses at most half a scale (int8), 2^-4 of a value or 2^-10 of
+    a scale (fp8, e4m3), half the gap between two neighbours in `NF4` times the scale (nf4, arXiv 2305.14314).
+    `double` keeps nf4 scales in 8 bits between the least and the greatest of each output, which loses at most 1/510 of
+    that range; QLoRA takes 256 scales of any outputs together instead, but then axes could not be sharded or sliced.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    if group is not None and (group < 1 or (format == "nf4" and group % 2)):
+        raise ValueError(f"group={group} must be positive, and even for nf4, which packs two values in a byte")
+    group = group or (64 if format == "nf4" else None)
+    found = targets(params, spec, where)
+
+    def one(path: str, w: Any) -> Any:
+        if path not in found:
+            return w
+        if isinstance(w, LowRank):
+            return replace(w, base=one(path, w.base))
+        if isinstance(w, Quantized):
+            raise ValueError(f"{path} is {w.format} already; dequantize it, or leave it out of where={where!r}")
+        m = found[path]
+        if not m.batch:
+            return _encode(w, m, format, group, double)
+        # One layer at a time: float32 copies of a whole stack would be larger than the model.
+        return lax.map(lambda x: _encode(x, replace(m, batch=m.batch - 1), format, group, double), w)
+
+    return change(one, params)
+
+
+def dequantize(params: Tree, dtype: Any = None) -> Tree:
+    """Turn every Quantized leaf into an array of `dtype` (by default, the dtype it had); adapters stay."""
+
+    def one(path: str, w: Any) -> Any:
+        if isinstance(w, LowRank):
+            return replace(w, base=one(path, w.base))
+        return dense(w, dtype) if isinstance(w, Quantized) else w
+
+    return change(one, params)
+
+
+def _encode(w: Float[Array, "..."], m: Matrix, format: str, group: int | None, double: bool) -> Quantized:
+    leading, trailing = w.shape[m.batch : m.batch + m.leading], w.shape[m.batch + m.leading :]
+    inputs, axis = (trailing, -1) if m.lookup else (leading, -1 - len(trailing))
+    x = merge(w.astype(jnp.float32), axis, len(inputs))
+    size = x.shape[axis]
+    group = min(group or size, size)
+    group += group % 2 if format == "nf4" else 0
+    x = jnp.pad(x, [(0, -size % group if i == x.ndim + axis else 0) for i in range(x.ndim)])
+    x = split(x, axis, x.shape[axis] // group)
+    greatest, store = FORMATS[format]
+    scale = jnp.max(jnp.abs(x), axis, keepdims=True) / greatest
+    values = merge(store(x / jnp.where(scale == 0, 1, scale), axis), axis, 2)
+    scale = scale.squeeze(axis)
+    if format == "nf4" and double and scale.shape[axis] > 2:
+        scale = _affine(scale, axis)
+    return Quantized(values, scale, None, format, axis, inputs, jnp.dtype(w.dtype))
+
+
+def _affine(x: Array, axis: int) -> Quantized:
+    low, high = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
+    step = (high - low) / 255
+    values = jnp.round((x - low) / jnp.where(step == 0, 1, step)).astype(jnp.uint8)
+    return Quantized(values, step, low, "uint8", axis, (x.shape[axis],), jnp.dtype(x.dtype))
+
+
+def _int8(x: Array, axis: int) -> Array:
+    return jnp.round(x).astype(jnp.int8)
+
+
+def _fp8(x: Array, axis: int) -> Array:
+    return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def _nf4(x: Array, axis: int) -> Array:
+    index = sum((x > (a + b) / 2).astype(jnp.uint8) for a, b in itertools.pairwise(NF4))
+    high, low = jnp.split(index, 2, axis)
+    return high << 4 | low
+
+
+# The greatest value of each format, and how numbers up to it are stored; groups lie along the given axis.
+FORMATS = {"int8": (127.0, _int8), "fp8": (448.0, _fp8), "nf4": (1.0, _nf4)}

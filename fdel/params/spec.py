@@ -1,0 +1,276 @@
+"""Declare every array of a model once; read names, shapes, layouts and initialisers from that declaration.
+
+A *spec tree* is a nested dict (lists and tuples are allowed) whose leaves are `Param`. `Param` is deliberately not a
+registered pytree node, so `jax.tree.map` treats it as a leaf. A *params* tree has the same structure with arrays.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Tree = Any
+
+
+def normal(std: float) -> Init:
+    """Initialise from a normal distribution of mean 0 and standard deviation `std`."""
+    return lambda key, shape, dtype: (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def constant(value: float) -> Init:
+    """Initialise every element to `value`."""
+    return lambda key, shape, dtype: jnp.full(shape, value, dtype)
+
+
+zeros, ones = constant(0.0), constant(1.0)
+
+
+@dataclass(frozen=True)
+class Param:
+    """One array: names and sizes of its axes, initialiser, and where it lives in a Hugging Face checkpoint.
+
+    `hf` is the tensor's name, with one `{axis}` placeholder per stacked axis ("model.layers.{layers}.mlp.up_proj.weight").
+    `hf_axes` is the layout in the file, written with the same axis names: "(heads head_dim) embed" is a matrix whose rows
+    are heads times head_dim; `1` is an axis of size one. If the array is a part of a fused tensor, square brackets enclose
+    the axes of the fused dimension and `part` is (offset, total size) along it (see `parts`):
+    "(kv_heads [rep head_dim]) embed". `dtype` fixes a dtype whatever the tree is cast to (router biases, decay rates).
+    `inputs` counts the contracted axes of a weight, which come first after stacked axes (`heads head_dim embed` has 2).
+    Arrays without `hf` (caches, recurrent state) exist in no checkpoint.
+    """
+
+    axes: str
+    shape: tuple[int, ...]
+    init: Init
+    hf: str = ""
+    hf_axes: str = ""
+    part: tuple[int, int] | None = None
+    dtype: str | None = None
+    inputs: int = 1
+    stacked: tuple[tuple[str, range], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = self.axes.split()
+        if len(names) != len(self.shape):
+            raise ValueError(f"{self.hf or self.axes!r}: {len(names)} axis names ({self.axes}) for shape {self.shape}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"{self.hf or self.axes!r}: an axis name occurs twice in {self.axes!r}")
+
+
+def parts(**sizes: int) -> dict[str, tuple[int, int]]:
+    """Name consecutive parts of a fused dimension: `parts(q=8, k=4)` is {"q": (0, 12), "k": (8, 12)}."""
+    total, ends = sum(sizes.values()), list(itertools.accumulate(sizes.values()))
+    return {name: (end - size, total) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+
+def stack(tree: Tree, axis: str, index: range) -> Tree:
+    """Lift a spec tree along a new leading axis; each index of `index` is one checkpoint tensor."""
+
+    def lift(p: Param) -> Param:
+        return dataclasses.replace(
+            p, axes=f"{axis} {p.axes}".strip(), shape=(len(index), *p.shape), stacked=((axis, index), *p.stacked)
+        )
+
+    return jax.tree.map(lift, tree)
+
+
+def runs(kinds: tuple, longest: int = 8) -> list[tuple[int, int, int]]:
+    """Split a sequence of layer kinds into repeats: (start, period, count) with kinds[start:start+period] count times.
+
+    Greedy: at each layer the period (up to `longest`) that covers most layers, the shortest on a tie.
+    """
+    out, i = [], 0
+    while i < len(kinds):
+        best = (1, 1)
+        for period in range(1, min(longest, len(kinds) - i) + 1):
+            n = 1
+            while kinds[i + n * period : i + (n + 1) * period] == kinds[i : i + period]:
+                n += 1
+            if (n > 1 or period == 1) and n * period > best[0] * best[1]:
+                best = (period, n)
+        out.append((i, *best))
+        i += best[0] * best[1]
+    return out
+
+
+def layers(layer: Callable[[Any], Tree], kinds: tuple) -> Tree:
+    """Build the stacked spec of a layer pattern; `layer(kind)` is the spec of one layer.
+
+    All kinds equal: one stacked tree (leaves [L, ...]). Otherwise a tuple of runs (see `runs`), each a tuple of `period`
+    stacked trees (leaves [count, ...]). `ops.layers` walks all forms, and the list that `unstack` makes.
+    """
+    if len(set(kinds)) == 1:
+        return stack(layer(kinds[0]), "layers", range(len(kinds)))
+    return tuple(
+        tuple(
+            stack(layer(kinds[start + j]), "layers", range(start + j, start + period * count, period))
+            for j in range(period)
+        )
+        for start, period, count in runs(kinds)
+    )
+
+
+def _slice(leaf: Any, i: int) -> Any:
+    if not isinstance(leaf, Param):
+        return leaf[i]
+    (axis, index), *rest = leaf.stacked
+    hf = leaf.hf.replace("{%s}" % axis, str(index[i]))
+    return dataclasses.replace(
+        leaf, axes=leaf.axes.partition(" ")[2], shape=leaf.shape[1:], hf=hf, stacked=tuple(rest)
+    )
+
+
+def _unstack_layers(tree: Tree) -> list:
+    if isinstance(tree, list):
+        return tree
+    if isinstance(tree, tuple):
+        return [x for run in tree for group in zip(*map(_unstack_layers, run), strict=True) for x in group]
+    first = jax.tree.leaves(tree)[0]
+    return [jax.tree.map(lambda x: _slice(x, i), tree) for i in range(first.shape[0])]
+
+
+def unstack(tree: Tree) -> Tree:
+    """Turn each stacked subtree under a key `layers` into a list with one tree per layer (specs and params alike).
+
+    Serving walks lists: a scan over stacked weights copies each layer's weights at each step (DESIGN section 4).
+    """
+    if not isinstance(tree, dict):
+        return tree
+    return {k: _unstack_layers(v) if k == "layers" else unstack(v) for k, v in tree.items()}
+
+
+def restack(tree: Tree, like: Tree) -> Tree:
+    """Undo `unstack`; `like` is a stacked tree (usually the spec) that gives the structure."""
+    if not isinstance(tree, dict):
+        return tree
+    return {k: _restack_layers(v, like[k]) if k == "layers" else restack(v, like[k]) for k, v in tree.items()}
+
+
+def _restack_layers(items: Tree, like: Tree) -> Tree:
+    if not isinstance(items, list):
+        return items
+    join = lambda trees: jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+    if not isinstance(like, tuple):
+        return join(items)
+    out, i = [], 0
+    for run in like:
+        n = len(run) * jax.tree.leaves(run[0])[0].shape[0]
+        out.append(tuple(join(items[i + j : i + n : len(run)]) for j in range(len(run))))
+        i += n
+    return tuple(out)
+
+
+# ---- readings ------------------------------------------------------------------------------------------------------
+
+
+def path_name(path: tuple) -> str:
+    """Name a tree path with dots: `layers.q`, `layers.0.1.q`."""
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+
+
+def named_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
+    """Iterate over (dotted path, leaf)."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        yield path_name(path), leaf
+
+
+def leaf_dtype(p: Param, dtype: Any) -> Any:
+    """The dtype of one array when the tree is cast to `dtype`."""
+    return jnp.dtype(p.dtype or dtype)
+
+
+def init(spec: Tree, key: jax.Array, dtype: Any = jnp.float32) -> Tree:
+    """Initialise parameters. Pure: wrap in `jax.jit(..., out_shardings=shardings(...))` to create them sharded.
+
+    Each array's key is folded in from its path, so that adding an array changes no other one's values.
+    """
+
+    def one(path: tuple, p: Param) -> jax.Array:
+        k = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))
+        return p.init(k, p.shape, leaf_dtype(p, dtype))
+
+    return jax.tree_util.tree_map_with_path(one, spec)
+
+
+def abstract(spec: Tree, dtype: Any = jnp.float32, shardings: Tree | None = None) -> Tree:
+    """Give shapes and dtypes (and shardings) as `jax.ShapeDtypeStruct`, without allocating anything."""
+    if shardings is None:
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype)), spec)
+    return jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype), sharding=s), spec, shardings
+    )
+
+
+def count(tree: Tree) -> int:
+    """Number of elements in a spec or params tree."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def nbytes(tree: Tree, dtype: Any = jnp.float32) -> int:
+    """Bytes of a spec tree in `dtype`, or of a params tree as it is."""
+    size = lambda x: leaf_dtype(x, dtype).itemsize if isinstance(x, Param) else x.dtype.itemsize
+    return sum(math.prod(x.shape) * size(x) for x in jax.tree.leaves(tree))
+
+
+# ---- checkpoint layout ---------------------------------------------------------------------------------------------
+
+
+def hf_names(p: Param) -> list[str]:
+    """The checkpoint tensors that make up one array, in the order of its stacked axes."""
+    names, index = [a for a, _ in p.stacked], [r for _, r in p.stacked]
+    return [p.hf.format(**dict(zip(names, i, strict=True))) for i in itertools.product(*index)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one checkpoint tensor maps to one (unstacked) array; made by `layout`."""
+
+    file_shape: tuple[int, ...]  # the tensor as it is in the file
+    flat: tuple[int, ...]  # the file's axes pulled apart; a fused dimension stays one axis of its total size
+    cut: tuple[slice, ...]  # our part of `flat`
+    sizes: tuple[int, ...]  # our axes in file order, without axes of size one
+    order: tuple[int, ...]  # permutation from file order to our order
+
+    def read(self, tensor: np.ndarray) -> np.ndarray:
+        """Checkpoint tensor -> our array (a view where numpy can)."""
+        return tensor.reshape(self.flat)[self.cut].reshape(self.sizes).transpose(self.order)
+
+    def write(self, tensor: np.ndarray, array: np.ndarray) -> None:
+        """Write our array into its place in a checkpoint tensor."""
+        view = tensor.reshape(self.flat)[self.cut]
+        view[...] = array.transpose(np.argsort(self.order)).reshape(view.shape)
+
+
+def layout(p: Param) -> Layout:
+    """Derive the file layout of one checkpoint tensor of `p` from its axis names."""
+    n = len(p.stacked)
+    size: Mapping[str, int] = dict(zip(p.axes.split()[n:], p.shape[n:], strict=True)) | {"1": 1}
+    ours = p.axes.split()[n:]
+    groups = re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", p.hf_axes or " ".join(ours))
+    file_shape, flat, cut, order = [], [], [], []
+    for group in groups:
+        start = len(flat)
+        for item in re.findall(r"\[[^\]]*\]|[^\s()]+", group):
+            names = item.strip("[]").split()
+            unknown = [a for a in names if a not in size]
+            if unknown:
+                raise ValueError(f"{p.hf}: axis {unknown[0]!r} of layout {p.hf_axes!r} is not one of {ours}")
+            length = math.prod(size[a] for a in names)
+            offset, total = p.part if item.startswith("[") and p.part else (0, length)
+            flat.append(total)
+            cut.append(slice(offset, offset + length))
+            order += [a for a in names if a != "1"]
+        file_shape.append(math.prod(flat[start:]))
+    if sorted(order) != sorted(ours) or ("[" in p.hf_axes) != (p.part is not None):
+        raise ValueError(f"{p.hf}: layout {p.hf_axes!r} (part {p.part}) does not name each of {ours} once")
+    return Layout(
+        tuple(file_shape), tuple(flat), tuple(cut), tuple(size[a] for a in order), tuple(order.index(a) for a in ours)
+    )

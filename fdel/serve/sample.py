@@ -1,0 +1,279 @@
+"""Choose the next token on the device: a pure function of a batch of logits rows and of what each row's request asks.
+
+Order: penalties, logit bias, allowed tokens and stop ids, temperature, top-k, top-p, min-p, draw. Every option is an
+array input, and what no row asks for is skipped by `lax.cond`: there is one program for all requests.
+"""
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+TOP = 20  # top log-probabilities that are computed when any row asks for some, and the most that one can ask for
+BIASES = 300  # entries of logit_bias, OpenAI's limit
+STOPS = 32  # stop ids of one request, eos included
+NO_LIMIT = float("inf")
+
+# field -> (type, lowest, highest); what a number may be
+LIMITS: Mapping[str, tuple[type, float, float]] = {
+    "max_tokens": (int, 1, NO_LIMIT),
+    "min_tokens": (int, 0, NO_LIMIT),
+    "temperature": (float, 0, 100),
+    "top_k": (int, 0, NO_LIMIT),
+    "top_p": (float, 0, 1),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 1e-2, 100),
+    "presence_penalty": (float, -2, 2),
+    "frequency_penalty": (float, -2, 2),
+    "seed": (int, 0, 2**64 - 1),
+    "logprobs": (int, 0, TOP),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks for. Values out of range and unknown types are a ValueError that names the field.
+
+    temperature 0 is greedy; the softmax of logits / temperature otherwise. top_k 0 keeps all tokens; top_p keeps the
+    fewest tokens whose probability reaches it (arXiv:1904.09751); min_p those with at least min_p times the highest
+    probability (arXiv:2407.01082). repetition_penalty divides positive and multiplies negative logits of tokens in
+    prompt or output (arXiv:1909.05858); presence and frequency penalties count the output only (OpenAI).
+    `allowed_tokens` bans all others. min_tokens bans every stop id before. The same seed and prompt give the same
+    tokens, whatever else runs; None draws one.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_tokens: Sequence[int] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (kind, low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            integral = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not (integral or (kind is float and isinstance(value, float | np.floating))):
+                raise ValueError(f"{name}={value!r} is a {type(value).__name__}; expected {kind.__name__}")
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value!r} is out of range; expected {low:g} <= {name} <= {high:g}")
+        if self.top_p == 0:
+            raise ValueError("top_p=0 keeps no token; for the most likely one use temperature=0")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
+        if not all(isinstance(s, str) and s for s in self.stops):
+            raise ValueError(f"stop={self.stop!r}: expected a string or strings, none empty")
+        if len(self.logit_bias) > BIASES:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the most is {BIASES}")
+        wrong = {t: b for t, b in self.logit_bias.items() if not -100 <= b <= 100}
+        if wrong:
+            raise ValueError(f"logit_bias {wrong} is out of range; expected -100 <= bias <= 100")
+        if self.allowed_tokens is not None and not self.allowed_tokens:
+            raise ValueError("allowed_tokens is empty, so no token could be drawn; use None to allow all")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """What a batch asks for, as arrays made by `sampling_rows`. Unused entries of id arrays are out of range."""
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+    seed: UInt[Array, "B 2"]  # high and low word
+    prompt: Int[Array, " B"]  # tokens of the prompt; later ones are output
+    min_length: Int[Array, " B"]  # prompt and output tokens before a stop id may be drawn
+    max_length: Int[Array, " B"]  # prompt and output tokens at which a row ends
+    stop_ids: Int[Array, "B S"]
+    bias_ids: Int[Array, "B K"]
+    bias: Float[Array, "B K"]
+    masked: Bool[Array, " B"]  # whether `allowed` counts
+    allowed: UInt[Array, "B W"]  # one bit per token, the lowest first
+    top: Int[Array, " B"]  # top log-probabilities wanted
+
+
+class Sampled(NamedTuple):
+    """Drawn tokens. Log-probabilities are of the unchanged logits, whatever was done to them before drawing."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]  # NaN where the logits hold NaN or +inf
+    top_ids: Int[Array, "B n"]
+    top_logprobs: Float[Array, "B n"]  # 0 if no row asks for any
+
+
+def _ids(name: str, ids: Collection[int], vocab: int) -> list[int]:
+    wrong = [i for i in ids if not (isinstance(i, int | np.integer) and 0 <= i < vocab)]
+    if wrong:
+        raise ValueError(f"{name} holds {wrong[:5]}; expected token ids from 0 to {vocab - 1}")
+    return list(ids)
+
+
+def sampling_rows(
+    requests: Sequence[SamplingParams],
+    prompts: Sequence[int],
+    ends: Sequence[Collection[int]],
+    room: Sequence[int],
+    *,
+    vocab: int,
+    rows: int | None = None,
+) -> Sampling:
+    """Collect requests into numpy arrays of `rows` rows (the others are greedy).
+
+    Per request: the length of its prompt, the ids that end it (see `stop_ids`), and the most tokens that it may get.
+    Token ids outside the vocabulary and too many stop ids are a ValueError.
+    """
+    n = len(requests) if rows is None else rows
+    scalar = lambda dtype, fill=0: np.full(n, fill, dtype)
+    s = Sampling(
+        scalar(np.float32), scalar(np.int32), scalar(np.float32, 1), scalar(np.float32), scalar(np.float32, 1),
+        scalar(np.float32), scalar(np.float32), np.zeros((n, 2), np.uint32), scalar(np.int32), scalar(np.int32),
+        scalar(np.int32), np.full((n, STOPS), vocab, np.int32), np.full((n, BIASES), vocab, np.int32),
+        np.zeros((n, BIASES), np.float32), scalar(bool), np.zeros((n, -(-vocab // 32)), np.uint32), scalar(np.int32),
+    )  # fmt: skip
+    for i, (r, length, stops, most) in enumerate(zip(requests, prompts, ends, room, strict=True)):
+        s.temperature[i], s.top_k[i], s.top_p[i], s.min_p[i] = r.temperature, min(r.top_k, vocab), r.top_p, r.min_p
+        s.repetition[i], s.presence[i], s.frequency[i] = r.repetition_penalty, r.presence_penalty, r.frequency_penalty
+        s.seed[i] = divmod(secrets.randbits(64) if r.seed is None else int(r.seed), 2**32)
+        s.prompt[i], s.min_length[i], s.top[i] = length, length + r.min_tokens, r.logprobs
+        s.max_length[i] = length + most
+        if len(stops) > STOPS:
+            raise ValueError(f"stop_token_ids and eos are {len(stops)} ids together; the most is {STOPS}")
+        s.stop_ids[i, : len(stops)] = _ids("stop_token_ids", stops, vocab)
+        s.bias_ids[i, : len(r.logit_bias)] = _ids("logit_bias", list(r.logit_bias), vocab)
+        s.bias[i, : len(r.logit_bias)] = list(r.logit_bias.values())
+        if r.allowed_tokens is not None:
+            allowed = np.zeros(s.allowed.shape[1] * 32, np.uint8)
+            allowed[_ids("allowed_tokens", r.allowed_tokens, vocab)] = 1
+            s.masked[i], s.allowed[i] = True, np.packbits(allowed, bitorder="little").view("<u4")
+    return s
+
+
+def stop_ids(request: SamplingParams, eos: Collection[int]) -> frozenset[int]:
+    """The ids that end a request's output."""
+    return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos))
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    s: Sampling,
+    history: Int[Array, "R L"],
+    length: Int[Array, " B"],
+    rows: Int[Array, " B"],
+) -> Sampled:
+    """Draw one token per row. `history[rows[b]]` holds the `length[b]` tokens of row b so far, prompt first.
+
+    The draw is argmax(logits / temperature + Gumbel noise) with the key fold_in(key(seed), length): it does not
+    depend on the other rows, on the number of rows, or on where a row stands.
+    """
+    logits = logits.astype(jnp.float32)
+    z = jax.lax.cond(
+        jnp.any((s.repetition != 1) | (s.presence != 0) | (s.frequency != 0)),
+        lambda z: _penalise(z, s, history, length, rows), lambda z: z, logits,
+    )  # fmt: skip
+    here = jnp.arange(z.shape[0])[:, None]
+    z = jax.lax.cond(jnp.any(s.bias != 0), lambda z: z.at[here, s.bias_ids].add(s.bias, mode="drop"), lambda z: z, z)
+    z = jax.lax.cond(jnp.any(s.masked), lambda z: jnp.where(_bits(s, z.shape[1]), z, -jnp.inf), lambda z: z, z)
+    early = length < s.min_length
+    banned = jnp.where(early[:, None], s.stop_ids, z.shape[1])
+    z = jax.lax.cond(jnp.any(early), lambda z: z.at[here, banned].set(-jnp.inf, mode="drop"), lambda z: z, z)
+    z = jax.lax.cond(jnp.any(s.temperature > 0), lambda z: _perturb(z, s, length), lambda z: z, z)
+    tokens = jnp.argmax(z, -1).astype(jnp.int32)
+
+    total = jax.nn.logsumexp(logits, -1, keepdims=True)
+    n = min(TOP, logits.shape[1])
+    none = lambda z: (jnp.zeros((z.shape[0], n), z.dtype), jnp.zeros((z.shape[0], n), jnp.int32))
+    best, ids = jax.lax.cond(jnp.any(s.top > 0), lambda z: tuple(jax.lax.top_k(z, n)), none, logits)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], 1) - total
+    return Sampled(tokens, chosen[:, 0], ids, jnp.where(jnp.any(s.top > 0), best - total, 0))
+
+
+def _penalise(z: Array, s: Sampling, history: Array, length: Array, rows: Array) -> Array:
+    here, n = jnp.arange(z.shape[0])[:, None], jnp.arange(history.shape[1])
+    tokens, known = history[rows], n < length[:, None]
+    seen = jnp.zeros(z.shape, bool).at[here, jnp.where(known, tokens, z.shape[1])].set(True, mode="drop")
+    output = jnp.where(known & (n >= s.prompt[:, None]), tokens, z.shape[1])
+    count = jnp.zeros(z.shape, jnp.float32).at[here, output].add(1, mode="drop")
+    r = s.repetition[:, None]
+    z = jnp.where(seen, jnp.where(z > 0, z / r, z * r), z)
+    return z - s.frequency[:, None] * count - s.presence[:, None] * (count > 0)
+
+
+def _bits(s: Sampling, vocab: int) -> Bool[Array, "B V"]:
+    bits = (s.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return (bits.reshape(bits.shape[0], -1)[:, :vocab] == 1) | ~s.masked[:, None]
+
+
+def _perturb(z: Array, s: Sampling, length: Array) -> Array:
+    sampled = s.temperature > 0
+    # Subtracting the maximum first keeps a tiny temperature from making infinities of both signs.
+    x = (z - z.max(-1, keepdims=True)) / jnp.where(sampled, s.temperature, 1)[:, None]
+    x = truncate(x, s.top_k, s.top_p, s.min_p)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(s.seed, impl="threefry2x32"), length)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:]))(keys)
+    return jnp.where(sampled[:, None], x + noise, z)
+
+
+def truncate(
+    x: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"], min_p: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Set to -inf what top-k, then top-p of the rest, then min-p leave out; x are logits whose maximum is 0.
+
+    Tokens that tie with the last one kept are kept. No sort: see `_threshold`.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # rises as the float does
+    low = jnp.zeros(x.shape[0], jnp.uint32)
+    k = jnp.where(top_k > 0, top_k, x.shape[1])
+    low = jax.lax.cond(
+        jnp.any(top_k > 0), lambda low: _threshold(order, jnp.ones_like(x), k.astype(x.dtype)), lambda low: low, low
+    )
+
+    def nucleus(low: Array) -> Array:
+        p = jnp.where(order >= low[:, None], jnp.exp(x), 0)
+        limit = _threshold(order, p, top_p * p.sum(-1))
+        return jnp.where(top_p < 1, jnp.maximum(limit, low), low)  # at 1, rounding would cut the smallest
+
+    low = jax.lax.cond(jnp.any(top_p < 1), nucleus, lambda low: low, low)
+    keep = (order >= low[:, None]) & (x >= jnp.log(min_p)[:, None])
+    return jnp.where(keep | (x == 0), x, -jnp.inf)
+
+
+def _threshold(order: UInt[Array, "B V"], weight: Float[Array, "B V"], target: Float[Array, " B"]) -> UInt[Array, " B"]:
+    """Find the largest t such that the weights with order >= t sum to at least `target`, one bit of t after the
+    other.
+
+    32 passes over the vocabulary are exact and, on CPU, 40 times faster than one sort.
+    """
+
+    def step(i: Any, t: Array) -> Array:
+        higher = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        enough = jnp.where(order >= higher[:, None], weight, 0).sum(-1) >= target
+        return jnp.where(enough, higher, t)
+
+    return jax.lax.fori_loop(0, 32, step, jnp.zeros(order.shape[0], jnp.uint32))

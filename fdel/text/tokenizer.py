@@ -1,0 +1,198 @@
+"""Tokenizers in the Hugging Face layout: load, save, train, encode, decode."""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from fdel.text.stream import Pieces, read_pieces
+
+END_OF_TEXT = "<|endoftext|>"
+# In transformers' order, which decides the ids of tokens that tokenizer.json lacks.
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer and the facts that stand beside it in a checkpoint; change one with `dataclasses.replace`."""
+
+    backend: tokenizers.Tokenizer = field(repr=False)
+    special: Mapping[str, str]  # named special tokens, as chat templates see them: {"bos_token": "<s>", ...}
+    eos_ids: tuple[int, ...]  # every id that ends a generation
+    templates: Mapping[str, str]  # chat templates by name; the usual one is "default"
+    config: Mapping[str, Any]  # tokenizer_config.json
+    json: str = field(repr=False)  # tokenizer.json
+
+    @functools.cached_property
+    def ids(self) -> dict[str, int]:
+        """Ids of the named special tokens, as {"bos": 1, "eos": 2}; what the tokenizer has not is absent."""
+        found = {name.removesuffix("_token"): self.backend.token_to_id(t) for name, t in self.special.items()}
+        return {name: i for name, i in found.items() if i is not None}
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `decode` skips."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        """How the tokens become text; a ValueError if that cannot be streamed."""
+        return read_pieces(self.backend)
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether `encode` begins with a bos token."""
+        return encode(self, "a")[:1] == [self.ids.get("bos")]
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether `encode` ends with an eos token."""
+        return encode(self, "a")[-1:] == [self.ids.get("eos")]
+
+
+def load(folder: str | Path) -> Tokenizer:
+    """Read a tokenizer from a checkpoint folder: tokenizer.json, and what is there of the files beside it.
+
+    These are tokenizer_config.json, special_tokens_map.json, chat_template.jinja, additional_chat_templates/*.jinja,
+    generation_config.json and config.json. `eos_ids` come from generation_config.json, or else are the eos token, or
+    else come from config.json. What `encode` does stands in tokenizer.json alone, whatever `tokenizer_class` is.
+    """
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(
+            f"no tokenizer.json in {folder} (found: {found}); if there is another format, such as tokenizer.model, "
+            "convert it once with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    config = _read(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # older checkpoints name the special tokens in a file of their own
+        config |= _read(folder / "special_tokens_map.json")
+    templates = {p.stem: p.read_text("utf-8") for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text("utf-8")
+    inside = config.pop("chat_template", None) or []
+    if not templates:  # files win over the config
+        templates = {"default": inside} if isinstance(inside, str) else {t["name"]: t["template"] for t in inside}
+    backend = _backend(file, config)
+    special = {name: token.content for name, token in _special(config).items()}
+    eos = _read(folder / "generation_config.json").get("eos_token_id")
+    if eos is None and "eos_token" in special:
+        eos = backend.token_to_id(special["eos_token"])
+    if eos is None:
+        eos = _read(folder / "config.json").get("eos_token_id")
+    eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return Tokenizer(backend, special, eos_ids, templates, config, file.read_text("utf-8"))
+
+
+def save(tok: Tokenizer, folder: str | Path) -> None:
+    """Write the files that `load` and transformers read; tokenizer.json byte for byte as it was loaded.
+
+    generation_config.json is written only if it exists or if `eos_ids` are not just the eos token.
+    """
+    folder = Path(folder)
+    old = {name: token.content for name, token in _special(tok.config).items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(tok.config)
+    config |= {name: token for name, token in tok.special.items() if old.get(name) != token}
+    files = {"tokenizer.json": tok.json, "tokenizer_config.json": _dump(config)}
+    for name, template in tok.templates.items():
+        if Path(name).name != name:
+            raise ValueError(f"the chat template name {name!r} cannot be a file name; rename it")
+        files["chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"] = template
+    generation = folder / "generation_config.json"
+    if generation.exists() or list(tok.eos_ids) != [i for name, i in tok.ids.items() if name == "eos"]:
+        files[generation.name] = _dump(_read(generation) | {"eos_token_id": list(tok.eos_ids)})
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Train a byte-level BPE. The eos token "<|endoftext|>" and `special_tokens` get the first ids.
+
+    ValueError if `vocab_size` has no room for them and the 256 bytes.
+    """
+    special = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
+    if vocab_size < 256 + len(special):
+        raise ValueError(f"vocab_size={vocab_size} is less than 256 bytes and {len(special)} special tokens; raise it")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    named = {"eos_token": END_OF_TEXT}
+    return Tokenizer(backend, named, (0,), {}, named, backend.to_str(pretty=True))
+
+
+def encode(tok: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+    """Turn text into token ids; `special` adds what the tokenizer puts around a text (bos, eos).
+
+    Special tokens spelled out in the text become their ids either way. ValueError for a lone surrogate.
+    """
+    return encoding(tok, text, special=special).ids
+
+
+def decode(tok: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
+    """Turn token ids into text, without the clean-up of spaces that WordPiece models had."""
+    return tok.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+
+def encoding(tok: Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding:
+    """Encode to ids with their offsets in the text."""
+    try:
+        return tok.backend.encode(text, add_special_tokens=special)
+    except TypeError as e:
+        raise ValueError(f"cannot encode this {type(text).__name__}; expected a str without lone surrogates") from e
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON: {e}") from e
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _added(token: str | dict) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    return AddedToken(**{k: v for k, v in token.items() if k != "__type"})
+
+
+def _special(config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    extra = config.get("extra_special_tokens")
+    named = {k: config[k] for k in (*NAMES, *config) if k.endswith("_token") and k in config}
+    named |= extra if isinstance(extra, dict) else {}
+    return {k: _added(v) for k, v in named.items() if isinstance(v, str | dict)}
+
+
+def _backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as e:
+        raise ValueError(f"tokenizers {tokenizers.__version__} cannot read {file}: {e}") from e
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    # Add the tokens that only tokenizer_config.json knows, as transformers does.
+    known, named = list(backend.get_added_tokens_decoder().values()), list(_special(config).values())
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    new = [t for t in (_added(t) for _, t in listed) if repr(t) not in map(repr, known)]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    for token in named + ([] if isinstance(extra, dict) else [_added(t) for t in extra]):
+        new += [] if token.content in [t.content for t in known + new] else [token]
+    for token in new:
+        token.special = token.special or token.content in [t.content for t in named]
+    backend.add_tokens(new)
+    return backend

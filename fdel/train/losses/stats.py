@@ -1,0 +1,58 @@
+"""What losses need to know about the next-token distribution, per token, and how to differentiate it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+IGNORE = -100  # the label of a token that no loss counts; every negative label acts the same
+
+
+class TokenStats(NamedTuple):
+    """Statistics of p = softmax(z) per token, in float32; all are 0, without gradient, where the label is negative.
+
+    `mean_logit - logsumexp` is the mean log-probability (label smoothing), `logsumexp` serves z-loss, `logsumsq` the
+    weights of WPO (arXiv:2406.11827). `top1` has no gradient.
+    """
+
+    logp: Float[Array, "..."]  # log p[label]
+    entropy: Float[Array, "..."]  # -sum_v p log p, in nats
+    logsumexp: Float[Array, "..."]  # log sum_v exp z
+    logsumsq: Float[Array, "..."]  # log sum_v p^2
+    mean_logit: Float[Array, "..."]  # mean_v z
+    top1: Float[Array, "..."]  # 1 where the label is the first most likely token
+
+
+def from_logits(z: Float[Array, "... V"], labels: Int[Array, "..."]) -> TokenStats:
+    """Compute the statistics of logits: the definition. `losses.head` gives the same without the logits of all tokens."""
+    label = jnp.take_along_axis(z, jnp.maximum(labels, 0)[..., None], -1)
+    top = z.max(-1, keepdims=True)
+    s = z - top
+    e = jnp.exp(s)
+    total = e.sum(-1)
+    log_total = jnp.log(total)
+    before = jnp.arange(z.shape[-1]) < labels[..., None]
+    stats = TokenStats(
+        logp=(label - top)[..., 0] - log_total,
+        entropy=log_total - (e * s).sum(-1) / total,
+        logsumexp=top[..., 0] + log_total,
+        logsumsq=jnp.log((e * e).sum(-1)) - 2 * log_total,
+        mean_logit=z.mean(-1),
+        top1=1.0 - ((z > label) | (before & (z == label))).any(-1),
+    )
+    return jax.tree.map(lambda x: jnp.where(labels >= 0, x, 0), stats)
+
+
+def logits_gradient(
+    z: Float[Array, "... V"], labels: Int[Array, "..."], stats: TokenStats, ct: TokenStats
+) -> Float[Array, "... V"]:
+    """Compute the loss's gradient in the logits from its gradients `ct` in the statistics (the pullback, by hand)."""
+    stats, ct = jax.tree.map(lambda x: x[..., None], (stats, ct))
+    logp = z - stats.logsumexp
+    p = jnp.exp(logp)
+    factor = ct.logsumexp - ct.logp - ct.entropy * (logp + stats.entropy)
+    factor += 2 * ct.logsumsq * (p * jnp.exp(-stats.logsumsq) - 1)
+    label = jnp.arange(z.shape[-1]) == labels[..., None]
+    dz = factor * p + ct.mean_logit / z.shape[-1] + jnp.where(label, ct.logp, 0)
+    return jnp.where(labels[..., None] >= 0, dz, 0)

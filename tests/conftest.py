@@ -1,0 +1,26 @@
+"""Settings of every test: eight virtual CPU devices, a compilation cache between runs, GPU tests only on request."""
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("fdel", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("fdel")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose devices before the first test initialises a backend."""
+    marks = config.option.markexpr
+    if "gpu" not in marks or "not gpu" in marks:
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_compilation_cache_max_size", 2**31)  # a limit also makes writers take a lock (xdist)
+    # Not set: jax_numpy_rank_promotion="raise". Broadcasting a [D] scale over [B, T, D] is what the ops mean to do.
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where there is none, and say so."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU (run `pytest -m gpu` on a machine with one); found {jax.default_backend()}")

@@ -1,0 +1,213 @@
+"""Attention against float64 numpy written from the formula; masked keys carry huge scores, so that a leak shows."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import ops
+from fdel.ops.batch import Packed, Pages
+from fdel.ops.dispatch import choose
+from fdel.ops.flash import Mask, flash_attention
+
+VARIANTS = {
+    "causal": {},
+    "window": {"window": 5},
+    "window_one": {"window": 1},
+    "softcap": {"softcap": 2.0},
+    "bidirectional": {"causal": False},
+    "bidirectional_window": {"causal": False, "window": 4},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
+    "everything": {"window": 7, "softcap": 3.0, "sinks": True, "alibi": True},
+}
+
+
+def inputs(t=23, heads=4, kv=2, dim=8, v_dim=6, seed=0):
+    r = np.random.default_rng(seed)
+    q, k, v = r.normal(size=(2, t, heads, dim)), r.normal(size=(2, t, kv, dim)), r.normal(size=(2, t, kv, v_dim))
+    segments = np.stack([np.repeat([0, 1, -1], [9, t - 12, 3]), np.zeros(t, int)])
+    return q, k, v, segments, r.normal(size=heads), 0.1 + r.random(heads)
+
+
+def oracle(q, k, v, segments, mask, sinks=None, alibi=None):
+    """Token by token in float64."""
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, i, n in itertools.product(range(q.shape[0]), range(q.shape[1]), range(q.shape[2])):
+        h = n // (q.shape[2] // k.shape[2])
+        seen = [
+            j
+            for j in range(k.shape[1])
+            if segments[b, i] == segments[b, j]
+            and (j <= i or not mask.causal)
+            and (mask.window is None or abs(i - j) < mask.window)
+        ]
+        s = np.array([q[b, i, n] @ k[b, j, h] for j in seen]) * mask.scale
+        if mask.softcap:
+            s = mask.softcap * np.tanh(s / mask.softcap)
+        if alibi is not None:
+            s = s + alibi[n] * (np.array(seen) - i)
+        total = np.exp(s).sum() + (0 if sinks is None else np.exp(sinks[n]))
+        out[b, i, n] = np.exp(s) / total @ v[b, seen, h]
+    return out
+
+
+def case(variant):
+    spec = dict(VARIANTS[variant])
+    q, k, v, segments, sinks, alibi = inputs()
+    sinks = sinks if spec.pop("sinks", False) else None
+    alibi = alibi if spec.pop("alibi", False) else None
+    mask = Mask(0.4, **spec)
+    return mask, (q, k, v), segments, sinks, alibi, oracle(q, k, v, segments, mask, sinks, alibi)
+
+
+f32 = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
+
+
+@pytest.mark.parametrize("impl", ["flash", "dense"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_equals_the_formula(variant, impl):
+    mask, qkv, segments, sinks, alibi, want = case(variant)
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+    got, state = ops.attend(
+        batch, None, 0, *map(f32, qkv), mask=mask, sinks=f32(sinks), alibi=f32(alibi), impl=impl
+    )
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    assert state is None
+
+
+@pytest.mark.parametrize("block", [4, 8, 16, 64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_do_not_change_values_or_gradients(variant, block):
+    mask, qkv, segments, sinks, alibi, want = case(variant)
+    weight = f32(np.random.default_rng(1).normal(size=want.shape))
+
+    def blocked(q, k, v, sinks):
+        return flash_attention(q, k, v, jnp.asarray(segments), mask=mask, sinks=sinks, alibi=f32(alibi), block=block)[0]
+
+    def dense(q, k, v, sinks):
+        batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+        return ops.attend(batch, None, 0, q, k, v, mask=mask, sinks=sinks, alibi=f32(alibi), impl="dense")[0]
+
+    args = (*map(f32, qkv), f32(sinks))
+    np.testing.assert_allclose(blocked(*args), want, atol=2e-6)
+    argnums = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+    grad = lambda f: jax.grad(lambda *a: (f(*a) * weight).sum(), argnums)(*args)
+    for a, b in zip(grad(blocked), grad(dense), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_log_sum_exp_and_its_gradient():
+    mask, qkv, segments, *_ = case("window")
+    q, k, v = map(f32, qkv)
+
+    def dense(q, k):
+        s = jnp.einsum("btkgh,bskh->btkgs", q.reshape(2, 23, 2, 2, 8), k) * mask.scale
+        i = jnp.arange(23)
+        seen = (i <= i[:, None]) & (i > i[:, None] - 5) & (segments[:, :, None] == segments[:, None])
+        return jax.nn.logsumexp(jnp.where(seen[:, :, None, None], s, -jnp.inf), -1).reshape(2, 23, 4)
+
+    blocked = lambda q, k: flash_attention(q, k, v, jnp.asarray(segments), mask=mask, block=8)[1]
+    np.testing.assert_allclose(blocked(q, k), dense(q, k), atol=2e-6)
+    for a, b in zip(*(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1))(q, k) for f in (blocked, dense)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_huge_masked_key_does_not_leak():
+    q, k, v, segments, *_ = inputs()
+    mask = Mask(1.0)
+    before = flash_attention(f32(q), f32(k), f32(v), jnp.asarray(segments), mask=mask, block=8)[0]
+    k[:, 20:], v[:, 20:] = 1e6, 1e6
+    after = flash_attention(f32(q), f32(k), f32(v), jnp.asarray(segments), mask=mask, block=8)[0]
+    np.testing.assert_array_equal(before[:, :20], after[:, :20])
+
+
+@pytest.mark.parametrize("page,block", [(4, 1), (4, 3), (16, 8), (256, 8)])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "bidirectional" not in v])
+def test_paged_equals_the_formula(variant, page, block):
+    """Two sequences in shuffled pages full of NaN: a long prefill in blocks, then (block 1) single tokens."""
+    spec = dict(VARIANTS[variant])
+    t = 1200 if page == 256 else 23
+    q, k, v, _, sinks, alibi = inputs(t=t)
+    sinks, alibi = (sinks if spec.pop("sinks", False) else None), (alibi if spec.pop("alibi", False) else None)
+    mask = Mask(0.4, **spec)
+    width = -(-t // page)
+    table = np.random.default_rng(2).permutation(2 * width + 3)[: 2 * width].reshape(2, width)
+    pages = jnp.full((2, 2 * width + 3, 2, page, 8), jnp.nan)
+    state = Pages(pages, jnp.full((*pages.shape[:-1], 6), jnp.nan))
+    got = np.zeros((2, t, 4, 6))
+    step = jax.jit(
+        lambda b, s, q, k, v: ops.attend(b, s, 1, q, k, v, mask=mask, sinks=f32(sinks), alibi=f32(alibi)),
+        donate_argnums=1,
+    )
+    for start in range(0, t, chunk := 1 if block == 1 else 400):
+        n = min(chunk, t - start)
+        _, batch = ops.paged([(i, start, [0] * n) for i in range(2)], table, block=block, size=2 * -(-n // block) * block + block)
+        where = np.asarray(batch.positions)
+        row = np.repeat([0, 1, 0], [-(-n // block) * block] * 2 + [block])
+        pick = lambda x, where=where, row=row: f32(np.where((where >= 0)[:, None, None], x[row, where], np.nan))
+        out, state = step(batch, state, pick(q), pick(k), pick(v))
+        for i in range(2):
+            rows = (row == i) & (where >= 0)
+            got[i, where[rows]] = np.asarray(out)[rows]
+    sample = slice(t - 23, t)
+    if t == 23:
+        want = oracle(q, k, v, np.zeros((2, t), int), mask, sinks, alibi)
+    else:
+        batch = Packed(jnp.zeros((2, t), int), jnp.zeros((2, t), int))
+        want = ops.attend(
+            batch, None, 0, f32(q), f32(k), f32(v), mask=mask, sinks=f32(sinks), alibi=f32(alibi), impl="dense"
+        )[0]
+    np.testing.assert_allclose(got[:, sample], np.asarray(want)[:, sample], atol=5e-6)
+
+
+def test_decode_does_not_copy_the_cache():
+    state = Pages(*(jax.ShapeDtypeStruct((4, 64, 2, 64, 32), jnp.float32),) * 2)
+    _, batch = ops.paged([(0, 70, [0])], np.arange(4)[None])
+    q, kv = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32), jax.ShapeDtypeStruct((1, 2, 32), jnp.float32)
+
+    def step(b, s, q, k, v):
+        for layer in range(4):
+            q, s = ops.attend(b, s, layer, q, k + q[:, :2], v + q[:, 2:], mask=Mask(1.0))
+        return q, s
+
+    memory = jax.jit(step, donate_argnums=1).lower(batch, state, q, kv, kv).compile().memory_analysis()
+    one_layer = 2 * 64 * 2 * 64 * 32 * 4
+    assert memory.alias_size_in_bytes >= 4 * one_layer
+    assert memory.temp_size_in_bytes < one_layer
+
+
+def test_long_inputs_never_hold_all_scores():
+    t = 4096
+    q = jax.ShapeDtypeStruct((1, t, 2, 16), jnp.float32)
+    batch = Packed(jnp.zeros((1, t), int), jnp.zeros((1, t), int))
+    f = jax.grad(lambda q, k, v: ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0))[0].sum(), (0, 1, 2))
+    memory = jax.jit(f).lower(q, q, q).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * t * t * 4 / 4
+
+
+def test_the_choice_is_explained_and_a_named_one_works_or_raises():
+    q, k, v, segments, *_ = map(f32, inputs())
+    bias = jnp.zeros((1, 4, 23, 23))
+    text = ops.explain(q, k, v, segments, mask=Mask(1.0), bias=bias)
+    assert "flash: an additive bias needs all scores in memory" in text and "dense: chosen" in text
+    assert "flash: chosen" in ops.explain(q, k, v, segments, mask=Mask(1.0))
+    batch = Packed(segments, segments)
+    with pytest.raises(ValueError, match="impl='flash' cannot serve this call: an additive bias"):
+        ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), bias=bias, impl="flash")
+    with pytest.raises(ValueError, match="impl='fast' is unknown; use None or one of flash, dense"):
+        choose(ops.attention.PACKED, "fast")
+    _, paged = ops.paged([(0, 0, [1])], np.zeros((1, 1), int))
+    with pytest.raises(ValueError, match="needs state"):
+        ops.attend(paged, None, 0, q[0, :1], k[0, :1], v[0, :1], mask=Mask(1.0))
+
+
+def test_additive_bias_equals_alibi():
+    mask, qkv, segments, _, alibi, want = case("alibi")
+    i = np.arange(23)
+    bias = alibi[:, None, None] * (i[None, :] - i[:, None])
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+    got, _ = ops.attend(batch, None, 0, *map(f32, qkv), mask=mask, bias=f32(bias)[None])
+    np.testing.assert_allclose(got, want, atol=2e-6)

@@ -1,0 +1,69 @@
+"""Causal convolution against torch, float64 numpy, and transformers' own prefill and update functions."""
+
+import jax
+import numpy as np
+import pytest
+
+from fdel.ops.batch import Slots, packed, paged
+from fdel.ops.conv import causal_conv
+
+C = 5
+
+
+def draw(b: int, t: int, k: int) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(t)
+    return tuple(rng.normal(size=s).astype(np.float32) for s in ((b, t, C), (C, k), (C,)))
+
+
+def written_out(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """y_t = sum_k weight[:, k] x_{t-K+1+k} + bias, in float64."""
+    x, k = x.astype(np.float64), weight.shape[1]
+    y = np.zeros_like(x) + bias
+    for t in range(x.shape[1]):
+        for j in range(k):
+            if t - k + 1 + j >= 0:
+                y[:, t] += weight[:, j] * x[:, t - k + 1 + j]
+    return y
+
+
+@pytest.mark.parametrize("t", [1, 2, 17])
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_written_out(t, k):
+    x, weight, bias = draw(2, t, k)
+    batch = packed(np.zeros((2, t), int))
+    y, _ = causal_conv(batch, None, 0, x, weight, bias)
+    np.testing.assert_allclose(y, written_out(x, weight, bias), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(causal_conv(batch, None, 0, x, weight)[0], y - bias, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_equals_torch():
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    x, weight, bias = draw(2, 9, 4)
+    probe = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
+    batch = packed(np.zeros((2, 9), int))
+    got = jax.grad(lambda p: (causal_conv(batch, None, 0, *p)[0] * probe).sum())((x, weight, bias))
+    leaves = [torch.tensor(p, requires_grad=True) for p in (x, weight, bias)]
+    y = torch.nn.functional.conv1d(leaves[0].mT, leaves[1][:, None], leaves[2], padding=3, groups=C)[..., :9].mT
+    (y * torch.tensor(probe)).sum().backward()
+    for g, leaf in zip(got, leaves, strict=True):
+        np.testing.assert_allclose(g, leaf.grad.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_decode_equals_transformers():
+    """Prefill of 6 tokens, then decode of one: outputs and the kept inputs equal transformers' functions."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    x, weight, bias = draw(1, 7, 4)
+    tx, tw, tb = (torch.tensor(p) for p in (x, weight, bias))
+    want = mamba2.causal_conv1d_fn(tx[:, :6].mT, tw, tb).mT
+    state = tx[:, 3:6].mT.clone()
+    want_next = mamba2.causal_conv1d_update(tx[:, 6:].mT, state, tw, tb).mT  # updates `state`
+
+    table, slots = np.zeros((2, 1), int), Slots(np.full((1, 2, C, 3), np.nan, np.float32), None)
+    slots = jax.tree.map(jax.numpy.asarray, slots)
+    prefill = np.concatenate([x[0, :6], np.zeros((2, C), np.float32)])
+    y, slots = causal_conv(paged([(1, 0, [0] * 6)], table, block=8)[1], slots, 0, prefill, weight, bias)
+    np.testing.assert_allclose(y[:6], want[0].numpy(), rtol=1e-5, atol=1e-6)
+    y, slots = causal_conv(paged([(1, 6, [0])], table)[1], slots, 0, x[0, 6:], weight, bias)
+    np.testing.assert_allclose(y, want_next[0].numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(slots.conv[0, 1], state[0].numpy())

@@ -1,0 +1,380 @@
+"""Tests that hold the house: budgets, import arrows, forbidden constructs, a light import.
+
+A check reads one parsed file of `fdel/` and yields (line, finding). Each check is itself tested with a snippet that
+breaks its rule (`BROKEN`) and with one that looks like it and is allowed (`SOUND`).
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+Findings = Iterator[tuple[int, str]]
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 8
+# The most lines of a file in fdel/models: 150 for a dense family (the default), 250 with experts or latent attention,
+# 350 for a hybrid. Files that are not families have the budget of all others.
+MODEL_LINES = {"deepseek_v3": 250, "mixtral": 250, "qwen3_moe": 250, "qwen3_next": 350}
+MODEL_LINES |= dict.fromkeys(["builders", "config"], FILE_LINES)
+
+# What each part of the house may import of the house (DESIGN section 2); parts not named here sit on top.
+ARROWS = {
+    "kernels": ["kernels", "ops"],
+    "ops": ["kernels", "ops"],
+    "params": ["params", "ops.weights"],
+    "models": ["models", "params", "ops"],
+    "text": ["text"],
+    "serve": ["serve", "params", "ops", "models", "text"],
+    "train": ["train", "params", "ops", "models", "serve", "text"],
+}
+HOST_ONLY = {"text", "serve.pages", "serve.schedule", "serve.openai"}  # run without jax and aiohttp
+OPTIONAL = {"accelerate", "huggingface_hub", "matplotlib", "peft", "torch", "transformers"}  # not in the core install
+DEVICE_WORK = (
+    r"jax\.(numpy|random|lax|nn)\.|jax\.(jit|pmap|vmap|grad|device_put|devices|local_devices|default_backend)$"
+)
+NOT_ARRAYS = r"jax\.numpy\.(dtype|finfo|iinfo)$"
+
+
+# ---- reading a file ------------------------------------------------------------------------------------------------
+
+
+def part_of(name: str) -> str:
+    """`fdel/ops/rope.py` -> `ops.rope`; the package itself is ``."""
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".").partition(".")[2]
+
+
+def imports(name: str, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Each imported name: line, full dotted name, and the name it gets here."""
+    package = ("fdel." + part_of(name)).rstrip(".").split(".")
+    if not name.endswith("/__init__.py"):
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                yield node.lineno, a.name, a.asname or a.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            for a in node.names:
+                yield node.lineno, ".".join([*base, *filter(None, [node.module]), a.name]), a.asname or a.name
+
+
+def resolver(name: str, tree: ast.AST) -> Callable[[ast.AST], str]:
+    """Return a function that spells out an attribute chain: `jnp.zeros` -> `jax.numpy.zeros`; "" if it is none."""
+    full = {short: long for _, long, short in imports(name, tree) if "." in long and long.partition(".")[0] != short}
+
+    def spell(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            base = spell(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return full.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+    return spell
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk what runs when a module is imported: all but the bodies of functions (defaults and decorators do run)."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            outside = [*child.decorator_list, *child.args.defaults, *filter(None, child.args.kw_defaults)]
+        elif isinstance(child, ast.Lambda):
+            outside = [*child.args.defaults, *filter(None, child.args.kw_defaults)]
+        else:
+            yield child
+            yield from run_at_import(child)
+            continue
+        for part in outside:
+            yield part
+            yield from run_at_import(part)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions and methods, nested ones too."""
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+# ---- the checks ----------------------------------------------------------------------------------------------------
+
+
+def long_file(name: str, tree: ast.Module, source: str) -> Findings:
+    """Keep files readable in one sitting."""
+    part, lines = part_of(name), source.count("\n")
+    most = MODEL_LINES.get(part.partition(".")[2], 150) if part.startswith("models.") else FILE_LINES
+    if lines > most:
+        yield lines, f"{lines} lines, the budget is {most}"
+
+
+def long_function(name: str, tree: ast.Module, source: str) -> Findings:
+    """Keep functions to 60 lines and 8 parameters."""
+    for f in functions(tree):
+        lines = (f.end_lineno or f.lineno) - f.lineno + 1
+        if lines > FUNCTION_LINES:
+            yield f.lineno, f"{f.name} has {lines} lines, the budget is {FUNCTION_LINES}"
+        a = f.args
+        count = len([x for x in a.posonlyargs + a.args + a.kwonlyargs if x.arg not in ("self", "cls")])
+        if count > PARAMETERS:
+            yield f.lineno, f"{f.name} has {count} parameters, the budget is {PARAMETERS}"
+
+
+def arrows(name: str, tree: ast.Module, source: str) -> Findings:
+    """Import only what stands below in the house."""
+    part = part_of(name)
+    allowed = [f"fdel.{p}" for p in ARROWS.get(part.partition(".")[0], [""])]
+    for line, target, _ in imports(name, tree):
+        if target.partition(".")[0] == "fdel" and part and allowed != ["fdel."]:
+            if not any(f"{target}.".startswith(f"{p}.") for p in allowed):
+                yield line, f"imports {target}; {part.partition('.')[0]} may import {', '.join(allowed)}"
+        if part in HOST_ONLY and target.partition(".")[0] in {"jax", "jaxlib", "jaxtyping", "optax", "aiohttp"}:
+            yield line, f"imports {target}; {part} must run without it"
+
+
+def optional_import(name: str, tree: ast.Module, source: str) -> Findings:
+    """Import packages of the extras in the function that needs them."""
+    top = ast.Module([n for n in run_at_import(tree) if isinstance(n, ast.Import | ast.ImportFrom)], [])
+    for line, target, _ in imports(name, top):
+        if target.partition(".")[0] in OPTIONAL:
+            yield line, f"imports {target} at module level, which the core install lacks; import it in the function"
+
+
+def forbidden(name: str, tree: ast.Module, source: str) -> Findings:
+    """Reject constructs that are unsafe, private, or hide what happens."""
+    spell = resolver(name, tree)
+    for line, target, _ in imports(name, tree):
+        if target.startswith("jax._src") or target.partition(".")[0] in {"pickle", "dill", "cloudpickle", "marshal"}:
+            yield line, f"imports {target}"
+        if target in {"os.environ", "os.getenv"}:
+            yield line, f"imports {target}; settings are arguments, not environment variables"
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Assert):
+            yield line, "assert; raise an error that says what was found, expected, and what to change"
+        elif isinstance(node, ast.Global):
+            yield line, "global; state is passed and returned"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+            yield line, node.func.id
+        elif isinstance(node, ast.Call) and spell(node.func) == "torch.load":
+            if not any(k.arg == "weights_only" and getattr(k.value, "value", 0) is True for k in node.keywords):
+                yield line, "torch.load without weights_only=True runs code from the file"
+        elif isinstance(node, ast.Attribute) and spell(node) == "jax._src":
+            yield line, "jax._src"
+        elif isinstance(node, ast.Attribute) and spell(node) in {"os.environ", "os.getenv"}:
+            yield line, f"{spell(node)}; settings are arguments, not environment variables"
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg in {"trust_remote_code", "allow_pickle"}:
+            yield line, node.arg
+        elif isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or spell(node.type) in {"Exception", "BaseException"}
+            if broad and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
+                yield line, "an except that hides errors; name the exception, or raise again"
+
+
+def names(name: str, tree: ast.Module, source: str) -> Findings:
+    """Name things for what they are."""
+    if re.search(r"(^|/)_?(utils?|helpers?|common|misc)(\.py|/)", name):
+        yield 1, "a module without a subject; put each function where its subject lives"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Helper|Utils?|Handler)$", node.name):
+            yield node.lineno, f"class {node.name}; name it for what it is"
+
+
+def work_at_import(name: str, tree: ast.Module, source: str) -> Findings:
+    """Make no array, start no backend and jit nothing while a module is imported."""
+    spell = resolver(name, tree)
+    for node in run_at_import(tree):
+        used = spell(node.func) if isinstance(node, ast.Call) else ""
+        if re.match(DEVICE_WORK, used) and not re.match(NOT_ARRAYS, used):
+            yield node.lineno, f"calls {used} at import"
+    for f in functions(tree):
+        if f in tree.body or any(isinstance(c, ast.ClassDef) and f in c.body for c in ast.walk(tree)):
+            if any("jax.jit" in map(spell, ast.walk(d)) for d in f.decorator_list):
+                yield f.lineno, f"{f.name} is decorated with jit; only the outermost program is jitted, by its caller"
+
+
+def docstrings(name: str, tree: ast.Module, source: str) -> Findings:
+    """Document every module, public class and public function."""
+    if tree.body and not ast.get_docstring(tree):
+        yield 1, "the module has no docstring"
+
+    def walk(body: list[ast.stmt]) -> Findings:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
+                if not ast.get_docstring(node):
+                    yield node.lineno, f"{node.name} has no docstring"
+                if isinstance(node, ast.ClassDef):
+                    yield from walk(node.body)
+
+    yield from walk(tree.body)
+
+
+CHECKS = [long_file, long_function, arrows, optional_import, forbidden, names, work_at_import, docstrings]
+
+
+def findings(check: Callable, name: str, source: str) -> list[str]:
+    """Run one check over one source text."""
+    return [f"{name}:{line}: {what}" for line, what in check(name, ast.parse(source), source)]
+
+
+# ---- the checks hold, and find what they should --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_house(check: Callable) -> None:
+    files = sorted((ROOT / "fdel").rglob("*.py"))
+    assert files
+    found = [f for p in files for f in findings(check, p.relative_to(ROOT).as_posix(), p.read_text("utf-8"))]
+    assert not found, f"{check.__doc__}\n" + "\n".join(found)
+
+
+BROKEN = [
+    (long_file, "fdel/ops/a.py", "x = 1\n" * 301),
+    (long_file, "fdel/models/llama.py", "x = 1\n" * 151),
+    (long_file, "fdel/models/mixtral.py", "x = 1\n" * 251),
+    (long_function, "fdel/a.py", "def f():\n" + "    x = 1\n" * 60),
+    (long_function, "fdel/a.py", "class A:\n    def f(self, a, b, c, d, e, f, *, g, h, i): pass"),
+    (arrows, "fdel/ops/a.py", "from fdel.params import spec"),
+    (arrows, "fdel/ops/a.py", "from .. import models"),
+    (arrows, "fdel/ops/__init__.py", "from ..models import llama"),
+    (arrows, "fdel/ops/a.py", "import fdel"),
+    (arrows, "fdel/kernels/a.py", "def f():\n    from fdel import text"),
+    (arrows, "fdel/params/a.py", "from fdel.ops import rope"),
+    (arrows, "fdel/params/a.py", "from fdel.ops.weightless import a"),
+    (arrows, "fdel/models/a.py", "import fdel.serve.generate"),
+    (arrows, "fdel/serve/a.py", "from fdel import train"),
+    (arrows, "fdel/train/a.py", "from fdel.cli import main"),
+    (arrows, "fdel/text.py", "from fdel.ops import rope"),
+    (arrows, "fdel/text.py", "import jax.numpy as jnp"),
+    (arrows, "fdel/serve/pages.py", "def f():\n    import aiohttp"),
+    (optional_import, "fdel/params/hf.py", "from huggingface_hub import snapshot_download"),
+    (optional_import, "fdel/cli.py", "try:\n    import torch\nexcept ImportError: torch = None"),
+    (forbidden, "fdel/a.py", "from jax._src import core"),
+    (forbidden, "fdel/a.py", "import jax\njax._src.core.Tracer"),
+    (forbidden, "fdel/a.py", "import pickle"),
+    (forbidden, "fdel/a.py", "eval('1')"),
+    (forbidden, "fdel/a.py", "def f(): exec('1')"),
+    (forbidden, "fdel/a.py", "def f(x): assert x > 0"),
+    (forbidden, "fdel/a.py", "load('x', trust_remote_code=False)"),
+    (forbidden, "fdel/a.py", "import numpy as np\nnp.load('x', allow_pickle=True)"),
+    (forbidden, "fdel/a.py", "def f():\n    import torch\n    torch.load('x', weights_only=False)"),
+    (forbidden, "fdel/a.py", "import os\nos.environ['X']"),
+    (forbidden, "fdel/a.py", "from os import environ"),
+    (forbidden, "fdel/a.py", "def f():\n    global x\n    x = 1"),
+    (forbidden, "fdel/a.py", "try: f()\nexcept: x = 1"),
+    (forbidden, "fdel/a.py", "try: f()\nexcept Exception as e: print(e)"),
+    (names, "fdel/a.py", "class PageManager: pass"),
+    (names, "fdel/ops/utils.py", ""),
+    (work_at_import, "fdel/a.py", "import jax.numpy as jnp\nx = jnp.zeros(3)"),
+    (work_at_import, "fdel/a.py", "from jax import numpy\nclass A:\n    x: int = numpy.float32(3)"),
+    (work_at_import, "fdel/a.py", "import jax\ndef f(key=jax.random.key(0)): pass"),
+    (work_at_import, "fdel/a.py", "import jax\nf = jax.jit(lambda x: x)"),
+    (work_at_import, "fdel/a.py", "from jax import jit\n@jit\ndef f(x): return x"),
+    (
+        work_at_import,
+        "fdel/a.py",
+        "import jax, functools\n@functools.partial(jax.jit, donate_argnums=0)\ndef f(x): pass",
+    ),
+    (docstrings, "fdel/a.py", "x = 1"),
+    (docstrings, "fdel/a.py", "'''A.'''\ndef f(): pass"),
+    (docstrings, "fdel/a.py", "'''A.'''\nclass A:\n    '''A.'''\n    def f(self): pass"),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "source"), BROKEN)
+def test_check_finds(check: Callable, name: str, source: str) -> None:
+    assert len(findings(check, name, source)) == 1
+
+
+SOUND = [
+    (long_file, "fdel/models/qwen3_next.py", "x = 1\n" * 350),
+    (long_file, "fdel/models/__init__.py", "x = 1\n" * 300),
+    (long_function, "fdel/a.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h): pass"),
+    (arrows, "fdel/params/a.py", "from fdel.ops.weights import Quantized\nfrom ..ops import weights"),
+    (arrows, "fdel/train/a.py", "from ..serve import generate\nfrom .steps import grads"),
+    (arrows, "fdel/cli.py", "import fdel, jax\nfrom fdel import train, serve"),
+    (optional_import, "fdel/params/hf.py", "def f():\n    import torch"),
+    (forbidden, "fdel/a.py", "import torch\ntorch.load('x', weights_only=True)\nmodel.eval()\nre.compile('x')"),
+    (forbidden, "fdel/a.py", "try: f()\nexcept KeyError: pass\nexcept Exception as e: raise ValueError from e"),
+    (
+        work_at_import,
+        "fdel/a.py",
+        "import jax.numpy as jnp\nD = jnp.dtype('int8')\nf = lambda x: jnp.zeros(x)\nk = jnp.exp",
+    ),
+    (
+        work_at_import,
+        "fdel/a.py",
+        "import jax\ndef f(n):\n    @jax.jit\n    def g(x): return jax.numpy.ones(n)\n    return g",
+    ),
+    (docstrings, "fdel/a.py", "'''A.'''\ndef _f(): pass\ndef f():\n    '''F.'''\n    def g(): pass"),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "source"), SOUND)
+def test_check_allows(check: Callable, name: str, source: str) -> None:
+    assert findings(check, name, source) == []
+
+
+# ---- importing -----------------------------------------------------------------------------------------------------
+
+
+def python(code: str, **env: str) -> str:
+    """Run code in a new interpreter and return what it prints."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    """`import fdel` adds at most 0.3 s to `import jax`; the best of three, for other work runs on this machine."""
+    code = "import jax, time; t = time.perf_counter(); import fdel; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(3)) < 0.3
+
+
+def test_import_starts_no_backend() -> None:
+    """Any use of a device fails under a platform that does not exist; the last lines prove that it would."""
+    code = """
+import importlib, pkgutil, fdel, jax
+for m in pkgutil.walk_packages(fdel.__path__, "fdel."):
+    importlib.import_module(m.name)
+try:
+    jax.devices()
+except RuntimeError:
+    print("imported without a backend")
+"""
+    assert python(code, JAX_PLATFORMS="nowhere") == "imported without a backend"
+
+
+def test_text_needs_no_jax() -> None:
+    assert python("import sys, fdel.text; print('jax' in sys.modules)") == "False"
+
+
+def test_submodules_load_on_use() -> None:
+    code = "import fdel, sys; print('jax' in sys.modules, fdel.params.__name__, fdel.__version__, 'ops' in dir(fdel))"
+    assert python(code) == "False fdel.params 0.1.0 True"
+    with pytest.raises(AttributeError, match="'layers'; its submodules are kernels, models"):
+        __import__("fdel").layers  # noqa: B018
+
+
+# ---- the tracked files ---------------------------------------------------------------------------------------------
+
+MACHINE_PATH = re.compile(r"(?<![\w.~])/(tmp|work|root|farm|home|opt)/(?!(fdel|x|out|model|data)\b)[\w.-]+")
+
+
+def test_no_path_of_a_machine() -> None:
+    """Files name no path of the machine they were written on (made-up ones, such as /tmp/model, may stay)."""
+    assert MACHINE_PATH.search("see /" + "work/main") and not MACHINE_PATH.search("https://x.org/work/a /tmp/out")
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout, so there is no list of tracked files")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and b"\0" not in (data := path.read_bytes()):
+            lines = enumerate(data.decode("utf-8", "replace").splitlines(), 1)
+            found += [f"{name}:{i}: {m.group()}" for i, line in lines if (m := MACHINE_PATH.search(line))]
+    assert not found, "\n".join(found)

@@ -1,0 +1,214 @@
+"""The chunked head against full logits in float64 (through `jax.nn`), its memory, its shardings, and the SFT loss."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fdel import ops
+from fdel.ops.weights import LowRank
+from fdel.train import losses
+
+B, T, D, V = 2, 7, 16, 37
+FIELDS = ("logp", "entropy", "logsumexp", "logsumsq", "mean_logit")
+
+
+def case(seed: int = 0, *, vocab_axis: int = 0, softcap=None, scale=1.0, bias=False, dtype=np.float32, gain=1.0):
+    """Random hidden states, a head, labels (three of them ignored) and one cotangent per statistic."""
+    r = np.random.default_rng(seed)
+    x = gain * r.normal(size=(B, T, D))
+    w = r.normal(size=(V, D) if vocab_axis == 0 else (D, V))
+    labels = r.integers(0, V, (B, T))
+    labels[0, -1] = labels[1, 2] = -100
+    labels[1, 0] = -1
+    ct = {k: r.normal(size=(B, T)) for k in FIELDS}
+    b = jnp.asarray(r.normal(size=V), dtype) if bias else None
+    return jnp.asarray(x, dtype), ops.Head(jnp.asarray(w, dtype), vocab_axis, softcap, scale, b), labels, ct
+
+
+def oracle(x, head: ops.Head, labels):
+    """The statistics by their textbook formulas on all logits at once."""
+    z = head.scale * jnp.einsum("btd,vd->btv" if head.vocab_axis == 0 else "btd,dv->btv", x, head.weight)
+    z = z if head.bias is None else z + head.bias
+    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    logp, p = jax.nn.log_softmax(z), jax.nn.softmax(z)
+    out = {
+        "logp": jnp.sum(jax.nn.one_hot(labels, V) * logp, -1),
+        "entropy": -jnp.sum(p * logp, -1),
+        "logsumexp": jax.nn.logsumexp(z, -1),
+        "logsumsq": jnp.log(jnp.sum(p**2, -1)),
+        "mean_logit": jnp.mean(z, -1),
+        "top1": jnp.argmax(z, -1) == labels,
+    }
+    return {k: jnp.where(labels >= 0, v, 0) for k, v in out.items()}
+
+
+def weighted(stats, ct):
+    """A scalar that depends on every statistic."""
+    return sum((ct[k] * stats[k]).sum() for k in FIELDS)
+
+
+def both(stats, ct):
+    """Jit the statistics and the gradients, in hidden states and head, of a weighted sum of them."""
+    scalar = lambda x, head: (weighted(stats(x, head), ct), stats(x, head))
+
+    def f(x, head):
+        (_, out), grads = jax.value_and_grad(scalar, (0, 1), has_aux=True)(x, head)
+        return out, grads
+
+    return jax.jit(f)
+
+
+def expected(x, head, labels, ct):
+    """Values and gradients of `oracle`, in float64."""
+    with jax.enable_x64(True):
+        x, head = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (x, head))
+        return jax.tree.map(np.asarray, both(functools.partial(oracle, labels=labels), ct)(x, head))
+
+
+def close(got, want, rtol):
+    """Compare trees leaf by leaf, relative to the leaf's largest value or to 1."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=rtol * max(1, np.abs(b).max()), rtol=0)
+
+
+HEADS = {
+    "tied": {},
+    "untied": {"vocab_axis": 1},
+    "softcap": {"softcap": 3.0},
+    "all": {"vocab_axis": 1, "softcap": 5.0, "scale": 0.3, "bias": True},
+    "peaked": {"gain": 50.0, "bias": True},
+}
+
+
+@pytest.mark.parametrize("chunk", [3, 7])  # 3 does not divide T
+@pytest.mark.parametrize("kind", HEADS)
+def test_values_and_gradients(kind: str, chunk: int) -> None:
+    """Float32 against float64: TOLERANCE of the largest value (logits of +-800: 1e-5)."""
+    x, head, labels, ct = case(**HEADS[kind])
+    want, want_grads = expected(x, head, labels, ct)
+    got, grads = both(lambda x, head: losses.token_stats(x, head, labels, chunk=chunk)._asdict(), ct)(x, head)
+    assert got["logp"].dtype == got["top1"].dtype == jnp.float32
+    np.testing.assert_array_equal(got.pop("top1"), want.pop("top1"))
+    tolerance = 1e-5 if kind == "peaked" else 2e-6
+    close(got, want, tolerance)
+    close(grads, want_grads, tolerance)
+    for v in got.values():
+        assert (np.asarray(v)[labels < 0] == 0).all()
+
+
+def test_top1_counts_the_first_of_equal_logits() -> None:
+    head = ops.Head(jnp.array([[1.0], [2.0], [2.0], [0.0]]))
+    stats = losses.token_stats(jnp.ones((1, 4, 1)), head, jnp.array([[0, 1, 2, -100]]))
+    np.testing.assert_array_equal(stats.top1, [[0, 1, 0, 0]])
+
+
+def some_loss(stats, weights):
+    """A sum over tokens that is not linear in the statistics."""
+    per_token = weights * (jnp.exp(0.1 * stats.logp) + stats.logsumexp**2 - 0.5 * stats.entropy)
+    return per_token.sum(), {"top1": (weights * stats.top1).sum(), "count": (weights > 0).sum()}
+
+
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_token_sum_equals_the_loss_of_token_stats(chunk: int) -> None:
+    """One pass and two passes: 1e-6 relative, with a factor on the result so that its cotangent is not 1."""
+    x, head, labels, _ = case(bias=True)
+    weights = jnp.asarray(np.random.default_rng(1).random((B, T)), jnp.float32)
+
+    def two(x, head):
+        total, sums = some_loss(losses.token_stats(x, head, labels), weights)
+        return 3 * total, sums
+
+    def one(x, head):
+        total, sums = losses.token_sum(some_loss, x, head, labels, weights, chunk=chunk)
+        return 3 * total, sums
+
+    want = jax.jit(jax.value_and_grad(two, (0, 1), has_aux=True))(x, head)
+    close(jax.jit(jax.value_and_grad(one, (0, 1), has_aux=True))(x, head), want, 1e-6)
+    close(jax.jit(one)(x, head), want[0], 1e-6)
+
+
+def test_bfloat16_weight_gradient_adds_up_in_float32() -> None:
+    """512 chunks of equal gradients: added in bfloat16 they would stick at 256 of 512."""
+    x = jnp.ones((1, 512, 1), jnp.bfloat16)
+    head = ops.Head(jnp.zeros((2, 1), jnp.bfloat16))
+    labels = jnp.zeros((1, 512), jnp.int32)
+    logp = lambda stats: (stats.logp.sum(), None)
+    two = lambda head: logp(losses.token_stats(x, head, labels, chunk=1))[0]
+    one = lambda head: losses.token_sum(logp, x, head, labels, chunk=1)[0]
+    for f in (one, two):
+        np.testing.assert_array_equal(jax.jit(jax.grad(f))(head).weight, [[256.0], [-256.0]])
+
+
+def test_low_rank_weight() -> None:
+    """A LoRA head gives the values and gradients of the merged weight (2e-6)."""
+    x, head, labels, ct = case()
+    r = np.random.default_rng(3)
+    a, b = (jnp.asarray(r.normal(size=s), jnp.float32) for s in ((V, 2), (2, D)))
+    merged = lambda a, b: dataclasses.replace(head, weight=head.weight + 0.5 * a @ b)
+    low = lambda a, b: dataclasses.replace(head, weight=LowRank(head.weight, a, b, jnp.float32(0.5)))
+    loss = lambda make: lambda x, a, b: weighted(losses.token_stats(x, make(a, b), labels, chunk=3)._asdict(), ct)
+    want = jax.jit(jax.value_and_grad(loss(merged), (0, 1, 2)))(x, a, b)
+    close(jax.jit(jax.value_and_grad(loss(low), (0, 1, 2)))(x, a, b), want, 2e-6)
+
+
+def test_wrong_arguments() -> None:
+    x, head, labels, _ = case()
+    with pytest.raises(ValueError, match=r"labels \(2, 6\) do not fit hidden states \(2, 7, 16\)"):
+        losses.token_stats(x, head, labels[:, 1:])
+    with pytest.raises(ValueError, match="chunk=0"):
+        losses.token_stats(x, head, labels, chunk=0)
+
+
+# ---- what is compiled ----------------------------------------------------------------------------------------------
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile()
+
+
+@pytest.mark.parametrize("f", ["token_stats", "token_sum"])
+def test_memory(f: str) -> None:
+    """Gradients of 1024 tokens in chunks of 32 take less than 1/4 of one copy of the logits (here 32 MiB)."""
+    t, d, v = 1024, 8, 8192
+    x, w, y = (jax.ShapeDtypeStruct(s, k) for s, k in (((1, t, d), "float32"), ((v, d), "float32"), ((1, t), "int32")))
+
+    def loss(x, w, y):
+        if f == "token_sum":
+            return losses.token_sum(lambda s: (s.logp.sum(), None), x, ops.Head(w), y, chunk=32)[0]
+        return losses.token_stats(x, ops.Head(w), y, chunk=32).logp.sum()
+
+    memory = compiled(jax.grad(loss, (0, 1)), x, w, y).memory_analysis().temp_size_in_bytes
+    assert memory < t * v * 4 / 4, memory / 2**20
+
+
+def test_frozen_weight_costs_no_gradient() -> None:
+    """Without the weight's gradient the backward pass has one product less."""
+    x, w, y = jnp.ones((1, 64, 8)), jnp.ones((128, 8)), jnp.zeros((1, 64), jnp.int32)
+    loss = lambda x, w: losses.token_stats(x, ops.Head(w), y, chunk=16).logp.sum()
+    dots = [len(re.findall(r" dot\(", compiled(jax.grad(loss, n), x, w).as_text())) for n in ((0, 1), 0)]
+    assert dots[1] == dots[0] - 1
+
+
+@pytest.mark.parametrize("spec", [P(None, None), P("tp", None), P(None, "dp")], ids=["replicated", "tp", "fsdp"])
+def test_sharded(spec: P) -> None:
+    """Batch over dp, vocabulary over tp: equal results, and no all-gather of anything as large as a chunk's logits."""
+    x, head, labels, ct = case()
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    v = 40
+    w = jnp.asarray(np.random.default_rng(5).normal(size=(v, D)), jnp.float32)
+    loss = lambda x, w, y: weighted(losses.token_stats(x, ops.Head(w), y, chunk=4)._asdict(), ct)
+    want = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w, labels)
+    put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+    args = put(x, P("dp")), put(w, spec), put(labels, P("dp"))
+    program = compiled(jax.value_and_grad(loss, (0, 1)), *args)
+    close(program(*args), want, 2e-6)
+    gathered = [line for line in program.as_text().splitlines() if re.search(r" all-gather(-start)?\(", line)]
+    sizes = [np.prod([int(n) for n in re.search(r"\[([\d,]+)\]", g)[1].split(",")]) for g in gathered]
+    assert all(s <= v * D for s in sizes), gathered
