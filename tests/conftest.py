@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_compilation_cache_max_size", 2**31)  # a limit also makes writers take a lock (xdist)
-    # Not set: jax_numpy_rank_promotion="raise". Broadcasting a [D] scale over [B, T, D] is what the ops mean to do.
+    # jax_numpy_rank_promotion stays "allow": ops broadcast [D] over [B, T, D] and [T, S] over [B, T, S] on purpose.
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

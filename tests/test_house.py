@@ -20,6 +20,7 @@ Findings = Iterator[tuple[int, str]]
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 8
 # The most lines of a file in fdel/models: 150 for a dense family (the default), 250 with experts or latent attention,
 # 350 for a hybrid. Files that are not families have the budget of all others.
+CONTEXT = ("self", "cls", "batch", "state", "slots", "layer", "impl")
 MODEL_LINES = {"deepseek_v3": 250, "mixtral": 250, "qwen3_moe": 250, "qwen3_next": 350}
 MODEL_LINES |= dict.fromkeys(["builders", "config"], FILE_LINES)
 
@@ -110,13 +111,13 @@ def long_file(name: str, tree: ast.Module, source: str) -> Findings:
 
 
 def long_function(name: str, tree: ast.Module, source: str) -> Findings:
-    """Keep functions to 60 lines and 8 parameters."""
+    """Keep functions to 60 lines and 8 parameters, besides those that say where a call stands (batch, state, layer)."""
     for f in functions(tree):
         lines = (f.end_lineno or f.lineno) - f.lineno + 1
         if lines > FUNCTION_LINES:
             yield f.lineno, f"{f.name} has {lines} lines, the budget is {FUNCTION_LINES}"
         a = f.args
-        count = len([x for x in a.posonlyargs + a.args + a.kwonlyargs if x.arg not in ("self", "cls")])
+        count = len([x for x in a.posonlyargs + a.args + a.kwonlyargs if x.arg not in CONTEXT])
         if count > PARAMETERS:
             yield f.lineno, f"{f.name} has {count} parameters, the budget is {PARAMETERS}"
 
@@ -129,7 +130,13 @@ def arrows(name: str, tree: ast.Module, source: str) -> Findings:
         if target.partition(".")[0] == "fdel" and part and allowed != ["fdel."]:
             if not any(f"{target}.".startswith(f"{p}.") for p in allowed):
                 yield line, f"imports {target}; {part.partition('.')[0]} may import {', '.join(allowed)}"
-        if part in HOST_ONLY and target.partition(".")[0] in {"jax", "jaxlib", "jaxtyping", "optax", "aiohttp"}:
+        if any(f"{part}.".startswith(f"{p}.") for p in HOST_ONLY) and target.partition(".")[0] in {
+            "jax",
+            "jaxlib",
+            "jaxtyping",
+            "optax",
+            "aiohttp",
+        }:
             yield line, f"imports {target}; {part} must run without it"
 
 
@@ -247,6 +254,7 @@ BROKEN = [
     (arrows, "fdel/train/a.py", "from fdel.cli import main"),
     (arrows, "fdel/text.py", "from fdel.ops import rope"),
     (arrows, "fdel/text.py", "import jax.numpy as jnp"),
+    (arrows, "fdel/text/chat.py", "from jax import numpy"),
     (arrows, "fdel/serve/pages.py", "def f():\n    import aiohttp"),
     (optional_import, "fdel/params/hf.py", "from huggingface_hub import snapshot_download"),
     (optional_import, "fdel/cli.py", "try:\n    import torch\nexcept ImportError: torch = None"),
@@ -329,8 +337,13 @@ def python(code: str, **env: str) -> str:
 
 
 def test_import_is_light() -> None:
-    """`import fdel` adds at most 0.3 s to `import jax`; the best of three, for other work runs on this machine."""
-    code = "import jax, time; t = time.perf_counter(); import fdel; print(time.perf_counter() - t)"
+    """`import fdel`, with the parts that every model needs, adds at most 0.3 s to `import jax` (best of three)."""
+    code = """
+import jax, time
+start = time.perf_counter()
+import fdel, fdel.models, fdel.ops, fdel.params
+print(time.perf_counter() - start)
+"""
     assert min(float(python(code)) for _ in range(3)) < 0.3
 
 
@@ -353,8 +366,8 @@ def test_text_needs_no_jax() -> None:
 
 
 def test_submodules_load_on_use() -> None:
-    code = "import fdel, sys; print('jax' in sys.modules, fdel.params.__name__, fdel.__version__, 'ops' in dir(fdel))"
-    assert python(code) == "False fdel.params 0.1.0 True"
+    code = "import fdel, sys; print('jax' in sys.modules, fdel.params.__name__, 'ops' in dir(fdel))"
+    assert python(code) == "False fdel.params True"
     with pytest.raises(AttributeError, match="'layers'; its submodules are kernels, models"):
         __import__("fdel").layers  # noqa: B018
 

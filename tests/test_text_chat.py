@@ -451,10 +451,13 @@ GROW = "{% set n = namespace(x=START) %}" + OUTER.replace("BODY", "{% set n.x = 
 TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 AGAIN = "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}"
 BOMBS = {
-    "loops": (LOOP.replace("BODY", ""), "runs for more than 0.3 seconds"),
+    "loops": (
+        "{% set r = range(100000) %}" + LOOP.replace("range(100000)", "r").replace("BODY", ""),
+        "runs for more than 0.3 seconds",
+    ),
     "macros": (TWICE, "runs for more than 0.3 seconds"),
     "recursive loop": (AGAIN, "runs for more than 0.3 seconds"),
-    "recursion": ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "nested too deep"),
+    "recursion": ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "output": (LOOP.replace("BODY", "{{ i }}" + "x" * 99), "more than 100000 characters"),
     "range": ("{{ range(100001) | list }}", "OverflowError"),
     "string": ("{{ 'a' * 10000000000 }}", "more than 100000"),
@@ -462,8 +465,8 @@ BOMBS = {
     "doubling": (GROW.replace("START", "'a'").replace("*", "+"), "more than 100000"),
     "product": (GROW.replace("START", "3"), "more than 100000"),
     "power": ("{{ 10 ** (10 ** 10) }}", "more than 100000"),
-    "brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
-    "blocks": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "nested too deep"),
+    "brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
+    "blocks": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many statically nested blocks"),
 }
 
 

@@ -1,5 +1,10 @@
 """Spec builders for sub-trees that many families share: attention projections, feed-forwards, embeddings, caches."""
 
+import math
+
+import jax
+import jax.numpy as jnp
+
 from fdel.ops.batch import Pages, Slots
 from fdel.params.spec import Param, normal, ones, zeros
 
@@ -72,3 +77,14 @@ def slots(layers: int, conv: tuple[int, int], ssm: tuple[int, int, int], *, rows
         Param("layers slots channels kernel", (layers, rows, *conv), zeros),
         Param("layers slots heads head_dim state", (layers, rows, *ssm), zeros, dtype="float32"),
     )
+
+
+def decay_init(key, shape, dtype):
+    """Initialise log decay rates: head i of a layer forgets at rate i + 1."""
+    return jnp.broadcast_to(jnp.log(jnp.arange(1.0, shape[-1] + 1)), shape).astype(dtype)
+
+
+def step_init(key, shape, dtype):
+    """Initialise time steps log-uniformly in [0.001, 0.1], as the bias whose softplus they are."""
+    dt = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
+    return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)

@@ -40,7 +40,7 @@ class Config:
     conv_bias: bool = config.hf("use_conv_bias", True)
     float32_residual: bool = config.hf("residual_in_fp32", True)
     limits: tuple[float, float] = config.computed(
-        limits, lambda v: {"time_step_limit": [v[0], "Infinity" if v[1] == math.inf else v[1]]}
+        limits, lambda v: {"time_step_limit": [{"__float__": "Infinity"} if x == math.inf else x for x in v]}
     )
     source: str = config.source()
 
@@ -66,17 +66,6 @@ class Config:
         return self.inner + 2 * self.groups * self.state
 
 
-def decay_init(key, shape, dtype):
-    """Initialise log decay rates: head i of a layer forgets at rate i + 1."""
-    return jnp.broadcast_to(jnp.log(jnp.arange(1.0, shape[-1] + 1)), shape).astype(dtype)
-
-
-def step_init(key, shape, dtype):
-    """Initialise time steps log-uniformly in [0.001, 0.1], as the bias whose softplus they are."""
-    dt = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
-    return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
-
-
 def spec(cfg: Config) -> dict:
     """Declare every array; the file's in_proj holds z, the convolution's channels and dt side by side."""
     name = "backbone.layers.{layers}."
@@ -85,9 +74,9 @@ def spec(cfg: Config) -> dict:
     layer = {
         "norm": builders.norm(name + "norm.weight", cfg.embed),
         "conv": Param("channels kernel", (cfg.channels, cfg.kernel), normal(0.2), mixer + "conv1d.weight", "channels 1 kernel"),
-        "decay": heads("A_log", decay_init),
+        "decay": heads("A_log", builders.decay_init),
         "skip": heads("D", builders.ones),
-        "step": heads("dt_bias", step_init),
+        "step": heads("dt_bias", builders.step_init),
         "mixer_norm": builders.norm(mixer + "norm.weight", cfg.inner, "inner"),
         "out": builders.matrix(mixer + "out_proj.weight", ("inner", cfg.inner), ("embed", cfg.embed)),
     }  # fmt: skip

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.models.mamba2 import decay_init
 from fdel.params.spec import Param, layers, normal, ones, parts, stack
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_next", "Qwen3NextForCausalLM"
@@ -96,7 +95,7 @@ def linear_spec(cfg: Config, name: str) -> dict:
     return {
         "q": narrow("q"), "k": narrow("k"), "v": wide("v"), "z": wide("z"), "beta": gate("beta"), "decay": gate("decay"),
         "conv": Param("channels kernel", (channels, cfg.kernel), normal(0.2), name + "conv1d.weight", "channels 1 kernel"),
-        "rate": per_head("A_log", decay_init), "step": per_head("dt_bias", ones),
+        "rate": per_head("A_log", builders.decay_init), "step": per_head("dt_bias", ones),
         "mixer_norm": builders.norm(name + "norm.weight", v, "head_dim"),
         "o": Param("heads rep head_dim embed", (g, r, v, d), normal(0.02), name + "out_proj.weight",
                    "embed (heads rep head_dim)", inputs=3),

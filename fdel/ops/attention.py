@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from fdel.ops import dispatch
 from fdel.ops.batch import Batch, Packed, Paged, Pages
-from fdel.ops.flash import NEG, Mask, dense_attention, flash_attention
+from fdel.ops.flash import Mask, begin, dense_attention, flash_attention, online, scores
 
 GROUP = 512  # keys per step of the paged loop: large enough to amortise a step, small enough to stay in cache
 
@@ -20,7 +20,7 @@ def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: 
     if bias is not None:
         bias = jnp.broadcast_to(bias, (b, n, t, t)).reshape(b, k.shape[2], -1, t, t)
     out = dense_attention(
-        qg, k.swapaxes(1, 2), v.swapaxes(1, 2), segments, segments,
+        qg, k.swapaxes(1, 2), v.swapaxes(1, 2), segments,
         mask=mask, sinks=group(sinks), alibi=group(alibi), bias=bias,
     )  # fmt: skip
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
@@ -106,54 +106,37 @@ def paged_attention(
     _, total_pages, kv_heads, size, _ = state.k.shape
     blocks, width = batch.page_table.shape
     per_step = min(max(1, GROUP // size), width)
-    steps = -(-width // per_step)
+    keys, steps = per_step * size, -(-width // per_step)
     table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
-    qi = batch.positions.reshape(blocks, batch.block)
-    last = qi.max(-1)
+    qi = batch.positions.reshape(blocks, 1, 1, batch.block)
+    last = qi.max(-1)[..., None]
+    group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
-    slopes = None if alibi is None else alibi.reshape(kv_heads, -1)[:, :, None, None]
     v_dim = state.k.shape[-1] if v_dim is None else v_dim
 
     def load(pages: Array, ids: Array) -> Array:  # [b K s H]
         x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
-        return x.reshape(blocks, kv_heads, per_step * size, x.shape[-1])
+        return x.reshape(blocks, kv_heads, keys, x.shape[-1])
 
     def step(j: Any, carry: tuple) -> tuple:
-        top, total, out = carry
         ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
-        ki = j * per_step * size + jnp.arange(per_step * size)
+        ki = j * keys + jnp.arange(keys)
         k = load(state.k, ids)
         v = k[..., :v_dim] if state.v is None else load(state.v, ids)
-        v = jnp.where((ki <= last[:, None])[:, None, :, None], v, 0)  # stale NaN times 0 would be NaN
+        v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
         seen = ki <= qi[..., None]
         if mask.window is not None:
             seen &= ki > qi[..., None] - mask.window
-        s = jnp.einsum("bkgqh,bksh->bkgqs", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * mask.scale
-        if mask.softcap is not None:
-            s = mask.softcap * jnp.tanh(s / mask.softcap)
-        if slopes is not None:
-            s = s + slopes * (ki - qi[..., None])[:, None, None]
-        seen = seen[:, None, None]
-        s = jnp.where(seen, s, NEG)
-        new = jnp.maximum(top, s.max(-1, keepdims=True))
-        p = jnp.where(seen, jnp.exp(s - new), 0)
-        decay = jnp.exp(top - new)
-        pv = jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new, total * decay + p.sum(-1, keepdims=True), out * decay + pv
+        return online(carry, scores(mask, q, k.astype(q.dtype), group(alibi), qi, ki), seen, v)
 
-    shape = (*q.shape[:4], 1)
-    top = jnp.full(shape, NEG)
-    if sinks is not None:
-        top = jnp.broadcast_to(sinks.reshape(kv_heads, -1)[..., None, None].astype(jnp.float32), shape)
-    carry = (top, jnp.full(shape, 0.0 if sinks is None else 1.0), jnp.zeros((*shape[:4], v_dim), jnp.float32))
+    carry = begin(q.shape[:4], v_dim, group(sinks))
     if steps == 1:
         _, total, out = step(0, carry)
     else:
-        first = 0
+        first: Any = 0
         if mask.window is not None:
-            begins = jnp.where(last < 0, jnp.iinfo(jnp.int32).max, qi[:, 0])
-            first = jnp.maximum(begins.min() - mask.window + 1, 0) // (per_step * size)
-        bound = jnp.max(last) // (per_step * size) + 1
-        _, total, out = jax.lax.fori_loop(first, bound, step, carry)
+            starts = jnp.where(last < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
+            first = jnp.maximum(starts.min() - mask.window + 1, 0) // keys
+        _, total, out = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
     out = (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, v_dim)

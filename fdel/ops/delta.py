@@ -31,9 +31,9 @@ def gated_delta_rule(
     """Apply S <- exp(g) S; S <- S + k (beta (v - k^T S))^T; o = q^T S.
 
     State S is `slots.ssm` [layers slots N Hk Hv]. g <= 0 is a log decay, per head (Gated DeltaNet, arXiv:2412.06464) or
-    per key channel (KDA, arXiv:2510.26692). Normalise and scale queries and keys before. A chunk of C tokens is solved at
-    once (the WY form of arXiv:2406.06484): with S_0 the state before the chunk, P_ij the decay from token j to token i
-    and G_i the decay from the chunk's start to token i,
+    per key channel (KDA, arXiv:2510.26692). Queries and keys come normalised and scaled. A chunk of C tokens is solved
+    at once (the WY form of arXiv:2406.06484): with S_0 the state before the chunk, P_ij the decay from token j to token
+    i and G_i the decay from the chunk's start to token i,
       delta_i = beta_i (v_i - (k_i G_i)^T S_0 - sum_{j<i} (k_i^T P_ij k_j) delta_j)     a unit triangular system
       o_i = (q_i G_i)^T S_0 + sum_{j<=i} (q_i^T P_ij k_j) delta_j
       S_C = G_C S_0 + sum_j P_Cj k_j delta_j^T
@@ -45,16 +45,16 @@ def gated_delta_rule(
 def _prepare(chunk: tuple) -> tuple[Array, ...]:
     starts, _, *inputs = chunk
     q, k, v, g, beta = (jnp.swapaxes(x, 0, 1) for x in inputs)  # [N C ...]
-    sees, beta, both = visible(starts), beta[..., None], jnp.stack([k, q])
+    sees, beta = visible(starts), beta[..., None]
     if g.ndim == 2:
         decay = decays(g)
         begin, end = decay[..., :1], decay[:, -1, 1:, None]
-        pairs = jnp.einsum("xnih,njh->xnij", both, k) * decay[..., 1:]
+        kk, qk = (jnp.einsum("nih,njh->nij", x, k) * decay[..., 1:] for x in (k, q))
     else:
         begin, end = jnp.exp(jnp.cumsum(g, 1)), jnp.exp(_later(g))
-        pairs = _channel_pairs(both, k, g)
+        kk, qk = _channel_pairs(q, k, g)
     begin, end = begin * sees[:, :1], end * sees[-1, 1:, None]
-    kk, qk = jnp.where(sees[:, 1:], pairs, 0)
+    kk, qk = (jnp.where(sees[:, 1:], x, 0) for x in (kk, qk))
     known = beta * jnp.concatenate([v, k * begin], -1)
     if len(starts) > 1:  # one token has nothing to solve
         known = jax.lax.linalg.triangular_solve(beta * kk, known, left_side=True, lower=True, unit_diagonal=True)
@@ -76,27 +76,29 @@ def _later(g: Float[Array, "... C H"]) -> Float[Array, "... C H"]:
 
 
 def _channel_pairs(
-    a: Float[Array, "2 N C H"], k: Float[Array, "N C H"], g: Float[Array, "N C H"]
-) -> Float[Array, "2 N C C"]:
-    """Compute sum_h a_i k_j exp(g_{j+1} + ... + g_i) for j <= i, with decays per channel; other entries mean nothing.
+    q: Float[Array, "N C H"], k: Float[Array, "N C H"], g: Float[Array, "N C H"]
+) -> tuple[Float[Array, "N C C"], Float[Array, "N C C"]]:
+    """Compute sum_h x_i k_j exp(g_{j+1} + ... + g_i), j <= i, for x = k and x = q; other entries mean nothing.
 
     As exp(G_i) times exp(-G_j) the second factor would overflow. So a chunk is cut into blocks of 16 (arXiv:2312.06635,
-    section 4.3). Between blocks, the decay is a product of three factors <= 1 (from j to its block's end, over the blocks
-    between, from the start of i's block): matmuls. Within a block, columns come one by one: [C C H] never exists.
+    section 4.3). Between blocks the decay is a product of three factors <= 1: from j to its block's end, over the blocks
+    between, from the start of i's block; hence matmuls. Within a block, columns come one by one: [C C H] never exists.
     """
     size = math.gcd(k.shape[1], 16)
-    a, k, g = (x.reshape(*x.shape[:-2], -1, size, x.shape[-1]) for x in (a, k, g))  # [... blocks size H]
-    since = jnp.cumsum(g, -2)
-    between = decays(jnp.moveaxis(since[..., -1, :], 1, -1))[..., :-1, 1:]
+    q, k, g = (x.reshape(x.shape[0], -1, size, x.shape[-1]) for x in (q, k, g))  # [N blocks size H]
+    since = jnp.cumsum(g, 2)
+    x, to_row = jnp.concatenate([k, q], 2), jnp.concatenate([since, since], 2)  # r: rows of k, then of q
+    between = decays(jnp.moveaxis(since[:, :, -1], 1, 2))[..., :-1, 1:]
     between = jnp.pad(between, ((0, 0), (0, 0), (1, 0), (0, 0)))
     far = jnp.einsum("nhij,njqh->nijqh", between, k * jnp.exp(_later(g)))
-    far = jnp.einsum("xniph,nijqh->xnipjq", a * jnp.exp(since), far)
+    pairs = jnp.einsum("nirh,nijqh->nirjq", x * jnp.exp(to_row), far)
 
     @jax.checkpoint
-    def column(kq: Array, until: Array) -> Array:
-        decay = jnp.exp(jnp.minimum(since - until[..., None, :], 0))
-        return jnp.einsum("xniph,niph->xnip", a, kq[..., None, :] * decay)
+    def column(key: Float[Array, "N blocks H"], since: Float[Array, "N blocks H"]) -> Float[Array, "N blocks r"]:
+        decay = jnp.exp(jnp.minimum(to_row - since[:, :, None], 0))
+        return jnp.einsum("nirh,nih,nirh->nir", x, key, decay)
 
-    near = jax.lax.map(lambda x: column(*x), (jnp.moveaxis(k, -2, 0), jnp.moveaxis(since, -2, 0)))
-    far += jnp.einsum("qxnip,ij->xnipjq", near, jnp.eye(k.shape[1]))
-    return far.reshape(*far.shape[:2], k.shape[1] * size, -1)
+    near = jax.lax.map(lambda args: column(*args), (jnp.moveaxis(k, 2, 0), jnp.moveaxis(since, 2, 0)))
+    pairs += jnp.einsum("qnir,ij->nirjq", near, jnp.eye(k.shape[1]))
+    kk, qk = (x.reshape(len(k), k.shape[1] * size, -1) for x in jnp.split(pairs, 2, 2))
+    return kk, qk

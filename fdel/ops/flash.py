@@ -28,33 +28,49 @@ class Mask:
 
 
 def visible(m: Mask, qi: Array, ki: Array, qs: Array, ks: Array) -> Array:
-    """Boolean mask [..., q, s] from indices and segment ids; a query sees a key when all conditions hold."""
-    seen = qs[..., :, None] == ks[..., None, :]
+    """Boolean mask [B q s] from indices [q], [s] and segment ids [B q], [B s]."""
+    seen = qs[:, :, None] == ks[:, None, :]
+    ahead = ki[None, :] - qi[:, None]
     if m.causal:
-        seen &= ki[None, :] <= qi[:, None]
+        seen &= ahead <= 0
     if m.window is not None:
-        seen &= ki[None, :] > qi[:, None] - m.window
-        if not m.causal:
-            seen &= ki[None, :] < qi[:, None] + m.window
+        seen &= ahead > -m.window if m.causal else jnp.abs(ahead) < m.window
     return seen
 
 
+def online(carry: tuple, s: Array, seen: Array, v: Array) -> tuple:
+    """Add keys to running (largest score, sum of exponentials, weighted values), each [B K G q ...]."""
+    top, total, out = carry
+    s = jnp.where(seen, s, NEG)
+    new = jnp.maximum(top, s.max(-1, keepdims=True))
+    p = jnp.where(seen, jnp.exp(s - new), 0)
+    decay = jnp.exp(top - new)
+    pv = jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return new, total * decay + p.sum(-1, keepdims=True), out * decay + pv
+
+
+def begin(shape: tuple, v_dim: int, sinks: Array | None) -> tuple:
+    """Start `online` for queries of shape (B, K, G, q): empty, or holding each head's sink [K G]."""
+    rows = (*shape, 1)
+    top = jnp.full(rows, NEG) if sinks is None else jnp.broadcast_to(sinks[..., None, None], rows).astype(jnp.float32)
+    return top, jnp.full(rows, 0.0 if sinks is None else 1.0), jnp.zeros((*shape, v_dim), jnp.float32)
+
+
 def scores(m: Mask, q: Array, k: Array, alibi: Array | None, qi: Array, ki: Array) -> Array:
-    """Float32 scores [B K G q s] = softcap(scale q k) + alibi (key index - query index)."""
+    """Float32 scores [B K G q s] = softcap(scale q k) + alibi (key index - query index); qi is [q] or [B 1 1 q]."""
     s = jnp.einsum("bkgqh,bksh->bkgqs", q, k, preferred_element_type=jnp.float32) * m.scale
     if m.softcap is not None:
         s = m.softcap * jnp.tanh(s / m.softcap)
     if alibi is not None:
-        s = s + alibi[:, :, None, None] * (ki[None, :] - qi[:, None])
+        s = s + alibi[:, :, None, None] * (ki - qi[..., None])
     return s
 
 
 def dense_attention(
     q: Float[Array, "B K G T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S Hv"],
-    q_segments: Int[Array, "B T"],
-    k_segments: Int[Array, "B S"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
+    segments: Int[Array, "B T"],
     *,
     mask: Mask,
     sinks: Float[Array, "K G"] | None = None,
@@ -65,11 +81,11 @@ def dense_attention(
 
     A sink is one more score per head in the denominator only (arXiv:2309.17453). A row that sees nothing gives 0.
     """
-    qi, ki = jnp.arange(q.shape[3]), jnp.arange(k.shape[2])
-    s = scores(mask, q, k, alibi, qi, ki)
+    index = jnp.arange(q.shape[3])
+    s = scores(mask, q, k, alibi, index, index)
     if bias is not None:
         s = s + bias
-    seen = visible(mask, qi, ki, q_segments, k_segments)[:, None, None]
+    seen = visible(mask, index, index, segments, segments)[:, None, None]
     s = jnp.where(seen, s, NEG)
     top = jnp.max(s, -1, keepdims=True)
     sink = jnp.full(top.shape[1:3], NEG) if sinks is None else sinks.astype(jnp.float32)
@@ -103,8 +119,8 @@ def _query_range(m: Mask, j: Any, block: int, n: int) -> tuple[Any, Any]:
     return (0 if m.window is None else jnp.maximum(j * block - m.window + 1, 0) // block), high
 
 
-def _loop(bounds: tuple, body: Any, carry: Any, n: int) -> Any:
-    return body(0, carry) if n == 1 else jax.lax.fori_loop(*bounds, body, carry)
+def _loop(bounds: tuple[Any, Any], body: Any, carry: Any, n: int) -> Any:
+    return body(0, carry) if n == 1 else jax.lax.fori_loop(bounds[0], bounds[1], body, carry)
 
 
 def _map(f: Any, n: int) -> Any:
@@ -123,20 +139,12 @@ def _forward(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array,
         qb, qs, qi = _cut(q, i, block, 3), _cut(segments, i, block, 1), i * block + jnp.arange(block)
 
         def step(j: Any, carry: tuple) -> tuple:
-            top, total, out = carry
-            ki, vb = j * block + jnp.arange(block), _cut(v, j, block, 2)
+            ki = j * block + jnp.arange(block)
             seen = visible(m, qi, ki, qs, _cut(segments, j, block, 1))[:, None, None]
-            s = jnp.where(seen, scores(m, qb, _cut(k, j, block, 2), alibi, qi, ki), NEG)
-            new = jnp.maximum(top, s.max(-1, keepdims=True))
-            p = jnp.where(seen, jnp.exp(s - new), 0)
-            decay = jnp.exp(top - new)
-            pv = jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), vb, preferred_element_type=jnp.float32)
-            return new, total * decay + p.sum(-1, keepdims=True), out * decay + pv
+            s = scores(m, qb, _cut(k, j, block, 2), alibi, qi, ki)
+            return online(carry, s, seen, _cut(v, j, block, 2))
 
-        shape = (*qb.shape[:4], 1)
-        top = jnp.full(shape, NEG) if sinks is None else jnp.broadcast_to(sinks[..., None, None], shape)
-        total = jnp.zeros(shape) if sinks is None else jnp.ones(shape)
-        carry = (top.astype(jnp.float32), total, jnp.zeros((*shape[:4], v.shape[-1]), jnp.float32))
+        carry = begin(qb.shape[:4], v.shape[-1], sinks)
         top, total, out = _loop(_key_range(m, i, block, n), step, carry, n)
         safe = jnp.where(total == 0, 1, total)
         return (out / safe).astype(q.dtype), top + jnp.log(safe)
@@ -167,7 +175,7 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
         s = scores(m, _cut(q, i, block, 3), _cut(k, j, block, 2), None, qi, ki)
         slope = 1.0 if m.softcap is None else 1 - jnp.square(s / m.softcap)
         if alibi is not None:
-            s = s + alibi[:, :, None, None] * (ki[None, :] - qi[:, None])
+            s = s + alibi[:, :, None, None] * (ki - qi[:, None])
         seen = visible(m, qi, ki, _cut(segments, i, block, 1), _cut(segments, j, block, 1))[:, None, None]
         p = jnp.where(seen, jnp.exp(s - _cut(lse, i, block, 3)), 0)
         dp = jnp.einsum(

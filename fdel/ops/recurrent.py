@@ -19,8 +19,8 @@ Layer = int | Int[Array, ""]
 class Cell:
     """A recurrence over chunks of C tokens of one sequence, in float32; C is 1 in decode.
 
-    `field` is the array of `Slots` it keeps and `shape` the state of one sequence. `prepare((starts, valid, *inputs))` is
-    the part that needs no state, so it runs for all chunks at once. `step(state, prepared) -> (state, out[C ...])` runs
+    `field` is the array of `Slots` it keeps and `shape` the state of one sequence. `prepare((starts, valid, *inputs))`
+    is the part that needs no state: it runs for all chunks at once. `step(state, prepared) -> (state, out[C ...])` runs
     chunk after chunk. starts[C] marks the tokens before which the state is zero. Padding (valid[C] False) has zeros in
     every input, which must leave the state as it is.
     """
@@ -44,10 +44,11 @@ def recur(
         change = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
         starts = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
         valid = batch.segment_ids >= 0
-        chunks, t = _split((starts, valid, *inputs), valid, chunk), valid.shape[1]
-        zero = jnp.zeros(cell.shape, jnp.float32)
-        out = jax.vmap(lambda row: jax.lax.scan(cell.step, zero, jax.vmap(cell.prepare)(row))[1])(chunks)
-        return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), slots
+        (b, t), zero = valid.shape, jnp.zeros(cell.shape, jnp.float32)
+        prepared = jax.vmap(cell.prepare)(_split((starts, valid, *inputs), valid, chunk))
+        rows = jax.tree.map(lambda x: x.reshape(b, -1, *x.shape[1:]), prepared)
+        out = jax.vmap(lambda row: jax.lax.scan(cell.step, zero, row)[1])(rows)
+        return out.reshape(b, -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), slots
 
     found = None if slots is None else getattr(slots, cell.field).shape
     if found is None or found[2:] != cell.shape:
@@ -88,14 +89,17 @@ def recur(
 
 
 def _split(arrays: tuple[Array, ...], valid: Bool[Array, "... T"], chunk: int) -> tuple[Array, ...]:
-    """Zero the padding, go to float32, and cut T into chunks, the last one padded: [... T/chunk chunk ...]."""
+    """Zero the padding, go to float32, and cut T into chunks, the last one padded: [... T ...] -> [chunks chunk ...].
+
+    The chunks of all rows share one axis: a reduction over more than 6 axes crashes XLA:CPU (jax 0.10.2).
+    """
     axis = valid.ndim - 1
 
     def split(x: Array) -> Array:
         if x.dtype != jnp.bool_:
             x = jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x.astype(jnp.float32), 0)
         x = jnp.pad(x, [(0, -x.shape[i] % chunk if i == axis else 0) for i in range(x.ndim)])
-        return x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
+        return x.reshape(-1, chunk, *x.shape[axis + 1 :])
 
     return tuple(map(split, arrays))
 

@@ -22,8 +22,8 @@ def ssd(
 ) -> tuple[Float[Array, "... T N H"], Slots | None]:
     """Apply h <- exp(dt a) h + dt x b^T; y = h c + d x, with state h in `slots.ssm` [layers slots N H S].
 
-    a < 0; dt >= 0 comes after softplus and clamp. Each of the G groups serves N / G consecutive heads. A chunk is causal
-    attention with scores c_i^T b_j times decays, without softmax, plus what its first state adds (arXiv:2405.21060).
+    a < 0; dt >= 0 comes after softplus and clamp. Each of the G groups serves N / G consecutive heads. A chunk is
+    causal attention with scores c_i^T b_j times decays, no softmax, plus what its first state adds (arXiv:2405.21060).
     """
     (n, h), (groups, s) = x.shape[-2:], b.shape[-2:]
     if n % groups:

@@ -106,7 +106,7 @@ def _entry(entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
     """Check one header entry; a ValueError says what is wrong with it."""
     if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
         raise ValueError(f"expected dtype, shape and data_offsets of natural numbers, found {str(entry)[:100]}")
-    if len(entry["data_offsets"]) != 2 or entry.get("dtype") not in DTYPES:
+    if len(entry["data_offsets"]) != 2 or str(entry.get("dtype")) not in DTYPES:
         raise ValueError(f"dtype {entry.get('dtype')!r} or offsets {entry['data_offsets']} are not supported")
     (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
     if end - begin != math.prod(shape) * dtype.itemsize:

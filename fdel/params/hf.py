@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .files import NAMES, CheckpointError, Tensor, scan, write_checkpoint
-from .place import DeviceLeaf, HostLeaf, copy, on_cpu
+from .place import DeviceLeaf, HostLeaf, copy, fetch, on_cpu, plain
 from .spec import Layout, Param, hf_names, layout, named_leaves, unstack
 
 Tree = Any
@@ -185,12 +185,14 @@ class _Item:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape[len(self.index) :]
 
-    def fetch(self, index: tuple[int, ...]) -> np.ndarray:
-        """Copy one item to the host, and leave no copy behind (`np.asarray` of a jax.Array stays attached to it)."""
-        index = (*self.index, *index)
-        if isinstance(self.array, jax.Array) and not (on_cpu(self.array.sharding) and self.array.is_fully_replicated):
-            return np.asarray(self.array[index] if index else jnp.copy(self.array))
-        return np.asarray(self.array)[index]
+
+def _unfit(path: str, p: Param, x: _Item) -> Iterator[str]:
+    if tuple(x.shape) != p.shape:
+        yield f"{path} has shape {list(x.shape)}, the spec says {list(p.shape)} ({p.axes})"
+    if x.array.dtype not in NAMES:
+        yield f"{path} has dtype {x.array.dtype}, which safetensors cannot hold"
+    if not getattr(x.array, "is_fully_addressable", True):
+        yield f"{path} lies in several processes; gather it first (jax.experimental.multihost_utils.process_allgather)"
 
 
 def _pair(spec: Tree, params: Tree) -> tuple[list[tuple[str, Param]], list[_Item]]:
@@ -209,16 +211,7 @@ def _pair(spec: Tree, params: Tree) -> tuple[list[tuple[str, Param]], list[_Item
         diff = [f"params lack {x}" for x in sorted(a - b)] + [f"the spec lacks {x}" for x in sorted(b - a)]
         raise ValueError(f"params do not fit the spec: {'; '.join(diff[:20]) or 'lists and tuples differ'}")
     named, leaves = list(named_leaves(s)), jax.tree.leaves(x)
-    wrong = [
-        f"{path} has shape {list(x.shape)}, the spec says {list(p.shape)} ({p.axes})"
-        for (path, p), x in zip(named, leaves, strict=True)
-        if tuple(x.shape) != p.shape
-    ]
-    wrong += [
-        f"{path} has dtype {x.array.dtype}, which safetensors cannot hold"
-        for (path, _), x in zip(named, leaves, strict=True)
-        if x.array.dtype not in NAMES
-    ]
+    wrong = [why for (path, p), x in zip(named, leaves, strict=True) for why in _unfit(path, p, x)]
     if wrong:
         raise ValueError("params do not fit the spec: " + "; ".join(wrong[:20]))
     return named, leaves
@@ -246,11 +239,16 @@ def save(
     if mixed:
         raise ValueError(f"the parts of a checkpoint tensor have different dtypes: {', '.join(mixed[:20])}")
 
+    def item(s: _Share) -> np.ndarray:
+        x = items[s.leaf]
+        return fetch(x.array, (*x.index, *s.index))
+
     def tensor(name: str) -> np.ndarray:
-        shape, dtype = entries[name]
-        out = np.empty(shape, dtype)
+        out = np.empty(*entries[name])
         for s in shares[name]:
-            s.layout.write(out, items[s.leaf].fetch(s.index))
+            if plain(s.layout):
+                return item(s).reshape(out.shape)
+            s.layout.write(out, item(s))
         return out
 
     write_checkpoint(Path(path), entries, tensor, shard_bytes, metadata or {"format": "pt"})

@@ -171,14 +171,19 @@ def _put_rows(target: Target, chunk: np.ndarray, total: int, start: int) -> None
     buffers.put(layout.read(chunk)[(None,) * len(index)], (*index, *at))
 
 
+def plain(layout: Layout) -> bool:
+    """Whether the tensor in the file has the same bytes as our array."""
+    return layout.order == tuple(range(len(layout.order))) and math.prod(layout.sizes) == math.prod(layout.flat)
+
+
 def _direct(tensor: Tensor, targets: list[Target]) -> np.ndarray | None:
     """The bytes that the file's bytes can be read into as they are, if layout and dtype allow it."""
     layout, buffers, index = targets[0]
     whole = buffers.whole()
-    plain = layout.order == tuple(range(len(layout.order))) and math.prod(layout.sizes) == math.prod(layout.flat)
-    if len(targets) > 1 or whole is None or not plain or tensor.dtype != buffers.dtype:
+    if len(targets) > 1 or whole is None or not plain(layout) or tensor.dtype != buffers.dtype:
         return None
-    return whole[(*index, ...)].reshape(-1).view(np.uint8)
+    view: Any = (*index, ...)  # not a scalar, even if the index is complete
+    return whole[view].reshape(-1).view(np.uint8)
 
 
 def copy(tensor: Tensor, targets: list[Target], pool: Executor) -> None:
@@ -200,3 +205,26 @@ def copy(tensor: Tensor, targets: list[Target], pool: Executor) -> None:
     starts = range(0, total, step)
     for _ in map(one, starts) if len(starts) == 1 else pool.map(one, starts):
         pass
+
+
+# ---- from an array to the host -------------------------------------------------------------------------------------
+
+
+def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
+    """Give one item of an array in host memory, and leave nothing behind on the devices or attached to the array."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)[index]
+    host, n = on_cpu(x.sharding), len(index)
+    if host and len(x.sharding.device_set) == 1:
+        return np.asarray(x)[index]  # a view
+    if n and not host:
+        return fetch(x[index], ())
+    out = np.empty(x.shape[n:], x.dtype)
+    for shard in x.addressable_shards:
+        start = [a for a, _ in _box(shard.index, x.shape)[:n]]
+        if shard.replica_id == 0 and all(
+            a <= i < a + m for i, a, m in zip(index, start, shard.data.shape, strict=False)
+        ):
+            data = shard.data if host else jnp.copy(shard.data)  # np.asarray would keep a copy with the array
+            out[shard.index[n:]] = np.asarray(data)[tuple(i - a for i, a in zip(index, start, strict=True))]
+    return out

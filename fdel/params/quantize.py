@@ -30,6 +30,11 @@ class Matrix:
     lookup: bool
 
 
+def file_dims(p: Param) -> list[str]:
+    """The dimensions of the checkpoint tensor, each as `hf_axes` writes it: "(heads head_dim)", "embed"."""
+    return re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", p.hf_axes or " ".join(p.axes.split()[len(p.stacked) :]))
+
+
 def matrix(p: Param) -> Matrix | None:
     """See an array as a matrix, or None if it is none (norms, biases, convolutions, arrays of a fixed dtype).
 
@@ -41,25 +46,33 @@ def matrix(p: Param) -> Matrix | None:
     names = p.axes.split()[batch:]
     if names and names[0] == "experts":
         batch, names = batch + 1, names[1:]
-    groups = re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", p.hf_axes or " ".join(names))
-    sides = [side for g in groups if (side := set(names) & set(re.findall(r"\w+", g)))]
+    dims = file_dims(p)
+    sides = [side for d in dims if (side := set(names) & set(re.findall(r"\w+", d)))]
     leading = sum(len(side) for side in sides if names[0] in side)
-    if p.dtype or "1" in groups or len(sides) != 2 or set(names[:leading]) not in sides:
+    if p.dtype or "1" in dims or len(sides) != 2 or set(names[:leading]) not in sides:
         return None
     return Matrix(batch, leading, names[0] in LOOKED_UP)
 
 
-def targets(params: Tree, spec: Tree, where: str) -> dict[str, Matrix]:
-    """Find the matrices whose path ("layers.q"; "layers.0.q" in a listed tree) matches the regular expression `where`.
+def declarations(params: Tree, spec: Tree) -> dict[str, Param]:
+    """Find the Param of each leaf of params, by path; the spec may be stacked or listed, whatever params are.
 
-    The spec may be stacked or listed, whatever params are. No match, or params that the spec lacks: ValueError.
+    Params that the spec lacks are a ValueError.
     """
     declared = dict(named_leaves(spec)) | dict(named_leaves(unstack(spec)))
     paths = [path for path, _ in named_leaves(params, is_leaf=is_weight)]
     unknown = [path for path in paths if path not in declared]
     if unknown:
         raise ValueError(f"the spec has no {', '.join(unknown[:20])}; give the spec that these params were made with")
-    matrices = {path: m for path in paths if (m := matrix(declared[path]))}
+    return {path: declared[path] for path in paths}
+
+
+def targets(params: Tree, spec: Tree, where: str) -> dict[str, Matrix]:
+    """Find the matrices whose path ("layers.q"; "layers.0.q" in a listed tree) matches the regular expression `where`.
+
+    No match is a ValueError.
+    """
+    matrices = {path: m for path, p in declarations(params, spec).items() if (m := matrix(p))}
     found = {path: m for path, m in matrices.items() if re.search(where, path)}
     if not found:
         raise ValueError(f"where={where!r} matches no matrix; there are {', '.join(matrices)}")

@@ -122,7 +122,7 @@ def _slice(leaf: Any, i: int) -> Any:
     if not isinstance(leaf, Param):
         return leaf[i]
     (axis, index), *rest = leaf.stacked
-    hf = leaf.hf.replace("{%s}" % axis, str(index[i]))
+    hf = leaf.hf.replace(f"{{{axis}}}", str(index[i]))
     return dataclasses.replace(
         leaf, axes=leaf.axes.partition(" ")[2], shape=leaf.shape[1:], hf=hf, stacked=tuple(rest)
     )
@@ -134,7 +134,7 @@ def _unstack_layers(tree: Tree) -> list:
     if isinstance(tree, tuple):
         return [x for run in tree for group in zip(*map(_unstack_layers, run), strict=True) for x in group]
     first = jax.tree.leaves(tree)[0]
-    return [jax.tree.map(lambda x: _slice(x, i), tree) for i in range(first.shape[0])]
+    return [jax.tree.map(lambda x, i=i: _slice(x, i), tree) for i in range(first.shape[0])]
 
 
 def unstack(tree: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition in float64 numpy, and transformers' Qwen3-Next and Kimi-Linear functions."""
+"""The gated delta rule against its definition in float64 numpy, and transformers' Qwen3-Next and Kimi-Linear code."""
 
 from functools import partial
 

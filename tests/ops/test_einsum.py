@@ -94,12 +94,12 @@ def weight(case: tuple, kind: str) -> tuple[object, np.ndarray]:
     return quantized(case, format, int(groups or 1))
 
 
-KINDS = ["array", "int8", "int8/3", "fp8", "nf4", "nf4/6", "lora of array", "lora of fp8/3"]
+KINDS = ["array", "int8", "nf4/6", "lora of fp8/3", "int8/3", "fp8", "nf4", "lora of array"]
 
 
 def spelled(case: tuple) -> tuple[str, str, str]:
     """Axes of x, weight and result without an ellipsis."""
-    ins, out = case[0].replace("...", "uv"[: len(case[1]) - len(case[0].split(",")[0].replace("...", ""))]).split("->")
+    ins, out = case[0].replace("...", "XY"[: len(case[1]) - len(case[0].split(",")[0].replace("...", ""))]).split("->")
     return (*ins.split(","), out)
 
 
@@ -107,7 +107,7 @@ def spelled(case: tuple) -> tuple[str, str, str]:
 def test_equals_dense(name: str) -> None:
     """Result, dtype and gradient for x within 1e-5 of the largest value."""
     case = CASES[name]
-    weights = {kind: weight(case, kind) for kind in KINDS}
+    weights = {kind: weight(case, kind) for kind in KINDS[: None if name in ("q", "tied head", "experts") else 4]}
     x = normal(*case[1])
     g = normal(*np.einsum(case[0], x, np.zeros(case[2])).shape)
 
@@ -226,7 +226,7 @@ def test_sharded_like_one_device() -> None:
     case = ("...d,dnh->...nh", (4, 3, 1024), (1024, 4, 6), 0, 1, False)
     x = normal(*case[1])
     weights = {kind: weight(case, kind) for kind in ("int8", "nf4/6", "lora of array")}
-    on_mesh = {kind: jax.tree.map(lambda c: put(c, None, "tp"), w) for kind, (w, _) in weights.items() if "lora" not in kind}
+    on_mesh = {kind: jax.tree.map(lambda c: put(c, None, "tp"), weights[kind][0]) for kind in ("int8", "nf4/6")}
     w, _ = weights["lora of array"]
     on_mesh["lora of array"] = LowRank(put(w.base, None, "tp"), put(w.a), put(w.b, None, "tp"), put(w.scale))
     run = jax.jit(lambda x, ws: jax.tree.map(lambda w: einsum(case[0], x, w), ws, is_leaf=is_weight))

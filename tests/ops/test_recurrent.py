@@ -210,7 +210,7 @@ def test_paged_without_fitting_slots_says_what_is_missing(case):
 @every_op
 @pytest.mark.parametrize(("block", "walk"), [(1, "list"), (1, "scan"), (16, "scan")])
 def test_state_is_updated_in_place(case, block, walk):
-    """A step over 4 layers, state donated: temporaries stay far below one layer's state, and the output is the input."""
+    """A step over 4 layers, state donated: temporaries stay far below one layer's state, the output reuses the input."""
     layers, rows = 4, 4096
     slots = jax.eval_shape(lambda: slots_of(case, layers, rows))
     size = 4 * layers * rows * int(np.prod(case.state))

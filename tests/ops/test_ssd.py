@@ -94,8 +94,8 @@ def test_transformers():
     assert_close(slots.ssm[1, 2], state[0].numpy(), 1e-5)
 
     last = {k: v[70:] for k, v in t.items() if k in ("x", "dt", "b", "c")}
-    dt, a, d = last["dt"][..., None].expand(1, N, H), t["a"][:, None, None].expand(N, H, S), t["d"][:, None].expand(N, H)
-    want = mamba2.mamba2_selective_state_update(state, last["x"], dt, a, last["b"], last["c"], d)  # updates `state`
+    a, d = t["a"][:, None, None], t["d"][:, None]
+    want = mamba2.mamba2_selective_state_update(state, last["x"], last["dt"][..., None], a, last["b"], last["c"], d)
     x, dt, b, c = (p[k][70:] for k in ("x", "dt", "b", "c"))
     y, slots = run(paged([(2, 70, [0])], table)[1], slots, 1, x, dt, p["a"], b, c, d=p["d"])
     assert_close(y, want.numpy(), 1e-5)

@@ -90,13 +90,13 @@ HEADS = {
 @pytest.mark.parametrize("chunk", [3, 7])  # 3 does not divide T
 @pytest.mark.parametrize("kind", HEADS)
 def test_values_and_gradients(kind: str, chunk: int) -> None:
-    """Float32 against float64: TOLERANCE of the largest value (logits of +-800: 1e-5)."""
+    """Float32 against float64: 2e-6 of the largest value. With logits of +-800, 1e-4: there floats are 6e-5 apart."""
     x, head, labels, ct = case(**HEADS[kind])
     want, want_grads = expected(x, head, labels, ct)
     got, grads = both(lambda x, head: losses.token_stats(x, head, labels, chunk=chunk)._asdict(), ct)(x, head)
     assert got["logp"].dtype == got["top1"].dtype == jnp.float32
     np.testing.assert_array_equal(got.pop("top1"), want.pop("top1"))
-    tolerance = 1e-5 if kind == "peaked" else 2e-6
+    tolerance = 1e-4 if kind == "peaked" else 2e-6
     close(got, want, tolerance)
     close(grads, want_grads, tolerance)
     for v in got.values():

@@ -1,0 +1,75 @@
+"""Measure a checkpoint on this machine: prefill, decode, first token, a training step, loading. Used by `fdel bench`."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdel import models, params, serve, train
+
+
+def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Time a call: the median of several, after one to warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times))
+
+
+def prompts(model: models.Model, rows: int, length: int) -> list[list[int]]:
+    """Make random prompts."""
+    return np.random.default_rng(0).integers(3, model.cfg.vocab, (rows, length)).tolist()
+
+
+def prefill(model: models.Model, length: int = 512) -> float:
+    """Time the first token after a prompt of `length` tokens, in seconds."""
+    return seconds(partial(serve.generate, model, prompts(model, 1, length), max_tokens=1, ignore_eos=True))
+
+
+def decode(model: models.Model, rows: int, prompt: int = 128, new: int = 64) -> float:
+    """Count output tokens per second of `rows` sequences after their prompts: time for 1 + `new` tokens less that for 1."""
+    texts = prompts(model, rows, prompt)
+    # Both calls have the same cache size, so that only the number of steps differs.
+    run = lambda n: serve.generate(model, texts, max_tokens=n, ignore_eos=True, max_length=prompt + 1 + new)
+    return rows * new / (seconds(lambda: run(1 + new), 3) - seconds(lambda: run(1), 3))
+
+
+def train_step(model: models.Model, rows: int = 4, length: int = 512) -> float:
+    """Time one AdamW step on rows x length tokens, in seconds. The model's own arrays stay as they are."""
+    optimizer = train.adamw(1e-4, weight_decay=0.1)
+    step = train.update(train.normalize(train.grads(train.losses.sft(model.family, model.cfg))), optimizer)
+    step = jax.jit(step, donate_argnums=0)
+    state = jax.jit(lambda p: train.init_state(jax.tree.map(jnp.copy, p), optimizer))(model.params)
+    batch = {"tokens": jnp.asarray(prompts(model, rows, length))}
+
+    def run() -> None:
+        nonlocal state
+        state, metrics = step(state, batch)
+        metrics["loss"].block_until_ready()
+
+    return seconds(run, 3)
+
+
+def lines(directory: Path, *, dtype: Any = None, train: bool = True) -> Iterator[str]:
+    """Measure a checkpoint and yield one line per measure as soon as it is known."""
+    begin = time.perf_counter()
+    model = models.load(directory, dtype=dtype, stacked=False)
+    jax.block_until_ready(model.params)
+    size = params.nbytes(model.params)
+    yield f"load: {time.perf_counter() - begin:.2f} s for {size / 1e6:,.0f} MB on {jax.devices()[0].device_kind}"
+    longest = getattr(model.cfg, "max_positions", 1 << 30)
+    yield f"prefill 512: {1e3 * prefill(model, min(512, longest - 1)):.0f} ms"
+    for rows in (1, 8):
+        yield f"decode batch {rows}: {decode(model, rows, *((128, 64) if longest > 192 else (8, 8))):.1f} tokens/s"
+    if train:
+        length = min(512, longest)
+        stacked = model._replace(params=params.restack(model.params, model.family.spec(model.cfg)))
+        yield f"train step 4x{length}: {4 * length / train_step(stacked, 4, length):,.0f} tokens/s"

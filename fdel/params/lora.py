@@ -1,0 +1,83 @@
+"""Low-rank adapters (LoRA): add them to a params tree, train them alone, merge them into it or drop them."""
+
+import math
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fdel.ops.weights import LowRank, dense, is_weight
+
+from .quantize import MATRICES, change, targets
+from .spec import named_leaves
+
+Tree = Any
+
+
+def add(
+    params: Tree,
+    rank: int,
+    alpha: float,
+    where: str = MATRICES,
+    *,
+    key: jax.Array,
+    spec: Tree,
+    rslora: bool = False,
+    dtype: Any = jnp.float32,
+) -> Tree:
+    """Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) a b.
+
+    The factor at the inputs is uniform within 1/sqrt(inputs), the other one zero, as in PEFT. Quantized bases stay so
+    (QLoRA, arXiv 2305.14314). As in `init`, an array's key is folded in from its path. Pure: jit it to keep shardings.
+    """
+    if rank < 1:
+        raise ValueError(f"rank={rank} must be at least 1")
+    found = targets(params, spec, where)
+
+    def one(path: str, w: Any) -> Any:
+        if path not in found:
+            return w
+        if isinstance(w, LowRank):
+            raise ValueError(f"{path} has an adapter; merge or unload it first, or leave it out of where={where!r}")
+        m = found[path]
+        batch, leading, trailing = w.shape[: m.batch], w.shape[m.batch : m.batch + m.leading], w.shape[m.batch + m.leading :]
+        k = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        bound = 1 / math.sqrt(math.prod(trailing if m.lookup else leading))
+        shapes = [(*batch, *leading, rank), (*batch, rank, *trailing)]
+        a, b = (
+            jnp.zeros(s, dtype) if m.lookup == first else jax.random.uniform(k, s, dtype, -bound, bound)
+            for first, s in zip((True, False), shapes, strict=True)
+        )
+        return LowRank(w, a, b, jnp.full(batch, alpha / (math.sqrt(rank) if rslora else rank), jnp.float32))
+
+    return change(one, params)
+
+
+def merge(params: Tree) -> Tree:
+    """Add every adapter to its weight, in float32 and rounded to the weight's dtype; a Quantized base becomes an array."""
+    return change(lambda path, w: dense(w) if isinstance(w, LowRank) else w, params)
+
+
+def unload(params: Tree) -> Tree:
+    """Drop every adapter; the weights are what they were before `add`."""
+    return change(lambda path, w: w.base if isinstance(w, LowRank) else w, params)
+
+
+def split(params: Tree) -> tuple[Tree, Tree]:
+    """Part params into (trainable, frozen) trees of one structure, with None for what the other holds.
+
+    The factors of adapters are trainable; everything else, their scale included, is frozen. `jax.grad` and optimizers
+    skip None: `jax.grad(lambda t: loss(join(t, frozen)))(trainable)`. Params without an adapter: ValueError.
+    """
+    if not any(isinstance(w, LowRank) for _, w in named_leaves(params, is_leaf=is_weight)):
+        raise ValueError("params have no adapter, so nothing would be trained; call lora.add first")
+    trainable = change(lambda path, w: replace(w, base=None, scale=None) if isinstance(w, LowRank) else None, params)
+    frozen = change(lambda path, w: replace(w, a=None, b=None) if isinstance(w, LowRank) else w, params)
+    return trainable, frozen
+
+
+def join(trainable: Tree, frozen: Tree) -> Tree:
+    """Undo `split`."""
+    return jax.tree.map(lambda t, f: f if t is None else t, trainable, frozen, is_leaf=lambda x: x is None)

@@ -1,0 +1,116 @@
+"""What a checkpoint is made of: parameters, bytes, FLOPs, cache and shards; and how two checkpoints differ."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from fdel import models, params
+
+Table = list[tuple[str, ...]]
+
+
+def render(rows: Table) -> str:
+    """Align rows in columns; the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    line = lambda row: "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+    return "\n".join(line(row).rstrip() for row in rows)
+
+
+def flops_per_token(module: Any, cfg: Any, context: int) -> int:
+    """Count multiply-adds times two of one token's forward at a context length.
+
+    Each weight matrix counts once, experts by the share that is routed to; the embedding counts if it is the head too.
+    Attention adds 2 (q k^T and p v) products over the visible keys per layer.
+    """
+    spec, total = module.spec(cfg), 0.0
+    for path, p in params.named_leaves(spec):
+        share = cfg.top_k / cfg.experts if any(axis == "experts" for axis, _ in p.stacked) else 1.0
+        lookup = path == "positions" or (path == "embed" and "head" in spec)
+        matrix = len(params.layout(p).file_shape) > 1 and "norm" not in p.hf
+        total += 0 if lookup or not matrix else 2 * math.prod(p.shape) * share
+    state = module.state_spec(cfg, pages=1, page=1, rows=0)
+    pages = [p for p in jax.tree.leaves(state) if "pages" in p.axes.split()]
+    for p in pages:
+        layers, _, _, _, dim = p.shape
+        total += 2 * layers * cfg.heads * dim * context * (2 if len(pages) == 1 else 1)
+    return round(total)
+
+
+def cache_bytes(module: Any, cfg: Any, dtype: Any) -> tuple[int, int]:
+    """Count what serving remembers: bytes per token, and bytes per sequence whatever its length."""
+    size = lambda **n: params.nbytes(module.state_spec(cfg, page=64, **n), dtype)
+    base = size(pages=1, rows=1)
+    return (size(pages=2, rows=1) - base) // 64, size(pages=1, rows=2) - base
+
+
+def info(directory: Path, *, mesh: str | None = None, context: int | None = None, rules: str = "train") -> str:
+    """Describe a checkpoint from its config.json and tensor headers; no weight is read.
+
+    With a mesh ("fsdp=2,tp=4") a table follows: each array's axes, shape, sharding and bytes per device.
+    """
+    module, cfg = models.read_config(directory)
+    spec, found = module.spec(cfg), params.tensors(directory)
+    bytes_by = Counter[str]()
+    for t in found.values():
+        bytes_by[str(t.dtype)] += t.nbytes
+    context = context or getattr(cfg, "max_positions", 0) or 2048
+    dtype = jnp.dtype(bytes_by.most_common(1)[0][0])
+    token, sequence = cache_bytes(module, cfg, dtype)
+    rows: Table = [
+        ("family", module.MODEL_TYPE),
+        ("parameters", f"{params.count(spec):,}"),
+        *((f"bytes in {kind}", f"{n:,}") for kind, n in bytes_by.most_common()),
+        ("tensors in files", f"{len(found):,}"),
+        (f"FLOPs per token at context {context}", f"{flops_per_token(module, cfg, context):,}"),
+        (f"cache bytes per token ({dtype})", f"{token:,}"),
+        ("cache bytes per sequence", f"{sequence:,}"),
+    ]
+    return render(rows) + ("" if mesh is None else "\n\n" + sharding_table(spec, mesh, dtype, rules))
+
+
+def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train") -> str:
+    """Tabulate the shards of every array on a mesh that need not exist here."""
+    sizes = dict.fromkeys(params.AXES, 1) | params.parse_mesh(mesh)
+    if -1 in sizes.values():
+        raise ValueError(f"mesh {mesh!r}: give every size; there are no devices here to take the remaining ones from")
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    shardings = params.shardings(spec, abstract, {"train": params.TRAIN, "serve": params.SERVE}[rules])
+    rows, total = [("array", "axes", "shape", "sharding", "bytes per device")], 0
+    for (path, p), s in zip(params.named_leaves(spec), jax.tree.leaves(shardings), strict=True):
+        mine = math.prod(s.shard_shape(p.shape)) * params.leaf_dtype(p, dtype).itemsize
+        total += mine
+        where = ", ".join("-" if a is None else a if isinstance(a, str) else "*".join(a) for a in s.spec)
+        rows.append((path, p.axes, "x".join(map(str, p.shape)), f"({where})", f"{mine:,}"))
+    rows.append(("total", "", "", "", f"{total:,}"))
+    return render(rows)
+
+
+def diff(a: Path, b: Path, *, tolerance: float = 0.0) -> Iterator[str]:
+    """Compare two checkpoints tensor by tensor; yield one line per difference, none if they are equal.
+
+    Values differ if |a - b| exceeds `tolerance` anywhere (NaN equals NaN). Tensors are read one at a time.
+    """
+    left, right = params.tensors(a), params.tensors(b)
+    for name in sorted(left.keys() | right.keys()):
+        if name not in left or name not in right:
+            yield f"{name}: only in {a if name in left else b}"
+        elif left[name].shape != right[name].shape:
+            yield f"{name}: shape {left[name].shape} and {right[name].shape}"
+        else:
+            yield from _compare(name, left[name], right[name], tolerance)
+
+
+def _compare(name: str, left: Any, right: Any, tolerance: float) -> Iterator[str]:
+    if left.dtype != right.dtype:
+        yield f"{name}: dtype {left.dtype} and {right.dtype}"
+    x, y = (t.read().astype(np.float64) for t in (left, right))
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    if not same.all() and (gap := np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf)[~same].max()) > tolerance:
+        yield f"{name}: {(~same).sum():,} of {same.size:,} values differ, by up to {gap:.3g}"

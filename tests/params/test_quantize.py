@@ -1,0 +1,247 @@
+"""Quantised matrices against the formats' definitions in numpy, ml_dtypes and bitsandbytes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fdel.ops.weights import NF4, LowRank, Quantized, dense
+from fdel.params.quantize import Matrix, dequantize, matrix, quantize
+from fdel.params.spec import Param, normal, stack, unstack
+
+RNG = np.random.default_rng(0)
+
+
+def param(axes: str, file: str, *shape: int, part: tuple[int, int] | None = None, dtype: str | None = None) -> Param:
+    return Param(axes, shape, normal(1.0), "name.{layers}.weight", file, part, dtype)
+
+
+LAYER = {
+    "attn_norm": param("embed", "", 80),
+    "q": param("embed heads head_dim", "(heads head_dim) embed", 80, 4, 20),
+    "q_bias": param("heads head_dim", "(heads head_dim)", 4, 20),
+    "o": param("heads head_dim embed", "embed (heads head_dim)", 4, 20, 80),
+    "router": param("embed experts", "experts embed", 80, 3),
+    "experts": {"up": param("experts embed ffn", "experts ffn embed", 3, 80, 6)},
+    "decay": param("embed state", "", 80, 4, dtype="float32"),
+}
+SPEC = {
+    "embed": param("vocab embed", "", 7, 80),
+    "layers": stack(LAYER, "layers", range(2)),
+    "norm": param("embed", "", 80),
+}
+MATRICES = {  # path: axes of one layer that are inputs
+    "embed": (1,), "layers.q": (0,), "layers.o": (0, 1), "layers.router": (0,), "layers.experts.up": (1,)
+}  # fmt: skip
+
+
+def make_params(spec: dict, dtype: str = "float32") -> dict:
+    """Random arrays whose magnitude differs between rows and columns; a few whole groups are zero."""
+
+    def one(p: Param) -> jax.Array:
+        x = RNG.standard_normal(p.shape)
+        for axis, n in enumerate(p.shape):
+            x *= np.exp(RNG.standard_normal(n)).reshape(-1, *[1] * (x.ndim - axis - 1))
+        return jnp.array(np.where(np.arange(p.shape[-1]) == 3, 0, x), dtype)
+
+    return jax.tree.map(one, spec)
+
+
+PARAMS = make_params(SPEC)
+
+
+def at(tree: dict, path: str) -> object:
+    for key in path.split("."):
+        tree = tree[key]
+    return tree
+
+
+@functools.cache
+def quantized(format: str, group: int | None = None, double: bool = False) -> dict:
+    """All matrices, with the arrays that they stand for."""
+    q = lambda p: quantize(p, format, "", spec=SPEC, group=group, double=double)
+    return jax.jit(lambda p: (q(p), dequantize(q(p))))(PARAMS)
+
+
+def groups(path: str, w: np.ndarray, size: int | None) -> tuple[np.ndarray, callable]:
+    """One row per group of inputs (padded with zeros), and the function that puts rows back into w's shape."""
+    inputs = [a + path.startswith("layers") for a in MATRICES[path]]
+    order = [a for a in range(w.ndim) if a not in inputs] + inputs
+    n = math.prod(w.shape[a] for a in inputs)
+    rows = w.transpose(order).reshape(-1, n)
+    size = min(size or n, n)
+    padded = np.pad(rows, ((0, 0), (0, -n % size)))
+
+    def back(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(padded.shape)[:, :n].reshape([w.shape[a] for a in order])
+        return x.transpose(np.argsort(order))
+
+    return padded.reshape(-1, size), back
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("path", MATRICES)
+def test_int8_is_within_half_a_scale(path: str, group: int | None) -> None:
+    """|error| <= scale / 2, where a scale is the greatest magnitude of the group over 127."""
+    w = np.asarray(at(PARAMS, path), np.float64)
+    rows, back = groups(path, w, group)
+    scale = back(np.broadcast_to(np.abs(rows).max(1, keepdims=True) / 127, rows.shape))
+    q, got = (at(tree, path) for tree in quantized("int8", group))
+    assert q.values.dtype == np.int8 and q.shape == w.shape
+    error = np.abs(np.asarray(got, np.float64) - w)
+    assert (error <= scale / 2 * (1 + 1e-4)).all()  # the division is rounded: 127 * 2^-23 of a scale
+    assert (error > scale * 0.4).any()
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("path", MATRICES)
+def test_fp8_rounds_like_ml_dtypes(path: str, group: int | None) -> None:
+    """The same fp8 numbers, subnormal ones included, times scales that are quotients by 448 (which XLA may round)."""
+    rows, back = groups(path, np.asarray(at(PARAMS, path)), group)
+    scale = np.abs(rows).max(1, keepdims=True) / np.float32(448)
+    e4m3 = (rows / np.where(scale == 0, 1, scale)).astype(ml_dtypes.float8_e4m3fn)
+    assert (np.abs(e4m3.astype(np.float32)) < 2**-6).any() and (np.abs(e4m3.astype(np.float32)) == 448).any()
+    q, got = (at(tree, path) for tree in quantized("fp8", group))
+    assert q.values.dtype == np.uint8
+    np.testing.assert_allclose(got, back(e4m3.astype(np.float32) * scale), rtol=3e-7)
+
+
+def test_fp8_rounds_once() -> None:
+    """Values just beside the midpoint of two fp8 numbers go to the nearer one: no rounding to float16 on the way."""
+    numbers = np.arange(0, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, middle, np.nextafter(middle, 500), np.nextafter(middle, -500)])
+    x = np.concatenate([x, -x]).reshape(-1, 1)
+    spec = {"w": param("a b", "", len(x), 1)}
+    got = dense(quantize({"w": jnp.array(x)}, "fp8", "w", spec=spec)["w"])
+    np.testing.assert_array_equal(got, x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("path", MATRICES)
+def test_nf4_is_the_nearest_code(path: str, group: int | None) -> None:
+    """The nearest of the 16 codes times the greatest magnitude of its group of 64 inputs (QLoRA, section 3)."""
+    w = np.asarray(at(PARAMS, path), np.float64)
+    rows, back = groups(path, w, group or 64)
+    absmax = np.abs(rows).max(1, keepdims=True)
+    code = np.abs((rows / np.where(absmax == 0, 1, absmax))[..., None] - np.array(NF4)).argmin(-1)
+    q, got = (at(tree, path) for tree in quantized("nf4", group))
+    assert q.values.dtype == np.uint8
+    np.testing.assert_allclose(got, back(np.array(NF4)[code] * absmax), rtol=1e-6)
+
+
+def test_double_quantised_scales() -> None:
+    """8-bit scales lie within 1/510 of their output's range of scales; float32 scales stay where that saves nothing."""
+    single, double = (quantized("nf4", 16, double)[0]["layers"] for double in (False, True))
+    for name in "q", "o":
+        exact, got = np.asarray(single[name].scale, np.float64), np.asarray(dense(double[name].scale), np.float64)
+        axis = single[name].axis
+        span = exact.max(axis, keepdims=True) - exact.min(axis, keepdims=True)
+        assert exact.shape[axis] == 5 and (np.abs(got - exact) <= span / 510 * (1 + 1e-4) + 1e-12).all()
+        assert (got != exact).any()
+    assert isinstance(quantized("nf4", None, True)[0]["layers"]["q"].scale, jax.Array)  # two groups per output
+
+
+@pytest.mark.slow
+def test_equals_bitsandbytes() -> None:
+    """The same codes and block scales as bitsandbytes, whose blocks are 64 inputs of one output of a torch weight."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+    w = RNG.standard_normal((40, 192)).astype(np.float32)  # [out, in]
+    packed, state = functional.quantize_4bit(torch.tensor(w), blocksize=64, quant_type="nf4")
+    q = quantize({"w": jnp.array(w.T)}, "nf4", "w", spec={"w": param("a b", "b a", 192, 40)}, double=False)["w"]
+    np.testing.assert_array_equal(q.scale.T.reshape(-1), state.absmax.numpy())
+    np.testing.assert_allclose(dense(q).T, functional.dequantize_4bit(packed, state).numpy(), atol=1e-6)
+    nested, state = functional.quantize_4bit(torch.tensor(w), blocksize=64, quant_type="nf4", compress_statistics=True)
+    theirs = np.abs(functional.dequantize_4bit(nested, state).numpy() - w).mean()
+    ours = quantize({"w": jnp.array(w.T)}, "nf4", "w", spec={"w": param("a b", "b a", 192, 40)})["w"]
+    assert np.abs(dense(ours).T - w).mean() < theirs * 1.001
+
+
+def test_bits_per_parameter() -> None:
+    """4096 inputs: 8 bits and a scale; 4 bits, 8 bits per 64 inputs and two float32 per output."""
+    spec = {"layers": stack({"w": param("embed ffn", "ffn embed", 4096, 16)}, "layers", range(2))}
+    params = {"layers": {"w": jax.ShapeDtypeStruct((2, 4096, 16), jnp.bfloat16)}}
+    bits = {}
+    for format in "int8", "fp8", "nf4":
+        abstract = jax.eval_shape(lambda p, f=format: quantize(p, f, spec=spec), params)["layers"]["w"]
+        bits[format] = sum(8 * x.dtype.itemsize * x.size for x in jax.tree.leaves(abstract)) / (2 * 4096 * 16)
+        assert abstract.shape == (2, 4096, 16) and abstract.dtype == jnp.bfloat16
+    assert bits == {"int8": 8 + 32 / 4096, "fp8": 8 + 32 / 4096, "nf4": 4 + 8 / 64 + 64 / 4096}
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_tree(format: str) -> None:
+    """Takes the matrices of layers, without routers; a listed tree gives the same; the way back keeps the dtype."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    got = jax.jit(lambda p: quantize(p, format, spec=SPEC))(params)
+    is_quantized = lambda x: isinstance(x, Quantized)
+    chosen = jax.tree.map(is_quantized, got, is_leaf=is_quantized)
+    layer = dict.fromkeys(LAYER, False) | {"q": True, "o": True, "experts": {"up": True}}
+    assert chosen == {"embed": False, "norm": False, "layers": layer}
+    for spec in SPEC, unstack(SPEC):
+        listed = jax.jit(lambda p, spec=spec: quantize(p, format, spec=spec))(unstack(params))
+        jax.tree.map(np.testing.assert_array_equal, listed, unstack(got))
+    back = dequantize(got)
+    assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(lambda x: x.dtype, params)
+    np.testing.assert_array_equal(back["layers"]["q_bias"], params["layers"]["q_bias"])
+    np.testing.assert_array_equal(back["layers"]["o"], dense(got["layers"]["o"]))
+    assert dequantize(got, jnp.float32)["layers"]["o"].dtype == jnp.float32
+
+
+def test_base_of_an_adapter() -> None:
+    q = PARAMS["layers"]["q"]
+    adapted = LowRank(q, jnp.ones((2, 80, 1)), jnp.ones((2, 1, 4, 20)), jnp.ones(2))
+    params = PARAMS | {"layers": PARAMS["layers"] | {"q": adapted}}
+    got = quantize(params, "int8", spec=SPEC)["layers"]["q"]
+    assert isinstance(got.base, Quantized) and got.a is adapted.a
+    full = dequantize({"layers": {"q": got}})["layers"]["q"].base
+    np.testing.assert_array_equal(full, quantized("int8")[1]["layers"]["q"])
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="'int4' is not one of int8, fp8, nf4"):
+        quantize(PARAMS, "int4", spec=SPEC)
+    with pytest.raises(ValueError, match="matches no matrix; there are embed, .*layers.q"):
+        quantize(PARAMS, "int8", "norm", spec=SPEC)
+    with pytest.raises(ValueError, match="the spec has no extra"):
+        quantize(PARAMS | {"extra": jnp.ones((2, 2))}, "int8", spec=SPEC)
+    with pytest.raises(ValueError, match="layers.o is int8 already"):
+        quantize(quantized("int8")[0], "nf4", r"\bo$", spec=SPEC)
+    with pytest.raises(ValueError, match="group=15 must be positive, and even"):
+        quantize(PARAMS, "nf4", spec=SPEC, group=15)
+
+
+SEEN = [
+    (param("embed ffn", "ffn embed", 8, 6), Matrix(0, 1, False)),
+    (param("embed ffn", "", 8, 6), Matrix(0, 1, False)),  # Conv1D of GPT-2
+    (param("embed heads head_dim", "(heads head_dim) embed", 8, 2, 3), Matrix(0, 1, False)),
+    (param("heads head_dim embed", "embed (heads head_dim)", 2, 3, 8), Matrix(0, 2, False)),
+    (param("heads head_dim embed", "(heads head_dim) embed", 2, 3, 8), Matrix(0, 2, False)),
+    (param("embed heads head_dim", "embed [heads head_dim]", 8, 2, 3, part=(0, 18)), Matrix(0, 1, False)),
+    (param("embed kv_heads rep chan", "(kv_heads [rep chan]) embed", 8, 2, 2, 3, part=(0, 9)), Matrix(0, 1, False)),
+    (param("latent heads head_dim", "(heads [head_dim]) latent", 8, 2, 3, part=(0, 5)), Matrix(0, 1, False)),
+    (param("experts embed ffn", "experts ffn embed", 4, 8, 6), Matrix(1, 1, False)),
+    (param("experts embed ffn", "experts [ffn] embed", 4, 8, 6, part=(0, 12)), Matrix(1, 1, False)),
+    (param("experts embed ffn", "(experts ffn) embed", 4, 8, 6), Matrix(1, 1, False)),
+    (param("embed experts", "experts embed", 8, 4), Matrix(0, 1, False)),
+    (param("vocab embed", "", 9, 8), Matrix(0, 1, True)),
+    (param("embed vocab", "vocab embed", 8, 9), Matrix(0, 1, False)),
+    (stack(stack(param("embed ffn", "ffn embed", 8, 6), "experts", range(4)), "layers", range(2)), Matrix(2, 1, False)),
+    (param("embed", "", 8), None),
+    (param("heads head_dim", "(heads head_dim)", 2, 3), None),
+    (param("heads head_dim", "[heads head_dim]", 2, 3, part=(0, 18)), None),
+    (param("experts ffn", "", 4, 6), None),
+    (param("inner kernel", "inner 1 kernel", 8, 4), None),
+    (param("embed state", "", 8, 4, dtype="float32"), None),
+    (param("embed channels height width", "", 8, 3, 2, 2), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("declared", "seen"), SEEN)
+def test_matrix(declared: Param, seen: Matrix | None) -> None:
+    assert matrix(declared) == seen

@@ -1,0 +1,134 @@
+"""The command line on a tiny checkpoint: what it prints, writes, refuses, and its exit codes."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import cli, models, ops, params, report, serve, text
+from fdel.models import llama
+
+CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=3, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+SIZE = 2 * 300 * 32 + 3 * (2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    weights = params.init(llama.spec(CFG), jax.random.key(0))
+    models.save(models.Model(llama, CFG, weights), path)
+    text.save(text.train_bpe(["hello world, hello token"], 300), path)
+    return path
+
+
+def test_info_counts_what_is_there(checkpoint, capsys):
+    assert cli.main(["info", str(checkpoint), "--context", "100"]) == 0
+    shown = dict(re.split(r"\s{2,}", line) for line in capsys.readouterr().out.strip().splitlines())
+    assert shown["family"] == "llama"
+    assert shown["parameters"] == f"{SIZE:,}"
+    assert shown["bytes in float32"] == f"{4 * SIZE:,}"
+    assert shown["tensors in files"] == str(3 + 3 * 9)
+    matrices = 300 * 32 + 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert shown["FLOPs per token at context 100"] == f"{2 * matrices + 3 * 4 * 100 * 32:,}"
+    assert shown["cache bytes per token (float32)"] == f"{2 * 3 * 2 * 8 * 4:,}"
+    assert shown["cache bytes per sequence"] == "0"
+
+
+def test_info_counts_only_the_experts_that_are_routed_to():
+    module = models.family("mixtral")
+    d = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+             num_key_value_heads=1, num_local_experts=8, num_experts_per_tok=2)  # fmt: skip
+    few = report.flops_per_token(module, module.Config.from_hf(d), 1)
+    many = report.flops_per_token(module, module.Config.from_hf(d | {"num_experts_per_tok": 3}), 1)
+    assert many - few == 2 * 3 * 16 * 24
+
+
+def test_info_tabulates_shards_of_a_mesh_that_is_not_here(checkpoint, capsys):
+    assert cli.main(["info", str(checkpoint), "--mesh", "fsdp=16,tp=2"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "(-, fsdp, tp)" in rows["layers.gate"] and rows["layers.gate"].endswith(f" {4 * 3 * 32 * 48 // 32:,}")
+    assert cli.main(["info", str(checkpoint), "--mesh", "tp=4"]) == 2
+    assert "kv_heads" in capsys.readouterr().err
+    assert cli.main(["info", str(checkpoint), "--mesh", "tp=-1"]) == 2
+    assert "give every size" in capsys.readouterr().err
+
+
+def test_convert_and_diff(checkpoint, tmp_path, capsys):
+    assert cli.main(["diff", str(checkpoint), str(checkpoint)]) == 0
+    assert capsys.readouterr().out == "equal\n"
+    small = tmp_path / "bf16"
+    assert cli.main(["convert", str(checkpoint), str(small), "--dtype", "bfloat16", "--shard-gb", "0.00003"]) == 0
+    assert len(list(small.glob("model-*.safetensors"))) > 1 and (small / "tokenizer.json").exists()
+    assert json.loads((small / "config.json").read_text())["dtype"] == "bfloat16"
+    capsys.readouterr()
+    assert cli.main(["diff", str(checkpoint), str(small)]) == 1
+    out = capsys.readouterr().out
+    assert "lm_head.weight: dtype float32 and bfloat16" in out and "values differ, by up to" in out
+    assert cli.main(["convert", str(checkpoint), str(small)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    model = models.load(checkpoint)
+    changed = model.params | {"norm": model.params["norm"].at[3].add(1e-3)}
+    models.save(model._replace(params=changed), tmp_path / "other")
+    assert cli.main(["diff", str(checkpoint), str(tmp_path / "other")]) == 1
+    assert capsys.readouterr().out == "model.norm.weight: 1 of 32 values differ, by up to 0.001\n1 differences\n"
+    assert cli.main(["diff", str(checkpoint), str(tmp_path / "other"), "--tolerance", "0.01"]) == 0
+
+
+def test_generate_streams_what_generate_returns(checkpoint, capsys):
+    assert cli.main(["generate", str(checkpoint), "hello", "--max-tokens", "12", "--ignore-eos"]) == 0
+    out, err = capsys.readouterr()
+    model, tok = models.load(checkpoint), text.load(checkpoint)
+    want = serve.generate(model, [text.encode(tok, "hello")], max_tokens=12, ignore_eos=True)[0].tokens
+    assert out == "hello" + text.decode(tok, want) + "\n"
+    assert "12 tokens, " in err
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["info", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["generate", "CHECKPOINT", "x", "--top-p", "7"], "top_p"),
+        (["generate", "CHECKPOINT", "x", "--chat"], "chat template"),
+        (["convert", "CHECKPOINT", "OUT", "--dtype", "float99"], "float99"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(checkpoint, tmp_path, capsys, arguments, message):
+    places = {"CHECKPOINT": str(checkpoint), "OUT": str(tmp_path / "out")}
+    assert cli.main([places.get(a, a) for a in arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fdel {arguments[0]}: ") and message in err and err.count("\n") == 1
+
+
+def test_help_of_every_command(capsys):
+    for command in ("demo", "generate", "info", "convert", "diff", "bench"):
+        with pytest.raises(SystemExit) as e:
+            cli.main([command, "--help"])
+        assert e.value.code == 0 and getattr(cli, command).__doc__[:30] in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_demo_learns_saves_and_speaks(tmp_path, capsys):
+    out = tmp_path / "demo"
+    assert cli.main(["demo", "--out", str(out), "--steps", "12", "--seconds", "120", "--max-tokens", "5"]) == 0
+    losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 12 and losses[0] > 7 and losses[-1] < losses[0] - 0.5
+    points = ET.parse(out / "loss.svg").getroot()[-1].attrib["points"].split()
+    assert len(points) == 12
+    shown = capsys.readouterr()
+    assert "The following" in shown.out and "tokens/s after the first" in shown.err
+    model = models.load(out)
+    assert params.count(model.params) == params.count(llama.spec(model.cfg))
+    assert np.isfinite(np.asarray(llama.forward(model.params, jnp.arange(4)[None], model.cfg)[0])).all()
+
+
+@pytest.mark.slow
+def test_bench_measures_a_checkpoint(checkpoint, capsys):
+    assert cli.main(["bench", str(checkpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["load", "prefill 512", "decode batch 1", "decode batch 8", "train step 4x512"]
+    assert [line.split(":")[0] for line in lines] == names
+    assert all(float(re.search(r": ([\d,.]+) ", line)[1].replace(",", "")) >= 0 for line in lines)

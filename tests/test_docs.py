@@ -1,0 +1,41 @@
+"""What README says, done: its table is generated from the registry, its tour and its commands run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fdel import models
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_names_every_family_and_no_other():
+    block = README.split("<!-- works -->")[1].split("<!-- /works -->")[0]
+    rows = [[c.strip() for c in line.split("|")[1:3]] for line in block.strip().splitlines()[2:]]
+    assert rows == [[name, models.family(name).MODEL_TYPE] for name in models.families()]
+
+
+def test_the_tour_runs(tmp_path):
+    code = README.split("<!-- tour -->")[1].split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20 + 1  # the blank line between is free
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loss, tokens = done.stdout.splitlines()
+    assert re.fullmatch(r"loss 6\.\d\d over 248 tokens", loss)
+    assert len(tokens.split(",")) == 8
+
+
+def test_links_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`(fdel [a-z]+) [A-Z]", README)) - {"fdel COMMAND"}))
+def test_the_commands_exist(command):
+    done = subprocess.run([sys.executable, "-m", *command.split(), "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "usage: " + command in done.stdout

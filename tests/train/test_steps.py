@@ -1,0 +1,256 @@
+"""Composed steps: independence of the microbatches, AdamW against torch, partial training, and what is compiled."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fdel import ops, train
+from fdel.params.spec import Param, normal, ones, stack, zeros
+from fdel.train import losses
+
+V, D, T = 23, 8, 12
+tiny = SimpleNamespace(  # what losses need of a model family
+    hidden=lambda params, tokens, cfg, batch: (jnp.tanh(params["embed"][tokens] @ params["w"] + params["b"]), None),
+    head=lambda params, cfg: ops.Head(params["embed"]),
+)
+
+
+def tiny_params(dtype=jnp.float32):
+    r = np.random.default_rng(0)
+    shapes = {"embed": (V, D), "w": (D, D), "b": (D,)}
+    return {k: jnp.asarray(r.normal(size=s), dtype) for k, s in shapes.items()}
+
+
+def ragged(lengths, seed: int = 0):
+    """A batch with one sequence of each length per row, padded to T, of which a random part is to be learnt."""
+    r = np.random.default_rng(seed)
+    tokens = jnp.asarray(r.integers(0, V, (len(lengths), T)))
+    mask = jnp.asarray(r.random((len(lengths), T)) < 0.7)
+    return {"tokens": tokens, "packed": ops.packed(tokens, jnp.asarray(lengths)), "mask": mask}
+
+
+def composed(n: int, optimizer, loss=None):
+    loss = losses.sft(tiny, None, chunk=5) if loss is None else loss
+    return train.update(train.normalize(train.accumulate(train.grads(loss), n)), optimizer)
+
+
+@functools.cache
+def sgd(n: int):
+    """A jitted step of plain gradient descent with n microbatches, compiled once for all tests."""
+    return jax.jit(composed(n, optax.sgd(1.0)))
+
+
+def run(step, params, optimizer, batches):
+    """Take one step per batch; returns the last state and all metrics."""
+    step, state, all_metrics = jax.jit(step), train.init_state(params, optimizer), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        all_metrics.append(jax.tree.map(np.asarray, metrics))
+    return state, all_metrics
+
+
+def close(got, want, rtol):
+    """Compare trees leaf by leaf, relative to the leaf's largest value."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max(), rtol=0)
+
+
+# ---- accumulation --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(0, T), min_size=8, max_size=8), st.integers(0, 99))
+def test_update_does_not_depend_on_microbatches(lengths: list[int], seed: int) -> None:
+    """1, 2, 4 and 8 microbatches of ragged weights, one step of gradient descent: 1e-6 of the largest value."""
+    batch, state = ragged(lengths, seed), train.init_state(tiny_params(), optax.sgd(1.0))
+    want, want_metrics = sgd(1)(state, batch)
+    for n in (2, 4, 8):
+        close(sgd(n)(state, batch), (want, want_metrics), 1e-6)
+    assert want_metrics["weight"] == (np.asarray(losses.shift(*labels_of(batch))) >= 0).sum()
+
+
+def labels_of(batch):
+    return batch["tokens"], batch["packed"].segment_ids, batch["mask"]
+
+
+def test_mean_of_means_would_fail() -> None:
+    """The property above is not empty: normalising each microbatch first gives another update."""
+    batch, params = ragged([12, 2] * 4), tiny_params()
+    g = train.normalize(train.grads(losses.sft(tiny, None)))
+    want, _ = jax.jit(g)(params, batch)
+    wrong, _ = jax.jit(train.accumulate(g, 2))(params, batch)
+    assert np.abs(wrong["w"] / 2 - want["w"]).max() > 0.01 * np.abs(want["w"]).max()
+
+
+def test_bfloat16_gradients_add_up_in_float32() -> None:
+    """512 ones: a bfloat16 sum sticks at 256."""
+    loss = lambda p, b: ((p * b).sum(), {"weight": b.sum(), "pairs": ((3 * b).sum(), b.sum())})
+    batch = jnp.ones(512, jnp.bfloat16)
+    grad, sums = train.accumulate(train.grads(loss), 512)(jnp.ones((), jnp.bfloat16), batch)
+    assert grad == 512 and sums["weight"] == 512 and grad.dtype == jnp.float32
+    grad, metrics = train.normalize(train.accumulate(train.grads(loss), 512))(jnp.ones((), jnp.bfloat16), batch)
+    assert grad == 1 and metrics["pairs"] == 3 and metrics["weight"] == 512
+
+
+def test_nothing_to_learn_changes_nothing() -> None:
+    state, metrics = sgd(2)(train.init_state(tiny_params(), optax.sgd(1.0)), ragged([0, 1] * 4))
+    jax.tree.map(np.testing.assert_array_equal, state.params, tiny_params())
+    assert metrics["loss"] == metrics["weight"] == metrics["grad_norm"] == 0
+
+
+def test_wrong_batches() -> None:
+    g = train.grads(lambda p, b: (p * b.sum(), {"weight": b.sum()}))
+    with pytest.raises(ValueError, match=r"shape \(6,\) has no rows to divide into 4"):
+        train.accumulate(g, 4)(jnp.ones(()), jnp.ones(6))
+    with pytest.raises(ValueError, match="expected one named 'weight'"):
+        train.grads(lambda p, b: (p, {"tokens": b}))(1.0, 1.0)
+
+
+def test_accumulation_keeps_the_batch_where_it_is() -> None:
+    """Eight devices, batch over dp: no all-gather, and every device multiplies only its own rows."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+    shape = lambda s, spec: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec))
+    loss = lambda w, x: ((jnp.tanh(x @ w) ** 2).sum(), {"weight": jnp.float32(x.shape[0])})
+    g = jax.jit(train.normalize(train.accumulate(train.grads(loss), 4)))
+    hlo = g.lower(shape((16, 24), P()), shape((64, 16), P("dp"))).compile().as_text()
+    assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", hlo)
+    assert re.search(r"f32\[2,24\]\S* dot\(", hlo)
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_adamw_equals_torch(clip: float | None) -> None:
+    """Five steps on one small network, decay on matrices only, with and without clipping: 1e-5."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    r = np.random.default_rng(1)
+    w1, b1, w2 = r.normal(size=(5, 7)), r.normal(size=7), r.normal(size=(7, 3))
+    xs, ys, ws = r.normal(size=(5, 8, 5)), r.normal(size=(5, 8, 3)), r.random((5, 8))
+    params = {k: jnp.asarray(v, jnp.float32) for k, v in {"w1": w1, "b1": b1, "w2": w2}.items()}
+
+    def loss(p, b):
+        error = ((jnp.tanh(b["x"] @ p["w1"] + p["b1"]) @ p["w2"] - b["y"]) ** 2).sum(-1)
+        return (error * b["w"]).sum(), {"weight": b["w"].sum()}
+
+    mask = {"w1": True, "b1": False, "w2": True}
+    schedule = train.warmup_cosine(0.05, warmup=2, steps=8)
+    optimizer = train.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip, mask=mask)
+    batches = [jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), dict(x=x, y=y, w=w)) for x, y, w in zip(xs, ys, ws)]
+    state, metrics = run(composed(2, optimizer, loss), params, optimizer, batches)
+
+    t1, tb, t2 = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (w1, b1, w2))
+    groups = [{"params": [t1, t2], "weight_decay": 0.1}, {"params": [tb], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.99), eps=1e-8)
+    rates = [0, 0.025] + [0.05 * 0.5 * (1 + np.cos(np.pi * i / 6)) for i in range(3)]
+    for x, y, w, rate, m in zip(*map(torch.tensor, (xs, ys, ws)), rates, metrics, strict=True):
+        error = ((torch.tanh(x @ t1 + tb) @ t2 - y) ** 2).sum(-1)
+        mean = (error * w).sum() / w.sum()
+        adam.zero_grad()
+        mean.backward()
+        norm = torch.nn.utils.clip_grad_norm_([t1, tb, t2], clip or float("inf"))
+        np.testing.assert_allclose([m["loss"], m["grad_norm"]], [mean.item(), norm.item()], rtol=1e-5)
+        for group in adam.param_groups:
+            group["lr"] = rate
+        adam.step()
+    assert state.step == 5
+    close(state.params, {"w1": t1.detach().numpy(), "b1": tb.detach().numpy(), "w2": t2.detach().numpy()}, 1e-5)
+
+
+def test_moments_are_float32() -> None:
+    """3000 unit gradients: the second moment of a bfloat16 weight reaches 1 - 0.999^3000 (in bfloat16 it sticks at 0.5)."""
+    optimizer = train.adamw(1e-3)
+    params = jnp.ones(2, jnp.bfloat16)
+    grad = jnp.full(2, 0.5**0.5)
+    body = lambda i, s: optimizer.update(grad, s, params)[1]
+    state = jax.jit(lambda s: jax.lax.fori_loop(0, 3000, body, s))(optimizer.init(params))
+    np.testing.assert_allclose(optax.tree.get(state, "nu"), 0.5 * (1 - 0.999**3000), rtol=1e-4)
+    assert train.init_state(params, optimizer).params.dtype == jnp.bfloat16
+
+
+def test_schedule() -> None:
+    """Rates at the corners, by hand."""
+    schedule = train.warmup_cosine(2.0, warmup=10, steps=110, final=0.1)
+    got = [float(schedule(s)) for s in (0, 5, 10, 60, 110, 500)]
+    np.testing.assert_allclose(got, [0, 1, 2, 1.1, 0.2, 0.2], rtol=1e-6)
+
+
+def test_decay_mask() -> None:
+    """Matrices decay; norms and biases do not, however many axes we give them."""
+    spec = {
+        "q": Param("embed heads head_dim", (4, 2, 3), normal(1), "l.{layers}.q.weight", "(heads head_dim) embed"),
+        "q_bias": Param("heads head_dim", (2, 3), zeros, "l.{layers}.q.bias", "(heads head_dim)"),
+        "q_norm": Param("heads head_dim", (2, 3), ones, "l.{layers}.q_norm.weight"),
+        "norm": Param("embed", (4,), ones, "l.{layers}.norm.weight"),
+    }
+    want = {"q": True, "q_bias": False, "q_norm": False, "norm": False}
+    assert train.decay_mask(stack(spec, "layers", range(3))) == train.decay_mask(spec) == want
+
+
+def test_partial_training() -> None:
+    """A part of the tree is trained by joining it with the rest in the loss: same gradient, state only for the part."""
+    params, batch = tiny_params(), ragged([12, 5, 7, 9])
+    part, rest = {"w": params["w"]}, {k: params[k] for k in ("embed", "b")}
+    loss, optimizer = losses.sft(tiny, None), train.adamw(0.1, clip=None)
+    step = composed(2, optimizer, lambda part, batch, rest: loss(part | rest, batch))
+    state, metrics = jax.jit(step)(train.init_state(part, optimizer), batch, rest)
+    whole, (want,) = run(composed(1, optimizer), params, optimizer, [batch])
+    close(state.params, {"w": whole.params["w"]}, 1e-6)
+    assert state.opt_state[0].mu.keys() == {"w"} and 0 < metrics["grad_norm"] < want["grad_norm"]
+
+
+def test_skip_nonfinite() -> None:
+    """A step with an infinite gradient keeps parameters and moments; the next one is as if it had not been."""
+    optimizer, params = train.adamw(0.1), tiny_params()
+    loss = losses.sft(tiny, None)
+    scaled = lambda p, b: (lambda total, sums: (b["scale"][0] * total, sums))(*loss(p, {"tokens": b["tokens"]}))
+    batch = lambda seed, scale: {"tokens": ragged([12, 12], seed)["tokens"], "scale": jnp.full(2, scale)}
+    step = train.skip_nonfinite(composed(1, optimizer, scaled))
+    got, metrics = run(step, params, optimizer, [batch(0, 1.0), batch(1, np.inf), batch(2, 1.0)])
+    want, _ = run(composed(1, optimizer, scaled), params, optimizer, [batch(0, 1.0), batch(2, 1.0)])
+    jax.tree.map(np.testing.assert_array_equal, (got.params, got.opt_state), (want.params, want.opt_state))
+    assert [m["skipped"] for m in metrics] == [0, 1, 0] and got.step == 3
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------------
+
+
+def test_sft_counts_next_tokens_inside_segments() -> None:
+    """Packed rows against a plain loop over separate sequences in numpy: 1e-6."""
+    r = np.random.default_rng(2)
+    params = tiny_params()
+    sequences = [r.integers(0, V, n).tolist() for n in (5, 4, 1, 9, 3)]
+    tokens, packed = ops.pack(sequences, T)
+    mask = r.random(tokens.shape) < 0.6
+    total, weight, entropy, right = 0.0, 0, 0.0, 0
+    embed, w, b = (np.asarray(params[k], np.float64) for k in ("embed", "w", "b"))
+    for row, ids in enumerate(np.asarray(packed.segment_ids)):
+        for t in range(T - 1):
+            if ids[t] != ids[t + 1] or ids[t] < 0 or not mask[row, t + 1]:
+                continue
+            z = embed @ np.tanh(embed[tokens[row, t]] @ w + b)
+            p = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+            total -= np.log(p[tokens[row, t + 1]])
+            entropy -= (p * np.log(p)).sum()
+            right += z.argmax() == tokens[row, t + 1]
+            weight += 1
+    got, sums = jax.jit(losses.sft(tiny, None, chunk=5))(params, {"tokens": tokens, "packed": packed, "mask": mask})
+    assert 0 < weight < sum(map(len, sequences)) and sums["weight"] == weight
+    np.testing.assert_allclose(got, total, rtol=1e-6)
+    np.testing.assert_allclose([sums["entropy"], sums["mean_token_accuracy"]], [entropy, right], rtol=1e-6)
+
+
+def test_shift() -> None:
+    tokens, ids = jnp.array([[5, 6, 7, 8, 9, 0]]), jnp.array([[0, 0, 0, 1, 1, -1]])
+    assert losses.shift(tokens, ids).tolist() == [[6, 7, -100, 9, -100, -100]]
+    assert losses.shift(tokens, ids, jnp.array([[1, 0, 1, 1, 1, 1]])).tolist() == [[-100, 7, -100, 9, -100, -100]]
