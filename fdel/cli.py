@@ -11,6 +11,7 @@ import fdel
 
 # Files beside the weights that make a checkpoint usable.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -84,6 +85,13 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def known_dtype(name: str) -> str:
+    """Check the name of a floating dtype."""
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{name!r} is unknown; use one of {', '.join(DTYPES)}")
+    return name
+
+
 def parser() -> argparse.ArgumentParser:
     """Describe all commands and their options."""
     main = argparse.ArgumentParser(prog="fdel", description="Train, fine-tune and serve language models in JAX.")
@@ -99,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         return p
 
     checkpoint = ("model", "checkpoint directory in Hugging Face layout, or a Hub id (extra `hub`)")
-    dtype = {"help": "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)"}
+    dtype: dict = {"type": known_dtype, "help": "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)"}
     p = command(demo)
     p.add_argument("--out", type=Path, default=Path("fdel-demo"), help="directory for the checkpoint (default: %(default)s)")
     p.add_argument("--prompt", default="The following", help="text to complete (default: %(default)r)")

@@ -93,7 +93,6 @@ def test_generate_streams_what_generate_returns(checkpoint, capsys):
         (["info", "/nowhere/at/all"], "/nowhere/at/all"),
         (["generate", "CHECKPOINT", "x", "--top-p", "7"], "top_p"),
         (["generate", "CHECKPOINT", "x", "--chat"], "chat template"),
-        (["convert", "CHECKPOINT", "OUT", "--dtype", "float99"], "float99"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(checkpoint, tmp_path, capsys, arguments, message):
@@ -101,6 +100,12 @@ def test_errors_are_one_line_and_exit_code_2(checkpoint, tmp_path, capsys, argum
     assert cli.main([places.get(a, a) for a in arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"fdel {arguments[0]}: ") and message in err and err.count("\n") == 1
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "float99"])
+    assert e.value.code == 2 and "'float99' is unknown; use one of float32, bfloat16" in capsys.readouterr().err
 
 
 def test_help_of_every_command(capsys):

@@ -148,6 +148,7 @@ def test_facts(pair, kind: str, bos: bool, eos: bool) -> None:
 
 
 ADDED = {"content": "<new>", "lstrip": True, "rstrip": False, "single_word": False, "normalized": False}
+PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": True, "special": False}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,8 @@ ADDED = {"content": "<new>", "lstrip": True, "rstrip": False, "single_word": Fal
         {"additional_special_tokens": ["<y>", "<x>"]},
         {"added_tokens_decoder": {"701": {**ADDED, "special": False}, "7": {**ADDED, "content": "<7>"}}},
         {"added_tokens_decoder": {"900": {**ADDED, "special": False}}, "unk_token": "<new>"},
+        {"added_tokens_decoder": {"500": {**PLAIN, "content": "<tool>"}}, "unk_token": "<tool>"},
+        {"unk_token": "<tool>"},
         {"split_special_tokens": True},
     ],
     ids=lambda c: "+".join(c),
@@ -167,7 +170,7 @@ ADDED = {"content": "<new>", "lstrip": True, "rstrip": False, "single_word": Fal
 def test_tokens_of_the_config_alone(pair, tmp_path: Path, config: dict) -> None:
     copy(pair("byte_level").folder, tmp_path, **config)
     ours, theirs = text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    words = "a <pad><mask>  <cls><x><y>b <new><image> <audio><7>é<|im_end|>"
+    words = "a <pad><mask>  <cls><x><y>b <new><image> <audio><7>é<tool><|im_end|>"
     ids = text.encode(ours, words)
     assert ids == theirs(words)["input_ids"]
     assert ours.special == theirs.special_tokens_map
@@ -341,6 +344,17 @@ def test_stream_holds_only_what_may_change(pair) -> None:
     ids = [*unicorn, *text.encode(tok, "a"), unicorn[0]]
     deltas = stream(text.Detokenizer(tok), [[i] for i in ids])
     assert "".join(deltas) == "🦄a\ufffd" and deltas[-3:] == ["a", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_stream_strips_its_start(pair, count: int) -> None:
+    tok = pair("gemma").ours
+    backend = tokenizers.Tokenizer.from_str(tok.json)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", count, 0)])
+    stripped = dataclasses.replace(tok, backend=backend)
+    for words in ["fox", " fox", "    fox  ", "  ", "  \n fox"]:
+        ids = text.encode(stripped, words, special=False)
+        assert "".join(stream(text.Detokenizer(stripped), [[i] for i in ids])) == backend.decode(ids)
 
 
 def test_stream_is_linear(pair) -> None:

@@ -185,6 +185,11 @@ c{% endfilter %}
 ' + '<|assistant|>' + '
 '}}{% elif (message['role'] == 'assistant') %}{{message['content'] + '<|end|>' + '
 '}}{% endif %}{% endfor %}{{ documents | tojson if documents }}{{ unknown_variable }}{{ custom }}""",
+    "gpt_oss": """
+{%- for message in messages -%}
+    {%- if message.thinking -%}{{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|>' -}}{%- endif -%}
+    {{- '<|start|>' + message.role + '<|message|>' + (message.content or '') | string + '<|end|>' -}}
+{%- endfor -%}""",
     "generation": """{% for message in messages %}
     {%- if message.role == 'assistant' -%}
         <|im_start|>assistant
@@ -243,6 +248,7 @@ REQUESTS = {
     "documents": {"documents": [{"title": "T", "text": "<b>"}], "custom": {"a": [np.int64(3)]}, "bos_token": "[B]"},
     "open": {"continue_final_message": True},
     "open_reasoning": {"continue_final_message": "reasoning_content"},
+    "open_thinking": {"continue_final_message": "thinking"},
     "both": {"continue_final_message": True, "add_generation_prompt": True},
 }
 
@@ -344,6 +350,16 @@ def weather(city: str) -> str:
 def test_errors(pair, template: str, request_: dict, match: str) -> None:
     with pytest.raises(text.ChatError, match=match):
         text.render_chat(pair[0], CHATS["plain"][:2], template=template, **request_)
+
+
+@pytest.mark.parametrize(
+    "change", ["{% set n = namespace(__call__=1) %}", "{% set n = namespace() %}{% set n._x = 1 %}"]
+)
+def test_namespace_names(pair, change: str) -> None:
+    ours, theirs = pair
+    assert theirs_or_error(theirs, TURNS, chat_template=change) is None
+    with pytest.raises(text.ChatError, match="begins with an underscore"):
+        text.render_chat(ours, TURNS, template=change)
 
 
 @pytest.mark.parametrize(("messages", "match"), [([], "the chat is empty"), (["hi"], "expected messages to be dicts")])

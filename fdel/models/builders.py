@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fdel.ops.batch import Pages, Slots
-from fdel.params.spec import Param, normal, ones, zeros
+from fdel.params.spec import Param, normal, ones, stack, zeros
 
 STD = 0.02  # initial standard deviation of weight matrices, GPT-2's
 
@@ -88,3 +88,16 @@ def step_init(key, shape, dtype):
     """Initialise time steps log-uniformly in [0.001, 0.1], as the bias whose softplus they are."""
     dt = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
     return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
+
+
+def moe(name: str, embed: int, ffn: int, experts: int, names: tuple[str, str, str] | None = None) -> dict:
+    """Router [embed experts], named {name}gate.weight, and gated feed-forwards stacked along an axis `experts`."""
+    parts = glu(name + "experts.{experts}.", embed, ffn, *([names] if names else []))
+    router = matrix(name + "gate.weight", ("embed", embed), ("experts", experts))
+    return {"router": router, "experts": stack(parts, "experts", range(experts))}
+
+
+def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
+    """Spec of a paged cache of `ops.mla`: latents and rotary keys, common to all heads; values are a part of them."""
+    axes = "layers pages groups page latent"
+    return Pages(Param(axes, (layers, pages, 1, page, latent), zeros), None)

@@ -11,6 +11,8 @@ from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
 from fdel.ops.head import Head, logits
 from fdel.ops.layers import layers, pool_index
 from fdel.ops.mamba1 import selective_scan
+from fdel.ops.mla import mla
+from fdel.ops.moe import grouped_matmul, moe, route_sigmoid, route_softmax
 from fdel.ops.norm import layer_norm, rms_norm
 from fdel.ops.rope import Rope, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.ssd import ssd
@@ -35,12 +37,15 @@ __all__ = [
     "flash_attention",
     "gated_delta_rule",
     "glu",
+    "grouped_matmul",
     "l2norm",
     "layer_norm",
     "layers",
     "linear",
     "logits",
+    "mla",
     "mlp",
+    "moe",
     "pack",
     "packed",
     "paged",
@@ -49,6 +54,8 @@ __all__ = [
     "rope",
     "rope_interleaved",
     "rotation",
+    "route_sigmoid",
+    "route_softmax",
     "selective_scan",
     "ssd",
     "yarn_mscale",

@@ -199,4 +199,4 @@ def moe(
     rows = x.reshape(-1, x.shape[-1])[order // k]
     h = act(grouped_matmul(rows, p["gate"], sizes)) * grouped_matmul(rows, p["up"], sizes)
     y = grouped_matmul(h, p["down"], sizes)[jnp.argsort(order)].reshape(*batch, k, x.shape[-1])
-    return jnp.einsum("...kd,...k->...d", y.astype(jnp.float32), weights).astype(x.dtype)
+    return jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype)

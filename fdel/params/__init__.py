@@ -1,9 +1,11 @@
 """Parameters: declared once by a spec tree; then initialised, sharded, loaded, saved, quantized and adapted from it."""
 
+from . import lora
 from .files import CheckpointError, Tensor, read, tensors
 from .hf import load, save
 from .hub import push, resolve
 from .mesh import AXES, SERVE, TRAIN, batch_sharding, make_mesh, parse_mesh, partition_spec, shardings
+from .peft import load_peft, save_peft
 from .quantize import dequantize, quantize
 from .spec import (
     Layout,
@@ -31,7 +33,8 @@ from .spec import (
 
 __all__ = [
     "AXES", "SERVE", "TRAIN", "CheckpointError", "Layout", "Param", "Tensor", "abstract", "batch_sharding", "constant",
-    "count", "dequantize", "hf_names", "init", "layers", "layout", "leaf_dtype", "load", "make_mesh",
-    "named_leaves", "nbytes", "normal", "ones", "parse_mesh", "partition_spec", "parts", "path_name", "push",
-    "quantize", "read", "resolve", "restack", "runs", "save", "shardings", "stack", "tensors", "unstack", "zeros",
+    "count", "dequantize", "hf_names", "init", "layers", "layout", "leaf_dtype", "load", "load_peft", "lora",
+    "make_mesh", "named_leaves", "nbytes", "normal", "ones", "parse_mesh", "partition_spec", "parts", "path_name",
+    "push", "quantize", "read", "resolve", "restack", "runs", "save", "save_peft", "shardings", "stack", "tensors",
+    "unstack", "zeros",
 ]  # fmt: skip

@@ -49,10 +49,10 @@ def _shares(named: list[tuple[str, Param]]) -> dict[str, list[_Share]]:
             out.setdefault(name, []).append(_Share(i, index, where))
     wrong = []
     for name, group in out.items():
-        fused, ends = {_span(x.layout)[0] for x in group}, [0]
+        fused, end = {_span(x.layout)[0] for x in group}, 0
         for _, start, stop in sorted(_span(x.layout) for x in group):
-            ends = [*ends, stop] if start == ends[-1] else [*ends, -1]
-        if len({x.layout.file_shape for x in group}) > 1 or len(fused) > 1 or ends[-1] != fused.pop()[1]:
+            end = stop if start == end else -1
+        if len({x.layout.file_shape for x in group}) > 1 or len(fused) > 1 or end != fused.pop()[1]:
             paths = ", ".join(f"{named[x.leaf][0]} {list(_span(x.layout)[1:])}" for x in group)
             wrong.append(f"  {name}: the parts {paths} do not cover it exactly once")
     if wrong:

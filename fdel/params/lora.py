@@ -41,22 +41,21 @@ def add(
             return w
         if isinstance(w, LowRank):
             raise ValueError(f"{path} has an adapter; merge or unload it first, or leave it out of where={where!r}")
-        m = found[path]
-        batch, leading, trailing = w.shape[: m.batch], w.shape[m.batch : m.batch + m.leading], w.shape[m.batch + m.leading :]
+        batch, leading, trailing = found[path].cut(w.shape)
+        lookup = found[path].lookup
+        bound = 1 / math.sqrt(math.prod(trailing if lookup else leading))
         k = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        bound = 1 / math.sqrt(math.prod(trailing if m.lookup else leading))
-        shapes = [(*batch, *leading, rank), (*batch, rank, *trailing)]
-        a, b = (
-            jnp.zeros(s, dtype) if m.lookup == first else jax.random.uniform(k, s, dtype, -bound, bound)
-            for first, s in zip((True, False), shapes, strict=True)
+        factor = lambda shape, zero: (
+            jnp.zeros(shape, dtype) if zero else jax.random.uniform(k, shape, dtype, -bound, bound)
         )
+        a, b = factor((*batch, *leading, rank), lookup), factor((*batch, rank, *trailing), not lookup)
         return LowRank(w, a, b, jnp.full(batch, alpha / (math.sqrt(rank) if rslora else rank), jnp.float32))
 
     return change(one, params)
 
 
 def merge(params: Tree) -> Tree:
-    """Add every adapter to its weight, in float32 and rounded to the weight's dtype; a Quantized base becomes an array."""
+    """Add every adapter to its weight in float32 and round to the weight's dtype; a Quantized base becomes an array."""
     return change(lambda path, w: dense(w) if isinstance(w, LowRank) else w, params)
 
 

@@ -9,16 +9,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 from fdel.ops.weights import LowRank, is_weight
 
-from .files import CheckpointError, tensors, write_safetensors
+from .files import CheckpointError, tensors
 from .quantize import Matrix, change, declarations, file_dims, matrix
 from .spec import Layout, Param, hf_names, layout, named_leaves, zeros
 
@@ -36,33 +37,35 @@ ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True
 
 
 def load_peft(spec: Tree, params: Tree, path: str | Path) -> Tree:
-    """Give params the adapter in directory `path`; the factors are float32, and of the base weights nothing is read.
+    """Give params the adapter in directory `path`, in float32; of the base weights nothing is read.
 
-    Layers of a stack without an adapter get one that is zero and stays so in training; lower ranks are padded with zeros.
-    Parts of a fused tensor get their rows of lora_B and a lora_A each. What cannot be applied exactly (other kinds of
-    adapters, initialisations that change the base, tensors without a place in the spec) is a `CheckpointError`.
+    Layers of a stack without an adapter get one that is zero and stays so in training; lower ranks are padded with
+    zeros. Parts of a fused tensor get their rows of lora_B and a lora_A each. What cannot be applied exactly (another
+    kind of adapter, an initialisation that changes the base, a tensor without a place in the spec): `CheckpointError`.
     """
     path = Path(path)
     for name in CONFIG, WEIGHTS:
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} has no {name}; PEFT's save_pretrained writes it (.bin files are not read)")
     config = json.loads((path / CONFIG).read_text("utf-8"))
-    found = {name: t for name, t in tensors(path / WEIGHTS).items() if ".base_layer." not in name}
-    problems = [*_refused(config)]
-    adapters: dict[str, tuple[np.ndarray, ...]] = {}
+    files = {name: t.read() for name, t in tensors(path / WEIGHTS).items() if ".base_layer." not in name}
+    problems = [f"{CONFIG}: {k}={v!r} is not supported" for k, v in config.items() if not _understood(k, v)]
+    adapters = {}
+    used = set()
     for leaf, p, m in _adaptable(spec, params):
         read = {}
         for index, module in _modules(p):
-            names = _tensor_names(module, m)
-            if all(n in found for n in names):
-                a, b = (found.pop(n).read().astype(np.float32) for n in names)
-                read[index] = a, b, _scale(config, module, len(a))
-                shapes = [x.file_shape for x in _layouts(p, m, len(a))]
-                if [a.shape, b.shape] != shapes:
-                    problems.append(f"{module}: lora_A {a.shape} and lora_B {b.shape}, expected {shapes[0]} and {shapes[1]}")
-        if read and not problems:
+            a, b = names = _tensor_names(module, m.lookup)
+            if a in files and b in files:
+                used |= {*names}
+                shapes = [x.file_shape for x in _layouts(p, m, len(files[a]))]
+                if [files[a].shape, files[b].shape] == shapes:
+                    read[index] = files[a], files[b], _scale(config, module, len(files[a]))
+                else:
+                    problems.append(f"{a} {files[a].shape}, {b} {files[b].shape}: expected {shapes[0]}, {shapes[1]}")
+        if read:
             adapters[leaf] = _assemble(p, m, read)
-    problems += [f"{name} has no place in the spec" for name in found]
+    problems += [f"{name} has no place in the spec" for name in files if name not in used]
     if problems:
         raise CheckpointError(path, problems)
 
@@ -75,42 +78,110 @@ def load_peft(spec: Tree, params: Tree, path: str | Path) -> Tree:
 
 
 def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = "") -> None:
-    """Write the adapters of params to directory `path`, so that PEFT computes the same; `base_name` names the base model.
+    """Write the adapters of params to directory `path` for PEFT; `base_name` is the path or hub id of the base model.
 
-    The adapters of the parts of a fused tensor become one whose rank is their sum: lora_A one above the other, lora_B
-    zero outside of each part's rows and columns. Params without an adapter: ValueError.
+    The adapters of the parts of a fused tensor become one of the sum of their ranks: lora_A one above the other, and in
+    lora_B only the rows of a part are not zero in its columns. Params without an adapter: ValueError.
     """
     leaves = dict(named_leaves(params, is_leaf=is_weight))
-    parts: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray, float]]] = {}
-    conv = False
+    parts: dict[tuple[str, bool], list[tuple[np.ndarray, np.ndarray, float]]] = {}
     for leaf, p, m in _adaptable(spec, params):
-        if not isinstance(w := leaves.pop(leaf), LowRank):
-            continue
-        a, b, scale = (np.asarray(x) for x in (w.a, w.b, w.scale))
-        layouts = _layouts(p, m, a.shape[-1])
-        conv |= not m.lookup and p.axes.split()[m.batch] in re.findall(r"\w+", file_dims(p)[0])
-        for index, module in _modules(p):
-            if scale[index]:  # a layer that has no adapter
-                files = [np.zeros(x.file_shape, y.dtype) for x, y in zip(layouts, (a, b), strict=True)]
-                for x, file, ours in zip(layouts, files, (a, b), strict=True):
-                    x.write(file, ours[index])
-                parts.setdefault(_tensor_names(module, m), []).append((*files, float(scale[index])))
+        if isinstance(w := leaves.pop(leaf), LowRank):
+            for module, part in _parts(p, m, w):
+                parts.setdefault((module, m.lookup), []).append(part)
     lost = [leaf for leaf, w in leaves.items() if isinstance(w, LowRank)]
     if lost or not parts:
-        raise ValueError(f"PEFT has no place for the adapters of {', '.join(lost)}" if lost else "params have no adapter")
-    entries: dict[str, np.ndarray] = {}
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    for names, group in parts.items():
-        scale = group[0][2]
-        entries[names[0]] = np.concatenate([a for a, _, _ in group])
-        entries[names[1]] = np.concatenate([(b * (s / scale)).astype(b.dtype) for _, b, s in group], axis=1)
-        module = _module_name(names[0])
-        ranks[module], alphas[module] = len(entries[names[0]]), round(scale * len(entries[names[0]]), 6)
+        raise ValueError(f"PEFT has no place for adapters of {', '.join(lost)}" if lost else "params have no adapter")
+    out, ranks, alphas = {}, {}, {}
+    for (module, lookup), group in parts.items():
+        scale, (a, b) = group[0][2], _tensor_names(module, lookup)
+        out[a] = np.concatenate([part for part, _, _ in group])
+        out[b] = np.concatenate([(part * (s / scale)).astype(part.dtype) for _, part, s in group], axis=1)
+        ranks[module], alphas[module] = len(out[a]), round(scale * len(out[a]), 6)
     every = {name.removesuffix(".weight") for _, p in named_leaves(spec) for name in hf_names(p)}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = _config(ranks, alphas, every) | {"base_model_name_or_path": base_name, "fan_in_fan_out": conv}
+    config = _config(ranks, alphas, every) | {"base_model_name_or_path": base_name}
     (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-    shapes = {name: (x.shape, x.dtype) for name, x in entries.items()}
-    write_safetensors(path / WEIGHTS, shapes, entries.__getitem__, {"format": "pt"})
+    save_file(out, path / WEIGHTS, {"format": "pt"})
+
+
+def _understood(field: str, value: Any) -> bool:
+    return field in NEUTRAL or value in ALLOWED.get(field, ()) or not value
+
+
+def _adaptable(spec: Tree, params: Tree) -> Iterator[tuple[str, Param, Matrix]]:
+    """The leaves of params that are weights of modules: (path, declaration, how it is a matrix)."""
+    for leaf, p in declarations(params, spec).items():
+        m = matrix(p)
+        if m and p.hf.endswith(".weight") and m.batch == len(p.stacked):
+            yield leaf, p, m
+
+
+def _modules(p: Param) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(Index in the stacked axes, name of the module) of each checkpoint tensor of an array."""
+    indices = np.ndindex(tuple(len(r) for _, r in p.stacked))
+    return zip(indices, (name.removesuffix(".weight") for name in hf_names(p)), strict=True)
+
+
+def _tensor_names(module: str, lookup: bool) -> tuple[str, str]:
+    kind = "lora_embedding_{}" if lookup else "lora_{}.weight"
+    return f"base_model.model.{module}.{kind.format('A')}", f"base_model.model.{module}.{kind.format('B')}"
+
+
+def _layouts(p: Param, m: Matrix, rank: int) -> tuple[Layout, Layout]:
+    """How lora_A [r, leading] maps to [*leading, rank] and lora_B [trailing, r] to [rank, *trailing]."""
+    sizes = dict(zip(p.axes.split(), p.shape, strict=True)) | {"rank": rank}
+
+    def one(axes: list[str], side: Sequence[str], file: str) -> Layout:
+        dim = next(d for d in file_dims(p) if side[0] in re.findall(r"\w+", d))
+        shape = tuple(sizes[axis] for axis in axes)
+        return layout(Param(" ".join(axes), shape, zeros, p.hf, file.format(dim), p.part if "[" in dim else None))
+
+    _, leading, trailing = m.cut(p.axes.split())
+    return one([*leading, "rank"], leading, "rank {}"), one(["rank", *trailing], trailing, "{} rank")
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _assemble(p: Param, m: Matrix, read: Mapping[tuple[int, ...], tuple]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Put the tensors of one array's modules together: its factors a and b, and scale."""
+    rank = max(len(a) for a, _, _ in read.values())
+    batch, leading, trailing = m.cut(p.shape)
+    a, b = np.zeros((*batch, *leading, rank), np.float32), np.zeros((*batch, rank, *trailing), np.float32)
+    scale = np.zeros(batch, np.float32)
+    for index, (file_a, file_b, s) in read.items():
+        r = len(file_a)
+        layout_a, layout_b = _layouts(p, m, r)
+        a[index][..., :r], b[index][:r], scale[index] = layout_a.read(file_a), layout_b.read(file_b), s
+    return a, b, scale
+
+
+def _parts(p: Param, m: Matrix, w: LowRank) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, float]]]:
+    """What an adapter is in the file: (module, (lora_A, lora_B, scale)); layers whose scale is zero have none."""
+    a, b, scale = np.asarray(w.a), np.asarray(w.b), np.asarray(w.scale)
+    layouts = _layouts(p, m, a.shape[-1])
+    for index, module in _modules(p):
+        if scale[index]:
+            files = [np.zeros(x.file_shape, a.dtype) for x in layouts]
+            for x, file, ours in zip(layouts, files, (a[index], b[index]), strict=True):
+                x.write(file, ours)
+            yield module, (*files, float(scale[index]))
+
+
+def _config(ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[str]) -> dict[str, Any]:
+    """adapter_config.json of modules with these ranks and alphas, where the model has the modules `every`."""
+    (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
+    last = lambda module: module.rpartition(".")[2]
+    short = {last(x) for x in ranks} - {last(x) for x in every - set(ranks)}
+    differing = lambda values, usual: {re.escape(k): v for k, v in values.items() if v != usual}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "use_rslora": False,
+        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "init_lora_weights": True,
+        "rank_pattern": differing(ranks, rank), "alpha_pattern": differing(alphas, alpha),
+        "target_modules": sorted({last(x) if last(x) in short else x for x in ranks}),
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,10 @@ class Matrix:
     batch: int
     leading: int
     lookup: bool
+
+    def cut(self, axes: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+        """Cut a shape, or anything else that has one item per axis, into (batch, leading, trailing)."""
+        return axes[: self.batch], axes[self.batch : self.batch + self.leading], axes[self.batch + self.leading :]
 
 
 def file_dims(p: Param) -> list[str]:
@@ -130,7 +134,7 @@ def dequantize(params: Tree, dtype: Any = None) -> Tree:
 
 
 def _encode(w: Float[Array, "..."], m: Matrix, format: str, group: int | None, double: bool) -> Quantized:
-    leading, trailing = w.shape[m.batch : m.batch + m.leading], w.shape[m.batch + m.leading :]
+    _, leading, trailing = m.cut(w.shape)
     inputs, axis = (trailing, -1) if m.lookup else (leading, -1 - len(trailing))
     x = merge(w.astype(jnp.float32), axis, len(inputs))
     size = x.shape[axis]

@@ -102,12 +102,10 @@ def _prepare(
 ) -> tuple[Model, list[Reply]]:
     """Check everything, before anything runs."""
     if eos is None:
-        found = json.loads(model.cfg.source).get("eos_token_id") if tokenizer is None else tokenizer.eos_ids
-        eos = () if found is None else (found,) if isinstance(found, int) else tuple(found)
+        eos = default_eos(model) if tokenizer is None else tokenizer.eos_ids
     if tokenizer is None and any(r.stops for r in requests):
         raise ValueError("stop strings need a tokenizer; pass tokenizer=text.load(folder), or use stop_token_ids")
-    context = getattr(model.cfg, "max_positions", None)
-    limit = min(x for x in (max_length, context, math.inf) if x is not None)
+    limit = length_limit(model, max_length)
     replies = []
     for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         check_prompt(prompt, model.cfg.vocab, limit, f"prompt {i}")
@@ -115,6 +113,18 @@ def _prepare(
         stream_of = None if tokenizer is None else text.Detokenizer(tokenizer)
         replies.append(Reply(request, stop_ids(request, eos), room, stream_of))
     return model._replace(params=P.unstack(model.params)), replies
+
+
+def default_eos(model: Model) -> tuple[int, ...]:
+    """The ids that config.json names as the end of a text."""
+    found = json.loads(model.cfg.source).get("eos_token_id")
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+def length_limit(model: Model, max_length: int | None) -> float:
+    """The most tokens of prompt and output: the model's context, `max_length` if that is less; infinity for neither."""
+    context = getattr(model.cfg, "max_positions", None)
+    return min(x for x in (max_length, context, math.inf) if x is not None)
 
 
 def check_prompt(prompt: Sequence[int], vocab: int, limit: float, name: str) -> None:

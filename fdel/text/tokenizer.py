@@ -164,10 +164,10 @@ def _dump(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _added(token: str | dict) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token, special=True)
-    return AddedToken(**{k: v for k, v in token.items() if k != "__type"})
+def _added(token: str | dict | AddedToken) -> AddedToken:
+    if isinstance(token, dict):
+        return AddedToken(**{k: v for k, v in token.items() if k != "__type"})
+    return AddedToken(token, special=True) if isinstance(token, str) else token
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, AddedToken]:
@@ -185,13 +185,13 @@ def _backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    # Add the tokens that only tokenizer_config.json knows, as transformers does.
-    known, named = list(backend.get_added_tokens_decoder().values()), list(_special(config).values())
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    new = [t for t in (_added(t) for _, t in listed) if repr(t) not in map(repr, known)]
+    # As transformers: list the tokens anew, by id, then those that only the config names; the named ones are special.
+    known, named = backend.get_added_tokens_decoder(), list(_special(config).values())
+    listed = config.get("added_tokens_decoder", known)
+    new = [_added(t) for _, t in sorted(listed.items(), key=lambda item: int(item[0]))]
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     for token in named + ([] if isinstance(extra, dict) else [_added(t) for t in extra]):
-        new += [] if token.content in [t.content for t in known + new] else [token]
+        new += [] if token.content in [t.content for t in [*known.values(), *new]] else [token]
     for token in new:
         token.special = token.special or token.content in [t.content for t in named]
     backend.add_tokens(new)

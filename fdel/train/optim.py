@@ -1,4 +1,4 @@
-"""Optimizers and schedules, built from optax. A schedule is a function of the step: `schedule(step)` is its rate."""
+"""Optimizers and schedules, built from optax. `schedule(step)` is the learning rate of a step."""
 
 from typing import Any
 
@@ -39,5 +39,5 @@ def adamw(
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, final: float = 0.0) -> optax.Schedule:
-    """Rise linearly from 0 to `peak` over `warmup` steps, then fall along a half cosine to `final * peak` at `steps`."""
+    """Rise linearly from 0 to `peak` over `warmup` steps, then fall along a half cosine to final * peak at `steps`."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, final * peak)

@@ -112,7 +112,8 @@ def test_top1_counts_the_first_of_equal_logits() -> None:
 def some_loss(stats, weights):
     """A sum over tokens that is not linear in the statistics."""
     per_token = weights * (jnp.exp(0.1 * stats.logp) + stats.logsumexp**2 - 0.5 * stats.entropy)
-    return per_token.sum(), {"top1": (weights * stats.top1).sum(), "count": (weights > 0).sum()}
+    sums = {"top1": (weights * stats.top1).sum(), "count": (weights > 0).sum()}
+    return per_token.sum() + stats.mean_logit.sum(), sums
 
 
 @pytest.mark.parametrize("chunk", [2, 7])
@@ -134,16 +135,19 @@ def test_token_sum_equals_the_loss_of_token_stats(chunk: int) -> None:
     close(jax.jit(one)(x, head), want[0], 1e-6)
 
 
-def test_bfloat16_weight_gradient_adds_up_in_float32() -> None:
-    """512 chunks of equal gradients: added in bfloat16 they would stick at 256 of 512."""
-    x = jnp.ones((1, 512, 1), jnp.bfloat16)
+@pytest.mark.parametrize(("chunks", "chunk"), [(512, 1), (3, 257)])
+def test_bfloat16_weight_gradient_adds_up_in_float32(chunks: int, chunk: int) -> None:
+    """Half a unit per token. In bfloat16, ones stick at 128, and a chunk of 257 tokens gives 128 instead of 128.5."""
+    n = chunks * chunk
+    x = jnp.ones((1, n, 1), jnp.bfloat16)
     head = ops.Head(jnp.zeros((2, 1), jnp.bfloat16))
-    labels = jnp.zeros((1, 512), jnp.int32)
+    labels = jnp.zeros((1, n), jnp.int32)
     logp = lambda stats: (stats.logp.sum(), None)
-    two = lambda head: logp(losses.token_stats(x, head, labels, chunk=1))[0]
-    one = lambda head: losses.token_sum(logp, x, head, labels, chunk=1)[0]
+    two = lambda head: logp(losses.token_stats(x, head, labels, chunk=chunk))[0]
+    one = lambda head: losses.token_sum(logp, x, head, labels, chunk=chunk)[0]
+    want = jnp.array([[n / 2], [-n / 2]], jnp.bfloat16)
     for f in (one, two):
-        np.testing.assert_array_equal(jax.jit(jax.grad(f))(head).weight, [[256.0], [-256.0]])
+        np.testing.assert_array_equal(jax.jit(jax.grad(f))(head).weight, want)
 
 
 def test_low_rank_weight() -> None:

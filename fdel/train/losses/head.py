@@ -76,7 +76,7 @@ def _sum(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data:
 def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple) -> tuple:
     """The value and, in the same scan, its gradients in hidden and in the floating leaves of head."""
 
-    def one(grads: list, xs: tuple) -> tuple:
+    def one(grads: list, xs: tuple) -> tuple[list, tuple[jax.Array, Any]]:
         x, y, data = xs
         z, pull = _project(x, head)
         z, pull_cap = jax.vjp(lambda z, bias: cap(z, bias, head), z, head.bias)
@@ -88,8 +88,8 @@ def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Arra
         return [a + b.astype(a.dtype) for a, b in zip(grads, new, strict=True)], (dx, (value, sums))
 
     zero = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in _floating(head)]
-    grads, (dhidden, out) = jax.lax.scan(one, zero, (hidden, labels, data))
-    return _total(out), (hidden, head, dhidden, grads)
+    grads, (dhidden, sums) = jax.lax.scan(one, zero, (hidden, labels, data))
+    return _total(sums), (hidden, head, dhidden, grads)
 
 
 def _sum_backward(loss: Callable, residuals: tuple, ct: tuple) -> tuple:
@@ -112,7 +112,8 @@ def _stats(hidden: jax.Array, head: Head, labels: jax.Array) -> TokenStats:
 def _stats_backward(args: tuple, ct: TokenStats) -> tuple:
     # What `ct` pulls back through the statistics is the gradient of the sum of their products.
     product = lambda stats, ct: (sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None)
-    _, residuals = _sum_forward(product, *args, (ct,))
+    hidden, head, labels = args
+    _, residuals = _sum_forward(product, hidden, head, labels, (ct,))
     return _sum_backward(product, residuals, (1.0, None))[:3]
 
 

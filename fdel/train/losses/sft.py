@@ -36,8 +36,8 @@ def nll(stats: TokenStats, weights: Float[Array, "..."]) -> tuple[Float[Array, "
 def sft(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **options: Any) -> Callable:
     """Build `loss(params, batch) -> (sum, sums)` for `train.grads`, the next token's `nll` on a model family.
 
-    batch is a dict: "tokens" int[B T]; "packed" ops.Packed, if absent every row is one sequence; "mask" bool[B T] of the
-    tokens to learn (see `shift`), if absent all. `options` go to `family.hidden` (remat="dots_saveable", ...).
+    batch is a dict: "tokens" int[B T]; "packed" ops.Packed, if absent every row is one sequence; "mask" bool[B T] of
+    the tokens to learn (see `shift`), if absent all. `options` go to `family.hidden` (remat="dots_saveable", ...).
     """
 
     def loss(params: Any, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:

@@ -25,7 +25,7 @@ class TokenStats(NamedTuple):
 
 
 def from_logits(z: Float[Array, "... V"], labels: Int[Array, "..."]) -> TokenStats:
-    """Compute the statistics of logits: the definition. `losses.head` gives the same without the logits of all tokens."""
+    """Compute the statistics of logits: the definition. `token_stats` gives the same without building all logits."""
     label = jnp.take_along_axis(z, jnp.maximum(labels, 0)[..., None], -1)
     top = z.max(-1, keepdims=True)
     s = z - top

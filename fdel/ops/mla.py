@@ -1,0 +1,42 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values come from one small latent per token."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.ops.attention import attend
+from fdel.ops.batch import Batch, Packed, Pages
+from fdel.ops.einsum import einsum
+from fdel.ops.flash import Mask
+from fdel.ops.weights import Weight
+
+
+def mla(
+    batch: Batch,
+    state: Pages | None,
+    layer: Any,
+    q: Float[Array, "... T N H"],
+    kv: Float[Array, "... T C_R"],
+    w_k: Weight,
+    w_v: Weight,
+    *,
+    mask: Mask,
+) -> tuple[Float[Array, "... T N Hv"], Pages | None]:
+    """Attend with keys [latent w_k[:, n], rope] and values latent w_v[:, n] of head n, where kv = [latent, rope].
+
+    The latent has C channels and w_k is [C N Hn], w_v [C N Hv]; the rope part, the R last channels of keys and queries,
+    is rotated already and common to all heads (H = Hn + R). Packed: keys and values are expanded, and `attend` as usual.
+    Paged: pages hold kv as it is, one head without `v`, and the products are taken in the other order, so that nothing
+    is expanded: q_nope (latent w_k) = (q_nope w_k) latent, and the sum over values, of latents, goes through w_v.
+    Returns the output in q's dtype and the new state.
+    """
+    c, _, nope = w_k.shape
+    latent, shared = kv[..., :c], kv[..., None, c:]
+    if isinstance(batch, Packed):
+        k = einsum("...c,cnh->...nh", latent, w_k)
+        k = jnp.concatenate([k, jnp.broadcast_to(shared, (*k.shape[:-1], shared.shape[-1]))], -1)
+        return attend(batch, state, layer, q, k, einsum("...c,cnh->...nh", latent, w_v), mask=mask)
+    q = jnp.concatenate([einsum("...nh,cnh->...nc", q[..., :nope], w_k), q[..., nope:]], -1)
+    sums, state = attend(batch, state, layer, q, kv[..., None, :], latent[..., None, :], mask=mask)
+    return einsum("...nc,cnh->...nh", sums, w_v), state

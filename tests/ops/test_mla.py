@@ -1,0 +1,113 @@
+"""Latent attention against its formula in float64, and the absorbed paged form against the expanded one."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import ops, params
+from fdel.ops.weights import LowRank, dense
+from fdel.params import Param
+
+T, N, C, HN, R, HV = 13, 3, 16, 12, 6, 10
+SPEC = {
+    k: Param("latent heads head_dim", (C, N, n), params.zeros, hf_axes="(heads head_dim) latent")
+    for k, n in (("k", HN), ("v", HV))
+}
+MASKS = {"causal": ops.Mask(0.3), "window": ops.Mask(0.3, window=4)}
+
+
+def inputs():
+    r = np.random.default_rng(0)
+    array = lambda *s: jnp.asarray(r.normal(size=s), jnp.float32)
+    return array(2, T, N, HN + R), array(2, T, C + R), {"k": array(C, N, HN) / 3, "v": array(C, N, HV) / 3}
+
+
+def weights(kind):
+    _, _, w = inputs()
+    if kind == "int8":
+        return params.quantize(w, "int8", ".", spec=SPEC)
+    if kind == "low_rank":
+        r = np.random.default_rng(1)
+        factor = lambda *s: jnp.asarray(r.normal(size=s) / 4, jnp.float32)
+        return {k: LowRank(a, factor(C, 2), factor(2, N, a.shape[-1]), jnp.float32(0.7)) for k, a in w.items()}
+    return w
+
+
+def formula(q, kv, w, window=None):
+    q, kv, w_k, w_v = (np.asarray(a, np.float64) for a in (q, kv, dense(w["k"]), dense(w["v"])))
+    out = np.zeros((*q.shape[:-1], HV))
+    for b, t, n in np.ndindex(q.shape[:-1]):
+        first = 0 if window is None else max(0, t - window + 1)
+        past = kv[b, first : t + 1]
+        k = np.concatenate([past[:, :C] @ w_k[:, n], past[:, C:]], -1)
+        s = 0.3 * k @ q[b, t, n]
+        p = np.exp(s - s.max())
+        out[b, t, n] = (p / p.sum()) @ (past[:, :C] @ w_v[:, n])
+    return out
+
+
+def serve(q, kv, w, mask, chunks, block):
+    """Feed two sequences in chunks, interleaved, through pages that hold NaN at first."""
+    table = np.array([[1, 3, 5, 7], [0, 2, 4, 6]])
+    state = ops.Pages(jnp.full((2, 8, 1, 4, C + R), jnp.nan), None)
+    run = jax.jit(lambda batch, state, q, kv: ops.mla(batch, state, 1, q, kv, w["k"], w["v"], mask=mask))
+    out, start = [[], []], 0
+    for n in chunks:
+        _, batch = ops.paged([(i, start, [0] * n) for i in range(2)], table, block=block)
+        size = -(-n // block) * block
+        pad = lambda x: np.concatenate([np.pad(x[i, start : start + n], ((0, size - n), *[(0, 0)] * (x.ndim - 2))) for i in range(2)])  # noqa: E501, B023
+        y, state = run(batch, state, pad(np.asarray(q)), pad(np.asarray(kv)))
+        for i in range(2):
+            out[i].append(np.asarray(y)[i * size : i * size + n])
+        start += n
+    return np.stack([np.concatenate(o) for o in out])
+
+
+@pytest.mark.parametrize("kind", ["array", "int8", "low_rank"])
+def test_expanded_form_equals_formula(kind):
+    (q, kv, _), w = inputs(), weights(kind)
+    got, state = ops.mla(ops.packed(jnp.zeros((2, T), int)), None, 0, q, kv, w["k"], w["v"], mask=MASKS["causal"])
+    assert state is None and got.shape == (2, T, N, HV)
+    np.testing.assert_allclose(got, formula(q, kv, w), atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", ["array", "int8", "low_rank"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("chunks,block", [([6, 7], 4), ([1] * T, 1)])
+def test_absorbed_form_on_pages_equals_formula(kind, mask, chunks, block):
+    (q, kv, _), w = inputs(), weights(kind)
+    want = formula(q, kv, w, MASKS[mask].window)
+    np.testing.assert_allclose(serve(q, kv, w, MASKS[mask], chunks, block), want, atol=5e-6)
+
+
+def test_gradients_equal_those_of_dense_attention():
+    q, kv, w = inputs()
+    dy = jnp.asarray(np.random.default_rng(2).normal(size=(2, T, N, HV)), jnp.float32)
+    batch = ops.packed(jnp.zeros((2, T), int))
+
+    def latent(q, kv, w):
+        return (ops.mla(batch, None, 0, q, kv, w["k"], w["v"], mask=MASKS["causal"])[0] * dy).sum()
+
+    def plain(q, kv, w):
+        k = jnp.einsum("btc,cnh->btnh", kv[..., :C], w["k"])
+        s = jnp.einsum("btnh,bsnh->bnts", q[..., :HN], k) + jnp.einsum("btnr,bsr->bnts", q[..., HN:], kv[..., C:])
+        p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.3 * s, -jnp.inf))
+        return (jnp.einsum("bnts,bsc,cnh->btnh", p, kv[..., :C], w["v"]) * dy).sum()
+
+    got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(q, kv, w) for f in (latent, plain))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_pages_hold_latents_only():
+    q, kv, w = inputs()
+    _, batch = ops.paged([(0, 0, [0] * T)], np.array([[2, 0, 1, 3]]), block=T)
+    state = ops.Pages(jnp.zeros((1, 4, 1, 4, C + R)), None)
+    _, new = ops.mla(batch, state, 0, q[0], kv[0], w["k"], w["v"], mask=MASKS["causal"])
+    assert new.v is None
+    np.testing.assert_array_equal(new.k[0, jnp.array([2, 0, 1, 3]), 0].reshape(16, -1)[:T], kv[0])
+    with pytest.raises(ValueError, match="a Paged batch needs state"):
+        ops.mla(replace(batch), None, 0, q[0], kv[0], w["k"], w["v"], mask=MASKS["causal"])

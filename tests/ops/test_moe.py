@@ -1,0 +1,309 @@
+"""Mixture of experts against transformers' routers and blocks, and loops over tokens and experts in float64."""
+
+import importlib
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import ops, params
+from fdel.ops.weights import LowRank, Quantized, dense
+from fdel.params import Param
+
+module = importlib.import_module("fdel.ops.moe")  # `ops.moe` is the function
+
+D, F, E = 24, 40, 6
+SHAPES = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+AXES = {"gate": "experts embed ffn", "up": "experts embed ffn", "down": "experts ffn embed"}
+SPEC = {"experts": {k: Param(AXES[k], SHAPES[k], params.zeros) for k in SHAPES}}
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def weights(seed=1):
+    r = rng(seed)
+    return {k: jnp.asarray(r.normal(size=s) / s[1] ** 0.5, jnp.float32) for k, s in SHAPES.items()}
+
+
+def close(got, want, tol=2e-6):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= tol * np.abs(want).max()
+
+
+def loops(x, p, routing, experts):
+    """The formula, one token and one expert at a time, in float64."""
+    x, routing = np.asarray(x, np.float64), np.asarray(routing, np.float64)
+    gate, up, down = (np.asarray(p[k], np.float64) for k in SHAPES)
+    out = np.zeros_like(x)
+    for t, (row, es) in enumerate(zip(routing, np.asarray(experts), strict=True)):
+        for w, e in zip(row, es, strict=True):
+            g = x[t] @ gate[e]
+            out[t] += w * ((g / (1 + np.exp(-g)) * (x[t] @ up[e])) @ down[e])
+    return out
+
+
+# name -> expert indices [T k]
+ROUTINGS = {
+    "random": np.stack([rng(2).permutation(E)[:2] for _ in range(1)] + [rng(i).permutation(E)[:2] for i in range(70)]),
+    "one_token": np.array([[4, 1]]),
+    "one_expert": np.full((50, 1), 3),
+    "first_and_last": np.tile([[0, E - 1]], (33, 1)),
+    "all": np.tile([np.arange(E)], (5, 1)),
+    "empty": np.zeros((0, 2), int),
+}
+
+
+def routing_of(experts):
+    return jnp.asarray(rng(3).uniform(0.1, 1, experts.shape), jnp.float32)
+
+
+# ---- routers -------------------------------------------------------------------------------------------------------
+
+
+def spread(w, experts, n):
+    """Weights at their experts, whose order is free."""
+    out = np.zeros((*w.shape[:-1], n))
+    np.put_along_axis(out, np.asarray(experts), np.asarray(w), -1)
+    return out
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_softmax_router_equals_transformers(normalize):
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    logits = 2 * rng().normal(size=(50, 8)).astype(np.float32)
+    router = Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(hidden_size=8, num_experts=8, num_experts_per_tok=3, norm_topk_prob=normalize)
+    )
+    router.weight.data = torch.eye(8)
+    _, want, chosen = router(torch.tensor(logits))
+    got, experts = ops.route_softmax(jnp.asarray(logits).reshape(5, 10, 8), 3, normalize=normalize)
+    assert got.shape == experts.shape == (5, 10, 3) and got.dtype == jnp.float32
+    want = spread(want.detach().numpy(), chosen.numpy(), 8)
+    close(spread(got.reshape(50, 3), experts.reshape(50, 3), 8), want, 1e-6)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("groups,kept,k", [(4, 2, 3), (4, 1, 2), (1, 1, 5), (2, 2, 8)])
+def test_sigmoid_router_equals_transformers(groups, kept, k, normalize):
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    logits, bias = 2 * rng().normal(size=(60, 8)).astype(np.float32), rng(1).normal(size=8).astype(np.float32)
+    router = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            hidden_size=8, n_routed_experts=8, num_experts_per_tok=k, n_group=groups, topk_group=kept,
+            norm_topk_prob=normalize, routed_scaling_factor=2.5,
+        )  # fmt: skip
+    )
+    router.weight.data, router.e_score_correction_bias.data = torch.eye(8), torch.tensor(bias)
+    _, want, chosen = router(torch.tensor(logits))
+    got, experts = ops.route_sigmoid(
+        jnp.asarray(logits), k, bias=jnp.asarray(bias), groups=groups, topk_groups=kept, scale=2.5, normalize=normalize
+    )
+    assert got.dtype == jnp.float32
+    close(spread(got, experts, 8), spread(want.detach().numpy(), chosen.numpy(), 8), 1e-6)
+
+
+@pytest.mark.parametrize("groups,kept,k", [(3, 1, 1), (8, 2, 1), (4, 1, 3), (2, 3, 1)])
+def test_sigmoid_router_refuses_sizes_that_do_not_fit(groups, kept, k):
+    with pytest.raises(ValueError, match=f"cannot choose {k} of 8 experts from {kept} of {groups} groups"):
+        ops.route_sigmoid(
+            jnp.zeros((1, 8)), k, bias=jnp.zeros(8), groups=groups, topk_groups=kept, scale=1.0, normalize=True
+        )
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_moe_equals_loops(name):
+    experts = ROUTINGS[name]
+    x, p, routing = rng(5).normal(size=(len(experts), D)), weights(), routing_of(experts)
+    got = jax.jit(partial(ops.moe, act=jax.nn.silu))(jnp.asarray(x, jnp.float32), p, routing, jnp.asarray(experts))
+    if experts.size:
+        close(got, loops(x, p, routing, experts))
+    assert got.shape == x.shape
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_moe_equals_transformers(family):
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers import DeepseekV3Config, MixtralConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    kinds = {
+        "mixtral": (MixtralExperts, MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E)),
+        "deepseek_v3": (DeepseekV3Experts, DeepseekV3Config(hidden_size=D, moe_intermediate_size=F, n_routed_experts=E)),
+    }
+    cls, cfg = kinds[family]
+    cfg._experts_implementation = "eager"
+    block, p, experts = cls(cfg), weights(), ROUTINGS["random"]
+    fused = np.concatenate([p["gate"], p["up"]], -1).swapaxes(1, 2).copy()
+    block.gate_up_proj.data = torch.tensor(fused)
+    block.down_proj.data = torch.tensor(np.asarray(p["down"]).swapaxes(1, 2).copy())
+    x, routing = rng(5).normal(size=(len(experts), D)).astype(np.float32), routing_of(experts)
+    want = block(torch.tensor(x), torch.tensor(experts), torch.tensor(np.asarray(routing))).detach().numpy()
+    close(ops.moe(jnp.asarray(x), p, routing, jnp.asarray(experts), jax.nn.silu), want)
+
+
+def test_moe_in_bfloat16_accumulates_in_float32():
+    experts, p = ROUTINGS["random"], jax.tree.map(lambda c: c.astype(jnp.bfloat16), weights())
+    x = jnp.asarray(rng(5).normal(size=(len(experts), D)), jnp.bfloat16)
+    got = ops.moe(x, p, routing_of(experts), jnp.asarray(experts), jax.nn.silu)
+    assert got.dtype == jnp.bfloat16
+    close(got, loops(x, p, routing_of(experts), experts), 1e-2)
+
+
+SIZES = {"ragged": [5, 0, 33, 1, 64, 2], "short": [3, 0, 0, 40, 0, 1], "none": [0] * 6, "last": [0, 0, 0, 0, 0, 105]}
+
+
+def by_group(x, w, sizes):
+    out, start = np.zeros((x.shape[0], w.shape[-1])), 0
+    for e, n in enumerate(sizes):
+        out[start : start + n] = np.asarray(x, np.float64)[start : start + n] @ np.asarray(w, np.float64)[e]
+        start += n
+    return out
+
+
+@pytest.mark.parametrize("tile", [1 << 20, 64])
+@pytest.mark.parametrize("name", SIZES)
+def test_grouped_matmul_equals_loop_over_groups(name, tile, monkeypatch):
+    monkeypatch.setattr(module, "TILE", tile)  # 64: an expert's weight is cut into column tiles
+    w, x = weights()["gate"], jnp.asarray(rng(5).normal(size=(105, D)), jnp.float32)
+    assert module._tiles(w) == (1 if tile > 64 else 8)
+    got, want = ops.grouped_matmul(x, w, jnp.asarray(SIZES[name])), by_group(x, w, SIZES[name])
+    np.testing.assert_allclose(got, want, atol=5e-6)
+    assert not np.asarray(got)[sum(SIZES[name]) :].any()  # rows past the groups are exactly 0
+
+
+def test_grouped_matmul_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"x \(4, 3\), w \(6, 24, 40\), sizes \(6,\); expected \[M K\], \[E K N\], \[E\]"):
+        ops.grouped_matmul(jnp.zeros((4, 3)), weights()["gate"], jnp.zeros(6, int))
+
+
+def test_groups_do_not_leak():
+    """A NaN in one expert's row or weight stays there, and weights of experts without rows are never read."""
+    sizes, w = np.array([7, 0, 9, 0, 0, 3]), weights()["gate"]
+    x = jnp.asarray(rng(5).normal(size=(19, D)), jnp.float32)
+    bad_x, bad_w = x.at[6].set(jnp.nan), w.at[jnp.array([1, 3, 4, 5])].set(jnp.nan)
+    f = lambda x, w: ops.grouped_matmul(x, w, jnp.asarray(sizes))
+    y, vjp = jax.vjp(f, bad_x, bad_w)
+    finite = np.isfinite(y).all(-1)
+    np.testing.assert_array_equal(finite, ~np.isin(np.arange(19), [6, 16, 17, 18]))
+    np.testing.assert_allclose(np.asarray(y)[finite], by_group(x, w, sizes)[finite], atol=5e-6)
+    dx, dw = vjp(jnp.ones_like(y))
+    np.testing.assert_array_equal(np.isfinite(dx).all(-1), ~np.isin(np.arange(19), [16, 17, 18]))
+    np.testing.assert_array_equal(np.isfinite(dw).all((1, 2)), np.arange(E) != 0)
+    assert not np.asarray(dw)[[1, 3, 4]].any()
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def every_expert(x, p, routing, experts):
+    """The same sum with every expert applied to every token: plain einsums, which jax differentiates."""
+    full = (jax.nn.one_hot(experts, E) * routing[..., None]).sum(-2)
+    h = jax.nn.silu(jnp.einsum("td,edf->tef", x, p["gate"])) * jnp.einsum("td,edf->tef", x, p["up"])
+    return jnp.einsum("tef,efd,te->td", h, p["down"], full)
+
+
+@pytest.mark.parametrize("name", [n for n in ROUTINGS if n != "empty"])
+def test_gradients_equal_those_of_the_dense_formula(name):
+    experts = jnp.asarray(ROUTINGS[name])
+    x, dy = (jnp.asarray(rng(i).normal(size=(len(experts), D)), jnp.float32) for i in (5, 6))
+    loss = lambda f: lambda x, p, routing: (f(x, p, routing, experts) * dy).sum()
+    args = x, weights(), routing_of(experts)
+    got = jax.jit(jax.grad(loss(partial(ops.moe, act=jax.nn.silu)), (0, 1, 2)))(*args)
+    want = jax.grad(loss(every_expert), (0, 1, 2))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(a, b, 5e-6)
+
+
+def test_gradient_reaches_the_router():
+    logits, experts = jnp.asarray(rng(7).normal(size=(9, E)), jnp.float32), None
+    x = jnp.asarray(rng(5).normal(size=(9, D)), jnp.float32)
+
+    def loss(f, logits):
+        routing, experts = ops.route_sigmoid(
+            logits, 2, bias=jnp.arange(E) / 10, groups=3, topk_groups=2, scale=1.5, normalize=True
+        )
+        return (f(x, weights(), routing, experts) ** 2).sum()
+
+    got = jax.grad(partial(loss, partial(ops.moe, act=jax.nn.silu)))(logits)
+    close(got, jax.grad(partial(loss, every_expert))(logits), 5e-6)
+    assert np.abs(got).max() > 1e-3
+
+
+# ---- other kinds of weight -----------------------------------------------------------------------------------------
+
+
+def adapted(p, rank=3):
+    r = rng(8)
+    factor = lambda *s: jnp.asarray(r.normal(size=s) / 3, jnp.float32)
+    scale = jnp.asarray(r.uniform(0.5, 2, E), jnp.float32)
+    return {k: LowRank(w, factor(E, w.shape[1], rank), factor(E, rank, w.shape[2]), scale) for k, w in p.items()}
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_quantized_and_low_rank_experts_equal_their_dense_arrays(form, rank):
+    p = params.quantize({"experts": weights()}, form, r"experts", spec=SPEC)["experts"]
+    assert all(isinstance(w, Quantized) for w in p.values())
+    p = adapted(p, rank) if rank else p
+    full = {k: dense(w) for k, w in p.items()}
+    experts = jnp.asarray(ROUTINGS["random"])
+    x, routing = jnp.asarray(rng(5).normal(size=(len(experts), D)), jnp.float32), routing_of(experts)
+    got = jax.jit(partial(ops.moe, act=jax.nn.silu))(x, p, routing, experts)
+    close(got, loops(x, full, routing, experts), 5e-6)
+    loss = lambda f, p: lambda x: (f(x, p, routing, experts) ** 2).sum()
+    dx = jax.grad(loss(partial(ops.moe, act=jax.nn.silu), p))(x)
+    close(dx, jax.grad(loss(every_expert, full))(x), 1e-5)
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_gradient_reaches_the_factors_and_not_the_frozen_base(form):
+    base = weights()
+    if form:
+        base = params.quantize({"experts": base}, form, r"experts", spec=SPEC)["experts"]
+    p, experts = adapted(base), jnp.asarray(ROUTINGS["random"])
+    x, routing = jnp.asarray(rng(5).normal(size=(len(experts), D)), jnp.float32), routing_of(experts)
+    factors = {k: (w.a, w.b) for k, w in p.items()}
+
+    def loss(f, unwrap, factors):
+        q = {k: unwrap(replace(p[k], a=a, b=b)) for k, (a, b) in factors.items()}
+        return (f(x, q, routing, experts) ** 2).sum()
+
+    sparse = jax.jit(jax.grad(partial(loss, partial(ops.moe, act=jax.nn.silu), lambda w: w)))
+    want = jax.grad(partial(loss, every_expert, dense))(factors)
+    for a, b in zip(jax.tree.leaves(sparse(factors)), jax.tree.leaves(want), strict=True):
+        close(a, b, 1e-5)
+
+
+# ---- eight devices -------------------------------------------------------------------------------------------------
+
+
+def test_sharded_experts_give_the_same_values_and_gradients():
+    mesh = params.make_mesh({"ep": 2, "fsdp": 2, "tp": 2})
+    p, experts = weights(), jnp.asarray(ROUTINGS["random"][:64])
+    placed = jax.tree.map(jax.device_put, p, params.shardings(SPEC, mesh)["experts"])
+    x, routing = jnp.asarray(rng(5).normal(size=(64, D)), jnp.float32), routing_of(experts)
+    rows = params.batch_sharding(mesh)
+    spread_out = [jax.device_put(c, rows) for c in (x, routing, experts)]
+    f = jax.jit(partial(ops.moe, act=jax.nn.silu))
+    close(f(spread_out[0], placed, *spread_out[1:]), f(x, p, routing, experts))
+    loss = lambda p, x, routing, experts: (ops.moe(x, p, routing, experts, jax.nn.silu) ** 2).sum()
+    got = jax.jit(jax.grad(loss))(placed, *spread_out)
+    want = jax.grad(loss)(p, x, routing, experts)
+    for k in SHAPES:
+        close(got[k], want[k], 5e-6)

@@ -1,0 +1,305 @@
+"""Adapters against numpy in float64, and against PEFT on tiny transformers models, in both directions."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel.models import gpt2, llama
+from fdel.ops.einsum import einsum
+from fdel.ops.embed import embed
+from fdel.ops.weights import LowRank, Quantized, dense
+from fdel.params import lora
+from fdel.params.files import CheckpointError
+from fdel.params.peft import load_peft, save_peft
+from fdel.params.quantize import quantize
+from fdel.params.spec import Param, hf_names, layout, named_leaves, normal, stack, unstack
+
+RNG = np.random.default_rng(0)
+KEY = jax.random.key(0)
+
+
+MERGE, EINSUM, EMBED = jax.jit(lora.merge), jax.jit(einsum, static_argnums=0), jax.jit(embed)
+
+
+def param(axes: str, file: str, *shape: int, module: str = "layers.{layers}.") -> Param:
+    return Param(axes, shape, normal(1.0), module + axes.replace(" ", "_") + ".weight", file)
+
+
+def add(params: Any, rank: int, alpha: float, where: str, spec: Any, **options: Any) -> Any:
+    return lora.add(params, rank, alpha, where, key=KEY, spec=spec, **options)
+
+
+LAYER = {
+    "norm": param("embed", "", 12),
+    "q": param("embed heads head_dim", "(heads head_dim) embed", 12, 2, 5),
+    "o": param("heads head_dim embed", "embed (heads head_dim)", 2, 5, 12),
+    "up": param("experts embed ffn", "experts ffn embed", 3, 12, 4),
+}
+SPEC = {"embed": param("vocab embed", "", 7, 12, module="m."), "layers": stack(LAYER, "layers", range(2))}
+PARAMS = jax.tree.map(lambda p: jnp.array(RNG.standard_normal(p.shape), jnp.float32), SPEC)
+
+
+def randomised(params: Any) -> Any:
+    """The same adapters with every factor random."""
+    trainable, frozen = lora.split(params)
+    return lora.join(jax.tree.map(lambda x: jnp.array(RNG.standard_normal(x.shape), x.dtype), trainable), frozen)
+
+
+def test_add_changes_nothing_yet() -> None:
+    """b is zero, a within 1/sqrt(inputs) as torch's Linear; for a table it is the other way round."""
+    got = add(PARAMS, 4, 8, "", SPEC)
+    assert {k: isinstance(w, LowRank) for k, w in got["layers"].items()} == {
+        "norm": False,
+        "q": True,
+        "o": True,
+        "up": True,
+    }
+    shapes = {"q": ((2, 12, 4), (2, 4, 2, 5)), "o": ((2, 2, 5, 4), (2, 4, 12)), "up": ((2, 3, 12, 4), (2, 3, 4, 4))}
+    for name, inputs in ("q", 12), ("o", 10), ("up", 12):
+        w = got["layers"][name]
+        assert (w.a.shape, w.b.shape) == shapes[name] and w.a.dtype == w.b.dtype == jnp.float32
+        assert not w.b.any() and 0.8 / math.sqrt(inputs) < jnp.abs(w.a).max() <= 1 / math.sqrt(inputs)
+        assert (w.scale == 2).all() and w.scale.shape == w.a.shape[: w.a.ndim - (3 if name == "o" else 2)]
+    assert not got["embed"].a.any() and got["embed"].b.any() and got["embed"].a.shape == (7, 4)
+    for tree in MERGE(got), lora.unload(got):
+        jax.tree.map(np.testing.assert_array_equal, tree, PARAMS)
+    assert float(add(PARAMS, 4, 8, r"\.q$", SPEC, rslora=True)["layers"]["q"].scale[0]) == 4
+
+
+def test_keys_come_from_paths() -> None:
+    """Which other matrices are adapted changes no factor; different matrices and keys give different ones."""
+    every, one = add(PARAMS, 4, 8, "", SPEC), add(PARAMS, 4, 8, r"\.q$", SPEC)
+    assert isinstance(one["layers"]["o"], jax.Array)
+    np.testing.assert_array_equal(every["layers"]["q"].a, one["layers"]["q"].a)
+    assert not np.allclose(every["layers"]["q"].a[..., 0], every["layers"]["up"].a[:, 0, :, 0])
+    other = lora.add(PARAMS, 4, 8, r"\.q$", key=jax.random.key(1), spec=SPEC)
+    assert not np.allclose(one["layers"]["q"].a, other["layers"]["q"].a)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_merge(listed: bool) -> None:
+    """W + scale a b, in float64; scale differs between layers."""
+    params = randomised(add(PARAMS, 3, 6, "", SPEC))
+    q = params["layers"]["q"]
+    params["layers"]["q"] = LowRank(q.base, q.a, q.b, jnp.array([2.0, -0.5]))
+    merged = MERGE(unstack(params) if listed else params)
+    flat = {"q": "lir,lrnh,l->linh", "o": "lnhr,lrd,l->lnhd", "up": "leir,lero,le->leio"}
+    for name, subscripts in flat.items():
+        w = params["layers"][name]
+        a, b, scale = (np.asarray(x, np.float64) for x in (w.a, w.b, w.scale))
+        got = np.stack([p[name] for p in merged["layers"]]) if listed else merged["layers"][name]
+        np.testing.assert_allclose(got, w.base + np.einsum(subscripts, a, b, scale), atol=1e-5)
+    w = params["embed"]
+    np.testing.assert_allclose(merged["embed"], w.base + 2 * np.asarray(w.a, np.float64) @ w.b, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["", "int8", "nf4"])
+def test_training_reaches_adapters_only(format: str) -> None:
+    """QLoRA: gradients have the structure of the trainable half, and descent moves the adapted weight to a target."""
+    base = quantize(PARAMS, format, "q", spec=SPEC) if format else PARAMS
+    params = lora.add(base, 8, 8, r"\.q$", key=KEY, spec=SPEC)
+    trainable, frozen = lora.split(params)
+    assert len(jax.tree.leaves(trainable)) == 2
+    assert jax.tree.structure(lora.join(trainable, frozen)) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, lora.join(trainable, frozen), params)
+    x = jnp.array(RNG.standard_normal((64, 12)), jnp.float32)
+    rank_one = np.einsum("i,nh->inh", RNG.standard_normal(12), RNG.standard_normal((2, 5))) / 4
+    target = einsum("td,dnh->tnh", x, dense(jax.tree.map(lambda w: w[0], params["layers"]["q"])) + rank_one)
+
+    @jax.jit
+    def step(t: Any) -> tuple[Any, jax.Array]:
+        def loss(t: Any) -> jax.Array:
+            q = jax.tree.map(lambda w: w[0], lora.join(t, frozen)["layers"]["q"])
+            return jnp.mean((einsum("td,dnh->tnh", x, q) - target) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(t)
+        return jax.tree.map(lambda w, g: w - 0.5 * g, t, grad), value
+
+    losses = []
+    for _ in range(200):
+        trainable, value = step(trainable)
+        losses.append(float(value))
+    assert losses[-1] < 1e-3 * losses[0]
+    merged = lora.merge(lora.join(trainable, frozen))["layers"]["q"]
+    assert isinstance(merged, jax.Array) and merged.dtype == jnp.float32
+    np.testing.assert_array_equal(dense(base["layers"]["q"])[1], merged[1])  # the second layer was not used
+
+
+def test_errors() -> None:
+    adapted = lora.add(PARAMS, 2, 2, r"\.q$", key=KEY, spec=SPEC)
+    with pytest.raises(ValueError, match="layers.q has an adapter"):
+        lora.add(adapted, 2, 2, key=KEY, spec=SPEC)
+    with pytest.raises(ValueError, match="rank=0"):
+        lora.add(PARAMS, 0, 2, key=KEY, spec=SPEC)
+    with pytest.raises(ValueError, match="no adapter"):
+        lora.split(PARAMS)
+    with pytest.raises(ValueError, match="matches no matrix"):
+        lora.add(PARAMS, 2, 2, "norm", key=KEY, spec=SPEC)
+
+
+# ---- PEFT ----------------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 1}
+LLAMA = SIZES | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "head_dim": 6}  # fmt: skip
+GPT2 = SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+EINSUMS = {
+    "q": "td,dnh->tnh", "k": "td,dnh->tnh", "v": "td,dnh->tnh", "o": "tnh,nhd->td", "gate": "td,df->tf",
+    "up": "td,df->tf", "down": "tf,fd->td", "head": "td,dv->tv",
+}  # fmt: skip
+
+
+def base_model(family: str) -> tuple[Any, dict, dict]:
+    """A transformers model with every weight random, its spec, and the same weights as params."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    transformers = pytest.importorskip("transformers", reason="needs the torch extra")
+    pytest.importorskip("peft", reason="needs the torch extra")
+    kind, sizes, module = {"llama": ("Llama", LLAMA, llama), "gpt2": ("GPT2", GPT2, gpt2)}[family]
+    config = getattr(transformers, kind + "Config")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, kind + ("LMHeadModel" if family == "gpt2" else "ForCausalLM"))(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    spec = module.spec(module.Config.from_hf(config.to_dict()))
+    return model, spec, params_of(spec, model)
+
+
+def params_of(spec: dict, model: Any) -> dict:
+    state = {name: x.detach().numpy() for name, x in model.state_dict().items()}
+
+    def one(p: Param) -> jax.Array:
+        arrays = [layout(p).read(state[name]) for name in hf_names(p)]
+        return jnp.array(np.stack(arrays).reshape(p.shape))
+
+    return jax.tree.map(one, spec)
+
+
+def compare(spec: dict, params: dict, model: Any) -> int:
+    """Compare what every adapted matrix computes with what PEFT's module of its name does; how many there were."""
+    import torch
+
+    compared = 0
+    for path, p in named_leaves(spec):
+        w = dict(named_leaves(params, is_leaf=lambda x: isinstance(x, LowRank)))[path]
+        for i, name in enumerate(hf_names(p) if isinstance(w, LowRank) else ()):
+            one = jax.tree.map(lambda x, i=i: x[i], w) if p.stacked else w
+            module = model.get_submodule("base_model.model." + name.removesuffix(".weight"))
+            if path == "embed":
+                x = RNG.integers(0, p.shape[0], 5)
+                got, want = EMBED(one, jnp.array(x)), module(torch.tensor(x))
+            else:
+                inputs = one.a.shape[:-1]
+                x = RNG.standard_normal((5, *inputs)).astype(np.float32)
+                got = EINSUM(EINSUMS[path.rpartition(".")[2]], jnp.array(x), one)
+                want = module(torch.tensor(x.reshape(5, -1)))
+                if getattr(module, "bias", None) is not None:
+                    want = want - module.bias
+                if p.part:
+                    want = want[:, p.part[0] : p.part[0] + got[0].size]
+            want = want.detach().numpy().reshape(got.shape)
+            np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), err_msg=name)
+            compared += 1
+    return compared
+
+
+ADAPTERS = {  # family, settings of PEFT's LoraConfig, number of matrices that it adapts
+    "all": ("llama", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+                                         "lm_head", "embed_tokens"]}, 16),
+    "patterns": ("llama", {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"layers.1.self_attn.q_proj": 2},
+                           "alpha_pattern": {"o_proj": 5, "layers.0.self_attn.q_proj": 7}}, 4),
+    "rslora, one layer": ("llama", {"target_modules": ["v_proj"], "layers_to_transform": [1], "use_rslora": True}, 2),
+    "fused, transposed": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"), [(name, name == "patterns") for name in ADAPTERS] + [("rslora, one layer", True)]
+)
+def test_from_peft(name: str, listed: bool, tmp_path: Path) -> None:
+    """Modules compute what PEFT's do (1e-5 of the largest value); weights of up to 10 merge to PEFT's within 1e-5."""
+    family, settings, count = ADAPTERS[name]
+    model, spec, params = base_model(family)
+    import peft
+    import torch
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **settings)).eval()
+    for p in adapted.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p)
+    adapted.save_pretrained(tmp_path)
+    spec, params = (unstack(spec), unstack(params)) if listed else (spec, params)
+    got = load_peft(spec, params, tmp_path)
+    found = compare(spec, got, adapted)
+    assert found == (1 if listed and "one layer" in name else count)
+    want = params_of(spec, adapted.merge_and_unload())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), MERGE(got), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "where", "rslora"),
+    [("llama", "", False), ("llama", "q|down", True), ("gpt2", "layers", True), ("gpt2", r"\.(q|v)$", False)],
+)
+def test_to_peft(family: str, where: str, rslora: bool, tmp_path: Path) -> None:
+    """PEFT reads what was written: the same modules, the same merged weights; and reading it back gives the same."""
+    model, spec, params = base_model(family)
+    import peft
+
+    params = randomised(add(params, 3, 8, where, spec, rslora=rslora))
+    save_peft(spec, params, tmp_path, base_name="org/base")
+    merged = MERGE(params)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+    assert compare(spec, params, adapted) > 0
+    want = params_of(spec, adapted.merge_and_unload())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), merged, want)
+    back = MERGE(load_peft(spec, lora.unload(params), tmp_path))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), back, merged)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/base"
+    assert config["r"] == (6 if "v" in where else 9 if family == "gpt2" else 3) or where == "layers"
+    assert all("." not in name for name in config["target_modules"]) or family == "gpt2"
+
+
+def test_onto_a_quantised_base(tmp_path: Path) -> None:
+    params = randomised(lora.add(PARAMS, 2, 4, r"q|o", key=KEY, spec=SPEC))
+    save_peft(SPEC, params, tmp_path)
+    got = load_peft(SPEC, quantize(PARAMS, "nf4", "q|o", spec=SPEC), tmp_path)
+    assert isinstance(got["layers"]["q"].base, Quantized)
+    np.testing.assert_array_equal(got["layers"]["o"].a, params["layers"]["o"].a)
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    params = lora.add(PARAMS, 2, 4, r"\.q$", key=KEY, spec=SPEC)
+    with pytest.raises(FileNotFoundError, match="no adapter_config.json"):
+        load_peft(SPEC, PARAMS, tmp_path)
+    save_peft(SPEC, params, tmp_path)
+    with pytest.raises(ValueError, match="layers.q has an adapter"):
+        load_peft(SPEC, params, tmp_path)
+    smaller = {"layers": stack({"o": LAYER["o"]}, "layers", range(2))}
+    with pytest.raises(CheckpointError, match=r"layers.0.embed_heads_head_dim.lora_A.weight has no place in the spec"):
+        load_peft(smaller, {"layers": {"o": PARAMS["layers"]["o"]}}, tmp_path)
+    other = {
+        "layers": stack({"q": param("embed heads head_dim", "(heads head_dim) embed", 12, 3, 5)}, "layers", range(2))
+    }
+    with pytest.raises(CheckpointError, match=r"lora_B.weight \(10, 2\): expected \(2, 12\), \(15, 2\)"):
+        load_peft(other, {"layers": {"q": jnp.zeros((2, 12, 3, 5))}}, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    for change in (
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"peft_type": "LOHA"},
+        {"bias": "all"},
+        {"new": [1]},
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=f"{next(iter(change))}=.* is not supported"):
+            load_peft(SPEC, PARAMS, tmp_path)
+    with pytest.raises(ValueError, match="params have no adapter"):
+        save_peft(SPEC, PARAMS, tmp_path)
+    with pytest.raises(ValueError, match="no place for adapters of layers.up"):
+        save_peft(SPEC, lora.add(PARAMS, 2, 4, "up", key=KEY, spec=SPEC), tmp_path)
