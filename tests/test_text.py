@@ -159,7 +159,7 @@ PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": T
         {"extra_special_tokens": ["<x>", "<y>"], "sep_token": "<x>"},
         {"extra_special_tokens": {"image_token": "<image>"}, "audio_token": "<audio>"},
         {"additional_special_tokens": ["<y>", "<x>"]},
-        {"added_tokens_decoder": {"701": {**ADDED, "special": False}, "7": {**ADDED, "content": "<7>"}}},
+        {"added_tokens_decoder": {"1000": {**ADDED, "special": False}, "7": {**ADDED, "content": "<7>"}}},
         {"added_tokens_decoder": {"900": {**ADDED, "special": False}}, "unk_token": "<new>"},
         {"added_tokens_decoder": {"500": {**PLAIN, "content": "<tool>"}}, "unk_token": "<tool>"},
         {"unk_token": "<tool>"},
@@ -221,8 +221,10 @@ def test_truncation_and_padding_of_the_file_do_nothing(pair, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "unigram"])
 def test_save(pair, tmp_path: Path, kind: str) -> None:
-    folder, ours, _ = pair(kind)
-    templates = {"default": "{{ messages }}\n\n", "tool_use": "tööl\r\n{{ tools }}"}
+    folder = copy(pair(kind).folder, tmp_path)
+    (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes().replace(b"\n", b"\r\n"))
+    ours = text.load(folder)
+    templates = {"default": "{{ messages }}\n\n", "tool_use": "tööl {{ tools }}"}
     changed = dataclasses.replace(ours, templates=templates, special={**ours.special, "pad_token": "<pad>"})
     text.save(changed, tmp_path / "new")
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()

@@ -1,18 +1,16 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then routed experts beside shared ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.models.llama import head
 from fdel.params.spec import Param, layers, normal, parts, zeros
 
 MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
 DENSE, MOE = "dense", "moe"
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
-__all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "rename", "spec", "state_spec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +81,9 @@ def attention_spec(cfg: Config, name: str) -> dict:
     """Declare latent attention; the file holds keys and values of each head side by side in kv_b_proj."""
     embed, width = ("embed", cfg.embed), cfg.nope_dim + cfg.rope_dim
     query = lambda axis, size, part: Param(
-        f"{axis} heads head_dim", (size, cfg.heads, width), normal(builders.STD), name + part, f"(heads head_dim) {axis}"
-    )
+        f"{axis} heads head_dim", (size, cfg.heads, width), normal(builders.STD), f"{name}{part}_proj.weight",
+        f"(heads head_dim) {axis}",
+    )  # fmt: skip
     sides = parts(k=cfg.nope_dim, v=cfg.v_dim)
     from_latent = lambda side, size: Param(
         "latent heads head_dim", (cfg.latent, cfg.heads, size), normal(builders.STD), name + "kv_b_proj.weight",
@@ -101,11 +100,11 @@ def attention_spec(cfg: Config, name: str) -> dict:
         ),
     }  # fmt: skip
     if cfg.q_latent is None:
-        spec["q"] = query("embed", cfg.embed, "q_proj.weight")
+        spec["q"] = query("embed", cfg.embed, "q")
     else:
         spec["q_a"] = builders.matrix(name + "q_a_proj.weight", embed, ("q_latent", cfg.q_latent))
         spec["q_norm"] = builders.norm(name + "q_a_layernorm.weight", cfg.q_latent, "q_latent")
-        spec["q"] = query("q_latent", cfg.q_latent, "q_b_proj.weight")
+        spec["q"] = query("q_latent", cfg.q_latent, "q_b")
     if cfg.attn_bias:
         spec["kv_a_bias"] = builders.bias(name + "kv_a_proj_with_mqa.bias", cfg.latent + cfg.rope_dim, "latent")
         spec["o_bias"] = builders.bias(name + "o_proj.bias", cfg.embed)
@@ -117,9 +116,11 @@ def attention_spec(cfg: Config, name: str) -> dict:
 def moe_spec(cfg: Config, name: str) -> dict:
     """Declare routed experts, their selection bias, and the shared experts as one feed-forward."""
     spec = builders.moe(name, cfg.embed, cfg.moe_ffn, cfg.experts)
-    bias = Param("experts", (cfg.experts,), zeros, name + "gate.e_score_correction_bias", dtype="float32")
-    spec |= {"router_bias": bias}
-    return spec | {"shared": builders.glu(name + "shared_experts.", cfg.embed, cfg.moe_ffn * cfg.shared)}
+    return spec | {
+        "router": replace(spec["router"], dtype="float32"),
+        "router_bias": Param("experts", (cfg.experts,), zeros, name + "gate.e_score_correction_bias", dtype="float32"),
+        "shared": builders.glu(name + "shared_experts.", cfg.embed, cfg.moe_ffn * cfg.shared),
+    }
 
 
 def spec(cfg: Config) -> dict:
@@ -191,6 +192,11 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
     blocks = {DENSE: block(dense), MOE: block(moe)}
     x, state = ops.layers(blocks, x, state, params["layers"], cfg.kinds, remat=remat)
     return ops.rms_norm(x, params["norm"], cfg.norm_eps), state
+
+
+def head(params, cfg: Config) -> ops.Head:
+    """The output projection, for `ops.logits` and the chunked losses."""
+    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -37,7 +37,7 @@ class Config:
     heads: int = config.hf("num_attention_heads", 8)
     kv_heads: int = config.hf("num_key_value_heads", 4)
     head_dim: int = config.hf("head_dim", 256)
-    query_scale: float = config.hf("query_pre_attn_scalar", 256.0)
+    query_scale: int = config.hf("query_pre_attn_scalar", 256)
     norm_eps: float = config.hf("rms_norm_eps", 1e-6)
     act: str = config.hf("hidden_activation", "gelu_pytorch_tanh", choices=tuple(ops.ACTIVATIONS))
     max_positions: int = config.hf("max_position_embeddings", 131072)

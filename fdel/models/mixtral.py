@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.models.llama import head, state_spec
+from fdel.models.llama import state_spec
 from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "mixtral", "MixtralForCausalLM"
@@ -80,6 +80,11 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
     x = ops.embed(params["embed"], tokens)
     x, state = ops.layers(block, x, state, params["layers"], remat=remat)
     return ops.rms_norm(x, params["norm"], cfg.norm_eps), state
+
+
+def head(params, cfg: Config) -> ops.Head:
+    """The output projection, for `ops.logits` and the chunked losses."""
+    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.models.qwen3 import attention, attention_spec, head, state_spec, top_spec
+from fdel.models.qwen3 import attention, attention_spec, state_spec, top_spec
 from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_moe", "Qwen3MoeForCausalLM"
@@ -14,10 +14,15 @@ DENSE, MOE = "dense", "moe"
 __all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "spec", "state_spec"]
 
 
+def experts(d: dict) -> int:
+    """Read the number of experts, which newer files call num_local_experts."""
+    return d.get("num_experts", d.get("num_local_experts", 128))
+
+
 def kinds(d: dict) -> tuple[str, ...]:
     """Read the feed-forward of each layer: every decoder_sparse_step-th has experts unless mlp_only_layers names it."""
     step, dense = d.get("decoder_sparse_step", 1), d.get("mlp_only_layers") or []
-    sparse = lambda i: i not in dense and d.get("num_experts", 128) > 0 and (i + 1) % step == 0
+    sparse = lambda i: i not in dense and experts(d) > 0 and (i + 1) % step == 0
     return tuple(MOE if sparse(i) else DENSE for i in range(d.get("num_hidden_layers", 24)))
 
 
@@ -43,7 +48,7 @@ class Config:
     heads: int = config.hf("num_attention_heads", 32)
     kv_heads: int = config.hf("num_key_value_heads", 4)
     head_dim: int = config.hf("head_dim", head_dim)
-    experts: int = config.hf("num_experts", 128)
+    experts: int = config.hf("num_experts", experts)
     top_k: int = config.hf("num_experts_per_tok", 8)
     normalize: bool = config.hf("norm_topk_prob", False)
     norm_eps: float = config.hf("rms_norm_eps", 1e-6)
@@ -62,7 +67,10 @@ class Config:
     source: str = config.source()
 
     from_hf = classmethod(config.from_hf)
-    to_hf = config.to_hf
+
+    def to_hf(self) -> dict:
+        """Write config.json, with the number of experts under both of its names."""
+        return config.to_hf(self) | {"num_local_experts": self.experts}
 
 
 def spec(cfg: Config) -> dict:
@@ -101,6 +109,11 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
     blocks = {DENSE: block(dense), MOE: block(moe)}
     x, state = ops.layers(blocks, x, state, params["layers"], cfg.kinds, remat=remat)
     return ops.rms_norm(x, params["norm"], cfg.norm_eps), state
+
+
+def head(params, cfg: Config) -> ops.Head:
+    """The output projection, for `ops.logits` and the chunked losses."""
+    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -81,8 +81,9 @@ def _channel_pairs(
     """Compute sum_h x_i k_j exp(g_{j+1} + ... + g_i), j <= i, for x = k and x = q; other entries mean nothing.
 
     As exp(G_i) times exp(-G_j) the second factor would overflow. So a chunk is cut into blocks of 16 (arXiv:2312.06635,
-    section 4.3). Between blocks the decay is a product of three factors <= 1: from j to its block's end, over the blocks
-    between, from the start of i's block; hence matmuls. Within a block, columns come one by one: [C C H] never exists.
+    section 4.3). Between blocks the decay is a product of three factors <= 1: from j to its block's end, over the
+    blocks between, from the start of i's block; hence matmuls. Within a block, columns come one by one: [C C H] never
+    exists.
     """
     size = math.gcd(k.shape[1], 16)
     q, k, g = (x.reshape(x.shape[0], -1, size, x.shape[-1]) for x in (q, k, g))  # [N blocks size H]

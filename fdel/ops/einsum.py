@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,9 +119,10 @@ def _quantized(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
         w = replace(w, scale=dense(w.scale))
         return _decoded(plan, x, w, w.scale.shape[w.axis]).astype(dtype)
     # One scale per output: apply it to the result.
-    y = _decoded(plan, x, replace(w, scale=None), x.shape[axis])
+    absent: Any = None
+    y = _decoded(plan, x, replace(w, scale=absent), x.shape[axis])
     axes = plan.w.replace(name, "")
-    scale = w.scale.squeeze(w.axis).transpose([axes.index(c) for c in plan.out if c in axes])
+    scale = dense(w.scale).squeeze(w.axis).transpose([axes.index(c) for c in plan.out if c in axes])
     return (y * jnp.expand_dims(scale, [i for i, c in enumerate(plan.out) if c not in axes])).astype(dtype)
 
 

@@ -25,10 +25,10 @@ def mla(
 ) -> tuple[Float[Array, "... T N Hv"], Pages | None]:
     """Attend with keys [latent w_k[:, n], rope] and values latent w_v[:, n] of head n, where kv = [latent, rope].
 
-    The latent has C channels and w_k is [C N Hn], w_v [C N Hv]; the rope part, the R last channels of keys and queries,
-    is rotated already and common to all heads (H = Hn + R). Packed: keys and values are expanded, and `attend` as usual.
-    Paged: pages hold kv as it is, one head without `v`, and the products are taken in the other order, so that nothing
-    is expanded: q_nope (latent w_k) = (q_nope w_k) latent, and the sum over values, of latents, goes through w_v.
+    The latent has C channels and w_k is [C N Hn], w_v [C N Hv]. The rope part, the R last channels of keys and queries,
+    is rotated already; in keys it is common to all heads (H = Hn + R). Packed: keys and values are expanded and go to
+    `attend`. Paged: pages hold kv as it is, one head without `v`, and nothing is expanded: the products are taken in
+    the other order, q (latent w_k) = (q w_k) latent, and the weighted sum of latents goes through w_v.
     Returns the output in q's dtype and the new state.
     """
     c, _, nope = w_k.shape

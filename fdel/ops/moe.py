@@ -5,6 +5,7 @@ used: on CPU and GPU it multiplies every row with every expert.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,16 +47,16 @@ def route_sigmoid(
 ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
     """Choose k experts out of the best groups by sigmoid(logits) + bias: float32 weights and expert indices.
 
-    The experts form `groups` equal groups in order; the `topk_groups` groups of the greatest sum of their two best
-    experts remain (arXiv:2412.19437, section 2.1.2). Weights are scale * sigmoid(logits), which the bias does not enter;
+    The experts form `groups` equal groups in order; the `topk_groups` groups with the greatest sum of their two best
+    experts remain (arXiv:2412.19437, section 2.1.2). Weights are scale * sigmoid(logits), without the bias;
     `normalize` divides them by their sum first. Sizes that do not fit are a ValueError.
     """
     *batch, experts = logits.shape
     size = experts // groups
     if experts % groups or size < 2 or not k <= topk_groups * size <= experts:
         raise ValueError(
-            f"cannot choose {k} of {experts} experts from {topk_groups} of {groups} groups; expected equal groups of at "
-            "least 2 experts, and at least k in the groups that remain"
+            f"cannot choose {k} of {experts} experts from {topk_groups} of {groups} groups; expected equal groups "
+            "of at least 2 experts, and at least k experts in the groups that remain"
         )
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
     choice = (scores + bias.astype(jnp.float32)).reshape(*batch, groups, size)
@@ -86,8 +87,13 @@ def _tiles(w: Weight) -> int:
     return tiles
 
 
-def _pick(tree: Any, e: Array) -> Any:
-    return jax.tree.map(lambda c: lax.dynamic_index_in_dim(c, e, keepdims=False), tree)
+def _pick(w: Any, e: Array, column: Any = 0, width: int | None = None) -> Any:
+    """Read expert e's part of each array of `w`; of an array, `width` columns from `column` on."""
+    # Before jax 0.11, XLA:CPU would convert the half-precision weights of all experts to float32 ahead of the loop.
+    w, e = lax.optimization_barrier((w, e))
+    if width is None:
+        return jax.tree.map(lambda c: lax.dynamic_index_in_dim(c, e, keepdims=False), w)
+    return lax.dynamic_slice(w, (e, 0, column), (1, w.shape[1], width))[0]
 
 
 def _rows(x: Array, start: Array, end: Array, block: int) -> Array:
@@ -109,8 +115,7 @@ def _forward(x: Array, w: Weight, sizes: Array) -> Array:
 
     def expert(i: Any, out: Array) -> Array:
         e, column = busy[i // tiles], i % tiles * width
-        size = (1, w.shape[1], width)
-        weight = _pick(w, e) if tiles == 1 else lax.dynamic_slice(w, (e, 0, column), size)[0]
+        weight = _pick(w, e) if tiles == 1 else _pick(w, e, column, width)
 
         def step(j: Any, out: Array) -> Array:
             start = ends[e] - sizes[e] + j * block
@@ -137,7 +142,8 @@ def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
     block = _block(x.shape[0], sizes.shape[0])
     (busy, count), ends = _busy(sizes), jnp.cumsum(sizes)
     # The parts of a weight that learn: arrays, and of a LowRank weight its factors. A Quantized one gets no gradient.
-    parts, treedef = jax.tree.flatten(w, is_leaf=lambda c: isinstance(c, Quantized))
+    parts, structure = jax.tree.flatten(w, is_leaf=lambda c: isinstance(c, Quantized))
+    rebuild = partial(jax.tree.unflatten, structure)
     learn = {i: c for i, c in enumerate(parts) if not isinstance(c, Quantized)}
     xs, dys = (jnp.pad(c, ((0, block), (0, 0))) for c in (x, dy))
 
@@ -146,7 +152,7 @@ def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
         mine = _pick(dict(enumerate(parts)), e)
 
         def product(rows: Array, some: dict) -> Array:
-            return einsum("mk,kn->mn", rows, treedef.unflatten((mine | some).values()))
+            return einsum("mk,kn->mn", rows, rebuild((mine | some).values()))
 
         def step(j: Any, carry: tuple) -> tuple:
             dx, sums = carry
@@ -163,7 +169,7 @@ def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
 
     carry = jnp.zeros((x.shape[0] + block, x.shape[1]), x.dtype), jax.tree.map(jnp.zeros_like, learn)
     dx, dw = lax.fori_loop(0, count, expert, carry)
-    return dx[: x.shape[0]], treedef.unflatten([dw.get(i) for i in range(len(parts))]), None
+    return dx[: x.shape[0]], rebuild([dw.get(i) for i in range(len(parts))]), None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)

@@ -56,12 +56,12 @@ def add(
 
 def merge(params: Tree) -> Tree:
     """Add every adapter to its weight in float32 and round to the weight's dtype; a Quantized base becomes an array."""
-    return change(lambda path, w: dense(w) if isinstance(w, LowRank) else w, params)
+    return change(lambda _, w: dense(w) if isinstance(w, LowRank) else w, params)
 
 
 def unload(params: Tree) -> Tree:
     """Drop every adapter; the weights are what they were before `add`."""
-    return change(lambda path, w: w.base if isinstance(w, LowRank) else w, params)
+    return change(lambda _, w: w.base if isinstance(w, LowRank) else w, params)
 
 
 def split(params: Tree) -> tuple[Tree, Tree]:
@@ -72,8 +72,9 @@ def split(params: Tree) -> tuple[Tree, Tree]:
     """
     if not any(isinstance(w, LowRank) for _, w in named_leaves(params, is_leaf=is_weight)):
         raise ValueError("params have no adapter, so nothing would be trained; call lora.add first")
-    trainable = change(lambda path, w: replace(w, base=None, scale=None) if isinstance(w, LowRank) else None, params)
-    frozen = change(lambda path, w: replace(w, a=None, b=None) if isinstance(w, LowRank) else w, params)
+    absent: Any = None
+    trainable = change(lambda _, w: replace(w, base=absent, scale=absent) if isinstance(w, LowRank) else None, params)
+    frozen = change(lambda _, w: replace(w, a=absent, b=absent) if isinstance(w, LowRank) else w, params)
     return trainable, frozen
 
 

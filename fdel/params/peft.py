@@ -167,10 +167,10 @@ def _parts(p: Param, m: Matrix, w: LowRank) -> Iterator[tuple[str, tuple[np.ndar
     layouts = _layouts(p, m, a.shape[-1])
     for index, module in _modules(p):
         if scale[index]:
-            files = [np.zeros(x.file_shape, a.dtype) for x in layouts]
-            for x, file, ours in zip(layouts, files, (a[index], b[index]), strict=True):
-                x.write(file, ours)
-            yield module, (*files, float(scale[index]))
+            file_a, file_b = (np.zeros(x.file_shape, a.dtype) for x in layouts)
+            layouts[0].write(file_a, a[index])
+            layouts[1].write(file_b, b[index])
+            yield module, (file_a, file_b, float(scale[index]))
 
 
 def _config(ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[str]) -> dict[str, Any]:

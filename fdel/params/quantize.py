@@ -29,9 +29,10 @@ class Matrix:
     leading: int
     lookup: bool
 
-    def cut(self, axes: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+    def cut(self, axes: Sequence) -> tuple[tuple, tuple, tuple]:
         """Cut a shape, or anything else that has one item per axis, into (batch, leading, trailing)."""
-        return axes[: self.batch], axes[self.batch : self.batch + self.leading], axes[self.batch + self.leading :]
+        axes, end = tuple(axes), self.batch + self.leading
+        return axes[: self.batch], axes[self.batch : end], axes[end:]
 
 
 def file_dims(p: Param) -> list[str]:
@@ -146,9 +147,8 @@ def _encode(w: Float[Array, "..."], m: Matrix, format: str, group: int | None, d
     scale = jnp.max(jnp.abs(x), axis, keepdims=True) / greatest
     values = merge(store(x / jnp.where(scale == 0, 1, scale), axis), axis, 2)
     scale = scale.squeeze(axis)
-    if format == "nf4" and double and scale.shape[axis] > 2:
-        scale = _affine(scale, axis)
-    return Quantized(values, scale, None, format, axis, inputs, jnp.dtype(w.dtype))
+    shrink = format == "nf4" and double and scale.shape[axis] > 2
+    return Quantized(values, _affine(scale, axis) if shrink else scale, None, format, axis, inputs, jnp.dtype(w.dtype))
 
 
 def _affine(x: Array, axis: int) -> Quantized:

@@ -226,6 +226,9 @@ def nbytes(tree: Tree, dtype: Any = jnp.float32) -> int:
 def hf_names(p: Param) -> list[str]:
     """The checkpoint tensors that make up one array, in the order of its stacked axes."""
     names, index = [a for a, _ in p.stacked], [r for _, r in p.stacked]
+    unknown = sorted(set(re.findall(r"{(\w+)}", p.hf)) ^ set(names))
+    if unknown:
+        raise ValueError(f"{p.hf}: placeholders and stacked axes {names} differ in {', '.join(unknown)}; name each once")
     return [p.hf.format(**dict(zip(names, i, strict=True))) for i in itertools.product(*index)]
 
 
@@ -245,7 +248,7 @@ class Layout:
 
     def write(self, tensor: np.ndarray, array: np.ndarray) -> None:
         """Write our array into its place in a checkpoint tensor."""
-        view = tensor.reshape(self.flat)[self.cut]
+        view = tensor.reshape(self.flat)[(*self.cut, ...)]
         view[...] = array.transpose(np.argsort(self.order)).reshape(view.shape)
 
 
@@ -255,7 +258,10 @@ def layout(p: Param) -> Layout:
     size: Mapping[str, int] = dict(zip(p.axes.split()[n:], p.shape[n:], strict=True)) | {"1": 1}
     ours = p.axes.split()[n:]
     groups = re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", p.hf_axes or " ".join(ours))
-    file_shape, flat, cut, order = [], [], [], []
+    file_shape: list[int] = []
+    flat: list[int] = []
+    cut: list[slice] = []
+    order: list[str] = []
     for group in groups:
         start = len(flat)
         for item in re.findall(r"\[[^\]]*\]|[^\s()]+", group):
@@ -265,6 +271,8 @@ def layout(p: Param) -> Layout:
                 raise ValueError(f"{p.hf}: axis {unknown[0]!r} of layout {p.hf_axes!r} is not one of {ours}")
             length = math.prod(size[a] for a in names)
             offset, total = p.part if item.startswith("[") and p.part else (0, length)
+            if not 0 <= offset <= total - length:
+                raise ValueError(f"{p.hf}: {item} has {length} elements, which do not fit part {p.part} (offset, total)")
             flat.append(total)
             cut.append(slice(offset, offset + length))
             order += [a for a in names if a != "1"]

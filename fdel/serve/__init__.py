@@ -1,4 +1,4 @@
-"""Serve models: generation from Python with a paged cache, beam search, and the naive generator that is their oracle."""
+"""Serve models: generation with a paged cache, beam search, and the naive generator that is their oracle."""
 
 from fdel.serve.beam import Beam, beam_search
 from fdel.serve.generate import generate, stream

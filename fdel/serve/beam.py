@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +14,7 @@ from fdel import ops
 from fdel import params as P
 from fdel.models import Model
 from fdel.serve.generate import cache_table, check_prompt, compute_dtype, default_eos, length_limit, prefill_batches
-from fdel.serve.step import PAGE, decode_logits, mesh_of, prefill_logits, programs
+from fdel.serve.step import decode_logits, mesh_of, prefill_logits, programs
 
 NEVER = np.float32(-1e9)  # the score of what must not be chosen
 
@@ -58,9 +57,9 @@ def beam_search(
 ) -> list[Beam]:
     """Find the likeliest outputs of one prompt: up to `num_beams`, best first, as transformers' beam search does.
 
-    Scores are divided by length ** length_penalty. early_stopping True ends with `num_beams` finished sequences; False
-    when the best running beam, at its present length, is worse than the worst finished one; "never" judges it at
-    max_tokens if length_penalty > 0. `eos` defaults to config.json's.
+    Scores are divided by length ** length_penalty. early_stopping True ends with `num_beams` finished sequences;
+    False when the best running beam, at its present length, is worse than the worst finished one; "never" judges it
+    at max_tokens if length_penalty > 0. `eos` defaults to config.json's.
     """
     if num_beams < 1 or max_tokens < 1:
         raise ValueError(f"num_beams={num_beams}, max_tokens={max_tokens}; expected at least 1 each")
@@ -121,6 +120,8 @@ class _Search:
 
     def _read(self, best: list[jax.Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         values, indices = jax.device_get(best)
+        if np.isnan(values).any():
+            raise ValueError(f"logits are not finite at token {self.position}; check weights and dtype")
         return values, indices // self.model.cfg.vocab, indices % self.model.cfg.vocab
 
 

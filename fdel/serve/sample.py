@@ -188,29 +188,45 @@ def sample(
 ) -> Sampled:
     """Draw one token per row. `history[rows[b]]` holds the `length[b]` tokens of row b so far, prompt first.
 
-    The draw is argmax(logits / temperature + Gumbel noise) with the key fold_in(key(seed), length): it does not
-    depend on the other rows, on the number of rows, or on where a row stands.
+    The draw is the argmax of `process` plus Gumbel noise (arXiv:1411.0030) with the key fold_in(key(seed), length):
+    it does not depend on the other rows, on their number, or on where a row stands, and rounding changes it only near
+    a tie.
     """
     logits = logits.astype(jnp.float32)
-    z = jax.lax.cond(
-        jnp.any((s.repetition != 1) | (s.presence != 0) | (s.frequency != 0)),
-        lambda z: _penalise(z, s, history, length, rows), lambda z: z, logits,
-    )  # fmt: skip
-    here = jnp.arange(z.shape[0])[:, None]
-    z = jax.lax.cond(jnp.any(s.bias != 0), lambda z: z.at[here, s.bias_ids].add(s.bias, mode="drop"), lambda z: z, z)
-    z = jax.lax.cond(jnp.any(s.masked), lambda z: jnp.where(_bits(s, z.shape[1]), z, -jnp.inf), lambda z: z, z)
-    early = length < s.min_length
-    banned = jnp.where(early[:, None], s.stop_ids, z.shape[1])
-    z = jax.lax.cond(jnp.any(early), lambda z: z.at[here, banned].set(-jnp.inf, mode="drop"), lambda z: z, z)
-    z = jax.lax.cond(jnp.any(s.temperature > 0), lambda z: _perturb(z, s, length), lambda z: z, z)
+    z = process(logits, s, history, length, rows)
+    z = jax.lax.cond(jnp.any(s.temperature > 0), lambda z: z + _noise(z, s, length), lambda z: z, z)
     tokens = jnp.argmax(z, -1).astype(jnp.int32)
 
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     n = min(TOP, logits.shape[1])
     none = lambda z: (jnp.zeros((z.shape[0], n), z.dtype), jnp.zeros((z.shape[0], n), jnp.int32))
     best, ids = jax.lax.cond(jnp.any(s.top > 0), lambda z: tuple(jax.lax.top_k(z, n)), none, logits)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], 1) - total
+    chosen = jnp.where(jnp.isfinite(total), jnp.take_along_axis(logits, tokens[:, None], 1) - total, jnp.nan)
     return Sampled(tokens, chosen[:, 0], ids, jnp.where(jnp.any(s.top > 0), best - total, 0))
+
+
+def process(
+    logits: Float[Array, "B V"],
+    s: Sampling,
+    history: Int[Array, "R L"],
+    length: Int[Array, " B"],
+    rows: Int[Array, " B"],
+) -> Float[Array, "B V"]:
+    """Change logits as each row asks: softmax of the result is what it draws from; argmax if its temperature is 0."""
+    here = jnp.arange(logits.shape[0])[:, None]
+    penalised = (s.repetition != 1) | (s.presence != 0) | (s.frequency != 0)
+    early = length < s.min_length
+    banned = jnp.where(early[:, None], s.stop_ids, logits.shape[1])
+    stages = (
+        (penalised, lambda z: _penalise(z, s, history, length, rows)),
+        (s.bias != 0, lambda z: z.at[here, s.bias_ids].add(s.bias, mode="drop")),
+        (s.masked, lambda z: jnp.where(_bits(s, z.shape[1]), z, -jnp.inf)),
+        (early, lambda z: z.at[here, banned].set(-jnp.inf, mode="drop")),
+        (s.temperature > 0, lambda z: _scale(z, s)),
+    )
+    for wanted, stage in stages:
+        logits = jax.lax.cond(jnp.any(wanted), stage, lambda z: z, logits)
+    return logits
 
 
 def _penalise(z: Array, s: Sampling, history: Array, length: Array, rows: Array) -> Array:
@@ -229,14 +245,17 @@ def _bits(s: Sampling, vocab: int) -> Bool[Array, "B V"]:
     return (bits.reshape(bits.shape[0], -1)[:, :vocab] == 1) | ~s.masked[:, None]
 
 
-def _perturb(z: Array, s: Sampling, length: Array) -> Array:
-    sampled = s.temperature > 0
+def _scale(z: Array, s: Sampling) -> Array:
+    sampled = (s.temperature > 0)[:, None]
     # Subtracting the maximum first keeps a tiny temperature from making infinities of both signs.
-    x = (z - z.max(-1, keepdims=True)) / jnp.where(sampled, s.temperature, 1)[:, None]
-    x = truncate(x, s.top_k, s.top_p, s.min_p)
+    x = (z - z.max(-1, keepdims=True)) / jnp.where(sampled, s.temperature[:, None], 1)
+    return jnp.where(sampled, truncate(x, s.top_k, s.top_p, s.min_p), z)
+
+
+def _noise(z: Array, s: Sampling, length: Array) -> Array:
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(s.seed, impl="threefry2x32"), length)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, z.shape[1:]))(keys)
-    return jnp.where(sampled[:, None], x + noise, z)
+    return jnp.where((s.temperature > 0)[:, None], noise, 0)
 
 
 def truncate(

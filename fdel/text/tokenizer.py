@@ -87,7 +87,7 @@ def load(folder: str | Path) -> Tokenizer:
     if eos is None:
         eos = _read(folder / "config.json").get("eos_token_id")
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return Tokenizer(backend, special, eos_ids, templates, config, file.read_text("utf-8"))
+    return Tokenizer(backend, special, eos_ids, templates, config, file.read_bytes().decode())
 
 
 def save(tok: Tokenizer, folder: str | Path) -> None:

@@ -36,12 +36,18 @@ def test_logits_equal_torch(case, name):
     assert suite.logits_error(case(name)) < 2e-5
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("llama:dynamic", "llama:longrope")])
-@pytest.mark.parametrize("first,block", [(20, 8), (7, 4), (1, 1)])
+# Keys cached before a dynamic or long rope stretches keep their angles, as in transformers: no equality there.
+SERVED = [n for n in NAMES if n not in ("llama:dynamic", "llama:longrope")]
+slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [n if n in PLAIN else slow(n) for n in SERVED])
+@pytest.mark.parametrize("first,block", [(7, 4), slow(20, 8), slow(1, 1)])
 def test_chunked_prefill_and_decode_equal_full_forward(case, name, first, block):
     assert suite.serving_error(case(name), first, block) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_segments_equal_separate_calls(case, name):
     assert suite.packing_error(case(name)) < 2e-5
@@ -82,6 +88,7 @@ def test_config_written_from_scratch_equals_the_original(case, name):
     assert module.Config.from_hf(models.config_dict(module, bare)) == cfg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_mesh_of_eight_devices_gives_the_same_logits(case, name):
     c = case(name)
@@ -95,6 +102,7 @@ def test_mesh_of_eight_devices_gives_the_same_logits(case, name):
     assert suite.error(got[2:], suite.full(c.model, c.tokens)) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradients_are_finite_and_equal_stacked_and_listed(case, name):
     c = case(name)
@@ -107,18 +115,22 @@ def test_gradients_are_finite_and_equal_stacked_and_listed(case, name):
         assert suite.error(a, b) < 1e-4 if np.abs(b).max() > 1e-6 else np.abs(a).max() < 1e-5, path
 
 
-# Error of the logits against full precision, relative to the largest: int8 and fp8 per channel, NF4 per 64 weights.
+# Error of the logits against full precision: root mean square, relative. A tiny MoE flips experts at the least change.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("form,limit", [("int8", 0.05), ("fp8", 0.2), ("nf4", 0.6)])
+@pytest.mark.parametrize("form,limit", [("int8", 0.05), ("fp8", 0.15), ("nf4", 0.45)])
 def test_quantized_forward(case, name, form, limit):
     c = case(name)
     spec = c.model.family.spec(c.model.cfg)
     small = params.quantize(c.model.params, form, spec=spec)
     assert params.nbytes(small) < 0.75 * params.nbytes(c.model.params)
-    got = suite.full(c.model._replace(params=small), c.tokens)
-    assert 1e-6 < suite.error(got, c.logits) < limit
+    got = np.asarray(suite.full(c.model._replace(params=small), c.tokens))
+    same = suite.full(c.model._replace(params=params.dequantize(small, jnp.float32)), c.tokens)
+    assert suite.error(got, same) < 1e-4
+    assert 1e-6 < np.linalg.norm(got - c.logits) / np.linalg.norm(c.logits) < limit * (3 if name in MOE else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_lora_forward_and_merge(case, name):
     c = case(name)

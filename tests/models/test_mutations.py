@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 from fdel import ops  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 linear, attend, mask_type, glu, norm = ops.linear, ops.attend, ops.Mask, ops.glu, ops.rms_norm
 
 

@@ -1,7 +1,5 @@
 """Latent attention against its formula in float64, and the absorbed paged form against the expanded one."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,8 +56,10 @@ def serve(q, kv, w, mask, chunks, block):
     for n in chunks:
         _, batch = ops.paged([(i, start, [0] * n) for i in range(2)], table, block=block)
         size = -(-n // block) * block
-        pad = lambda x: np.concatenate([np.pad(x[i, start : start + n], ((0, size - n), *[(0, 0)] * (x.ndim - 2))) for i in range(2)])  # noqa: E501, B023
-        y, state = run(batch, state, pad(np.asarray(q)), pad(np.asarray(kv)))
+        new = [np.zeros((2, size, *x.shape[2:]), np.float32) for x in (q, kv)]
+        for padded, x in zip(new, (q, kv), strict=True):
+            padded[:, :n] = x[:, start : start + n]
+        y, state = run(batch, state, *(x.reshape(2 * size, *x.shape[2:]) for x in new))
         for i in range(2):
             out[i].append(np.asarray(y)[i * size : i * size + n])
         start += n
@@ -110,4 +110,4 @@ def test_pages_hold_latents_only():
     assert new.v is None
     np.testing.assert_array_equal(new.k[0, jnp.array([2, 0, 1, 3]), 0].reshape(16, -1)[:T], kv[0])
     with pytest.raises(ValueError, match="a Paged batch needs state"):
-        ops.mla(replace(batch), None, 0, q[0], kv[0], w["k"], w["v"], mask=MASKS["causal"])
+        ops.mla(batch, None, 0, q[0], kv[0], w["k"], w["v"], mask=MASKS["causal"])

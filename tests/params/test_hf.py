@@ -94,7 +94,12 @@ def mixed_spec() -> dict:
         return (group if kind else flat) | stack(experts, "experts", range(2)) | rest
 
     order = Param("vocab", (6,), W, "order", dtype="int32")
-    return {"order": order, "one": Param("rep", (1,), W, "one"), "layers": layers(layer, (0, 0, 1, 0, 0, 1, 0, 0))}
+    return {
+        "order": order,
+        "one": Param("rep", (1,), W, "one"),
+        "lead": Param("embed", (4,), W, "lead", "1 1 embed"),
+        "layers": layers(layer, (0, 0, 1, 0, 0, 1, 0, 0)),
+    }
 
 
 def tensors_of(spec: dict, dtype: np.dtype, seed: int = 0) -> dict[str, np.ndarray]:
@@ -166,6 +171,36 @@ def test_load(make: Callable, way: str, chunk: int, tmp_path: Path, monkeypatch:
     if shardings:
         for x, s in zip(jax.tree.leaves(got), jax.tree.leaves(shardings), strict=True):
             assert x.sharding.is_equivalent_to(s, x.ndim)
+
+
+UNLIKE = {  # parts whose sizes forbid or restrict reading in rows
+    "rows": [
+        Param("embed heads head_dim", (4, 3, 2), W, "x", "[heads head_dim] embed", (0, 10)),
+        Param("embed kv_heads rope_dim", (4, 2, 2), W, "x", "[kv_heads rope_dim] embed", (6, 10)),
+    ],
+    "sizes without a common divisor": [
+        Param("embed heads head_dim", (4, 2, 3), W, "x", "[heads head_dim] embed", (0, 14)),
+        Param("embed kv_heads rope_dim", (4, 2, 4), W, "x", "[kv_heads rope_dim] embed", (6, 14)),
+    ],
+    "other axes in front": [
+        Param("groups rep ffn", (2, 3, 2), W, "x", "(groups rep) [ffn]", (0, 5)),
+        Param("heads ffn", (6, 3), W, "x", "heads [ffn]", (2, 5)),
+    ],
+    "one of each": [
+        Param("groups rep", (1, 4), W, "x", "[groups rep]", (0, 5)),
+        Param("ffn", (1,), W, "x", "[ffn]", (4, 5)),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.parametrize("chunk", [1, 30, 1 << 20])
+def test_parts_of_unlike_sizes(case: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = UNLIKE[case]
+    tensor = np.random.default_rng(0).normal(size=P.layout(a).file_shape).astype(np.float32)
+    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(place, "CHUNK", chunk)
+    same(P.load([a, b], tmp_path), [P.layout(a).read(tensor), P.layout(b).read(tensor)])
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -411,6 +446,15 @@ def test_damaged_indices_are_refused(index: str, message: str, tmp_path: Path) -
     assert message in str(e.value)
 
 
+def test_the_index_decides_between_two_files(tmp_path: Path) -> None:
+    for i in range(2):
+        save_file({"a": np.full(3, i, np.float32), f"b{i}": np.zeros(1, np.float32)}, tmp_path / f"{i}.safetensors")
+    for i in range(2):
+        where = {"a": f"{i}.safetensors", "b0": "0.safetensors", "b1": "1.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        assert P.read(tmp_path, "a").tolist() == [i] * 3
+
+
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     save_file({"a": np.arange(9, dtype=np.float32)}, tmp_path / "model.safetensors")
     tensor = P.tensors(tmp_path)["a"]
@@ -465,6 +509,17 @@ def test_the_file_is_what_the_library_writes(tmp_path: Path) -> None:
     P.save(spec, params_of(spec, tensors), tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "theirs"]
+
+
+def test_tensors_are_aligned_in_the_file(tmp_path: Path) -> None:
+    spec = {x: Param("ffn", (3,), W, x) for x in "abc"}
+    made = {"a": np.ones(3, np.int8), "b": np.ones(3, np.float32), "c": np.ones(3, np.float16)}
+    P.save(spec, made, tmp_path)
+    same(load_file(tmp_path / "model.safetensors"), made)
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8 : 8 + length])
+    assert length % 8 == 0 and all(entries[n]["data_offsets"][0] % x.itemsize == 0 for n, x in made.items())
 
 
 def test_shards_and_index(tmp_path: Path) -> None:

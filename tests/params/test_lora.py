@@ -38,6 +38,7 @@ def add(params: Any, rank: int, alpha: float, where: str, spec: Any, **options: 
 LAYER = {
     "norm": param("embed", "", 12),
     "q": param("embed heads head_dim", "(heads head_dim) embed", 12, 2, 5),
+    "k": param("embed kv_heads head_dim", "(kv_heads head_dim) embed", 12, 2, 5),
     "o": param("heads head_dim embed", "embed (heads head_dim)", 2, 5, 12),
     "up": param("experts embed ffn", "experts ffn embed", 3, 12, 4),
 }
@@ -54,12 +55,7 @@ def randomised(params: Any) -> Any:
 def test_add_changes_nothing_yet() -> None:
     """b is zero, a within 1/sqrt(inputs) as torch's Linear; for a table it is the other way round."""
     got = add(PARAMS, 4, 8, "", SPEC)
-    assert {k: isinstance(w, LowRank) for k, w in got["layers"].items()} == {
-        "norm": False,
-        "q": True,
-        "o": True,
-        "up": True,
-    }
+    assert {k for k, w in got["layers"].items() if isinstance(w, LowRank)} == {"q", "k", "o", "up"}
     shapes = {"q": ((2, 12, 4), (2, 4, 2, 5)), "o": ((2, 2, 5, 4), (2, 4, 12)), "up": ((2, 3, 12, 4), (2, 3, 4, 4))}
     for name, inputs in ("q", 12), ("o", 10), ("up", 12):
         w = got["layers"][name]
@@ -77,7 +73,7 @@ def test_keys_come_from_paths() -> None:
     every, one = add(PARAMS, 4, 8, "", SPEC), add(PARAMS, 4, 8, r"\.q$", SPEC)
     assert isinstance(one["layers"]["o"], jax.Array)
     np.testing.assert_array_equal(every["layers"]["q"].a, one["layers"]["q"].a)
-    assert not np.allclose(every["layers"]["q"].a[..., 0], every["layers"]["up"].a[:, 0, :, 0])
+    assert not np.allclose(every["layers"]["q"].a, every["layers"]["k"].a)
     other = lora.add(PARAMS, 4, 8, r"\.q$", key=jax.random.key(1), spec=SPEC)
     assert not np.allclose(one["layers"]["q"].a, other["layers"]["q"].a)
 
@@ -219,7 +215,7 @@ ADAPTERS = {  # family, settings of PEFT's LoraConfig, number of matrices that i
 
 
 @pytest.mark.parametrize(
-    ("name", "listed"), [(name, name == "patterns") for name in ADAPTERS] + [("rslora, one layer", True)]
+    ("name", "listed"), [(name, name.startswith("fused")) for name in ADAPTERS] + [("rslora, one layer", True)]
 )
 def test_from_peft(name: str, listed: bool, tmp_path: Path) -> None:
     """Modules compute what PEFT's do (1e-5 of the largest value); weights of up to 10 merge to PEFT's within 1e-5."""
@@ -251,6 +247,8 @@ def test_to_peft(family: str, where: str, rslora: bool, tmp_path: Path) -> None:
     import peft
 
     params = randomised(add(params, 3, 8, where, spec, rslora=rslora))
+    q = params["layers"]["q"]
+    params["layers"]["q"] = LowRank(q.base, q.a, q.b, q.scale * jnp.array([0.5, -1]))  # other than that of k and v
     save_peft(spec, params, tmp_path, base_name="org/base")
     merged = MERGE(params)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()

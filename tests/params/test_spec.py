@@ -146,6 +146,7 @@ def test_runs_repeat_the_kinds(kinds: list[int], longest: int) -> None:
 
 def test_runs_find_the_period() -> None:
     assert S.runs((0, 0, 0, 1) * 3) == [(0, 4, 3)]
+    assert S.runs((0,) * 4) == [(0, 1, 4)]  # the shortest
     assert S.runs((9, *(0, 0, 1) * 2, 0)) == [(0, 1, 1), (1, 3, 2), (7, 1, 1)]
 
 

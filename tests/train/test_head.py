@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fdel import ops
-from fdel.ops.weights import LowRank
+from fdel.ops.weights import LowRank, Quantized
 from fdel.train import losses
 
 B, T, D, V = 2, 7, 16, 37
@@ -160,6 +160,23 @@ def test_low_rank_weight() -> None:
     loss = lambda make: lambda x, a, b: weighted(losses.token_stats(x, make(a, b), labels, chunk=3)._asdict(), ct)
     want = jax.jit(jax.value_and_grad(loss(merged), (0, 1, 2)))(x, a, b)
     close(jax.jit(jax.value_and_grad(loss(low), (0, 1, 2)))(x, a, b), want, 2e-6)
+
+
+def test_quantized_weight() -> None:
+    """An int8 head gives the values and gradients of the weight that it stands for (2e-6), and gets none itself."""
+    x, head, labels, ct = case(bias=True)
+    r = np.random.default_rng(4)
+    values, scale = (
+        jnp.asarray(r.integers(-127, 128, (V, D)), jnp.int8),
+        jnp.asarray(0.01 * r.random((V, 1)), jnp.float32),
+    )
+    int8 = dataclasses.replace(head, weight=Quantized(values, scale, None, "int8", -1, (D,), jnp.dtype(jnp.float32)))
+    loss = lambda x, head: weighted(losses.token_stats(x, head, labels, chunk=3)._asdict(), ct)
+    f = jax.jit(jax.value_and_grad(loss, (0, 1), allow_int=True))
+    want, (want_x, want_head) = f(x, dataclasses.replace(head, weight=values * scale))
+    got, (got_x, got_head) = f(x, int8)
+    close((got, got_x, got_head.bias), (want, want_x, want_head.bias), 2e-6)
+    assert got_head.weight.values.dtype == jax.dtypes.float0 and (got_head.weight.scale == 0).all()
 
 
 def test_wrong_arguments() -> None:

@@ -31,7 +31,7 @@ def token_sum(
     """Compute `loss(token_stats(hidden, head, labels), *data)` for a loss that is a sum over tokens.
 
     `loss(stats, *data)` returns (scalar, tree of sums without gradient). It sees one chunk at a time: `chunk` tokens of
-    every row, which take about 4 * rows * chunk * V floats of memory. `data` are trees of arrays [... T ...], constant
+    every row, which take 2 to 4 times rows * chunk * V floats. `data` are trees of arrays [... T ...], constant
     and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
     """
     split = _splitter(hidden, labels, chunk)
