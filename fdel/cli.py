@@ -107,9 +107,14 @@ def parser() -> argparse.ArgumentParser:
         return p
 
     checkpoint = ("model", "checkpoint directory in Hugging Face layout, or a Hub id (extra `hub`)")
-    dtype: dict = {"type": known_dtype, "help": "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)"}
+    dtype: dict = {
+        "type": known_dtype,
+        "help": "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)",
+    }
     p = command(demo)
-    p.add_argument("--out", type=Path, default=Path("fdel-demo"), help="directory for the checkpoint (default: %(default)s)")
+    p.add_argument(
+        "--out", type=Path, default=Path("fdel-demo"), help="directory for the checkpoint (default: %(default)s)"
+    )
     p.add_argument("--prompt", default="The following", help="text to complete (default: %(default)r)")
     p.add_argument("--steps", type=int, default=300, help="training steps at the most (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=60, help="training time at the most (default: %(default)s)")
@@ -118,10 +123,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chat", action="store_true", help="send the prompt as a user message through the chat template")
     p.add_argument("--max-tokens", type=int, default=128, help="tokens to write at the most (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
-    p.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (default: %(default)s)")
-    p.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass (default: all)")
-    p.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default: none)")
-    p.add_argument("--repetition-penalty", type=float, default=1.0, help="divide repeated tokens' logits (default: off)")
+    p.add_argument(
+        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (default: %(default)s)"
+    )
+    p.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass (default: all)"
+    )
+    p.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default: none)"
+    )
+    p.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="divide repeated tokens' logits (default: off)"
+    )
     p.add_argument("--seed", type=int, default=None, help="seed of the draws (default: a new one)")
     p.add_argument("--stop", action="append", default=[], help="end before this text (may be given several times)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
@@ -132,7 +145,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=int, help="context length for FLOPs (default: the model's longest)")
     p = command(convert, ("source", checkpoint[1]), ("target", "new directory"))
     p.add_argument("--dtype", **dtype)
-    p.add_argument("--shard-gb", type=float, default=5.0, help="size of a file in GB at the most (default: %(default)s)")
+    p.add_argument(
+        "--shard-gb", type=float, default=5.0, help="size of a file in GB at the most (default: %(default)s)"
+    )
     p = command(diff, ("a", checkpoint[1]), ("b", "the other one"))
     p.add_argument("--tolerance", type=float, default=0.0, help="accept differences up to this (default: %(default)s)")
     p = command(bench, checkpoint)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,7 +75,8 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, seed: int = 
     step = jax.jit(step, donate_argnums=0)
     state = jax.jit(lambda key: train.init_state(params.init(spec, key), optimizer))(jax.random.key(seed))
     losses: list[float] = []
-    begin, previous = time.perf_counter(), None
+    begin = time.perf_counter()
+    previous: Any = None
     with tqdm(total=steps, unit="step", desc="training", file=sys.stderr, mininterval=0.5) as bar:
         for batch, _ in zip(batches(tokens, seed), range(steps), strict=False):
             state, metrics = step(state, batch)
@@ -101,7 +103,9 @@ def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int) ->
     out.mkdir(parents=True, exist_ok=True)
     models.save(model, out)
     text.save(tok, out)
-    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": v}) + "\n" for i, v in enumerate(losses)))
+    (out / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i + 1, "loss": v}) + "\n" for i, v in enumerate(losses))
+    )
     (out / "loss.svg").write_text(curve_svg(losses, "fdel demo: loss per token (nats)"))
     print(f"loss {losses[0]:.2f} {sparkline(losses)} {np.mean(losses[-10:]):.2f}   curve: {out / 'loss.svg'}")
 
@@ -110,7 +114,7 @@ def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int) ->
     speak(model, tok, prompt, max_tokens=max_tokens, temperature=0.7, top_k=40, seed=0, ignore_eos=True)
 
 
-def speak(model: models.Model, tok: text.Tokenizer, prompt: str | list[int], **options: object) -> None:
+def speak(model: models.Model, tok: text.Tokenizer, prompt: str | list[int], **options: Any) -> None:
     """Stream a completion to standard output, and its speed to standard error."""
     ids = text.encode(tok, prompt) if isinstance(prompt, str) else prompt
     first = last = time.perf_counter()

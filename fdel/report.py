@@ -19,7 +19,9 @@ Table = list[tuple[str, ...]]
 def render(rows: Table) -> str:
     """Align rows in columns; the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    line = lambda row: "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+    line = lambda row: "  ".join(
+        c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+    )
     return "\n".join(line(row).rstrip() for row in rows)
 
 
@@ -80,9 +82,10 @@ def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train") -> st
     sizes = dict.fromkeys(params.AXES, 1) | params.parse_mesh(mesh)
     if -1 in sizes.values():
         raise ValueError(f"mesh {mesh!r}: give every size; there are no devices here to take the remaining ones from")
-    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    abstract: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     shardings = params.shardings(spec, abstract, {"train": params.TRAIN, "serve": params.SERVE}[rules])
-    rows, total = [("array", "axes", "shape", "sharding", "bytes per device")], 0
+    rows: Table = [("array", "axes", "shape", "sharding", "bytes per device")]
+    total = 0
     for (path, p), s in zip(params.named_leaves(spec), jax.tree.leaves(shardings), strict=True):
         mine = math.prod(s.shard_shape(p.shape)) * params.leaf_dtype(p, dtype).itemsize
         total += mine

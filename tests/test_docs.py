@@ -37,5 +37,7 @@ def test_links_lead_somewhere():
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`(fdel [a-z]+) [A-Z]", README)) - {"fdel COMMAND"}))
 def test_the_commands_exist(command):
-    done = subprocess.run([sys.executable, "-m", *command.split(), "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split(), "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and "usage: " + command in done.stdout

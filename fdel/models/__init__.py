@@ -88,5 +88,7 @@ def save(model: Model, path: str | Path, *, shard_bytes: int = 5_000_000_000) ->
     P.save(model.family.spec(model.cfg), model.params, path, shard_bytes=shard_bytes)
     dtypes = {str(x.dtype) for x in jax.tree.leaves(model.params)}
     d = config_dict(model.family, model.cfg)
-    d = {re.sub("^torch_dtype$", "dtype", k): v for k, v in d.items()} | ({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})
+    d = {re.sub("^torch_dtype$", "dtype", k): v for k, v in d.items()} | (
+        {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
+    )
     (Path(path) / "config.json").write_text(json.dumps(d, indent=2, sort_keys=True) + "\n")

@@ -29,11 +29,15 @@ def matrix(name: str, a: tuple[str, int], b: tuple[str, int]) -> Param:
 def gqa(name: str, embed: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
     """Projections q, k, v [embed heads head_dim] and o of grouped-query attention, named {name}q_proj.weight etc."""
     heads_in = lambda axis, n, part: Param(
-        f"embed {axis} head_dim", (embed, n, head_dim), normal(STD), f"{name}{part}_proj.weight", f"({axis} head_dim) embed"
+        f"embed {axis} head_dim",
+        (embed, n, head_dim),
+        normal(STD),
+        f"{name}{part}_proj.weight",
+        f"({axis} head_dim) embed",
     )
     o = Param(
         "heads head_dim embed", (heads, head_dim, embed), normal(STD), name + "o_proj.weight", "embed (heads head_dim)",
-        inputs=2,
+
     )  # fmt: skip
     return {"q": heads_in("heads", heads, "q"), "k": heads_in("kv_heads", kv_heads, "k"),
             "v": heads_in("kv_heads", kv_heads, "v"), "o": o}  # fmt: skip
@@ -63,6 +67,11 @@ def embedding(name: str, vocab: int, embed: int) -> Param:
 def head(name: str, vocab: int, embed: int) -> Param:
     """Untied output projection, [embed vocab] here: x @ w reads one row faster than x @ w.T on CPU."""
     return matrix(name, ("embed", embed), ("vocab", vocab))
+
+
+def conv(name: str, channels: int, kernel: int) -> Param:
+    """Causal depthwise convolution, stored [channels 1 kernel] as torch does."""
+    return Param("channels kernel", (channels, kernel), normal(0.2), name, "channels 1 kernel")
 
 
 def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int) -> Pages:

@@ -142,7 +142,7 @@ def rope(d: Mapping[str, Any], dim: int, *, theta: float = 10000.0, layer_type: 
     p = dict(d.get("rope_parameters") or d.get("rope_scaling") or {})
     if layer_type is not None and isinstance(p.get(layer_type), Mapping):
         p = dict(p[layer_type])
-    kind = p.get("rope_type", p.get("type", "default"))
+    kind = str(p.get("rope_type", p.get("type", "default")))
     kind = {"su": "longrope"}.get(kind, kind)
     if kind not in ROPE_NEEDS:
         raise ConfigError(f"config field 'rope_type': found {kind!r}, understood are {', '.join(ROPE_NEEDS)}")

@@ -96,7 +96,7 @@ def attention_spec(cfg: Config, name: str) -> dict:
         "v": from_latent("v", cfg.v_dim),
         "o": Param(
             "heads head_dim embed", (cfg.heads, cfg.v_dim, cfg.embed), normal(builders.STD), name + "o_proj.weight",
-            "embed (heads head_dim)", inputs=2,
+            "embed (heads head_dim)",
         ),
     }  # fmt: skip
     if cfg.q_latent is None:

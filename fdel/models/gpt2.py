@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from fdel import ops
 from fdel.models import builders, config
 from fdel.params.spec import Param, layers, normal, parts, zeros
@@ -46,8 +48,7 @@ def spec(cfg: Config) -> dict:
     layer = {
         "attn_norm": builders.norm(name + "ln_1.weight", d),
         "attn_norm_bias": builders.bias(name + "ln_1.bias", d),
-        "o": Param("heads head_dim embed", (n, h, d), normal(0.02), name + "attn.c_proj.weight", "(heads head_dim) embed",
-                   inputs=2),
+        "o": Param("heads head_dim embed", (n, h, d), normal(0.02), name + "attn.c_proj.weight", "(heads head_dim) embed"),
         "o_bias": builders.bias(name + "attn.c_proj.bias", d),
         "mlp_norm": builders.norm(name + "ln_2.weight", d),
         "mlp_norm_bias": builders.bias(name + "ln_2.bias", d),
@@ -58,7 +59,9 @@ def spec(cfg: Config) -> dict:
     }  # fmt: skip
     for part, cut in qkv.items():
         fused = name + "attn.c_attn."
-        layer[part] = Param("embed heads head_dim", (d, n, h), normal(0.02), fused + "weight", "embed [heads head_dim]", cut)
+        layer[part] = Param(
+            "embed heads head_dim", (d, n, h), normal(0.02), fused + "weight", "embed [heads head_dim]", cut
+        )
         layer[part + "_bias"] = Param("heads head_dim", (n, h), zeros, fused + "bias", "[heads head_dim]", cut)
     top = {
         "embed": builders.embedding("transformer.wte.weight", cfg.vocab, d),
@@ -95,7 +98,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         x = x + ops.linear("...nh,nhd->...d", a, p["o"], p["o_bias"])
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, ops.ACTIVATIONS[cfg.act]), state
 
-    x = ops.embed(params["embed"], tokens) + ops.embed(params["positions"], batch.positions)
+    x = ops.embed(params["embed"], tokens) + ops.embed(params["positions"], jnp.maximum(batch.positions, 0))
     x, state = ops.layers(block, x, state, params["layers"], remat=remat)
     return norm(x, params, "norm"), state
 

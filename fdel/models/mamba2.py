@@ -73,7 +73,7 @@ def spec(cfg: Config) -> dict:
     heads = lambda part, init: Param("heads", (cfg.heads,), init, mixer + part, dtype="float32")
     layer = {
         "norm": builders.norm(name + "norm.weight", cfg.embed),
-        "conv": Param("channels kernel", (cfg.channels, cfg.kernel), normal(0.2), mixer + "conv1d.weight", "channels 1 kernel"),
+        "conv": builders.conv(mixer + "conv1d.weight", cfg.channels, cfg.kernel),
         "decay": heads("A_log", builders.decay_init),
         "skip": heads("D", builders.ones),
         "step": heads("dt_bias", builders.step_init),

@@ -85,20 +85,33 @@ def linear_spec(cfg: Config, name: str) -> dict:
     d, g, r, k, v = cfg.embed, cfg.key_heads, cfg.rep, cfg.key_dim, cfg.value_dim
     channels = 2 * g * k + g * r * v
     qkvz, ba = parts(q=k, k=k, v=r * v, z=r * v), parts(beta=r, decay=r)
-    narrow = lambda part: Param("embed heads head_dim", (d, g, k), normal(0.02), name + "in_proj_qkvz.weight",
-                                "(heads [head_dim]) embed", qkvz[part])
-    wide = lambda part: Param("embed heads rep head_dim", (d, g, r, v), normal(0.02), name + "in_proj_qkvz.weight",
-                              "(heads [rep head_dim]) embed", qkvz[part])
-    gate = lambda part: Param("embed heads rep", (d, g, r), normal(0.02), name + "in_proj_ba.weight",
-                              "(heads [rep]) embed", ba[part])
+    narrow = lambda part: Param(
+        "embed heads head_dim",
+        (d, g, k),
+        normal(0.02),
+        name + "in_proj_qkvz.weight",
+        "(heads [head_dim]) embed",
+        qkvz[part],
+    )
+    wide = lambda part: Param(
+        "embed heads rep head_dim",
+        (d, g, r, v),
+        normal(0.02),
+        name + "in_proj_qkvz.weight",
+        "(heads [rep head_dim]) embed",
+        qkvz[part],
+    )
+    gate = lambda part: Param(
+        "embed heads rep", (d, g, r), normal(0.02), name + "in_proj_ba.weight", "(heads [rep]) embed", ba[part]
+    )
     per_head = lambda part, init: Param("heads rep", (g, r), init, name + part, "(heads rep)", dtype="float32")
     return {
         "q": narrow("q"), "k": narrow("k"), "v": wide("v"), "z": wide("z"), "beta": gate("beta"), "decay": gate("decay"),
-        "conv": Param("channels kernel", (channels, cfg.kernel), normal(0.2), name + "conv1d.weight", "channels 1 kernel"),
+        "conv": builders.conv(name + "conv1d.weight", channels, cfg.kernel),
         "rate": per_head("A_log", builders.decay_init), "step": per_head("dt_bias", ones),
         "mixer_norm": builders.norm(name + "norm.weight", v, "head_dim"),
         "o": Param("heads rep head_dim embed", (g, r, v, d), normal(0.02), name + "out_proj.weight",
-                   "embed (heads rep head_dim)", inputs=3),
+                   "embed (heads rep head_dim)"),
     }  # fmt: skip
 
 
@@ -211,7 +224,10 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         return ops.moe(h, p["experts"], *routing, act) + gate * ops.glu(h, p["shared"], act)
 
     def block(kind):
-        mixer, ffn = linear if kind[0] == LINEAR else full, moe if kind[1] == "moe" else lambda h, p: ops.glu(h, p["ffn"], act)
+        mixer, ffn = (
+            linear if kind[0] == LINEAR else full,
+            moe if kind[1] == "moe" else lambda h, p: ops.glu(h, p["ffn"], act),
+        )
 
         def apply(x, state, p, layer):
             y, state = mixer(norm(x, p["mixer_in_norm"]), state, p, layer)

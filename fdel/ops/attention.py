@@ -10,7 +10,7 @@ from fdel.ops import dispatch
 from fdel.ops.batch import Batch, Packed, Paged, Pages
 from fdel.ops.flash import Mask, begin, dense_attention, flash_attention, online, scores
 
-GROUP = 512  # keys per step of the paged loop: large enough to amortise a step, small enough to stay in cache
+GROUP = (512, 128)  # keys per step of the paged loop, for decode and for prefill: scores of a block stay in cache
 
 
 def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
@@ -98,14 +98,14 @@ def paged_attention(
     alibi: Float[Array, " N"] | None = None,
     v_dim: int | None = None,
 ) -> Float[Array, "T N Hv"]:
-    """Attend over cached pages with an online softmax in groups of about 512 keys; formula as in `attend`.
+    """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
 
     The loop runs from the first group that any query's window reaches to the longest context in the batch. Without `v`
     pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
     """
     _, total_pages, kv_heads, size, _ = state.k.shape
     blocks, width = batch.page_table.shape
-    per_step = min(max(1, GROUP // size), width)
+    per_step = min(max(1, GROUP[batch.block > 1] // size), width)
     keys, steps = per_step * size, -(-width // per_step)
     table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
     qi = batch.positions.reshape(blocks, 1, 1, batch.block)

@@ -1,6 +1,7 @@
 """The gated delta rule: linear attention that corrects what its state predicts (Gated DeltaNet, KDA)."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +56,8 @@ def _prepare(chunk: tuple) -> tuple[Array, ...]:
         kk, qk = _channel_pairs(q, k, g)
     begin, end = begin * sees[:, :1], end * sees[-1, 1:, None]
     kk, qk = (jnp.where(sees[:, 1:], x, 0) for x in (kk, qk))
-    known = beta * jnp.concatenate([v, k * begin], -1)
-    if len(starts) > 1:  # one token has nothing to solve
-        known = jax.lax.linalg.triangular_solve(beta * kk, known, left_side=True, lower=True, unit_diagonal=True)
-    new, reads = jnp.split(known, [v.shape[-1]], -1)
+    solved = _solve(jnp.tril(beta * kk, -1), beta * jnp.concatenate([v, k * begin], -1))
+    new, reads = jnp.split(solved, [v.shape[-1]], -1)
     return new, reads, q * begin, qk, k * end, begin[:, -1]
 
 
@@ -67,6 +66,34 @@ def _step(state: Float[Array, "N Hk Hv"], prepared: tuple[Array, ...]) -> tuple[
     delta = new - reads @ state
     out = q @ state + qk @ delta
     return decay[..., None] * state + jnp.einsum("njk,njv->nkv", k, delta), out.swapaxes(0, 1)
+
+
+def _solve(a: Float[Array, "N C C"], b: Float[Array, "N C R"]) -> Float[Array, "N C R"]:
+    """Solve (I + a) x = b for a strictly lower triangular, by the inverse; gradients come from the solution itself.
+
+    Not by `triangular_solve`: two of them at once can block each other for ever on XLA:CPU (jax 0.10.2).
+    """
+    c = a.shape[-1]
+    if c == 1:
+        return b
+    pad = (1 << (c - 1).bit_length()) - c
+    inverse = _unit_inverse(jnp.pad(jax.lax.stop_gradient(a), ((0, 0), (0, pad), (0, pad))))[:, :c, :c]
+    forward, transposed = lambda _, b: inverse @ b, lambda _, b: inverse.mT @ b
+    return jax.lax.custom_linear_solve(lambda x: x + a @ x, b, forward, transposed)
+
+
+def _unit_inverse(a: Float[Array, "N C C"]) -> Float[Array, "N C C"]:
+    """Invert I + a, C a power of two: the two diagonal halves at once, then what joins them.
+
+    Up to C = 8 the inverse is a product, since a^8 = 0. Not beyond: powers of a would grow and cancel (choose(63, 31)).
+    """
+    matmul, half = partial(jnp.matmul, precision="highest"), a.shape[-1] // 2
+    if half <= 4:
+        eye, square = jnp.eye(2 * half), matmul(a, a)
+        return matmul(matmul(eye - a, eye + square), eye + matmul(square, square))
+    upper, lower = jnp.split(_unit_inverse(jnp.concatenate([a[:, :half, :half], a[:, half:, half:]])), 2)
+    join = -matmul(matmul(lower, a[:, half:, :half]), upper)
+    return jnp.block([[upper, jnp.zeros_like(upper)], [join, lower]])
 
 
 def _later(g: Float[Array, "... C H"]) -> Float[Array, "... C H"]:
@@ -88,16 +115,16 @@ def _channel_pairs(
     size = math.gcd(k.shape[1], 16)
     q, k, g = (x.reshape(x.shape[0], -1, size, x.shape[-1]) for x in (q, k, g))  # [N blocks size H]
     since = jnp.cumsum(g, 2)
-    x, to_row = jnp.concatenate([k, q], 2), jnp.concatenate([since, since], 2)  # r: rows of k, then of q
+    both = jnp.concatenate([k, q], 2)  # r: the rows of k, then those of q
     between = decays(jnp.moveaxis(since[:, :, -1], 1, 2))[..., :-1, 1:]
-    between = jnp.pad(between, ((0, 0), (0, 0), (1, 0), (0, 0)))
-    far = jnp.einsum("nhij,njqh->nijqh", between, k * jnp.exp(_later(g)))
-    pairs = jnp.einsum("nirh,nijqh->nirjq", x * jnp.exp(to_row), far)
+    between = jnp.moveaxis(jnp.pad(between, ((0, 0), (0, 0), (1, 0), (0, 0))), 1, 3)
+    far = between[:, :, :, None] * (k * jnp.exp(_later(g)))[:, None]
+    pairs = jnp.einsum("nirh,nijqh->nirjq", both * jnp.exp(jnp.concatenate([since, since], 2)), far)
 
     @jax.checkpoint
-    def column(key: Float[Array, "N blocks H"], since: Float[Array, "N blocks H"]) -> Float[Array, "N blocks r"]:
-        decay = jnp.exp(jnp.minimum(to_row - since[:, :, None], 0))
-        return jnp.einsum("nirh,nih,nirh->nir", x, key, decay)
+    def column(key: Float[Array, "N blocks H"], until: Float[Array, "N blocks H"]) -> Float[Array, "N blocks r"]:
+        key = key[:, :, None] * jnp.exp(jnp.minimum(since - until[:, :, None], 0))
+        return jnp.concatenate([jnp.sum(k * key, -1), jnp.sum(q * key, -1)], 2)
 
     near = jax.lax.map(lambda args: column(*args), (jnp.moveaxis(k, 2, 0), jnp.moveaxis(since, 2, 0)))
     pairs += jnp.einsum("qnir,ij->nirjq", near, jnp.eye(k.shape[1]))

@@ -34,5 +34,8 @@ def describe(table: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> 
     """Write one line per implementation: the choice, and the reasons against the others."""
     why = reasons(table, *args, **kwargs)
     chosen = next(name for name, reason in why.items() if reason is None)
-    note = {name: reason or ("chosen" if name == chosen else "supported, later in the order") for name, reason in why.items()}
+    note = {
+        name: reason or ("chosen" if name == chosen else "supported, later in the order")
+        for name, reason in why.items()
+    }
     return "\n".join(f"{name}: {text}" for name, text in note.items())

@@ -123,13 +123,9 @@ def _loop(bounds: tuple[Any, Any], body: Any, carry: Any, n: int) -> Any:
     return body(0, carry) if n == 1 else jax.lax.fori_loop(bounds[0], bounds[1], body, carry)
 
 
-def _map(f: Any, n: int) -> Any:
-    """Concatenate f(0), ..., f(n - 1) along the block axis (3 in [B K G q H], 2 in [B K s H])."""
-    if n == 1:
-        return f(0)
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, -3).reshape(*x.shape[1:-2], -1, x.shape[-1]), jax.lax.map(f, jnp.arange(n))
-    )
+def _join(x: Array) -> Array:
+    """Concatenate stacked blocks [n, ..., block, H] along their axis."""
+    return jnp.moveaxis(x, 0, -3).reshape(*x.shape[1:-2], -1, x.shape[-1])
 
 
 def _forward(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array, sinks: Any, alibi: Any) -> tuple:
@@ -149,7 +145,7 @@ def _forward(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array,
         safe = jnp.where(total == 0, 1, total)
         return (out / safe).astype(q.dtype), top + jnp.log(safe)
 
-    return _map(rows, n)
+    return jax.tree.map(_join, jax.lax.map(rows, jnp.arange(n)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -185,27 +181,24 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
         return p.astype(q.dtype), ds.astype(q.dtype)
 
     f32 = {"preferred_element_type": jnp.float32}
-    product_q = lambda ds, j: jnp.einsum("bkgqs,bksh->bkgqh", ds, _cut(k, j, block, 2), **f32)
-    product_k = lambda ds, i: jnp.einsum("bkgqs,bkgqh->bksh", ds, _cut(q, i, block, 3), **f32)
-    product_v = lambda p, i: jnp.einsum("bkgqs,bkgqh->bksh", p, _cut(dout, i, block, 3), **f32)
-    if n == 1:
-        p, ds = pair(0, 0)
-        dq, dk, dv = product_q(ds, 0), product_k(ds, 0), product_v(p, 0)
-    else:
 
-        def queries(i: Any) -> Array:
-            step = lambda j, dq: dq + product_q(pair(i, j)[1], j)
-            return _loop(_key_range(m, i, block, n), step, jnp.zeros((*q.shape[:3], block, q.shape[4])), n)
+    def keys(dq: Array, j: Any) -> tuple:
+        """Add key block j's part of dq; return it with the block's dk and dv."""
 
-        def keys(j: Any) -> tuple:
-            def step(i: Any, carry: tuple) -> tuple:
-                p, ds = pair(i, j)
-                return carry[0] + product_k(ds, i), carry[1] + product_v(p, i)
+        def step(i: Any, carry: tuple) -> tuple:
+            dq, dk, dv = carry
+            p, ds = pair(i, j)
+            new = _cut(dq, i, block, 3) + jnp.einsum("bkgqs,bksh->bkgqh", ds, _cut(k, j, block, 2), **f32)
+            dk += jnp.einsum("bkgqs,bkgqh->bksh", ds, _cut(q, i, block, 3), **f32)
+            dv += jnp.einsum("bkgqs,bkgqh->bksh", p, _cut(dout, i, block, 3), **f32)
+            return jax.lax.dynamic_update_slice_in_dim(dq, new, i * block, 3), dk, dv
 
-            zeros = tuple(jnp.zeros((*x.shape[:2], block, x.shape[3])) for x in (k, v))
-            return _loop(_query_range(m, j, block, n), step, zeros, n)
+        zeros = [jnp.zeros((*x.shape[:2], block, x.shape[3])) for x in (k, v)]
+        dq, dk, dv = _loop(_query_range(m, j, block, n), step, (dq, *zeros), n)
+        return dq, (dk, dv)
 
-        dq, (dk, dv) = _map(queries, n), _map(keys, n)
+    dq, (dk, dv) = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(n))
+    dk, dv = _join(dk), _join(dv)
     dsinks = None
     if sinks is not None:
         dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
@@ -225,12 +218,13 @@ def flash_attention(
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
     alibi: Float[Array, " N"] | None = None,
-    block: int = 512,
+    block: int = 128,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attend within segments, block by block; returns (output, log-sum-exp of the scores in float32).
 
     Queries and keys are the same T tokens. Blocks outside the causal or window band are skipped. Differentiable in q, k,
-    v and sinks (alibi slopes are constants); memory is O(T block). The formula is `dense_attention`'s.
+    v and sinks (alibi slopes are constants); memory is O(T block). The formula is `dense_attention`'s. 128 keys at a time
+    stay in a CPU's cache: forward and backward take half the time of 512.
     """
     b, t, heads, _ = q.shape
     block = min(block, t)

@@ -43,7 +43,6 @@ class Param:
     are heads times head_dim; `1` is an axis of size one. If the array is a part of a fused tensor, square brackets enclose
     the axes of the fused dimension and `part` is (offset, total size) along it (see `parts`):
     "(kv_heads [rep head_dim]) embed". `dtype` fixes a dtype whatever the tree is cast to (router biases, decay rates).
-    `inputs` counts the contracted axes of a weight, which come first after stacked axes (`heads head_dim embed` has 2).
     Arrays without `hf` (caches, recurrent state) exist in no checkpoint.
     """
 
@@ -54,7 +53,6 @@ class Param:
     hf_axes: str = ""
     part: tuple[int, int] | None = None
     dtype: str | None = None
-    inputs: int = 1
     stacked: tuple[tuple[str, range], ...] = ()
 
     def __post_init__(self) -> None:
@@ -123,9 +121,7 @@ def _slice(leaf: Any, i: int) -> Any:
         return leaf[i]
     (axis, index), *rest = leaf.stacked
     hf = leaf.hf.replace(f"{{{axis}}}", str(index[i]))
-    return dataclasses.replace(
-        leaf, axes=leaf.axes.partition(" ")[2], shape=leaf.shape[1:], hf=hf, stacked=tuple(rest)
-    )
+    return dataclasses.replace(leaf, axes=leaf.axes.partition(" ")[2], shape=leaf.shape[1:], hf=hf, stacked=tuple(rest))
 
 
 def _unstack_layers(tree: Tree) -> list:
@@ -204,9 +200,7 @@ def abstract(spec: Tree, dtype: Any = jnp.float32, shardings: Tree | None = None
     """Give shapes and dtypes (and shardings) as `jax.ShapeDtypeStruct`, without allocating anything."""
     if shardings is None:
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype)), spec)
-    return jax.tree.map(
-        lambda p, s: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype), sharding=s), spec, shardings
-    )
+    return jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype), sharding=s), spec, shardings)
 
 
 def count(tree: Tree) -> int:
@@ -228,7 +222,9 @@ def hf_names(p: Param) -> list[str]:
     names, index = [a for a, _ in p.stacked], [r for _, r in p.stacked]
     unknown = sorted(set(re.findall(r"{(\w+)}", p.hf)) ^ set(names))
     if unknown:
-        raise ValueError(f"{p.hf}: placeholders and stacked axes {names} differ in {', '.join(unknown)}; name each once")
+        raise ValueError(
+            f"{p.hf}: placeholders and stacked axes {names} differ in {', '.join(unknown)}; name each once"
+        )
     return [p.hf.format(**dict(zip(names, i, strict=True))) for i in itertools.product(*index)]
 
 
@@ -248,7 +244,8 @@ class Layout:
 
     def write(self, tensor: np.ndarray, array: np.ndarray) -> None:
         """Write our array into its place in a checkpoint tensor."""
-        view = tensor.reshape(self.flat)[(*self.cut, ...)]
+        where: Any = (*self.cut, ...)  # a scalar's view too is an array with the ellipsis
+        view = tensor.reshape(self.flat)[where]
         view[...] = array.transpose(np.argsort(self.order)).reshape(view.shape)
 
 
@@ -272,7 +269,9 @@ def layout(p: Param) -> Layout:
             length = math.prod(size[a] for a in names)
             offset, total = p.part if item.startswith("[") and p.part else (0, length)
             if not 0 <= offset <= total - length:
-                raise ValueError(f"{p.hf}: {item} has {length} elements, which do not fit part {p.part} (offset, total)")
+                raise ValueError(
+                    f"{p.hf}: {item} has {length} elements, which do not fit part {p.part} (offset, total)"
+                )
             flat.append(total)
             cut.append(slice(offset, offset + length))
             order += [a for a in names if a != "1"]

@@ -130,7 +130,8 @@ def _programs(family: ModuleType, cfg: Any, keep: int) -> tuple[Callable, Callab
     """Jit the two steps; cached for the reason that `step.programs` gives."""
 
     def best(logits: Array, scores: Array) -> tuple[Float[Array, " keep"], Int[Array, " keep"]]:
-        return tuple(jax.lax.top_k((jax.nn.log_softmax(logits) + scores[:, None]).reshape(-1), keep))
+        values, indices = jax.lax.top_k((jax.nn.log_softmax(logits) + scores[:, None]).reshape(-1), keep)
+        return values, indices
 
     def first(params, state, tokens: Array, batch: ops.Paged, last: Array, scores: Array) -> tuple:
         logits, state = prefill_logits(family, cfg, params, state, tokens, batch, last)

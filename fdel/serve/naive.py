@@ -16,7 +16,8 @@ from fdel.serve.reply import Generation
 
 def naive_generate(model: Model, prompt: Sequence[int], max_tokens: int, *, eos: Sequence[int] = ()) -> Generation:
     """Continue one prompt greedily; logprobs are log_softmax of the logits."""
-    tokens, logprobs, step = list(prompt), [], _program(model.family, model.cfg)
+    tokens, step = list(prompt), _program(model.family, model.cfg)
+    logprobs: list[float] = []
     width = -(-(len(prompt) + max_tokens) // 64) * 64  # padding at the end; rounded, to share compiled programs
     while len(logprobs) < max_tokens and (not logprobs or tokens[-1] not in eos):
         padded = np.zeros((1, width), np.int32)

@@ -40,7 +40,8 @@ class Programs(NamedTuple):
 def mesh_of(params: Any) -> Mesh | None:
     """The mesh that parameters are spread over; None if they are on one device."""
     sharding = jax.tree.leaves(params)[0].sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -108,9 +108,7 @@ def test_gradients_are_finite_and_equal_stacked_and_listed(case, name):
     c = case(name)
     stacked = suite.gradients(c, c.model.params)
     listed = suite.gradients(c, params.unstack(c.model.params))
-    for (path, a), b in zip(
-        params.named_leaves(params.unstack(stacked)), jax.tree.leaves(listed), strict=True
-    ):
+    for (path, a), b in zip(params.named_leaves(params.unstack(stacked)), jax.tree.leaves(listed), strict=True):
         assert np.isfinite(a).all(), path
         assert suite.error(a, b) < 1e-4 if np.abs(b).max() > 1e-6 else np.abs(a).max() < 1e-5, path
 

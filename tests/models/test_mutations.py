@@ -56,9 +56,8 @@ MUTATIONS = {
     "norm_offset": ("rms_norm", lambda: other_offset, ["llama", "gemma3"]),
 }
 
-@pytest.mark.parametrize(
-    "mutation,name", [(m, n) for m, (_, _, names) in MUTATIONS.items() for n in names]
-)
+
+@pytest.mark.parametrize("mutation,name", [(m, n) for m, (_, _, names) in MUTATIONS.items() for n in names])
 def test_the_suite_finds_a_planted_mistake(mutation, name, tmp_path, monkeypatch):
     where, make, _ = MUTATIONS[mutation]
     case = suite.make_case(name, tmp_path)
@@ -92,7 +91,9 @@ def test_the_suite_finds_a_stale_cache(tmp_path, monkeypatch):
         if isinstance(batch, ops.Paged):
             import dataclasses
 
-            batch = dataclasses.replace(batch, positions=jnp.where(batch.positions > 0, batch.positions - 1, batch.positions))
+            batch = dataclasses.replace(
+                batch, positions=jnp.where(batch.positions > 0, batch.positions - 1, batch.positions)
+            )
         return attend(batch, state, layer, q, k, v, **kwargs)
 
     monkeypatch.setattr(ops, "attend", late)

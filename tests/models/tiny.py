@@ -8,7 +8,9 @@ BASE = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_lay
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)  # fmt: skip
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
-MLA = dict(kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=20, num_key_value_heads=4)
+MLA = dict(
+    kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=20, num_key_value_heads=4
+)
 DEEPSEEK = dict(num_hidden_layers=3, **MLA, moe_intermediate_size=40, n_routed_experts=8, num_experts_per_tok=3,
                 n_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2, num_mtp_layers=0)  # fmt: skip
 LINEAR, FULL = "linear_attention", "full_attention"

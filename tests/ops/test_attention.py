@@ -71,9 +71,7 @@ f32 = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
 def test_packed_equals_the_formula(variant, impl):
     mask, qkv, segments, sinks, alibi, want = case(variant)
     batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
-    got, state = ops.attend(
-        batch, None, 0, *map(f32, qkv), mask=mask, sinks=f32(sinks), alibi=f32(alibi), impl=impl
-    )
+    got, state = ops.attend(batch, None, 0, *map(f32, qkv), mask=mask, sinks=f32(sinks), alibi=f32(alibi), impl=impl)
     np.testing.assert_allclose(got, want, atol=2e-6)
     assert state is None
 
@@ -111,7 +109,9 @@ def test_log_sum_exp_and_its_gradient():
 
     blocked = lambda q, k: flash_attention(q, k, v, jnp.asarray(segments), mask=mask, block=8)[1]
     np.testing.assert_allclose(blocked(q, k), dense(q, k), atol=2e-6)
-    for a, b in zip(*(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1))(q, k) for f in (blocked, dense)), strict=True):
+    for a, b in zip(
+        *(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1))(q, k) for f in (blocked, dense)), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -144,7 +144,9 @@ def test_paged_equals_the_formula(variant, page, block):
     )
     for start in range(0, t, chunk := 1 if block == 1 else 400):
         n = min(chunk, t - start)
-        _, batch = ops.paged([(i, start, [0] * n) for i in range(2)], table, block=block, size=2 * -(-n // block) * block + block)
+        _, batch = ops.paged(
+            [(i, start, [0] * n) for i in range(2)], table, block=block, size=2 * -(-n // block) * block + block
+        )
         where = np.asarray(batch.positions)
         row = np.repeat([0, 1, 0], [-(-n // block) * block] * 2 + [block])
         pick = lambda x, where=where, row=row: f32(np.where((where >= 0)[:, None, None], x[row, where], np.nan))

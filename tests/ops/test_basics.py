@@ -55,7 +55,9 @@ def test_interleaved_pairs_are_complex_multiplication():
     x = np.random.default_rng(0).normal(size=(7, 2, 12))
     _, batch = ops.paged([(0, 3, [0] * 7)], np.zeros((1, 9), int), block=7)
     rot = ops.rotation(ops.Rope(8, 100.0), batch)
-    z = (x[..., 0:8:2] + 1j * x[..., 1:8:2]) * np.exp(1j * np.outer(np.arange(3, 10), 100.0 ** -(np.arange(4) / 4)))[:, None]
+    z = (x[..., 0:8:2] + 1j * x[..., 1:8:2]) * np.exp(1j * np.outer(np.arange(3, 10), 100.0 ** -(np.arange(4) / 4)))[
+        :, None
+    ]
     got = np.asarray(ops.rope_interleaved(jnp.asarray(x, jnp.float32), rot))
     np.testing.assert_allclose(got[..., 0:8:2] + 1j * got[..., 1:8:2], z, atol=1e-5)
     np.testing.assert_array_equal(got[..., 8:], x[..., 8:].astype(np.float32))
@@ -98,7 +100,10 @@ def test_activations_equal_transformers(name):
 
 def test_feed_forwards_equal_float64():
     r = np.random.default_rng(0)
-    p = {k: r.normal(size=s) for k, s in {"gate": (6, 9), "up": (6, 9), "down": (9, 6), "gate_bias": 9, "up_bias": 9, "down_bias": 6}.items()}
+    p = {
+        k: r.normal(size=s)
+        for k, s in {"gate": (6, 9), "up": (6, 9), "down": (9, 6), "gate_bias": 9, "up_bias": 9, "down_bias": 6}.items()
+    }
     x = r.normal(size=(4, 6))
     relu = lambda a: np.maximum(a, 0)
     f = {k: jnp.asarray(v, jnp.float32) for k, v in p.items()}

@@ -106,7 +106,8 @@ def test_pages_hold_latents_only():
     q, kv, w = inputs()
     _, batch = ops.paged([(0, 0, [0] * T)], np.array([[2, 0, 1, 3]]), block=T)
     state = ops.Pages(jnp.zeros((1, 4, 1, 4, C + R)), None)
-    _, new = ops.mla(batch, state, 0, q[0], kv[0], w["k"], w["v"], mask=MASKS["causal"])
+    run = jax.jit(lambda *a: ops.mla(*a, w["k"], w["v"], mask=MASKS["causal"]))
+    _, new = run(batch, state, 0, q[0], kv[0])
     assert new.v is None
     np.testing.assert_array_equal(new.k[0, jnp.array([2, 0, 1, 3]), 0].reshape(16, -1)[:T], kv[0])
     with pytest.raises(ValueError, match="a Paged batch needs state"):
