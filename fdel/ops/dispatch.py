@@ -1,4 +1,4 @@
-"""Choose an implementation of an operation: the first that supports the call, in a fixed order that ends at the reference."""
+"""Choose an implementation of an operation: the first that supports the call; the order ends at the reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -198,12 +198,11 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
         return dq, (dk, dv)
 
     dq, (dk, dv) = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(n))
-    dk, dv = _join(dk), _join(dv)
     dsinks = None
     if sinks is not None:
         dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
     dalibi = None if alibi is None else jnp.zeros_like(alibi)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks, dalibi
+    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), None, dsinks, dalibi
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)

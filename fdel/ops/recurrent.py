@@ -76,6 +76,8 @@ def recur(
         new, out = cell.step(load(state, row, fresh), prepared)
         return (state, row, new), out
 
+    if slots is None:
+        raise ValueError("a Paged batch needs state; make it with params.init(family.state_spec(cfg, ...))")
     state = getattr(slots, cell.field)
     if batch.block == 1:
         new, out = jax.vmap(cell.step)(load(state, rows, fresh), prepared)
