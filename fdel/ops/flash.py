@@ -197,7 +197,8 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
         dq, dk, dv = _loop(_query_range(m, j, block, n), step, (dq, *zeros), n)
         return dq, (dk, dv)
 
-    dq, (dk, dv) = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(n))
+    summed: tuple = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(n))
+    dq, (dk, dv) = summed
     dsinks = None
     if sinks is not None:
         dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
