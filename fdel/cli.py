@@ -92,6 +92,29 @@ def known_dtype(name: str) -> str:
     return name
 
 
+def generate_options(p: argparse.ArgumentParser, dtype: dict) -> None:
+    """Add the options of `fdel generate`."""
+    p.add_argument("--chat", action="store_true", help="send the prompt as a user message through the chat template")
+    p.add_argument("--max-tokens", type=int, default=128, help="tokens to write at the most (default: %(default)s)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
+    p.add_argument(
+        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (default: %(default)s)"
+    )
+    p.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass (default: all)"
+    )
+    p.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default: none)"
+    )
+    p.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="divide repeated tokens' logits (default: off)"
+    )
+    p.add_argument("--seed", type=int, default=None, help="seed of the draws (default: a new one)")
+    p.add_argument("--stop", action="append", default=[], help="end before this text (may be given several times)")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    p.add_argument("--dtype", **dtype)
+
+
 def parser() -> argparse.ArgumentParser:
     """Describe all commands and their options."""
     main = argparse.ArgumentParser(prog="fdel", description="Train, fine-tune and serve language models in JAX.")
@@ -119,26 +142,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=300, help="training steps at the most (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=60, help="training time at the most (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=80, help="tokens to write (default: %(default)s)")
-    p = command(generate, checkpoint, ("prompt", "text to continue"))
-    p.add_argument("--chat", action="store_true", help="send the prompt as a user message through the chat template")
-    p.add_argument("--max-tokens", type=int, default=128, help="tokens to write at the most (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
-    p.add_argument(
-        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (default: %(default)s)"
-    )
-    p.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass (default: all)"
-    )
-    p.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default: none)"
-    )
-    p.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="divide repeated tokens' logits (default: off)"
-    )
-    p.add_argument("--seed", type=int, default=None, help="seed of the draws (default: a new one)")
-    p.add_argument("--stop", action="append", default=[], help="end before this text (may be given several times)")
-    p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    p.add_argument("--dtype", **dtype)
+    generate_options(command(generate, checkpoint, ("prompt", "text to continue")), dtype)
     p = command(info, checkpoint)
     p.add_argument("--mesh", help="also print the shards on a mesh, such as fsdp=2,tp=4")
     p.add_argument("--rules", choices=("train", "serve"), default="train", help="sharding rules (default: %(default)s)")

@@ -31,8 +31,7 @@ def causal_conv(
         run = jnp.pad(jnp.cumsum(starts), (k - 1, 0))  # what came before the chunk belongs to run 0
         reads = lambda j: jnp.where((run[j : j + t] == run[k - 1 :])[:, None], past[j : j + t], 0)
         y: Array = sum((taps[:, j] * reads(j) for j in range(k)), start=jnp.zeros(()))
-        own = jnp.where((run == run[-1])[:, None], past, 0)
-        return jax.lax.dynamic_slice_in_dim(own, valid.sum(), k - 1).T, y if bias is None else y + bias
+        return jax.lax.dynamic_slice_in_dim(past, valid.sum(), k - 1).T, y if bias is None else y + bias
 
     cell = Cell("conv", (x.shape[-1], k - 1), lambda inputs: inputs, step)
     return recur(batch, slots, layer, cell, (x,), x.shape[-2])

@@ -50,11 +50,11 @@ def recur(
         out = jax.vmap(lambda row: jax.lax.scan(cell.step, zero, row)[1])(rows)
         return out.reshape(b, -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), slots
 
-    found = None if slots is None else getattr(slots, cell.field).shape
-    if found is None or found[2:] != cell.shape:
+    state = getattr(slots, cell.field, None)
+    if slots is None or state is None or state.shape[2:] != cell.shape:
         raise ValueError(
-            f"Paged needs slots.{cell.field} of shape (layers, slots, {str(cell.shape)[1:-1]}), found {found}; "
-            "create the state from the model's own declaration"
+            f"Paged needs slots.{cell.field} of shape (layers, slots, {str(cell.shape)[1:-1]}), found "
+            f"{None if state is None else state.shape}; make the state with params.init(family.state_spec(cfg, ...))"
         )
     chunk = batch.block if batch.block <= chunk else math.gcd(batch.block, chunk)
     starts, valid = batch.positions == 0, batch.positions >= 0
@@ -76,9 +76,6 @@ def recur(
         new, out = cell.step(load(state, row, fresh), prepared)
         return (state, row, new), out
 
-    if slots is None:
-        raise ValueError("a Paged batch needs state; make it with params.init(family.state_spec(cfg, ...))")
-    state = getattr(slots, cell.field)
     if batch.block == 1:
         new, out = jax.vmap(cell.step)(load(state, rows, fresh), prepared)
         state = store(state, rows, new)

@@ -4,7 +4,8 @@ from fdel.serve.beam import Beam, beam_search
 from fdel.serve.generate import generate, stream
 from fdel.serve.naive import naive_generate
 from fdel.serve.reply import Delta, Generation
-from fdel.serve.sample import Sampled, Sampling, SamplingParams, sample, sampling_rows
+from fdel.serve.request import SamplingParams
+from fdel.serve.sample import Sampled, Sampling, process, sample, sampling_rows
 
 __all__ = [
     "Beam",
@@ -16,6 +17,7 @@ __all__ = [
     "beam_search",
     "generate",
     "naive_generate",
+    "process",
     "sample",
     "sampling_rows",
     "stream",

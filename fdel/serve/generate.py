@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import ops, text
 from fdel import params as P
 from fdel.models import Model
 from fdel.serve.reply import Delta, Generation, Reply
-from fdel.serve.sample import Sampled, SamplingParams, sampling_rows, stop_ids
+from fdel.serve.request import SamplingParams, stop_ids
+from fdel.serve.sample import Sampled, sampling_rows
 from fdel.serve.step import PAGE, mesh_of, programs
 
 PREFILL = 2048  # most tokens, padding included, of one prefill call
@@ -207,15 +209,17 @@ def _launch(
     for i, prompt in enumerate(prompts):
         tokens[i, : len(prompt)] = prompt
     asked = [r.request for r in replies], lengths, [r.ends for r in replies], [r.room for r in replies]
-    sampling = jax.device_put(sampling_rows(*asked, vocab=model.cfg.vocab, rows=count))
-    program = programs(model.family, model.cfg, mesh_of(model.params))
+    mesh = mesh_of(model.params)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    sampling = jax.device_put(sampling_rows(*asked, vocab=model.cfg.vocab, rows=count), everywhere)
+    program = programs(model.family, model.cfg, mesh)
     length = np.array(lengths + [1] * (count - len(lengths)), np.int32)
     rows = program.begin(tokens, length, pages=table.size, dtype=compute_dtype(model.params))
     for ends, tokens, batch, last in prefill_batches(prompts, table):
         rows, out = program.extend(model.params, rows, sampling, tokens, batch, last)
         if ends:
             yield ends, out
-    everyone, table = range(len(prompts)), jax.device_put(table)
+    everyone, table = range(len(prompts)), jax.device_put(table, everywhere)
     for _ in range(max(r.room for r in replies) - 1):
         rows, out = program.decode(model.params, rows, sampling, table)
         yield everyone, out

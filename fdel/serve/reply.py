@@ -4,16 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fdel import text
-from fdel.serve.sample import SamplingParams
+from fdel.serve.request import SamplingParams
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The output of one prompt. `tokens` holds the stop id too, if one ended it; `text` is cut before what stopped
-    it.
+    """The output of one prompt.
 
-    `logprobs` are of the model's own distribution, log_softmax(logits), before penalties, temperature or any
-    truncation.
+    `tokens` ends with the stop id, if one ended it; `text` is cut before the stop id or stop string. `logprobs` are
+    of the model's own distribution, log_softmax(logits), before penalties, temperature and truncation.
     """
 
     tokens: list[int]
@@ -25,7 +24,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a stream. `text` may lag behind `tokens` by a part of a character or of a stop string."""
+    """What one step added to a stream; `text` may lag behind by a part of a character or of a stop string."""
 
     tokens: list[int]
     text: str

@@ -39,7 +39,7 @@ class Programs(NamedTuple):
 
 def mesh_of(params: Any) -> Mesh | None:
     """The mesh that parameters are spread over; None if they are on one device."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 

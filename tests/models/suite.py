@@ -100,7 +100,7 @@ def packing_error(case: Case) -> float:
 
 
 def future_gradient(case: Case) -> tuple[float, float]:
-    """Largest gradient of logits at position t with respect to embeddings after t, and at or before t."""
+    """Largest gradient of logits at position t with respect to embeddings after t, and least at t and just before."""
     table, t = jnp.asarray(case.model.params["embed"]), LENGTH // 2
     tokens = jnp.arange(LENGTH)[None]  # each position reads its own row of the table
 
@@ -111,7 +111,7 @@ def future_gradient(case: Case) -> tuple[float, float]:
         return jnp.sum(case.model.family.forward(p, tokens, case.model.cfg)[0][0, t] ** 2)
 
     g = np.abs(np.asarray(jax.jit(jax.grad(loss))(table[:LENGTH]))).max(-1)
-    return float(g[t + 1 :].max()), float(g[: t + 1].min())
+    return float(g[t + 1 :].max()), float(g[t - 3 : t + 1].min())
 
 
 def gradients(case: Case, p: Any) -> Any:

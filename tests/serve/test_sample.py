@@ -10,7 +10,8 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from scipy import stats
 
-from fdel.serve.sample import BIASES, STOPS, SamplingParams, process, sample, sampling_rows, stop_ids, truncate
+from fdel.serve.request import BIASES, STOPS, SamplingParams, stop_ids
+from fdel.serve.sample import process, sample, sampling_rows, truncate
 
 V, EOS, ROOM = 97, (2, 5), 30
 rng = np.random.default_rng(0)
