@@ -72,6 +72,9 @@ def from_hf(cls: type, d: Mapping[str, Any]) -> Any:
             if value is REQUIRED:
                 raise ConfigError(f"config field {key!r} is missing; {cls.__module__} needs it")
             values[f.name] = _check(key, value, hints[f.name], f.metadata["choices"])
+    heads, kv_heads = values.get("heads"), values.get("kv_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(f"config field 'num_key_value_heads': found {kv_heads}, which does not divide {heads} heads")
     return cls(**values, source=json.dumps(d))
 
 

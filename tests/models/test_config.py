@@ -28,6 +28,7 @@ def test_defaults_are_those_of_transformers():
         (llama, {"hidden_size": "32"}, r"'hidden_size': found '32', expected a value of type int"),
         (llama, {"num_hidden_layers": -1}, r"'num_hidden_layers': found -1, expected a non-negative integer"),
         (llama, {"num_hidden_layers": True}, r"'num_hidden_layers': found True"),
+        (llama, {"num_key_value_heads": 3}, r"'num_key_value_heads': found 3, which does not divide 4 heads"),
         (llama, {"hidden_act": "swiglu7"}, r"'hidden_act': found 'swiglu7', understood are 'silu'"),
         (llama, {"attention_bias": "yes"}, r"'attention_bias': found 'yes'"),
         (llama, {"rope_scaling": {"type": "spiral"}}, r"'rope_type': found 'spiral'"),

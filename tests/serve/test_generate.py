@@ -263,6 +263,25 @@ def test_steps_update_the_cache_in_place(model) -> None:
         assert memory.temp_size_in_bytes < cache / CFG.layers
 
 
+def test_a_stopped_row_stays_as_it_is(model) -> None:
+    """On the device: a stop id or the last token ends a row; it then draws, writes and grows no more."""
+    requests = [serve.SamplingParams(logit_bias={EOS: 100.0}), serve.SamplingParams()]
+    prompts, program, table = [PROMPTS[0], PROMPTS[1]], step.programs(llama, CFG), module.cache_table(2, 64)
+    s = serve.sampling_rows(requests, [3, 1], [[EOS], []], [9, 3], vocab=VOCAB)
+    tokens = np.array([prompts[0] + [0] * 61, prompts[1] + [0] * 63], np.int32)
+    rows = program.begin(tokens, np.array([3, 1], np.int32), pages=2, dtype=jnp.dtype("float32"))
+    ((_, *chunk),) = module.prefill_batches(prompts, table)
+    rows, _ = program.extend(model.params, rows, s, *chunk)
+    seen = [(rows.running.tolist(), rows.length.tolist(), np.array(rows.state.k[:, 0]))]
+    for _ in range(3):
+        rows, _ = program.decode(model.params, rows, s, table)
+        seen.append((rows.running.tolist(), rows.length.tolist(), np.array(rows.state.k[:, 0])))
+    assert [x[0] for x in seen] == [[False, True], [False, True], [False, False], [False, False]]
+    assert [x[1] for x in seen] == [[4, 2], [4, 3], [4, 4], [4, 4]]
+    assert all((x[2] == seen[0][2]).all() for x in seen) and (seen[0][2] != 0).any()
+    assert rows.tokens[0, :5].tolist() == prompts[0] + [EOS, 0] and not rows.tokens[1, 4:].any()
+
+
 def test_reads_one_step_late(model) -> None:
     """Every output but the last is read after the next program has been started."""
     order = []

@@ -50,7 +50,7 @@ CHAINS = [
     dict(temperature=1.0, min_p=0.05),
     dict(temperature=0.9, repetition_penalty=1.7),
     dict(temperature=1.3, top_k=20, top_p=0.8, min_p=0.02, repetition_penalty=0.6),
-    dict(temperature=1.0, min_tokens=8),
+    dict(temperature=1.0, min_tokens=7),
 ]
 
 
