@@ -477,7 +477,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
             {"a": Param("ffn", (3,), W, "x", "[ffn]", (0, 6)), "b": Param("ffn", (3,), W, "x", "[ffn]", (2, 6))},
             r"a \[0, 3\], b \[2, 5\]",
         ),
-        (stack({"a": Param("embed", (3,), W, "x")}, "layers", range(2)), "x: the parts a"),
+        (stack({"a": Param("embed", (3,), W, "x")}, "layers", range(2)), "x: placeholders and stacked axes"),
     ],
 )
 def test_a_spec_must_cover_each_tensor_once(spec: dict, message: str, tmp_path: Path) -> None:
