@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.ops.shard import shard
 from fdel.ops.weights import LowRank, Quantized, Weight, dense
 
 
@@ -22,4 +23,7 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         if table.axis != -1:
             raise ValueError(f"a table of shape {table.shape} must be quantised along its last axis, not {table.axis}")
         return dense(jax.tree.map(take, table))
-    return take(table)
+    # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
+    return shard(
+        shard(table, "vocab embed").at[tokens].get(mode="fill", wrap_negative_indices=False), "rows tokens embed"
+    )
