@@ -68,7 +68,7 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, seed: int = 
     """Train from scratch for `steps` steps or about `seconds` seconds, whichever ends first."""
     cfg = config(vocab)
     spec = llama.spec(cfg)
-    rate = train.warmup_cosine(3e-3, warmup=min(20, steps // 10 + 1), steps=steps, final=0.1)
+    rate = train.cosine(3e-3, warmup=min(20, steps // 10 + 1), steps=steps, final=0.1)
     optimizer = train.adamw(rate, b2=0.98, weight_decay=0.1, mask=train.decay_mask(spec))
     loss = train.losses.sft(llama, cfg)
     step = train.update(train.normalize(train.accumulate(train.grads(loss), 1)), optimizer)

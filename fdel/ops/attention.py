@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fdel.ops import dispatch, ring
@@ -24,7 +25,7 @@ def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: 
         qg, k.swapaxes(1, 2), v.swapaxes(1, 2), segments,
         mask=mask, sinks=group(sinks), alibi=group(alibi), bias=bias,
     )  # fmt: skip
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
+    return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), "attn_output")
 
 
 def _flash(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
@@ -68,6 +69,7 @@ def attend(
     """
     if isinstance(batch, Packed):
         kwargs = {"mask": mask, "sinks": sinks, "alibi": alibi, "bias": bias}
+        q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))
         name = dispatch.choose(PACKED, impl, q, k, v, batch.segment_ids, **kwargs)
         return PACKED[name].call(q, k, v, batch.segment_ids, **kwargs), state
     if bias is not None:

@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.shard import context, shard
+from fdel.ops.shard import shard
 from fdel.ops.weights import LowRank, Quantized, Weight, dense
 
 
@@ -26,6 +24,5 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
             raise ValueError(f"a table of shape {table.shape} must be quantised along its last axis, not {table.axis}")
         return dense(jax.tree.map(take, table))
     # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
-    return shard(
-        shard(table, "vocab embed").at[tokens].get(mode="fill", wrap_negative_indices=False), "rows tokens embed"
-    )
+    table = shard(table, "vocab embed")
+    return shard(take(table), "rows tokens embed")

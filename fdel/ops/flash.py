@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 NEG = -1e30  # finite, so that rows without a visible key stay free of NaN
@@ -103,12 +104,12 @@ def dense_attention(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Where:
-    """Which tokens queries and keys are: their segments, and the indices in the row of the first of each."""
+    """Which tokens of a row queries and keys are: their segments, and the indices in the row of the first of each."""
 
     q_segments: Int[Array, "B T"]
     k_segments: Int[Array, "B S"]
-    q_start: Any
-    k_start: Any
+    q_start: Int[Array, ""]
+    k_start: Int[Array, ""]
 
     def q_index(self, i: Any, block: int) -> Array:
         """Indices in the row of query block i."""
@@ -176,13 +177,19 @@ def flash_forward(m: Mask, block: int, q: Array, k: Array, v: Array, where: Wher
     return jax.tree.map(_join, jax.lax.map(rows, jnp.arange(q.shape[3] // block)))
 
 
+def named(forward: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Mark what a backward pass needs of the forward one, for remat policies: with it no attention is computed twice."""
+    out, lse = forward
+    return checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_output")
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
     return flash_forward(m, block, q, k, v, where, sinks, alibi)
 
 
 def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
-    out, lse = flash_forward(m, block, q, k, v, where, sinks, alibi)
+    out, lse = named(flash_forward(m, block, q, k, v, where, sinks, alibi))
     return (out, lse), (q, k, v, where, sinks, alibi, out, lse)
 
 
@@ -244,37 +251,34 @@ def flash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    segments: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | Where,
     *,
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
     alibi: Float[Array, " N"] | None = None,
-    keys: tuple[Int[Array, "B S"], Any, Any] | None = None,
     block: int = 128,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attend within segments, block by block; returns (output, log-sum-exp of the scores in float32).
 
-    Queries and keys are the same T tokens unless `keys` says otherwise, with (the keys' segments, the indices in the row
-    of the first query and of the first key): parts of one row on several devices. Blocks outside the causal or window
-    band are skipped. Differentiable in q, k, v and sinks (alibi slopes are constants); memory is O(T block). The formula
-    is `dense_attention`'s. 128 keys at a time stay in a CPU's cache: half the time of 512, forward and backward.
+    Queries and keys are the same T tokens, or, with a `Where`, parts of the same rows on several devices. Blocks outside
+    the causal or window band are skipped. Differentiable in q, k, v and sinks (alibi slopes are constants); memory is
+    O(T block). The formula is `dense_attention`'s. 128 keys at a time stay in a CPU's cache: half the time of 512.
     """
     kv_heads, length = k.shape[2], q.shape[1]
     block = min(block, max(length, k.shape[1]))
-    k_segments, q_start, k_start = (segments, 0, 0) if keys is None else keys
-    q, k, v, where = blocked(block, q, k, v, segments, k_segments)
-    where = replace(where, q_start=jnp.int32(q_start), k_start=jnp.int32(k_start))
+    where = segments if isinstance(segments, Where) else Where(segments, segments, jnp.int32(0), jnp.int32(0))
+    q, k, v, where = blocked(block, q, k, v, where)
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     out, lse = _flash(mask, block, q, k, v, where, group(sinks), group(alibi))
     return unblocked(out, length), unblocked(lse, length)[..., 0]
 
 
-def blocked(block: int, q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> tuple:
-    """Lay [B T N H] queries out as [B K G T H], keys and values as [B K S H], padded to whole blocks; and `Where`."""
+def blocked(block: int, q: Array, k: Array, v: Array, where: Where) -> tuple[Array, Array, Array, Where]:
+    """Lay [B T N H] queries out as [B K G T H], keys and values as [B K S H], all padded to whole blocks."""
     grow = lambda x, fill=0: jnp.pad(
         x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)), constant_values=fill
     )
-    where = Where(grow(q_segments, -2), grow(k_segments, -3), jnp.int32(0), jnp.int32(0))
+    where = replace(where, q_segments=grow(where.q_segments, -2), k_segments=grow(where.k_segments, -3))
     q, k, v = grow(q), grow(k), grow(v)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), where

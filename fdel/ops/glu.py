@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fdel.ops.einsum import einsum
@@ -38,12 +39,12 @@ def glu(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Floa
 
     `p` holds gate, up and down, and where the family has them gate_bias, up_bias and down_bias.
     """
-    h = act(linear("...d,df->...f", x, p["gate"], p.get("gate_bias")))
-    h = h * linear("...d,df->...f", x, p["up"], p.get("up_bias"))
-    return linear("...f,fd->...d", h, p["down"], p.get("down_bias"))
+    gate = checkpoint_name(linear("...d,df->...f", x, p["gate"], p.get("gate_bias")), "mlp_gate")
+    up = checkpoint_name(linear("...d,df->...f", x, p["up"], p.get("up_bias")), "mlp_up")
+    return checkpoint_name(linear("...f,fd->...d", act(gate) * up, p["down"], p.get("down_bias")), "mlp_down")
 
 
 def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
     """Plain feed-forward: act(x up + up_bias) down + down_bias; up [D F], down [F D]."""
-    h = act(linear("...d,df->...f", x, p["up"], p.get("up_bias")))
-    return linear("...f,fd->...d", h, p["down"], p.get("down_bias"))
+    up = checkpoint_name(linear("...d,df->...f", x, p["up"], p.get("up_bias")), "mlp_up")
+    return checkpoint_name(linear("...f,fd->...d", act(up), p["down"], p.get("down_bias")), "mlp_down")

@@ -19,13 +19,54 @@ POLICIES = (
     "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
 )
+NAMED_POLICIES = (
+    "save_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "offload_only_these_names",
+)
+# What the ops mark with `checkpoint_name`. The input of every layer is saved in any case.
+TARGETS = (
+    "normed_input",
+    "attn_query",
+    "attn_key",
+    "attn_value",
+    "attn_output",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_down",
+    "moe_router_logits",
+    "moe_gate",
+    "moe_up",
+    "moe_expert_output",
+    "moe_output",
+)
 
 
 def remat_policy(name: str) -> Callable[..., Any]:
-    """Look up a `jax.checkpoint_policies` policy by its name, in any case; ValueError lists the known names."""
-    if name.lower() not in POLICIES:
-        raise ValueError(f"remat={name!r} is not a policy; use None or one of {', '.join(POLICIES)}")
-    return getattr(jax.checkpoint_policies, name.lower())
+    """Look up what a backward pass saves of a layer: a `jax.checkpoint_policies` policy by its name, in any case.
+
+    Those that take names are written "save_only_these_names:attn_output,mlp_up", with `TARGETS`; two joined with "+" save
+    what either does. "offload_only_these_names" keeps the named values in the host's memory. Unknown names are a
+    ValueError that lists the known ones.
+    """
+    if "+" in name:
+        return jax.checkpoint_policies.save_from_both_policies(*map(remat_policy, name.split("+", 1)))
+    policy, colon, listed = name.strip().lower().partition(":")
+    if policy not in (NAMED_POLICIES if colon else POLICIES):
+        known = ", ".join((*POLICIES, *(f"{p}:NAME,..." for p in NAMED_POLICIES)))
+        raise ValueError(f"remat={name!r} is not a policy; use None or one of {known}")
+    targets = [t.strip() for t in listed.split(",")] if colon else []
+    unknown = [t for t in targets if t not in TARGETS]
+    if unknown:
+        raise ValueError(f"remat={name!r}: no value is named {unknown[0]!r}; the names are {', '.join(TARGETS)}")
+    if policy == "offload_only_these_names":
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=targets,
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+    found = getattr(jax.checkpoint_policies, policy)
+    return found(*targets) if colon else found
 
 
 def layers(

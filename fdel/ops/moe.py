@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -33,7 +34,8 @@ def route_softmax(
 
     `normalize` divides the k probabilities by their sum (arXiv:2401.04088, where it is a softmax over the k logits).
     """
-    weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), k)
+    logits = checkpoint_name(logits.astype(jnp.float32), "moe_router_logits")
+    weights, experts = lax.top_k(jax.nn.softmax(logits), k)
     return weights / weights.sum(-1, keepdims=True) if normalize else weights, experts
 
 
@@ -60,7 +62,7 @@ def route_sigmoid(
             f"cannot choose {k} of {experts} experts from {topk_groups} of {groups} groups; expected equal groups "
             "of at least 2 experts, and at least k experts in the groups that remain"
         )
-    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+    scores = jax.nn.sigmoid(checkpoint_name(logits.astype(jnp.float32), "moe_router_logits"))
     choice = (scores + bias.astype(jnp.float32)).reshape(*batch, groups, size)
     _, best = lax.top_k(lax.top_k(choice, 2)[0].sum(-1), topk_groups)
     kept = (best[..., None] == jnp.arange(groups)).any(-2)
@@ -237,6 +239,8 @@ def _local(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, ac
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=held + 1)[:held]
     rows = x.reshape(-1, x.shape[-1])[order // k]
-    h = act(grouped_matmul(rows, p["gate"], sizes)) * grouped_matmul(rows, p["up"], sizes)
-    y = grouped_matmul(h, p["down"], sizes)[jnp.argsort(order)].reshape(*batch, k, x.shape[-1])
-    return jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype)
+    gate = checkpoint_name(grouped_matmul(rows, p["gate"], sizes), "moe_gate")
+    up = checkpoint_name(grouped_matmul(rows, p["up"], sizes), "moe_up")
+    down = checkpoint_name(grouped_matmul(act(gate) * up, p["down"], sizes), "moe_expert_output")
+    y = down[jnp.argsort(order)].reshape(*batch, k, x.shape[-1])
+    return checkpoint_name(jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype), "moe_output")

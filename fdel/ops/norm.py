@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 
@@ -16,7 +17,7 @@ def rms_norm(
     y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
     if weight is not None:
         y = y * (offset + weight.astype(jnp.float32))
-    return y.astype(x.dtype)
+    return checkpoint_name(y.astype(x.dtype), "normed_input")
 
 
 def layer_norm(
@@ -30,4 +31,4 @@ def layer_norm(
         y = y * weight.astype(jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype)
+    return checkpoint_name(y.astype(x.dtype), "normed_input")

@@ -6,8 +6,9 @@ few. Both skip what the causal mask or a window hides, and both are exact: parts
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.flash import NEG, Mask, Where, blocked, flash_attention, flash_backward, flash_forward, unblocked
+from fdel.ops.flash import NEG, Mask, Where, blocked, flash_attention, flash_backward, flash_forward, named, unblocked
 from fdel.ops.shard import context
 
 AXIS = "sp"
@@ -58,8 +59,8 @@ def gathered_attention(
 
     def part(rank: Array, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
         k, v, all_segments = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k, v, segments))
-        where = (all_segments, rank * q.shape[1], 0)
-        return flash_attention(q, k, v, segments, mask=mask, alibi=alibi, keys=where)
+        where = Where(segments, all_segments, rank * q.shape[1], jnp.int32(0))
+        return flash_attention(q, k, v, where, mask=mask, alibi=alibi)
 
     return _divided(part, q, k, v, segments, sinks)
 
@@ -75,66 +76,75 @@ def ring_attention(
     alibi: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attend as `flash_attention` does, each device with its queries to one device's keys and values after another."""
-    n, kv_heads = context(AXIS)[AXIS], k.shape[2]
-    slopes = None if alibi is None else alibi.reshape(kv_heads, -1)
+    n = context(AXIS)[AXIS]
+    slopes = None if alibi is None else alibi.reshape(k.shape[2], -1)
 
     def part(rank: Array, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
         length = q.shape[1]
-        block = min(BLOCK, length)
-        *qkv, where = blocked(block, q, k, v, segments, segments)
-        out, lse = _ring(mask, block, n, length, *qkv, where, rank, slopes)
+        circle = Circle(mask, min(BLOCK, length), n, length)
+        *qkv, where = blocked(circle.block, q, k, v, Where(segments, segments, rank * length, rank * length))
+        out, lse = _ring(circle, *qkv, where, slopes)
         return unblocked(out, length), unblocked(lse, length)[..., 0]
 
     return _divided(part, q, k, v, segments, sinks)
 
 
-def _around(n: int, tree: Any) -> Any:
-    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(d, (d + 1) % n) for d in range(n)]), tree)
+class Circle(NamedTuple):
+    """What all devices of a ring have in common."""
+
+    mask: Mask
+    block: int
+    devices: int
+    length: int  # tokens per device
+
+    def turn(self, tree: Any) -> Any:
+        """Pass a tree of arrays on to the next device."""
+        to = [(d, (d + 1) % self.devices) for d in range(self.devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, AXIS, to), tree)
+
+    def arrived(self, where: Where, segments: Array, hop: Array) -> Where:
+        """Say which keys are here at a hop; at hop 0 they are the device's own."""
+        start = (where.k_start - hop * self.length) % (self.devices * self.length)
+        return replace(where, k_segments=segments, k_start=start)
 
 
-def _place(where: Where, rank: Array, i: Array, n: int, length: int, k_segments: Array) -> Where:
-    """What the keys are that arrive at hop i."""
-    return Where(where.q_segments, k_segments, rank * length, (rank - i) % n * length)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _ring(
-    m: Mask, block: int, n: int, length: int, q: Array, k: Array, v: Array, where: Where, rank: Array, slopes: Any
-) -> tuple:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(c: Circle, q: Array, k: Array, v: Array, where: Where, slopes: Any) -> tuple:
     """On one device, `flash_forward` over the keys of all, in its layout."""
 
     def hop(carry: tuple, i: Array) -> tuple[tuple, None]:
         out, lse, (k, v, segments) = carry
-        new, new_lse = flash_forward(m, block, q, k, v, _place(where, rank, i, n, length, segments), None, slopes)
+        new, new_lse = flash_forward(c.mask, c.block, q, k, v, c.arrived(where, segments, i), None, slopes)
         both = jnp.logaddexp(lse, new_lse)
         out = out * jnp.exp(lse - both) + new * jnp.exp(new_lse - both)
-        return (out, both, _around(n, (k, v, segments))), None
+        return (out, both, c.turn((k, v, segments))), None
 
     empty = jnp.zeros((*q.shape[:4], v.shape[-1]), jnp.float32), jnp.full((*q.shape[:4], 1), NEG, jnp.float32)
-    (out, lse, _), _ = lax.scan(hop, (*empty, (k, v, where.k_segments)), jnp.arange(n))
+    (out, lse, _), _ = lax.scan(hop, (*empty, (k, v, where.k_segments)), jnp.arange(c.devices))
     return out.astype(q.dtype), lse
 
 
-def _ring_forward(m: Mask, block: int, n: int, length: int, *args: Any) -> tuple:
-    out, lse = _ring(m, block, n, length, *args)
+def _ring_forward(c: Circle, *args: Any) -> tuple:
+    out, lse = named(_ring(c, *args))
     return (out, lse), (*args, out, lse)
 
 
-def _ring_backward(m: Mask, block: int, n: int, length: int, saved: tuple, cotangents: tuple) -> tuple:
+def _ring_backward(c: Circle, saved: tuple, cotangents: tuple) -> tuple:
     """Send keys and values round once more, and with them their gradients, which arrive where they belong."""
-    q, k, v, where, rank, slopes, out, lse = saved
+    q, k, v, where, slopes, out, lse = saved
 
     def hop(carry: tuple, i: Array) -> tuple[tuple, None]:
         dq, (k, v, segments, dk, dv) = carry
-        here = _place(where, rank, i, n, length, segments)
-        new = flash_backward(m, block, (q, k, v, here, None, slopes, out, lse), cotangents)
-        return (dq + new[0], _around(n, (k, v, segments, dk + new[1], dv + new[2]))), None
+        here = c.arrived(where, segments, i)
+        new = flash_backward(c.mask, c.block, (q, k, v, here, None, slopes, out, lse), cotangents)
+        return (dq + new[0], c.turn((k, v, segments, dk + new[1], dv + new[2]))), None
 
     zero = lambda x: jnp.zeros(x.shape, jnp.float32)
-    (dq, (_, _, _, dk, dv)), _ = lax.scan(hop, (zero(q), (k, v, where.k_segments, zero(k), zero(v))), jnp.arange(n))
-    nothing = lambda tree: jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
+    start = zero(q), (k, v, where.k_segments, zero(k), zero(v))
+    (dq, (*_, dk, dv)), _ = lax.scan(hop, start, jnp.arange(c.devices))
+    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
     no_slopes = None if slopes is None else jnp.zeros_like(slopes)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), nothing(where), nothing(rank), no_slopes
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), nothing, no_slopes
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

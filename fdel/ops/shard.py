@@ -1,6 +1,8 @@
 """Say where activations lie on the devices: the one place where the forward knows of a mesh."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -27,7 +29,7 @@ def context(*axes: str) -> dict[str, int]:
     return {a: mesh.shape[a] for a in axes if types.get(a) == AxisType.Auto and mesh.shape[a] > 1}
 
 
-def partition(x: Array, axes: str) -> PartitionSpec:
+def partition(x: Array | jax.ShapeDtypeStruct, axes: str) -> PartitionSpec:
     """Give the PartitionSpec of an activation whose axes are named, as in "rows tokens heads head_dim"."""
 
     def one(name: str, size: int) -> tuple[str, ...] | None:
@@ -47,3 +49,21 @@ def shard(x: Array, axes: str) -> Array:
         return x
     spec = partition(x, axes)
     return x if all(s is None for s in spec) else jax.lax.with_sharding_constraint(x, spec)
+
+
+def by_rows(f: Callable[[Any, Any], Any], rows: Any, whole: Any, *, total: bool) -> Any:
+    """Compute f(rows, whole) on each device with its own rows of the arrays [B T ...] and with all of `whole`.
+
+    If `total`, the results are sums over rows, and are added up over devices once, at the end; so are gradients of
+    `whole`. Otherwise they are arrays [B T ...] of rows. Without a mesh that divides the rows: f(rows, whole).
+    """
+    shape = jax.tree.leaves(rows)[0].shape
+    spec = partition(jax.ShapeDtypeStruct(shape[:2], "bool"), "rows tokens") if len(shape) > 1 else PartitionSpec()
+    axes = {a for part in spec for a in ((part,) if isinstance(part, str) else part or ())}
+    if not axes:
+        return f(rows, whole)
+    local = (lambda r, w: jax.lax.psum(f(r, w), tuple(axes))) if total else f
+    out = PartitionSpec() if total else spec
+    return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=out, axis_names=axes, check_vma=False)(
+        rows, whole
+    )

@@ -1,6 +1,6 @@
 """Parameters: declared once by a spec tree; then initialised, sharded, loaded, saved, quantized and adapted from it."""
 
-from . import lora
+from . import lora, store
 from .files import CheckpointError, Tensor, read, tensors
 from .hf import load, save
 from .hub import push, resolve
@@ -35,6 +35,7 @@ __all__ = [
     "AXES", "SERVE", "TRAIN", "CheckpointError", "Layout", "Param", "Tensor", "abstract", "batch_sharding", "constant",
     "count", "dequantize", "hf_names", "init", "layers", "layout", "leaf_dtype", "load", "load_peft", "lora",
     "make_mesh", "named_leaves", "nbytes", "normal", "ones", "parse_mesh", "partition_spec", "parts", "path_name",
-    "push", "quantize", "read", "resolve", "restack", "runs", "save", "save_peft", "shardings", "stack", "tensors",
+    "push", "quantize", "read", "resolve", "restack", "runs", "save", "save_peft", "shardings", "stack", "store",
+    "tensors",
     "unstack", "zeros",
 ]  # fmt: skip

@@ -1,19 +1,75 @@
-"""Training: losses, composed steps, optimizers."""
+"""Training: losses, composed steps, optimizers, schedules, precision."""
 
 from fdel.train import losses
-from fdel.train.optim import adamw, decay_mask, warmup_cosine
-from fdel.train.steps import TrainState, accumulate, grads, init_state, normalize, skip_nonfinite, update
+from fdel.train.extras import carry, ema, sync_reference
+from fdel.train.optim import (
+    OPTIMIZERS,
+    adafactor,
+    adamw,
+    averaged,
+    decay_mask,
+    descend,
+    freeze,
+    lion,
+    muon,
+    optimizer,
+    schedule_free,
+    sophia,
+    stop_gradient,
+)
+from fdel.train.precision import add_stochastic, compute, loss_scale, rescale, round_stochastic, scaled
+from fdel.train.schedules import SCHEDULES, constant, cosine, inverse_sqrt, linear, restarts, schedule, wsd
+from fdel.train.steps import (
+    TrainState,
+    accumulate,
+    gradcache,
+    grads,
+    init_state,
+    normalize,
+    skip_nonfinite,
+    update,
+    with_extra,
+)
 
 __all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
     "TrainState",
     "accumulate",
+    "adafactor",
     "adamw",
+    "add_stochastic",
+    "averaged",
+    "carry",
+    "compute",
+    "constant",
+    "cosine",
     "decay_mask",
+    "descend",
+    "ema",
+    "freeze",
+    "gradcache",
     "grads",
     "init_state",
+    "inverse_sqrt",
+    "linear",
+    "lion",
+    "loss_scale",
     "losses",
+    "muon",
     "normalize",
+    "optimizer",
+    "rescale",
+    "restarts",
+    "round_stochastic",
+    "scaled",
+    "schedule",
+    "schedule_free",
     "skip_nonfinite",
+    "sophia",
+    "stop_gradient",
+    "sync_reference",
     "update",
-    "warmup_cosine",
+    "with_extra",
+    "wsd",
 ]

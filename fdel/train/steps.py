@@ -14,12 +14,14 @@ neither differentiated nor split nor donated: frozen weights, a reference model.
     g = grads(lambda adapters, batch, base: loss(join(adapters, base), batch))
     state, metrics = step(state, batch, base)
 
-A sum is a scalar, or a pair (sum, count) if its denominator is not the weight.
+A sum is a scalar, or a pair (sum, count) if its denominator is not the weight. A loss that couples the rows of a batch (by
+a sort, a mean, negatives) comes in two parts, and `gradcache(outputs, objective, n)` takes the place of `accumulate` and
+`grads`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -39,16 +41,43 @@ Step = Callable[..., tuple["TrainState", Metrics]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes. Randomness is `fold_in(seed, step)`, so that resuming needs no key."""
+    """All that a step changes. Randomness is `fold_in(seed, step)`, so that resuming needs no key.
+
+    `extra` holds what transforms of the step keep: "ema" or "reference" parameters, a loss scale, running statistics.
+    """
 
     step: Int[Array, ""]
     params: Params
     opt_state: Any
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Start training `params` at step 0. Pure: jit it with the parameters' shardings to make sharded moments."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+def init_state(params: Params, optimizer: optax.GradientTransformation, **extra: Any) -> TrainState:
+    """Start training `params` at step 0, with named extras, as in `init_state(params, optimizer, ema=params)`.
+
+    Extras are copied: a donated state must not hold a buffer twice. Under jit, moments are sharded as their parameters.
+    """
+    opt_state = _beside(params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.tree.map(jnp.copy, extra))
+
+
+def _beside(params: Params, opt_state: Any) -> Any:
+    """Make arrays of the optimizer's state depend on the parameter whose path and shape they have.
+
+    The compiler shards what depends on an argument as that argument; new zeros would be whole on every device.
+    """
+    like = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+
+    def one(path: tuple, x: Array) -> Array:
+        p = next((like[path[i:]] for i in range(len(path) + 1) if path[i:] in like), None)
+        return x if p is None or p.shape != x.shape else jnp.where(p != p, x, x)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def with_extra(state: TrainState, **extra: Any) -> TrainState:
+    """Replace or add named extras."""
+    return dataclasses.replace(state, extra=state.extra | extra)
 
 
 def grads(loss: Loss) -> GradFn:
@@ -56,11 +85,15 @@ def grads(loss: Loss) -> GradFn:
 
     def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
         (total, sums), grad = jax.value_and_grad(loss, has_aux=True)(params, batch, *fixed)
-        if "weight" not in sums:
-            raise ValueError(f"the loss returned the sums {sorted(sums)}; expected one named 'weight' to divide by")
-        return grad, {"loss": total, **sums}
+        return grad, _checked(total, sums)
 
     return g
+
+
+def _checked(total: Array, sums: Sums) -> Sums:
+    if "weight" not in sums:
+        raise ValueError(f"the loss returned the sums {sorted(sums)}; expected one named 'weight' to divide by")
+    return {"loss": total, **sums}
 
 
 def accumulate(g: GradFn, n: int) -> GradFn:
@@ -71,23 +104,74 @@ def accumulate(g: GradFn, n: int) -> GradFn:
     if n == 1:
         return g
 
+    def accumulated(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
+        return _scan_sum(lambda b: g(params, b, *fixed), _split(batch, n))
+
+    return accumulated
+
+
+def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array, Sums]], n: int) -> GradFn:
+    """Differentiate `objective(outputs(params, batch, *fixed), batch, *fixed) -> (sum, sums)` in n microbatches, exactly.
+
+    `outputs` gives a tree of arrays with the rows in front, row by row from the batch's; `objective` may couple all rows.
+    A first pass computes the outputs without gradient, a second one pulls the objective's cotangents back (GradCache,
+    arXiv:2101.06983): memory is that of one microbatch and of all outputs, for one more forward pass.
+    """
+    if n == 1:
+        return grads(lambda params, batch, *fixed: objective(outputs(params, batch, *fixed), batch, *fixed))
+    floating = lambda tree: [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
+        micro = _split(batch, n)
+        out = _join(jax.lax.map(lambda b: outputs(params, b, *fixed), micro), len(jax.tree.leaves(batch)[0]))
+        score = jax.value_and_grad(objective, has_aux=True, allow_int=True)
+        (total, sums), cotangents = score(out, batch, *fixed)
+
+        def pull(xs: tuple[Batch, list[Array]]) -> Params:
+            b, ct = xs
+            return jax.vjp(lambda p: floating(outputs(p, b, *fixed)), params)[1](ct)[0]
+
+        return _scan_sum(pull, (micro, _split(floating(cotangents), n))), _checked(total, sums)
+
+    return g
+
+
+def _split(batch: Batch, n: int) -> Batch:
+    """[B ...] -> [n B/n ...]."""
+
     def split(x: Array) -> Array:
         if x.ndim == 0 or x.shape[0] % n:
             raise ValueError(f"a batch array of shape {x.shape} has no rows to divide into {n} microbatches")
         # Each device keeps its rows. Consecutive rows per microbatch would move the whole batch between devices.
         return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
 
-    def accumulated(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
-        micro = jax.tree.map(split, batch)
-        one = lambda b: jax.tree.map(_widen, g(params, b, *fixed))
-        zero = jax.eval_shape(lambda m: one(jax.tree.map(lambda x: x[0], m)), micro)
-        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), zero)
-        return jax.lax.scan(lambda acc, b: (jax.tree.map(jnp.add, acc, one(b)), None), zero, micro)[0]
-
-    return accumulated
+    return jax.tree.map(split, batch)
 
 
-def _widen(x: Array) -> Array:
+def _join(micro: Any, rows: int) -> Any:
+    """Undo `_split`."""
+
+    def join(x: Array) -> Array:
+        if x.ndim < 2 or x.shape[0] * x.shape[1] != rows:
+            raise ValueError(
+                f"outputs of shape {x.shape[1:]} per microbatch; expected {rows // x.shape[0]} rows in front"
+            )
+        return x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
+
+    return jax.tree.map(join, micro)
+
+
+def _scan_sum(f: Callable[[Any], Any], xs: Any) -> Any:
+    """Sum f over the leading axis of xs, one item after the other, in float32 or wider."""
+    one = lambda x: jax.tree.map(widen, f(x))
+    zero = jax.eval_shape(lambda xs: one(jax.tree.map(lambda x: x[0], xs)), xs)
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), zero)
+    return jax.lax.scan(lambda acc, x: (jax.tree.map(jnp.add, acc, one(x)), None), zero, xs)[0]
+
+
+def widen(x: Any) -> Array:
+    """Cast a floating array to float32 or wider, and leave others as they are."""
+    x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -99,7 +183,7 @@ def normalize(g: GradFn) -> GradFn:
 
     def normalized(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Metrics]:
         grad, sums = g(params, batch, *fixed)
-        ratio = lambda x, w: _widen(x) / jnp.where(w > 0, w, 1)
+        ratio = lambda x, w: widen(x) / jnp.where(w > 0, w, 1)
         weight = sums["weight"]
         metrics = {k: ratio(*v) if isinstance(v, tuple) else ratio(v, weight) for k, v in sums.items()}
         return jax.tree.map(lambda x: ratio(x, weight), grad), metrics | {"weight": weight}
@@ -107,16 +191,44 @@ def normalize(g: GradFn) -> GradFn:
     return normalized
 
 
-def update(g: GradFn, optimizer: optax.GradientTransformation) -> Step:
-    """Apply one optimizer step; metrics are those of `g` and "grad_norm", the norm before clipping."""
+def add(params: Params, updates: Params, step: Int[Array, ""]) -> Params:
+    """Add updates to parameters and round to nearest; see `precision.add_stochastic` for bfloat16."""
+    return optax.apply_updates(params, updates)
+
+
+def update(
+    g: GradFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    reads: Sequence[str] = (),
+    apply: Callable[[Params, Params, Array], Params] = add,
+) -> Step:
+    """Apply one optimizer step; metrics are those of `g` and "grad_norm", the norm before clipping.
+
+    The extras named in `reads` are passed to `g` right after the batch, neither differentiated nor changed. `apply` adds
+    the updates. Optimizers that look at other points (sophia) are given the gradient function, as `grad_fn(params)`.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        grad, metrics = g(state.params, batch, *fixed)
-        updates, opt_state = optimizer.update(grad, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), metrics | {"grad_norm": optax.tree.norm(grad)}
+        args = batch, *(extra(state, name) for name in reads), *fixed
+        grad, metrics = g(state.params, *args)
+        at = lambda params: g(params, *args)[0]
+        updates, opt_state = optimizer.update(grad, state.opt_state, state.params, grad_fn=at)
+        params = apply(state.params, updates, state.step)
+        new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+        return new, metrics | {"grad_norm": optax.tree.norm(grad)}
 
     return step
+
+
+def extra(state: TrainState, name: str) -> Any:
+    """Look up a named extra; ValueError if the state has none of that name."""
+    if name not in state.extra:
+        raise ValueError(
+            f"the state's extras are {sorted(state.extra)}; add it: init_state(params, optimizer, {name}=...)"
+        )
+    return state.extra[name]
 
 
 def skip_nonfinite(step: Step) -> Step:

@@ -1,4 +1,4 @@
-"""Composed steps: independence of the microbatches, AdamW against torch, partial training, and what is compiled."""
+"""Composed steps: independence of the microbatches, partial training, what a step keeps, and what is compiled."""
 
 import functools
 import re
@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fdel import ops, train
-from fdel.params.spec import Param, normal, ones, stack, zeros
 from fdel.train import losses
 
 V, D, T = 23, 8, 12
@@ -127,12 +126,56 @@ def test_accumulation_keeps_the_batch_where_it_is() -> None:
     assert re.search(r"f32\[2,24\]\S* dot\(", hlo)
 
 
+# ---- losses that couple rows ---------------------------------------------------------------------------------------
+
+
+def coupled(params, batch, reference):
+    """Vectors, an integer and a flag per row, for `objective`."""
+    x = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"] + params["b"]).mean(1)
+    return {"x": x, "y": x @ reference, "id": batch["tokens"][:, 0], "odd": batch["tokens"][:, 0] % 2 == 1}
+
+
+def objective(out, batch, reference):
+    """In-batch negatives, a sort over all rows and a reference, weighted by what carries no gradient."""
+    scores = jax.nn.log_softmax(out["x"] @ out["y"].T)
+    order = jnp.sort(out["x"][:, 0]) @ jnp.arange(len(scores))
+    each = -jnp.diagonal(scores) * (1 + out["odd"]) + 0.1 * batch["weight"]
+    return each.sum() + order, {"weight": batch["weight"].sum(), "ids": out["id"].sum(), "top": (scores.max(), 2)}
+
+
+def test_gradcache_is_exact() -> None:
+    """Gradients and sums of 1, 2, 4 and 8 microbatches against one `value_and_grad` over all rows: 2e-6."""
+    r = np.random.default_rng(3)
+    batch = {"tokens": jnp.asarray(r.integers(0, V, (8, T))), "weight": jnp.asarray(r.random(8), jnp.float32)}
+    params, reference = tiny_params(), jnp.asarray(r.normal(size=(D, D)), jnp.float32)
+    whole = lambda p: objective(coupled(p, batch, reference), batch, reference)
+    (total, sums), want = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
+    for n in (1, 2, 4, 8):
+        grad, got = jax.jit(train.gradcache(coupled, objective, n))(params, batch, reference)
+        close((grad, got), (want, {"loss": total, **sums}), 2e-6)
+    apart, _ = jax.jit(train.accumulate(train.gradcache(coupled, objective, 1), 2))(params, batch, reference)
+    assert np.abs(apart["w"] - want["w"]).max() > 0.1 * np.abs(want["w"]).max()
+
+
+def test_gradcache_adds_up_in_float32() -> None:
+    """512 ones for a bfloat16 weight; and outputs that are not one per row are refused."""
+    sums = lambda out, batch: (out.sum(), {"weight": batch.sum()})
+    batch, one = jnp.ones(512, jnp.bfloat16), jnp.ones((), jnp.bfloat16)
+    grad, _ = train.gradcache(lambda p, b: p * b, sums, 512)(one, batch)
+    assert grad == 512 and grad.dtype == jnp.float32
+    for outputs in (lambda p, b: p * b.sum(), lambda p, b: jnp.tile(p * b, 2)):
+        with pytest.raises(ValueError, match="expected 64 rows in front"):
+            train.gradcache(outputs, sums, 8)(one, batch)
+    with pytest.raises(ValueError, match="expected one named 'weight'"):
+        train.gradcache(lambda p, b: p * b, lambda out, batch: (out.sum(), {}), 8)(one, batch)
+
+
 # ---- the step ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_adamw_equals_torch(clip: float | None) -> None:
-    """Five steps on one small network, decay on matrices only, with and without clipping: 1e-5."""
+def test_step_equals_torch(clip: float | None) -> None:
+    """Five AdamW steps on one small network, decay on matrices only, with and without clipping: 1e-5."""
     torch = pytest.importorskip("torch", reason="needs the torch extra")
     r = np.random.default_rng(1)
     w1, b1, w2 = r.normal(size=(5, 7)), r.normal(size=7), r.normal(size=(7, 3))
@@ -144,7 +187,7 @@ def test_adamw_equals_torch(clip: float | None) -> None:
         return (error * b["w"]).sum(), {"weight": b["w"].sum()}
 
     mask = {"w1": True, "b1": False, "w2": True}
-    schedule = train.warmup_cosine(0.05, warmup=2, steps=8)
+    schedule = train.cosine(0.05, warmup=2, steps=8)
     optimizer = train.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip, mask=mask)
     batches = [{k: jnp.asarray(v[i], jnp.float32) for k, v in {"x": xs, "y": ys, "w": ws}.items()} for i in range(5)]
     state, metrics = run(composed(2, optimizer, loss), params, optimizer, batches)
@@ -167,36 +210,6 @@ def test_adamw_equals_torch(clip: float | None) -> None:
     close(state.params, {"w1": t1.detach().numpy(), "b1": tb.detach().numpy(), "w2": t2.detach().numpy()}, 1e-5)
 
 
-def test_moments_are_float32() -> None:
-    """3000 equal gradients: the second moment of a bfloat16 weight comes to 1 - 0.999^3000 of its limit (0.95)."""
-    optimizer = train.adamw(1e-3)
-    params = jnp.ones(2, jnp.bfloat16)
-    grad = jnp.full(2, 0.5**0.5)
-    body = lambda i, s: optimizer.update(grad, s, params)[1]
-    state = jax.jit(lambda s: jax.lax.fori_loop(0, 3000, body, s))(optimizer.init(params))
-    np.testing.assert_allclose(optax.tree.get(state, "nu"), 0.5 * (1 - 0.999**3000), rtol=1e-4)
-    assert train.init_state(params, optimizer).params.dtype == jnp.bfloat16
-
-
-def test_schedule() -> None:
-    """Rates at the corners, by hand."""
-    schedule = train.warmup_cosine(2.0, warmup=10, steps=110, final=0.1)
-    got = [float(schedule(s)) for s in (0, 5, 10, 60, 110, 500)]
-    np.testing.assert_allclose(got, [0, 1, 2, 1.1, 0.2, 0.2], rtol=1e-6)
-
-
-def test_decay_mask() -> None:
-    """Matrices decay; norms and biases do not, however many axes we give them."""
-    spec = {
-        "q": Param("embed heads head_dim", (4, 2, 3), normal(1), "l.{layers}.q.weight", "(heads head_dim) embed"),
-        "q_bias": Param("heads head_dim", (2, 3), zeros, "l.{layers}.q.bias", "(heads head_dim)"),
-        "q_norm": Param("heads head_dim", (2, 3), ones, "l.{layers}.q_norm.weight"),
-        "norm": Param("embed", (4,), ones, "l.{layers}.norm.weight"),
-    }
-    want = {"q": True, "q_bias": False, "q_norm": False, "norm": False}
-    assert train.decay_mask(stack(spec, "layers", range(3))) == train.decay_mask(spec) == want
-
-
 def test_partial_training() -> None:
     """A part of the tree is trained by joining it with the rest in the loss: same gradient, state only for the part."""
     params, batch = tiny_params(), ragged([12, 5, 7, 9])
@@ -206,7 +219,21 @@ def test_partial_training() -> None:
     state, metrics = jax.jit(step)(train.init_state(part, optimizer), batch, rest)
     whole, (want,) = run(composed(1, optimizer), params, optimizer, [batch])
     close(state.params, {"w": whole.params["w"]}, 1e-6)
-    assert state.opt_state[0].mu.keys() == {"w"} and 0 < metrics["grad_norm"] < want["grad_norm"]
+    assert optax.tree.get(state.opt_state, "mu").keys() == {"w"} and 0 < metrics["grad_norm"] < want["grad_norm"]
+
+
+def test_extras_are_read_and_kept() -> None:
+    """What `reads` names follows the batch, undifferentiated and unchanged; a donated state holds no buffer twice."""
+    loss = lambda p, b, scale, offset: ((p * scale * b + offset).sum(), {"weight": jnp.float32(b.size)})
+    optimizer = optax.sgd(1.0)
+    step = jax.jit(train.update(train.grads(loss), optimizer, reads=("scale",)), donate_argnums=0)
+    params = jnp.array([1.0, 2.0])
+    state = jax.jit(lambda p: train.init_state(p, optimizer, scale=p, other=p))(params)
+    state, metrics = step(state, jnp.ones(2), 3.0)
+    assert state.params.tolist() == [0, 0] and metrics["loss"] == 11
+    assert state.extra["scale"].tolist() == state.extra["other"].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"extras are \['scale'\]; add it: init_state\(params, optimizer, ema=...\)"):
+        train.update(train.grads(loss), optimizer, reads=("ema",))(train.init_state(params, optimizer, scale=1), 0.0)
 
 
 def test_skip_nonfinite() -> None:
@@ -229,6 +256,60 @@ def test_skip_nonfinite() -> None:
     close((got.params, got.opt_state), (want.params, want.opt_state), 1e-6)
     assert [m["skipped"] for m in metrics] == [0, 1, 1, 0] and got.step == 4
     assert np.isfinite([metrics[1]["grad_norm"], metrics[2]["loss"]]).all()
+
+
+# ---- what a step keeps ---------------------------------------------------------------------------------------------
+
+
+def steps_of(wrap, n: int, **extra):
+    """The parameters before and after each of n steps of gradient descent, and the last state of `wrap(step)`."""
+    optimizer, params, paths = optax.sgd(1.0), tiny_params(), []
+    step = jax.jit(wrap(composed(1, optimizer)), donate_argnums=0)
+    state = jax.jit(lambda p: train.init_state(p, optimizer, **{k: v(p) for k, v in extra.items()}))(params)
+    for seed in range(n):
+        paths.append(jax.tree.map(np.asarray, state.params))
+        state, metrics = step(state, ragged([12, 9], seed))
+    return [*paths, jax.tree.map(np.asarray, state.params)], state, metrics
+
+
+def test_ema() -> None:
+    """The average of five steps against its sum in float64: 1e-6."""
+    paths, state, _ = steps_of(lambda step: train.ema(step, 0.8), 5, ema=lambda p: p)
+    weights = [0.8**5, *(0.2 * 0.8 ** (4 - i) for i in range(5))]
+    close(
+        state.extra["ema"], jax.tree.map(lambda *xs: sum(w * x for w, x in zip(weights, xs, strict=True)), *paths), 1e-6
+    )
+
+
+def test_sync_reference() -> None:
+    """The reference moves after steps 2 and 4 of five, by alpha, and keeps its dtype: 1e-6, 1e-2 in bfloat16."""
+    for dtype, rtol in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)):
+        reference = lambda p, dtype=dtype: jax.tree.map(lambda x: x.astype(dtype), p)
+        wrap = lambda step: train.sync_reference(step, alpha=0.6, every=2)
+        paths, state, _ = steps_of(wrap, 5, reference=reference)
+        want = jax.tree.map(lambda a, b, c: 0.16 * a + 0.24 * b + 0.6 * c, paths[0], paths[2], paths[4])
+        close(jax.tree.map(lambda x: x.astype(jnp.float32), state.extra["reference"]), want, rtol)
+        assert state.extra["reference"]["w"].dtype == dtype
+
+
+def test_carry() -> None:
+    """A running mean over tokens goes from the metrics into the state and back into the loss; skipped steps do not."""
+    loss = lambda p, b, seen: ((p * b).sum() + b[0] * 0, {"weight": 1.0, "mean": (b.sum(), 2), "seen": seen["mean"]})
+
+    def fold(old, metrics):
+        count = old["count"] + 2
+        return {"count": count, "mean": old["mean"] + 2 / count * (metrics["mean"] - old["mean"])}
+
+    optimizer = optax.sgd(0.1)
+    step = train.update(train.normalize(train.grads(loss)), optimizer, reads=("seen",))
+    step = jax.jit(train.skip_nonfinite(train.carry(step, "seen", fold)))
+    state = train.init_state(jnp.ones(()), optimizer, seen={"mean": 0.0, "count": 0})
+    batches, seen = [[1.0, 2.0], [jnp.inf, 1.0], [4.0, 5.0], [1.0, 1.0]], []
+    for batch in batches:
+        state, metrics = step(state, jnp.array(batch))
+        seen.append(float(metrics["seen"]))
+    np.testing.assert_allclose(seen, [0, 1.5, 1.5, 3])
+    np.testing.assert_allclose([state.extra["seen"]["mean"], state.extra["seen"]["count"]], [14 / 6, 6])
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Token statistics and losses from hidden states, without ever building the logits [B, T, V]: a scan over token chunks.
 
-`token_sum` takes a loss that is a sum over tokens, and computes its gradients together with its value. `token_stats`
-returns the statistics, for losses that combine them otherwise; its backward pass computes the logits a second time.
+`token_sum` takes a loss that is a sum over tokens, and computes its gradients together with its value; `logits_sum` is the
+same for losses of the logits themselves. `token_stats` returns the statistics, for losses that combine them otherwise; its
+backward pass computes the logits a second time.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.ops.einsum import einsum
 from fdel.ops.head import Head, cap, logits
+from fdel.ops.shard import by_rows
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits, logits_gradient
 
 CHUNK = 512
@@ -34,8 +36,32 @@ def token_sum(
     every row, which take 2 to 4 times rows * chunk * V floats. `data` are trees of arrays [... T ...], constant
     and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
     """
-    split = _splitter(hidden, labels, chunk)
-    return _sum(loss, split(hidden), head, split(labels, IGNORE), jax.tree.map(split, data))
+    on_stats = lambda z, stats, *data: loss(stats, *data)
+    return logits_sum(on_stats, hidden, head, labels, *data, chunk=chunk)
+
+
+def logits_sum(
+    loss: Callable[..., tuple[Array, Any]],
+    hidden: Float[Array, "... T D"],
+    head: Head,
+    labels: Int[Array, "... T"],
+    *data: Any,
+    fixed: tuple = (),
+    chunk: int = CHUNK,
+) -> tuple[Array, Any]:
+    """Compute `loss(logits(hidden, head), statistics of them, *data, *fixed)` for a loss that is a sum over tokens.
+
+    As `token_sum`, except that `loss` sees a chunk's logits too, ignored tokens' included, and is passed the trees `fixed`
+    whole, without gradient: a teacher's head, whose hidden states are `data`.
+    """
+
+    def mine(rows: tuple, whole: tuple) -> tuple[Array, Any]:
+        labels, hidden, data = rows
+        split = _splitter(labels, chunk)
+        return _sum(loss, split(hidden), whole[0], split(labels, IGNORE), jax.tree.map(split, data), whole[1])
+
+    _check(hidden, labels, chunk)
+    return by_rows(mine, (labels, hidden, data), (head, fixed), total=True)
 
 
 def token_stats(
@@ -45,17 +71,26 @@ def token_stats(
 
     `chunk` is that of `token_sum`. Gradients flow to hidden and head.
     """
-    split = _splitter(hidden, labels, chunk)
-    stats = _stats(split(hidden), head, split(labels, IGNORE))
-    join = lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)[:, : labels.shape[-1]].reshape(labels.shape)
-    return jax.tree.map(join, stats)
+
+    def mine(rows: tuple, head: Head) -> TokenStats:
+        labels, hidden = rows
+        split = _splitter(labels, chunk)
+        stats = _stats(split(hidden), head, split(labels, IGNORE))
+        join = lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)[:, : labels.shape[-1]].reshape(labels.shape)
+        return jax.tree.map(join, stats)
+
+    _check(hidden, labels, chunk)
+    return by_rows(mine, (labels, hidden), head, total=False)
 
 
-def _splitter(hidden: jax.Array, labels: jax.Array, chunk: int) -> Callable:
+def _check(hidden: jax.Array, labels: jax.Array, chunk: int) -> None:
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels {labels.shape} do not fit hidden states {hidden.shape}; expected {hidden.shape[:-1]}")
     if chunk < 1:
         raise ValueError(f"chunk={chunk}; expected a number of tokens, at least 1")
+
+
+def _splitter(labels: jax.Array, chunk: int) -> Callable:
     n = max(1, -(-labels.shape[-1] // chunk))
 
     def split(x: jax.Array, fill: int = 0) -> jax.Array:
@@ -67,22 +102,39 @@ def _splitter(hidden: jax.Array, labels: jax.Array, chunk: int) -> Callable:
     return split
 
 
+@jax.custom_vjp
+def _statistics(z: jax.Array, labels: jax.Array) -> TokenStats:
+    return from_logits(z, labels)
+
+
+def _statistics_forward(z: jax.Array, labels: jax.Array) -> tuple:
+    stats = from_logits(z, labels)
+    return stats, (z, labels, stats)
+
+
+_statistics.defvjp(_statistics_forward, lambda saved, ct: (logits_gradient(saved[0], saved[1], saved[2], ct), None))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple) -> tuple:
-    one = lambda _, xs: (None, loss(from_logits(logits(xs[0], head), xs[1]), *xs[2]))
+def _sum(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple) -> tuple:
+    def one(_: None, xs: tuple) -> tuple[None, tuple]:
+        x, y, data = xs
+        z = logits(x, head)
+        return None, loss(z, from_logits(z, y), *data, *fixed)
+
     return _total(jax.lax.scan(one, None, (hidden, labels, data))[1])
 
 
-def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple) -> tuple:
+def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple) -> tuple:
     """The value and, in the same scan, its gradients in hidden and in the floating leaves of head."""
 
     def one(grads: list, xs: tuple) -> tuple[list, tuple[jax.Array, Any]]:
         x, y, data = xs
         z, pull = _project(x, head)
         z, pull_cap = jax.vjp(lambda z, bias: cap(z, bias, head), z, head.bias)
-        stats = from_logits(z, y)
-        value, pull_loss, sums = jax.vjp(lambda stats: loss(stats, *data), stats, has_aux=True)
-        dz, dbias = pull_cap(logits_gradient(z, y, stats, *pull_loss(jnp.ones_like(value))))
+        on_logits = lambda z: loss(z, _statistics(z, y), *data, *fixed)
+        value, pull_loss, sums = jax.vjp(on_logits, z, has_aux=True)
+        dz, dbias = pull_cap(*pull_loss(jnp.ones_like(value)))
         dx, dweight = pull(dz)
         new = _floating((dweight, dbias))
         return [a + b.astype(a.dtype) for a, b in zip(grads, new, strict=True)], (dx, (value, sums))
@@ -97,7 +149,7 @@ def _sum_backward(loss: Callable, residuals: tuple, ct: tuple) -> tuple:
     left = iter(grads)
     # The empty cotangent is what JAX wants for an integer leaf, here of a quantised weight.
     leaf = lambda x: (ct[0] * next(left)).astype(x.dtype) if _floating(x) else np.zeros(x.shape, jax.dtypes.float0)
-    return (ct[0] * dhidden).astype(hidden.dtype), jax.tree.map(leaf, head), None, None
+    return (ct[0] * dhidden).astype(hidden.dtype), jax.tree.map(leaf, head), None, None, None
 
 
 _sum.defvjp(_sum_forward, _sum_backward)
@@ -111,9 +163,9 @@ def _stats(hidden: jax.Array, head: Head, labels: jax.Array) -> TokenStats:
 
 def _stats_backward(args: tuple, ct: TokenStats) -> tuple:
     # What `ct` pulls back through the statistics is the gradient of the sum of their products.
-    product = lambda stats, ct: (sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None)
+    product = lambda z, stats, ct: (sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None)
     hidden, head, labels = args
-    _, residuals = _sum_forward(product, hidden, head, labels, (ct,))
+    _, residuals = _sum_forward(product, hidden, head, labels, (ct,), ())
     return _sum_backward(product, residuals, (1.0, None))[:3]
 
 

@@ -1,9 +1,13 @@
-"""Supervised fine-tuning and pre-training: the negative log-likelihood of the next token."""
+"""Supervised fine-tuning and pre-training: the negative log-likelihood of the next token, and its variants.
+
+What is learnt is the batch's mask: the completions' tokens, the assistant's, or all where it is absent.
+"""
 
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -11,23 +15,47 @@ from fdel.train.losses.head import CHUNK, token_sum
 from fdel.train.losses.model import Batch, rows
 from fdel.train.losses.stats import TokenStats
 
+Sums = dict[str, Array]
 
-def nll(stats: TokenStats, weights: Float[Array, "..."]) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sum -weights * log p[label] over tokens; with the sums of weights, entropy and correct guesses."""
+
+def nll(
+    stats: TokenStats, weights: Float[Array, "..."], *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Float[Array, ""], Sums]:
+    """Sum -weights * log p[label] over tokens; with the sums of weights, entropy and correct guesses.
+
+    `label_smoothing` is the target's share that is spread evenly over the vocabulary (arXiv:1512.00567). `z_loss` times
+    (log sum_v exp z)^2 is added, which keeps logits from drifting (arXiv:2204.02311), and becomes a metric.
+    """
+    loss = -stats.logp
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (stats.logsumexp - stats.mean_logit)
+    extra = {}
+    if z_loss:
+        penalty = z_loss * stats.logsumexp**2
+        loss, extra = loss + penalty, {"z_loss": (weights * penalty).sum()}
+    return (weights * loss).sum(), _sums(stats, weights) | extra
+
+
+def dft(stats: TokenStats, weights: Float[Array, "..."]) -> tuple[Float[Array, ""], Sums]:
+    """Sum -weights * p * log p over the labels' p, the first one without gradient (arXiv:2508.05629); sums as `nll`."""
+    return -(weights * jax.lax.stop_gradient(jnp.exp(stats.logp)) * stats.logp).sum(), _sums(stats, weights)
+
+
+def _sums(stats: TokenStats, weights: Array) -> Sums:
     total = lambda x: (weights * x).sum()
-    sums = {"entropy": total(stats.entropy), "mean_token_accuracy": total(stats.top1)}
-    return -total(stats.logp), {"weight": weights.sum(), **sums}
+    return {"weight": weights.sum(), "entropy": total(stats.entropy), "mean_token_accuracy": total(stats.top1)}
 
 
-def sft(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **options: Any) -> Callable:
-    """Build `loss(params, batch) -> (sum, sums)` for `train.grads`, the next token's `nll` on a model family.
+def sft(family: ModuleType, cfg: Any, *, loss: Callable = nll, chunk: int = CHUNK, **options: Any) -> Callable:
+    """Build `loss(params, batch) -> (sum, sums)` for `train.grads`: `nll`, or another, of the next token.
 
-    For the batch see `losses.model`. `options` go to `family.hidden` (remat="dots_saveable", ...).
+    `loss` is a sum over tokens, as in `sft(family, cfg, loss=partial(nll, label_smoothing=0.1))` or `loss=dft`. For the
+    batch see `losses.model`. `options` go to `family.hidden` (remat="dots_saveable", ...).
     """
 
-    def loss(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
+    def next_token(params: Any, batch: Batch) -> tuple[Array, Sums]:
         tokens, packed, labels = rows(batch)
         x, _ = family.hidden(params, tokens, cfg, packed, **options)
-        return token_sum(nll, x, family.head(params, cfg), labels, (labels >= 0).astype(jnp.float32), chunk=chunk)
+        return token_sum(loss, x, family.head(params, cfg), labels, (labels >= 0).astype(jnp.float32), chunk=chunk)
 
-    return loss
+    return next_token

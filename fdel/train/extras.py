@@ -1,0 +1,56 @@
+"""Steps that keep more than parameters: moving averages, a reference that follows, running statistics of the losses.
+
+Each wraps a step and is wrapped by `skip_nonfinite`, so that a skipped step leaves no trace in them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, widen, with_extra
+
+
+def carry(step: Step, name: str, fold: Callable[[Any, Metrics], Any]) -> Step:
+    """Set extra[name] to `fold(extra[name], metrics)` after each step: a running mean of what losses report.
+
+    With `reads=(name,)` the next loss sees it.
+    """
+
+    def carried(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
+        new, metrics = step(state, batch, *fixed)
+        return with_extra(new, **{name: fold(extra(new, name), metrics)}), metrics
+
+    return carried
+
+
+def ema(step: Step, decay: float) -> Step:
+    """Keep extra["ema"], the exponential moving average decay * ema + (1 - decay) * params, in its own dtype.
+
+    Start it as `init_state(params, optimizer, ema=params)`, in float32: bfloat16 drops relative changes below 2^-9.
+    """
+
+    def averaging(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
+        new, metrics = step(state, batch, *fixed)
+        return with_extra(new, ema=_towards(extra(new, "ema"), new.params, 1 - decay)), metrics
+
+    return averaging
+
+
+def sync_reference(step: Step, alpha: float = 0.6, every: int = 512) -> Step:
+    """Move extra["reference"] to alpha * params + (1 - alpha) * reference after every `every` steps (TR-DPO).
+
+    arXiv:2404.09656; TRL's `sync_ref_model`. The loss takes it with `reads=("reference",)`.
+    """
+
+    def syncing(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
+        new, metrics = step(state, batch, *fixed)
+        move = lambda reference: _towards(reference, new.params, alpha)
+        reference = jax.lax.cond(new.step % every == 0, move, lambda x: x, extra(new, "reference"))
+        return with_extra(new, reference=reference), metrics
+
+    return syncing
+
+
+def _towards(old: Params, new: Params, weight: float) -> Params:
+    return jax.tree.map(lambda a, b: (widen(a) + weight * (widen(b) - widen(a))).astype(a.dtype), old, new)

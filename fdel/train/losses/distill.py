@@ -1,0 +1,183 @@
+"""Distillation: learn a teacher's next-token distributions. Neither model's logits [B, T, V] are ever built whole.
+
+A target says how far the student's logits are from the teacher's, per token: `generalized_jsd`, `soft_targets`,
+`sparse_kl`. `distill` runs the teacher; `sparse_distill` reads what it stored in the batch. Sequence-level distillation
+(arXiv:1606.07947) is `sft` on the teacher's samples.
+"""
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdel import ops
+from fdel.train.losses.head import CHUNK, logits_sum
+from fdel.train.losses.model import Batch, rows
+
+Logits = Float[Array, "... V"]
+PerToken = Float[Array, "..."]
+ABSENT = -1e9  # the log-probability of a token that the teacher did not return; -inf would give NaN gradients
+
+
+# ---- targets: student's logits, teacher's -> per token -------------------------------------------------------------
+
+
+def generalized_jsd(student: Logits, teacher: Logits, *, beta: float = 0.5, temperature: float = 1.0) -> PerToken:
+    """Compute beta KL(T || M) + (1 - beta) KL(S || M), where M = beta T + (1 - beta) S (GKD, arXiv:2306.13649, eq. 1).
+
+    S and T are the softmax of logits / temperature. As TRL has it, beta = 0 is the forward KL(T || S) and beta = 1 the
+    reverse KL(S || T), the limits of the formula divided by beta and by 1 - beta. ValueError outside [0, 1].
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta={beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
+    s, t = (jax.nn.log_softmax(z / temperature) for z in (student, teacher))
+    if beta == 0:
+        return _kl(t, s)
+    if beta == 1:
+        return _kl(s, t)
+    mixture = jnp.logaddexp(s + math.log1p(-beta), t + math.log(beta))
+    return beta * _kl(t, mixture) + (1 - beta) * _kl(s, mixture)
+
+
+def soft_targets(student: Logits, teacher: Logits, *, temperature: float = 4.0) -> PerToken:
+    """Compute temperature^2 KL(T || S) of softened distributions (arXiv:1503.02531).
+
+    The square keeps gradients as large as those of hard labels, whatever the temperature.
+    """
+    return temperature**2 * generalized_jsd(student, teacher, beta=0.0, temperature=temperature)
+
+
+def sparse_kl(
+    student: Logits, ids: Int[Array, "... k"], logps: Float[Array, "... k"], *, support: str = "tail"
+) -> PerToken:
+    """Compute KL(T || S) from the teacher's k most likely tokens and their log-probabilities; -inf marks an absent one.
+
+    `support` "tail" puts all other tokens into one more class, "renormalized" compares both models' distributions over
+    the k alone (TRL's two), "full" the teacher's over the k with the student's over all tokens.
+    """
+    if support not in ("tail", "renormalized", "full"):
+        raise ValueError(f"support={support!r}; expected 'tail', 'renormalized' or 'full'")
+    there = logps > -jnp.inf
+    t = jnp.where(there, logps, ABSENT)
+    s = jnp.where(there, jnp.take_along_axis(jax.nn.log_softmax(student), ids, -1), ABSENT)
+    if support == "tail":
+        return _kl(_with_tail(t), _with_tail(s))
+    return _kl(jax.nn.log_softmax(t), jax.nn.log_softmax(s) if support == "renormalized" else s)
+
+
+def top_k_kl(student: Logits, teacher: Logits, *, k: int = 20, support: str = "tail") -> PerToken:
+    """Compute `sparse_kl` against the k most likely tokens of a teacher that is at hand."""
+    logps, ids = jax.lax.top_k(jax.nn.log_softmax(teacher), k)
+    return sparse_kl(student, ids, logps, support=support)
+
+
+def _kl(p: Logits, q: Logits) -> PerToken:
+    return (jnp.exp(p) * (p - q)).sum(-1)
+
+
+def _with_tail(logp: Float[Array, "... k"]) -> Float[Array, "... k_plus_1"]:
+    """Append the log-probability of everything else, which is at least 1e-7."""
+    rest = jax.nn.log1mexp(jnp.maximum(-jax.nn.logsumexp(logp, -1, keepdims=True), 1e-7))
+    return jnp.concatenate([logp, rest], -1)
+
+
+# ---- matching what is inside ---------------------------------------------------------------------------------------
+
+
+def hidden_mse(student: Float[Array, "... T D"], teacher: Float[Array, "... T D"]) -> Float[Array, "... T"]:
+    """Compute the mean squared difference of hidden states per token, in float32.
+
+    ValueError for different widths: project the student's to the teacher's first (arXiv:1909.10351).
+    """
+    return _squares(student, teacher).mean(-1)
+
+
+def attention_mse(student: Float[Array, "... N T S"], teacher: Float[Array, "... N T S"]) -> Float[Array, "... T"]:
+    """Compute the squared difference of attention weights per query: summed over keys, averaged over heads, in float32.
+
+    A mean over keys would depend on the padding. ValueError for different numbers of heads: choose or average them first.
+    """
+    return _squares(student, teacher).sum(-1).mean(-2)
+
+
+def _squares(student: Array, teacher: Array) -> Array:
+    if student.shape != teacher.shape:
+        raise ValueError(f"student {student.shape} and teacher {teacher.shape} differ; map one onto the other's shape")
+    wide = jnp.promote_types(student.dtype, jnp.float32)
+    return (student.astype(wide) - jax.lax.stop_gradient(teacher).astype(wide)) ** 2
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+
+def distill(
+    family: ModuleType,
+    cfg: Any,
+    teacher: ModuleType,
+    teacher_cfg: Any,
+    *,
+    target: Callable[..., PerToken] = generalized_jsd,
+    alpha: float = 1.0,
+    chunk: int = CHUNK,
+    **options: Any,
+) -> Callable:
+    """Build `loss(params, batch, teacher_params) -> (sum, sums)`: alpha * target + (1 - alpha) * -log p[next token].
+
+    The classic is `target=soft_targets, alpha=0.9`. Per token to be learnt, see `losses.model`; a chunk takes up to 1.5
+    times the memory of `sft`'s. `options` go to the student's `hidden`. Vocabularies of two sizes are a ValueError.
+    """
+
+    def loss(params: Any, batch: Batch, teacher_params: Any) -> tuple[Array, dict[str, Array]]:
+        tokens, packed, labels = rows(batch)
+        x, _ = family.hidden(params, tokens, cfg, packed, **options)
+        tx, _ = teacher.hidden(teacher_params, tokens, teacher_cfg, packed)
+        heads = family.head(params, cfg), teacher.head(teacher_params, teacher_cfg)
+        sizes = [h.weight.shape[h.vocab_axis] for h in heads]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the student predicts {sizes[0]} tokens and the teacher {sizes[1]}; cut off the padding")
+        of_teacher = lambda z, tx, head: target(z, ops.logits(tx, head))
+        return _mixed(of_teacher, alpha, x, heads[0], labels, tx, fixed=(heads[1],), chunk=chunk)
+
+    return loss
+
+
+def sparse_distill(
+    family: ModuleType,
+    cfg: Any,
+    *,
+    target: Callable[..., PerToken] = sparse_kl,
+    alpha: float = 1.0,
+    chunk: int = CHUNK,
+    **options: Any,
+) -> Callable:
+    """Build `loss(params, batch) -> (sum, sums)` as `distill`, from a teacher's answers in the batch.
+
+    "teacher_ids" int and "teacher_logps" float, both as tokens with one more axis [... T k]: at place t, what the teacher
+    says of token t + 1.
+    """
+
+    def loss(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
+        tokens, packed, labels = rows(batch)
+        x, _ = family.hidden(params, tokens, cfg, packed, **options)
+        answers = [batch[k].reshape(*tokens.shape, -1) for k in ("teacher_ids", "teacher_logps")]
+        return _mixed(target, alpha, x, family.head(params, cfg), labels, *answers, chunk=chunk)
+
+    return loss
+
+
+def _mixed(
+    target: Callable, alpha: float, x: Array, head: ops.Head, labels: Array, *answers: Array, **settings: Any
+) -> tuple[Array, dict[str, Array]]:
+    """Sum alpha * target(logits, *answers) + (1 - alpha) * nll over the tokens with a label."""
+
+    def loss(z: Array, stats: Any, weights: Array, *answers: Any) -> tuple[Array, dict[str, Array]]:
+        divergence = jnp.where(weights > 0, target(z, *answers), 0).sum()
+        total = divergence if alpha == 1 else alpha * divergence - (1 - alpha) * stats.logp.sum()
+        metrics = {"divergence": divergence, "entropy": stats.entropy.sum(), "mean_token_accuracy": stats.top1.sum()}
+        return total, {"weight": weights.sum(), **metrics}
+
+    return logits_sum(loss, x, head, labels, (labels >= 0).astype(jnp.float32), *answers, **settings)

@@ -1,0 +1,132 @@
+"""What a model, and its reference, say of every completion: the sums over tokens from which preference losses are made.
+
+Beside the keys of `losses.model`, a batch (pairs with tokens int[B 2 T], or single completions with tokens int[B T]) has
+
+    ref_logps  float[B 2] or float[B]: log-probabilities under the reference, if they were computed before
+    label      bool[B], single completions only: whether it is desirable
+    kl         a batch of as many rows, each a completion after another row's prompt, for KTO
+    udm        float[B], optional: BCO's `udm_weights`
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from fdel.params import lora
+from fdel.train.losses.head import CHUNK
+from fdel.train.losses.model import Batch, rows, score
+from fdel.train.losses.preference import ld_weights
+from fdel.train.losses.stats import TokenStats
+
+Outputs = dict[str, Array]
+Objective = Callable[..., tuple[Array, dict[str, Any]]]
+
+
+def likelihoods(
+    family: ModuleType, cfg: Any, *, ld_alpha: float | None = None, chunk: int = CHUNK, **options: Any
+) -> Callable[..., Outputs]:
+    """Build `outputs(params, batch, reference=None, ...)`: `completion_sums` of each row, and "ref_logps", the reference's.
+
+    Those in the batch come first, then those of `reference`, a tree like `params`; without both there are none.
+    `ld_alpha` is that of `ld_weights`; `options` go to `family.hidden` (remat="dots_saveable", ...).
+    """
+    scored = score(family, cfg, chunk=chunk, **options)
+
+    def sums(params: Any, batch: Batch) -> Outputs:
+        stats, text = scored(params, _text(batch))
+        completion = (rows(batch)[2] >= 0).reshape(text.shape).astype(text.dtype)
+        return completion_sums(stats, completion, text, ld_alpha)
+
+    def outputs(params: Any, batch: Batch, reference: Any = None, *_: Any) -> Outputs:
+        if "packed" in batch:
+            raise ValueError("the batch is packed; preference losses need one sequence per row: give 'lengths' instead")
+        out = sums(params, batch)
+        if "ref_logps" in batch:
+            out["ref_logps"] = batch["ref_logps"]
+        elif reference is not None:
+            out["ref_logps"] = jax.lax.stop_gradient(sums(reference, batch)["logps"])
+        if "kl" in batch:
+            kl = outputs(jax.lax.stop_gradient(params), batch["kl"], reference)
+            out |= {"kl_logps": kl["logps"], "kl_ref_logps": ref_logps(kl)}
+        return out
+
+    return outputs
+
+
+def completion_sums(
+    stats: TokenStats,
+    completion: Float[Array, "... T"],
+    text: Float[Array, "... T"],
+    ld_alpha: float | None = None,
+) -> Outputs:
+    """Sum statistics over each row's tokens: those of the completion, for "text_*" those of prompt and completion.
+
+    `completion` and `text` are 1 at those tokens, 0 elsewhere.
+    """
+    total = lambda x: (completion * x).sum(-1)
+    weights = completion if ld_alpha is None else ld_weights(completion, ld_alpha)
+    return {
+        "logps": (weights * stats.logp).sum(-1),
+        "nll": -total(stats.logp),
+        "lengths": completion.sum(-1),
+        "text_nll": -(text * stats.logp).sum(-1),
+        "text_lengths": text.sum(-1),
+        "aligned": total(stats.logp - stats.logsumsq),
+        "entropy": total(stats.entropy),
+        "logits": total(stats.mean_logit),
+        "top1": total(stats.top1),
+    }
+
+
+def ref_logps(o: Outputs) -> Array:
+    """The reference's log-probabilities among `outputs`; ValueError if there are none."""
+    if "ref_logps" not in o:
+        raise ValueError("no reference: give the batch a column 'ref_logps', or reference parameters after the batch")
+    return o["ref_logps"]
+
+
+def completion_metrics(o: Outputs, logps: Array, rewards: Array, chosen: Bool[Array, "..."]) -> dict[str, Any]:
+    """Sums for TRL's metrics, over the chosen and the rejected rows; `logits/*` are means over completions' tokens."""
+    metrics: dict[str, Any] = {
+        "weight": jnp.full((), chosen.shape[0], jnp.float32),
+        "entropy": (o["entropy"].sum(), o["lengths"].sum()),
+    }
+    for side, there in (("chosen", chosen), ("rejected", ~chosen)):
+        total = lambda x, there=there: jnp.where(there, x, 0.0).sum()
+        metrics[f"rewards/{side}"] = total(rewards), total(1.0)
+        metrics[f"logps/{side}"] = total(logps), total(1.0)
+        metrics[f"logits/{side}"] = total(o["logits"]), total(o["lengths"])
+    return metrics
+
+
+def with_mean_lengths(batch: Batch) -> Batch:
+    """Add to a batch of pairs the denominators of means over chosen tokens, so that each microbatch knows the whole's.
+
+    With them, losses with an NLL term ("sft", CPO, ORPO) are exact under `accumulate` too, without `gradcache`.
+    """
+    b = batch["tokens"].shape[0]
+    count = lambda batch: (rows(batch)[2] >= 0).reshape(b, 2, -1)[:, 0].sum(-1, dtype=jnp.float32)
+    mean = lambda lengths: jnp.broadcast_to(lengths.mean(), b)
+    return {**batch, "mean_length": mean(count(batch)), "mean_text_length": mean(count(_text(batch)))}
+
+
+def _text(batch: Batch) -> Batch:
+    """The batch with prompts to be scored too."""
+    return {k: batch[k] for k in ("tokens", "lengths") if k in batch}
+
+
+def on_adapters(f: Callable, *, reference: bool = True) -> Callable:
+    """Make f(params, batch, reference, ...) a function of (adapters, batch, frozen, ...), the two parts of `lora.split`.
+
+    The reference is then the base without adapters; with reference=False f is called without one.
+    """
+
+    def adapted(adapters: Any, batch: Batch, frozen: Any, *rest: Any) -> Any:
+        base = (lora.unload(frozen),) if reference else ()
+        return f(lora.join(adapters, frozen), batch, *base, *rest)
+
+    return adapted

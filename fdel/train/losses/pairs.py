@@ -1,0 +1,125 @@
+"""Objectives over pairs of completions: DPO, CPO, SimPO, ORPO on a model.
+
+    outputs, objective = losses.likelihoods(llama, cfg), losses.dpo_objective(beta=0.1)
+    g = train.gradcache(outputs, objective, n)                       # exact for every loss
+    g = train.accumulate(train.gradcache(outputs, objective, 1), n)  # a forward pass less, where pairs are independent
+    step = train.update(train.normalize(g), optimizer, reads=("reference",))
+
+Pairs depend on each other in "aot" and "aot_unpaired", and in NLL terms, which are means over tokens (`with_mean_lengths`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, ref_logps
+from fdel.train.losses.preference import (
+    CPO_MEANS,
+    SMOOTHED,
+    SORTED,
+    check_dpo,
+    cpo,
+    cpo_reward,
+    dpo,
+    log_odds,
+    mean_nll,
+    orpo,
+)
+
+
+def dpo_objective(
+    *,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    wpo: bool = False,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence: str = "reverse_kl",
+    **options: Any,
+) -> Objective:
+    """Build the objective of `dpo`, or of several of its losses, added up with `loss_weights` (ones if None).
+
+    `wpo` weighs each pair by its probability under the policy (arXiv:2406.11827, eq. 2). `label_smoothing` goes to the
+    losses that read it, `options` to `dpo`.
+    """
+    types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    weights = [1.0] * len(types) if loss_weights is None else list(loss_weights)
+    if len(weights) != len(types) or not types:
+        raise ValueError(f"{len(weights)} loss_weights for the loss types {types}; give one for each")
+    if wpo and (mixed := sorted({*SORTED, "sft"} & set(types))):
+        raise ValueError(f"wpo weighs pairs, but {', '.join(mixed)} gives no loss per pair; leave one of the two out")
+    anyone = not set(types) & set(SMOOTHED)  # if no loss reads it, the first one complains
+    eps = {t: label_smoothing if anyone or t in SMOOTHED else 0.0 for t in types}
+    for t in types:
+        check_dpo(t, eps[t], f_divergence)
+
+    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+        ref, lengths = (
+            ref_logps(o),
+            dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True)),
+        )
+
+        def one(t: str) -> Array:
+            if t == "sft":
+                return mean_nll(o["nll"][:, 0], batch.get("mean_length", lengths["chosen_lengths"]))
+            common = dict(beta=beta, f_divergence=f_divergence, **lengths, **options)
+            return dpo(*_sides(o["logps"]), *_sides(ref), loss_type=t, label_smoothing=eps[t], **common)
+
+        losses = sum((w * one(t) for w, t in zip(weights, types, strict=True)), jnp.zeros(()))
+        if wpo:
+            losses *= jax.lax.stop_gradient(jnp.exp(_per_token(o, "aligned").sum(-1)))
+        metrics = _metrics(o, o["logps"], beta * (o["logps"] - ref))
+        accuracy = o["top1"][:, 0].sum(), o["lengths"][:, 0].sum()
+        return losses.sum(), metrics | {"mean_token_accuracy": accuracy}
+
+    return objective
+
+
+def cpo_objective(
+    *, cpo_alpha: float = 1.0, loss_type: str = "sigmoid", beta: float = 0.1, alpha: float = 0.0, **options: Any
+) -> Objective:
+    """Build the objective of `cpo` + cpo_alpha * the chosen completions' NLL; SimPO and AlphaPO have cpo_alpha=0."""
+
+    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+        logps = _per_token(o, "logps") if loss_type in CPO_MEANS else o["logps"]
+        losses = cpo(*_sides(logps), loss_type=loss_type, beta=beta, alpha=alpha, **options)
+        nll, lengths = o["nll"][:, 0], o["lengths"][:, 0]
+        losses += cpo_alpha * mean_nll(nll, batch.get("mean_length", lengths))
+        metrics = _metrics(o, logps, beta * cpo_reward(logps, alpha))
+        return losses.sum(), metrics | {"nll_loss": (nll.sum(), lengths.sum())}
+
+    return objective
+
+
+def orpo_objective(*, beta: float = 0.1) -> Objective:
+    """Build the objective of `orpo` + the NLL of the chosen sequences, prompts included."""
+
+    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+        logps = _per_token(o, "logps")
+        losses = orpo(*_sides(logps), beta=beta)
+        odds = {"log_odds_ratio": -losses.sum() / beta, "log_odds_chosen": -jnp.diff(log_odds(logps)).sum()}
+        nll, lengths = o["text_nll"][:, 0], o["text_lengths"][:, 0]
+        losses += mean_nll(nll, batch.get("mean_text_length", lengths))
+        metrics = _metrics(o, logps, beta * logps)
+        return losses.sum(), metrics | odds | {"nll_loss": (nll.sum(), lengths.sum())}
+
+    return objective
+
+
+def _sides(x: Float[Array, "B 2"]) -> tuple[Array, Array]:
+    if x.shape[1:] != (2,):
+        raise ValueError(f"found outputs of shape {x.shape}; a loss over pairs needs [B, 2], from tokens [B, 2, T]")
+    return x[:, 0], x[:, 1]
+
+
+def _per_token(o: Outputs, name: str) -> Float[Array, "B 2"]:
+    return o[name] / jnp.maximum(o["lengths"], 1)
+
+
+def _metrics(o: Outputs, logps: Float[Array, "B 2"], rewards: Float[Array, "B 2"]) -> dict[str, Any]:
+    margins = rewards[:, 0] - rewards[:, 1]
+    metrics = completion_metrics(o, logps, rewards, jnp.broadcast_to(jnp.array([True, False]), rewards.shape))
+    return metrics | {"rewards/margins": margins.sum(), "rewards/accuracies": (margins > 0).sum(dtype=margins.dtype)}

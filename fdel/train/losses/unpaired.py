@@ -1,0 +1,132 @@
+"""Preference losses of single completions that are labelled desirable or not: KTO, APO and BCO, and their objectives.
+
+The losses take float[B] of summed log-probabilities and bool[B], and return one loss per row; their mean is the loss. What
+they need of all rows, KTO's `kl` and BCO's `delta`, is an argument; the objectives compute it, and so belong under
+`train.gradcache`. Formulas and defaults are those of TRL 1.16, for BCO those of 1.12.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.nn import log_sigmoid, relu, sigmoid
+from jaxtyping import Array, Bool, Float
+
+from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, ref_logps
+
+PerRow = Float[Array, " B"]
+Scalar = Float[Array, ""]
+
+
+def kto(
+    logps: PerRow,
+    reference: PerRow,
+    desirable: Bool[Array, " B"],
+    kl: Scalar | float,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> PerRow:
+    """Compute KTO (arXiv:2402.01306, eq. 7) against the reference point `kl`, see `kto_kl`."""
+    above = beta * (logps - reference - kl)
+    return jnp.where(desirable, desirable_weight * sigmoid(-above), undesirable_weight * sigmoid(above))
+
+
+def kto_kl(kl_logps: PerRow, kl_reference: PerRow) -> Scalar:
+    """Estimate KTO's reference point, without gradient, from completions that stand after another row's prompt."""
+    return jax.lax.stop_gradient(relu((kl_logps - kl_reference).mean()))
+
+
+def apo_zero_unpaired(
+    logps: PerRow, reference: PerRow, desirable: Bool[Array, " B"], *, beta: float = 0.1, **weights: float
+) -> PerRow:
+    """Compute APO-zero (arXiv:2408.06266, eq. 7) of single completions: `kto` with its reference point at 0."""
+    return kto(logps, reference, desirable, 0.0, beta=beta, **weights)
+
+
+def bco(
+    logps: PerRow,
+    reference: PerRow,
+    desirable: Bool[Array, " B"],
+    delta: Scalar | float,
+    *,
+    beta: float = 0.1,
+    weights: PerRow | float = 1.0,
+) -> PerRow:
+    """Compute BCO (arXiv:2404.04656) against `delta`, the `running_mean` of all rewards beta * (logps - reference).
+
+    `weights` are those of the undesirable rows, see `udm_weights`.
+    """
+    above = beta * (logps - reference) - delta
+    return -jnp.where(desirable, log_sigmoid(above), weights * log_sigmoid(-above))
+
+
+def running_mean(running: dict[str, Array], mean: Scalar, count: Scalar) -> dict[str, Array]:
+    """Take `count` more numbers with this mean into {"mean", "count"}."""
+    total = running["count"] + count
+    return {"mean": running["mean"] + (mean - running["mean"]) * count / jnp.maximum(total, 1), "count": total}
+
+
+def udm_weights(p_desirable: PerRow, low: float = 0.5, high: float = 10.0) -> PerRow:
+    """Weigh undesirable rows as if their prompts were distributed like those of desirable ones (BCO's UDM).
+
+    `p_desirable` is a classifier's probability, from the prompt alone, that a row is desirable.
+    """
+    return jnp.clip(p_desirable / (1 - p_desirable + 1e-8), low, high)
+
+
+# ---- objectives ----------------------------------------------------------------------------------------------------
+
+
+def kto_objective(*, loss_type: str = "kto", beta: float = 0.1, **weights: float) -> Objective:
+    """Build the objective of `kto`, or of "apo_zero_unpaired", which needs no "kl" in the batch."""
+    if loss_type not in ("kto", "apo_zero_unpaired"):
+        raise ValueError(f"loss_type={loss_type!r}; expected one of kto, apo_zero_unpaired")
+
+    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+        kl = jnp.zeros(())
+        if loss_type == "kto":
+            if "kl_logps" not in o:
+                raise ValueError("the batch has no 'kl', the mismatched completions of KTO; or use 'apo_zero_unpaired'")
+            kl = kto_kl(o["kl_logps"], o["kl_ref_logps"])
+        losses = kto(o["logps"], ref_logps(o), batch["label"], kl, beta=beta, **weights)
+        metrics = completion_metrics(o, o["logps"], beta * (o["logps"] - ref_logps(o)), batch["label"])
+        return losses.sum(), metrics | {"kl": (kl, jnp.ones(()))}
+
+    return objective
+
+
+def bco_objective(*, beta: float = 0.1) -> Objective:
+    """Build the objective of `bco`; the last of what follows the batch is {"mean", "count"} of all rewards before.
+
+    The rewards of this batch are taken in at once, as in TRL. `update(..., reads=("reference", "bco"))` passes the running
+    mean, and `track_rewards` keeps it.
+    """
+
+    def objective(o: Outputs, batch: Batch, *fixed: Any) -> tuple[Array, dict[str, Any]]:
+        rewards = beta * (o["logps"] - ref_logps(o))
+        count = jnp.full((), rewards.shape[0], jnp.float32)
+        delta = jax.lax.stop_gradient(running_mean(fixed[-1], rewards.mean(), count)["mean"])
+        weights = batch.get("udm", 1.0)
+        losses = bco(o["logps"], ref_logps(o), batch["label"], delta, beta=beta, weights=weights)
+        metrics = completion_metrics(o, o["logps"], rewards, batch["label"])
+        return losses.sum(), metrics | {"delta": (delta, jnp.ones(())), "rewards/mean": rewards.sum()}
+
+    return objective
+
+
+def track_rewards(step: Callable) -> Callable:
+    """Keep BCO's running mean in the state's extra "bco", {"mean": 0.0, "count": 0.0} at first.
+
+    Belongs inside `skip_nonfinite`.
+    """
+
+    def tracked(state: Any, batch: Batch, *fixed: Any) -> tuple[Any, dict[str, Array]]:
+        new, metrics = step(state, batch, *fixed)
+        running = running_mean(state.extra["bco"], metrics["rewards/mean"], metrics["weight"])
+        return dataclasses.replace(new, extra=new.extra | {"bco": running}), metrics
+
+    return tracked

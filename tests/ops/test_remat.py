@@ -1,0 +1,108 @@
+"""Rematerialisation by name: the same gradients, and only what the policy does not save is computed twice."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import ops
+from fdel.ops.layers import NAMED_POLICIES, POLICIES, TARGETS, remat_policy
+
+D, F, E, L = 8, 12, 4, 3
+
+
+def weights():
+    r = np.random.default_rng(0)
+    experts = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+    shapes = {"norm": (D,), "q": (D, 2, 4), "k": (D, 1, 4), "v": (D, 1, 4), "o": (2, 4, D), "router": (D, E)}
+    shapes |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
+    make = lambda s: jnp.asarray(r.normal(size=(L, *s)) / D**0.5, jnp.float32)
+    return {k: make(s) for k, s in shapes.items()} | {"experts": {k: make(s) for k, s in experts.items()}}
+
+
+def gradient(remat, impl=None, moe=False):
+    """The gradient function of a model over its weights; with `moe` it has every marked value."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 6, D)), jnp.float32)
+    batch, mask = ops.packed(jnp.ones((2, 6), int)), ops.Mask(0.5)
+
+    def block(x, state, p, layer):
+        h = ops.rms_norm(x, p["norm"], 1e-6)
+        q, k, v = (ops.einsum("...d,dnh->...nh", h, p[i]) for i in "qkv")
+        a, state = ops.attend(batch, state, layer, q, k, v, mask=mask, impl=impl)
+        x = x + ops.einsum("...nh,nhd->...d", a, p["o"])
+        x = x + jnp.sin(ops.glu(x, p, jax.nn.silu))
+        if not moe:
+            return x, state
+        routing = ops.route_softmax(ops.einsum("...d,de->...e", x, p["router"]), 2, normalize=True)
+        return x + jnp.sin(ops.moe(x, p["experts"], *routing, jnp.sin)), state
+
+    return jax.grad(lambda p: (ops.layers(block, x, None, p, remat=remat)[0] ** 2).sum())
+
+
+def computed(remat, impl=None) -> dict[str, int]:
+    """How often each name occurs in the program of the gradient."""
+    program = str(jax.make_jaxpr(gradient(remat, impl, moe=True))(weights()))
+    return {t: len(re.findall(rf"name={t}\b", program)) for t in TARGETS}
+
+
+@pytest.mark.parametrize(("impl", "targets"), [("flash", TARGETS), ("dense", ("attn_output", "attn_query"))])
+def test_every_target_can_be_saved(impl: str, targets: tuple[str, ...]) -> None:
+    """Nothing saved: computed twice. Saved by its name: once, and the others as often as before."""
+    once, twice = computed(None, impl), computed("nothing_saveable", impl)
+    assert all(0 < once[t] < twice[t] for t in TARGETS)
+    for target in targets:
+        got = computed(f"save_only_these_names:{target}", impl)
+        assert got[target] == once[target], target
+        assert all(got[t] == twice[t] for t in ("mlp_gate", "mlp_up", "moe_gate", "moe_up") if t != target)
+
+
+def test_saved_attention_is_not_computed_again() -> None:
+    """Its output and log-sum-exp are all that the backward pass of attention needs: one loop over queries less."""
+    loops = lambda remat: str(jax.make_jaxpr(gradient(remat, "flash"))(weights())).count("scan[")
+    assert loops("save_only_these_names:attn_output") == loops(None) < loops("nothing_saveable")
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        *POLICIES,
+        "SAVE_ONLY_THESE_NAMES:attn_output, mlp_up",
+        "save_any_names_but_these:mlp_up",
+        "save_anything_except_these_names:mlp_up,mlp_gate",
+        "dots_saveable+save_only_these_names:attn_output",
+        "offload_only_these_names:attn_output,mlp_up",
+    ],
+)
+def test_gradients_are_the_same(remat: str) -> None:
+    """Every policy, offloading to the host's memory too, against no rematerialisation: 1e-5."""
+    want, got = (jax.jit(gradient(r))(weights()) for r in (None, remat))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0), got, want)
+
+
+def test_named_policies_differ() -> None:
+    """What is named is saved, left out, or moved."""
+    names = {p: computed(f"{p}:mlp_up") for p in NAMED_POLICIES}
+    up = {p: n["mlp_up"] for p, n in names.items()}
+    assert up["save_only_these_names"] == up["offload_only_these_names"] == 1 and up["save_any_names_but_these"] == 2
+    assert names["save_any_names_but_these"]["mlp_gate"] == 1 and names["save_only_these_names"]["mlp_gate"] == 2
+    both = computed("save_only_these_names:mlp_up+save_only_these_names:mlp_gate")
+    assert both["mlp_up"] == both["mlp_gate"] == 1 and both["moe_up"] == 2
+    program = str(jax.make_jaxpr(gradient("offload_only_these_names:mlp_up"))(weights()))
+    assert "Host" in program or "host" in program
+
+
+@pytest.mark.parametrize(
+    ("remat", "match"),
+    [
+        ("save_only_these_names:mlp", "no value is named 'mlp'; the names are normed_input, attn_query"),
+        ("save_only_these_names:", "no value is named ''"),
+        ("save_only_these_names", r"is not a policy; .*save_only_these_names:NAME,\.\.\."),
+        ("dots_saveable:mlp_up", "is not a policy"),
+        ("dots_saveable+everything", "'everything' is not a policy"),
+    ],
+)
+def test_unknown_names_are_refused(remat: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        remat_policy(remat)
