@@ -34,16 +34,16 @@ def linear(subscripts: str, x: Float[Array, "..."], w: Any, bias: Array | None =
 
 
 def glu(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
-    """Gated feed-forward: (act(x gate) * (x up)) down; gate, up [D F], down [F D] (arXiv:2002.05202).
+    """Gated feed-forward: (act(x gate) * (x up)) down; gate, up [F D], down [D F] (arXiv:2002.05202).
 
     `p` holds gate, up and down, and where the family has them gate_bias, up_bias and down_bias.
     """
-    h = act(linear("...d,df->...f", x, p["gate"], p.get("gate_bias")))
-    h = h * linear("...d,df->...f", x, p["up"], p.get("up_bias"))
-    return linear("...f,fd->...d", h, p["down"], p.get("down_bias"))
+    h = act(linear("...d,fd->...f", x, p["gate"], p.get("gate_bias")))
+    h = h * linear("...d,fd->...f", x, p["up"], p.get("up_bias"))
+    return linear("...f,df->...d", h, p["down"], p.get("down_bias"))
 
 
 def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
-    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [D F], down [F D]."""
-    h = act(linear("...d,df->...f", x, p["up"], p.get("up_bias")))
-    return linear("...f,fd->...d", h, p["down"], p.get("down_bias"))
+    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [F D], down [D F]."""
+    h = act(linear("...d,fd->...f", x, p["up"], p.get("up_bias")))
+    return linear("...f,df->...d", h, p["down"], p.get("down_bias"))
