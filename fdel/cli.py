@@ -76,6 +76,22 @@ def diff(args: argparse.Namespace) -> int:
     return min(count, 1)
 
 
+def plan(args: argparse.Namespace) -> int:
+    """Compile a training step for a mesh that need not exist here; print its memory, FLOPs and collectives."""
+    import jax
+
+    from fdel import models, plan
+
+    # The devices are virtual: they make the compiler divide the program, and hold nothing.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    family, cfg = models.read_config(Path(args.model))
+    names = ("mesh", "rows", "length", "microbatches", "dtype", "optimizer", "remat")
+    training = plan.Training(**{name: getattr(args, name) for name in names})
+    print(plan.report(family, cfg, training, memory=args.memory))
+    return 0
+
+
 def bench(args: argparse.Namespace) -> int:
     """Measure prefill, decode, a training step and loading of a checkpoint on this machine."""
     from fdel import bench, params
@@ -154,6 +170,18 @@ def parser() -> argparse.ArgumentParser:
     )
     p = command(diff, ("a", checkpoint[1]), ("b", "the other one"))
     p.add_argument("--tolerance", type=float, default=0.0, help="accept differences up to this (default: %(default)s)")
+    p = command(plan, ("model", "directory with a config.json; weights are not needed"))
+    p.add_argument("--devices", type=int, required=True, help="number of devices")
+    p.add_argument(
+        "--mesh", default="fsdp=-1", help="sizes of the mesh axes, such as fsdp=64,tp=4 (default: %(default)s)"
+    )
+    p.add_argument("--rows", type=int, required=True, help="rows of a step's batch, on all devices together")
+    p.add_argument("--length", type=int, default=4096, help="tokens per row (default: %(default)s)")
+    p.add_argument("--microbatches", type=int, default=1, help="parts of the batch, in turn (default: %(default)s)")
+    p.add_argument("--dtype", type=known_dtype, default="bfloat16", help="of the parameters (default: %(default)s)")
+    p.add_argument("--optimizer", default="adamw", help="by name (default: %(default)s)")
+    p.add_argument("--remat", help="what the backward pass computes again, such as nothing_saveable (default: nothing)")
+    p.add_argument("--memory", type=float, help="GiB of a device, to say whether the step fits")
     p = command(bench, checkpoint)
     p.add_argument("--dtype", **dtype)
     p.add_argument("--no-train", action="store_true", help="leave out the training step")

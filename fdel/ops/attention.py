@@ -1,12 +1,13 @@
 """Attention over what a batch may see: segments of the same call (`Packed`) or a paged cache (`Paged`)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.ops import dispatch
+from fdel.ops import dispatch, ring
 from fdel.ops.batch import Batch, Packed, Paged, Pages
 from fdel.ops.flash import Mask, begin, dense_attention, flash_attention, online, scores
 
@@ -30,7 +31,13 @@ def _flash(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: 
     return flash_attention(q, k, v, segments, mask=mask, sinks=sinks, alibi=alibi)[0]
 
 
+def _divided(attention: Callable) -> Callable:
+    return lambda q, k, v, segments, *, bias, **kwargs: attention(q, k, v, segments, **kwargs)
+
+
 PACKED = {
+    "ring": dispatch.Implementation(_divided(ring.ring_attention), ring.unsupported),
+    "gathered": dispatch.Implementation(_divided(ring.gathered_attention), ring.unsupported),
     "flash": dispatch.Implementation(
         _flash, lambda *a, bias, **k: None if bias is None else "an additive bias needs all scores in memory"
     ),

@@ -2,8 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from fdel.ops.shard import context, shard
 from fdel.ops.weights import LowRank, Quantized, Weight, dense
 
 
@@ -17,4 +20,9 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     if isinstance(table, LowRank):
         update = jnp.einsum("...r,rd->...d", take(table.b) * table.scale, table.a)
         return (embed(table.base, tokens) + update).astype(table.dtype)
-    return dense(jax.tree.map(take, table)) if isinstance(table, Quantized) else take(table)
+    if isinstance(table, Quantized):
+        return dense(jax.tree.map(take, table))
+    # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
+    return shard(
+        shard(table, "vocab embed").at[tokens].get(mode="fill", wrap_negative_indices=False), "rows tokens embed"
+    )

@@ -3,12 +3,13 @@
 Plain XLA, and the reference for every attention kernel. `dense_attention` states the formula and takes an additive bias.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 NEG = -1e30  # finite, so that rows without a visible key stay free of NaN
@@ -99,24 +100,50 @@ def dense_attention(
 # ---- blocks --------------------------------------------------------------------------------------------------------
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Where:
+    """Which tokens queries and keys are: their segments, and the indices in the row of the first of each."""
+
+    q_segments: Int[Array, "B T"]
+    k_segments: Int[Array, "B S"]
+    q_start: Any
+    k_start: Any
+
+    def q_index(self, i: Any, block: int) -> Array:
+        """Indices in the row of query block i."""
+        return self.q_start + i * block + jnp.arange(block)
+
+    def k_index(self, j: Any, block: int) -> Array:
+        """Indices in the row of key block j."""
+        return self.k_start + j * block + jnp.arange(block)
+
+
 def _cut(x: Array, i: Any, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
-def _key_range(m: Mask, i: Any, block: int, n: int) -> tuple[Any, Any]:
-    """Key blocks that query block i can see."""
-    low = 0 if m.window is None else jnp.maximum(i * block - m.window + 1, 0) // block
-    if m.causal:
-        return low, i + 1
-    return low, n if m.window is None else jnp.minimum((i * block + block + m.window - 2) // block + 1, n)
+def _key_range(m: Mask, first: Any, block: int, start: Any, n: int) -> tuple[Any, Any]:
+    """Which of the n key blocks from index `start` the queries from index `first` can see, one block of them."""
+    low: Any = 0
+    high: Any = n
+    if m.window is not None:
+        low = jnp.clip((first - m.window + 1 - start) // block, 0, n)
+    if m.causal or m.window is not None:
+        last = first + block - 1 + (0 if m.causal or m.window is None else m.window - 1)
+        high = jnp.clip((last - start) // block + 1, 0, n)
+    return low, high
 
 
-def _query_range(m: Mask, j: Any, block: int, n: int) -> tuple[Any, Any]:
-    """Query blocks that can see key block j."""
-    high = n if m.window is None else jnp.minimum((j * block + block + m.window - 2) // block + 1, n)
-    if m.causal:
-        return j, high
-    return (0 if m.window is None else jnp.maximum(j * block - m.window + 1, 0) // block), high
+def _query_range(m: Mask, first: Any, block: int, start: Any, n: int) -> tuple[Any, Any]:
+    """Which of the n query blocks from index `start` can see the keys from index `first`, one block of them."""
+    low: Any = 0
+    high: Any = n
+    if m.causal or m.window is not None:
+        low = jnp.clip((first - (0 if m.causal or m.window is None else m.window - 1) - start) // block, 0, n)
+    if m.window is not None:
+        high = jnp.clip((first + block + m.window - 2 - start) // block + 1, 0, n)
+    return low, high
 
 
 def _loop(bounds: tuple[Any, Any], body: Any, carry: Any, n: int) -> Any:
@@ -128,51 +155,53 @@ def _join(x: Array) -> Array:
     return jnp.moveaxis(x, 0, -3).reshape(*x.shape[1:-2], -1, x.shape[-1])
 
 
-def _forward(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array, sinks: Any, alibi: Any) -> tuple:
-    n = q.shape[3] // block
+def flash_forward(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
+    """Attend, in the layout of `blocked`: (output, log-sum-exp of the scores [B K G T 1])."""
+    n = k.shape[2] // block
 
     def rows(i: Any) -> tuple:
-        qb, qs, qi = _cut(q, i, block, 3), _cut(segments, i, block, 1), i * block + jnp.arange(block)
+        qb, qs, qi = _cut(q, i, block, 3), _cut(where.q_segments, i, block, 1), where.q_index(i, block)
 
         def step(j: Any, carry: tuple) -> tuple:
-            ki = j * block + jnp.arange(block)
-            seen = visible(m, qi, ki, qs, _cut(segments, j, block, 1))[:, None, None]
+            ki = where.k_index(j, block)
+            seen = visible(m, qi, ki, qs, _cut(where.k_segments, j, block, 1))[:, None, None]
             s = scores(m, qb, _cut(k, j, block, 2), alibi, qi, ki)
             return online(carry, s, seen, _cut(v, j, block, 2))
 
         carry = begin(qb.shape[:4], v.shape[-1], sinks)
-        top, total, out = _loop(_key_range(m, i, block, n), step, carry, n)
+        top, total, out = _loop(_key_range(m, qi[0], block, where.k_start, n), step, carry, n)
         safe = jnp.where(total == 0, 1, total)
         return (out / safe).astype(q.dtype), top + jnp.log(safe)
 
-    return jax.tree.map(_join, jax.lax.map(rows, jnp.arange(n)))
+    return jax.tree.map(_join, jax.lax.map(rows, jnp.arange(q.shape[3] // block)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array, sinks: Any, alibi: Any) -> tuple:
-    return _forward(m, block, q, k, v, segments, sinks, alibi)
+def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
+    return flash_forward(m, block, q, k, v, where, sinks, alibi)
 
 
-def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array, sinks: Any, alibi: Any) -> tuple:
-    out, lse = _forward(m, block, q, k, v, segments, sinks, alibi)
-    return (out, lse), (q, k, v, segments, sinks, alibi, out, lse)
+def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
+    out, lse = flash_forward(m, block, q, k, v, where, sinks, alibi)
+    return (out, lse), (q, k, v, where, sinks, alibi, out, lse)
 
 
-def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, segments, sinks, alibi, out, lse = saved
+def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
+    """Pull back; `saved` is (the arguments of `flash_forward`, out, lse). Of more keys than these, if lse is theirs."""
+    q, k, v, where, sinks, alibi, out, lse = saved
     dout, dlse = cotangents
     n = q.shape[3] // block
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True) - dlse
-    index = lambda i: i * block + jnp.arange(block)
 
     def pair(i: Any, j: Any) -> tuple:
         """Probabilities and score gradients of query block i against key block j, both [B K G q s]."""
-        qi, ki = index(i), index(j)
+        qi, ki = where.q_index(i, block), where.k_index(j, block)
         s = scores(m, _cut(q, i, block, 3), _cut(k, j, block, 2), None, qi, ki)
         slope = 1.0 if m.softcap is None else 1 - jnp.square(s / m.softcap)
         if alibi is not None:
             s = s + alibi[:, :, None, None] * (ki - qi[:, None])
-        seen = visible(m, qi, ki, _cut(segments, i, block, 1), _cut(segments, j, block, 1))[:, None, None]
+        qs, ks = _cut(where.q_segments, i, block, 1), _cut(where.k_segments, j, block, 1)
+        seen = visible(m, qi, ki, qs, ks)[:, None, None]
         p = jnp.where(seen, jnp.exp(s - _cut(lse, i, block, 3)), 0)
         dp = jnp.einsum(
             "bkgqh,bksh->bkgqs", _cut(dout, i, block, 3), _cut(v, j, block, 2), preferred_element_type=jnp.float32
@@ -194,48 +223,64 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
             return jax.lax.dynamic_update_slice_in_dim(dq, new, i * block, 3), dk, dv
 
         zeros = [jnp.zeros((*x.shape[:2], block, x.shape[3])) for x in (k, v)]
-        dq, dk, dv = _loop(_query_range(m, j, block, n), step, (dq, *zeros), n)
+        bounds = _query_range(m, where.k_start + j * block, block, where.q_start, n)
+        dq, dk, dv = _loop(bounds, step, (dq, *zeros), n)
         return dq, (dk, dv)
 
-    summed: tuple = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(n))
+    summed: tuple = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(k.shape[2] // block))
     dq, (dk, dv) = summed
     dsinks = None
     if sinks is not None:
         dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
     dalibi = None if alibi is None else jnp.zeros_like(alibi)
-    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), None, dsinks, dalibi
+    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
+    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), nothing, dsinks, dalibi
 
 
-_flash.defvjp(_flash_fwd, _flash_bwd)
+_flash.defvjp(_flash_fwd, flash_backward)
 
 
 def flash_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
     segments: Int[Array, "B T"],
     *,
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
     alibi: Float[Array, " N"] | None = None,
+    keys: tuple[Int[Array, "B S"], Any, Any] | None = None,
     block: int = 128,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attend within segments, block by block; returns (output, log-sum-exp of the scores in float32).
 
-    Queries and keys are the same T tokens. Blocks outside the causal or window band are skipped. Differentiable in q, k,
-    v and sinks (alibi slopes are constants); memory is O(T block). The formula is `dense_attention`'s. 128 keys at a time
-    stay in a CPU's cache: forward and backward take half the time of 512.
+    Queries and keys are the same T tokens unless `keys` says otherwise, with (the keys' segments, the indices in the row
+    of the first query and of the first key): parts of one row on several devices. Blocks outside the causal or window
+    band are skipped. Differentiable in q, k, v and sinks (alibi slopes are constants); memory is O(T block). The formula
+    is `dense_attention`'s. 128 keys at a time stay in a CPU's cache: half the time of 512, forward and backward.
     """
-    b, t, heads, _ = q.shape
-    block = min(block, t)
-    pad = -t % block
-    grow = lambda x: jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    group = lambda x: None if x is None else x.reshape(k.shape[2], -1)
-    if pad:
-        q, k, v = grow(q), grow(k), grow(v)
-        segments = jnp.pad(segments, ((0, 0), (0, pad)), constant_values=-2)
-    qg = q.reshape(b, t + pad, k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
-    kt, vt = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    out, lse = _flash(mask, block, qg, kt, vt, segments, group(sinks), group(alibi))
-    merge = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(b, t + pad, heads, -1)[:, :t]
-    return merge(out), merge(lse)[..., 0]
+    kv_heads, length = k.shape[2], q.shape[1]
+    block = min(block, max(length, k.shape[1]))
+    k_segments, q_start, k_start = (segments, 0, 0) if keys is None else keys
+    q, k, v, where = blocked(block, q, k, v, segments, k_segments)
+    where = replace(where, q_start=jnp.int32(q_start), k_start=jnp.int32(k_start))
+    group = lambda x: None if x is None else x.reshape(kv_heads, -1)
+    out, lse = _flash(mask, block, q, k, v, where, group(sinks), group(alibi))
+    return unblocked(out, length), unblocked(lse, length)[..., 0]
+
+
+def blocked(block: int, q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> tuple:
+    """Lay [B T N H] queries out as [B K G T H], keys and values as [B K S H], padded to whole blocks; and `Where`."""
+    grow = lambda x, fill=0: jnp.pad(
+        x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)), constant_values=fill
+    )
+    where = Where(grow(q_segments, -2), grow(k_segments, -3), jnp.int32(0), jnp.int32(0))
+    q, k, v = grow(q), grow(k), grow(v)
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2), where
+
+
+def unblocked(x: Array, length: int) -> Array:
+    """Undo the layout of [B K G T H]: [B length N H]."""
+    x = x.transpose(0, 3, 1, 2, 4)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :length]

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fdel.ops.shard import shard
+
 # block(x, state, params of one layer, layer index) -> (x, state)
 Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
 
@@ -43,6 +45,7 @@ def layers(
     index within one pool of state. State is a carry, never scanned over (that copies it).
     """
     blocks = block if isinstance(block, Mapping) else dict.fromkeys(kinds or (None,), block)
+    blocks = {kind: _laid_out(f) for kind, f in blocks.items()}
     if remat is not None:
         policy = remat_policy(remat)
         blocks = {k: jax.checkpoint(f, policy=policy, static_argnums=()) for k, f in blocks.items()}
@@ -66,6 +69,17 @@ def layers(
         (x, state), _ = jax.lax.scan(body, (x, state), (run, first))
         start += period * count
     return x, state
+
+
+def _laid_out(block: Block) -> Block:
+    """Keep what goes from layer to layer on the devices where the batch is; weights come to it, see `shard`."""
+    lay = lambda x: shard(x, "rows tokens embed")
+
+    def laid_out(x: jax.Array, state: Any, p: Any, layer: Any) -> tuple[jax.Array, Any]:
+        x, state = block(lay(x), state, p, layer)
+        return lay(x), state
+
+    return laid_out
 
 
 def pool_index(kinds: tuple, pool: set, layer: Any) -> Any:

@@ -4,17 +4,19 @@ Rows are sorted by expert, and `grouped_matmul` multiplies each group with its e
 used: on CPU and GPU it multiplies every row with every expert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
+from fdel.ops.shard import context, partition
 from fdel.ops.weights import Quantized, Weight
 
 BLOCK = 32  # most rows per step: larger ones waste work in the last block of a group, and are no faster
@@ -198,11 +200,43 @@ def moe(
     """Add up the chosen experts' gated feed-forwards: sum over j of weights[j] glu(x, expert experts[j]).
 
     `p` holds gate, up [E F D] and down [E D F]; weights and experts come from a router. No token is dropped.
+
+    On a mesh (`jax.set_mesh`) every device sorts its own rows. With an axis `ep` it holds E / ep experts, fetches the
+    rows of the ep devices, and returns its experts' part of their sums: an all-gather and a reduce-scatter of [rows D].
     """
+    local = partial(_local, act=act)
+    axes = ("rows tokens " if x.ndim == 3 else "") + "embed"
+    divided = tuple(context("dp", "fsdp", "ep", "sp"))
+    if not divided:
+        return local(x, p, weights, experts)
+    rows = partition(x, axes) if x.ndim == 3 else P()
+    of_experts = P("ep") if "ep" in divided else P()
+    run = jax.shard_map(
+        partial(_divided, local, "ep" in divided, bool(rows) and "ep" in (rows[0] or ())),
+        in_specs=(rows, of_experts, rows, rows), out_specs=rows, axis_names=set(divided), check_vma=False,
+    )  # fmt: skip
+    return run(x, {name: p[name] for name in ("gate", "up", "down")}, weights, experts)
+
+
+def _divided(local: Callable, experts_divided: bool, rows_divided: bool, *args: Any) -> Array:
+    """Run `local` on one device: with all rows of its `ep` group, for the experts that it holds."""
+    x, p, weights, experts = args
+    if not experts_divided:
+        return local(x, p, weights, experts)
+    if rows_divided:
+        x, weights, experts = (lax.all_gather(c, "ep", axis=0, tiled=True) for c in (x, weights, experts))
+    y = local(x, p, weights, experts - lax.axis_index("ep") * p["gate"].shape[0])
+    return lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")
+
+
+def _local(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, act: Activation) -> Array:
+    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing."""
     *batch, k = experts.shape
+    held = p["gate"].shape[0]
     chosen = experts.reshape(-1)
+    chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, held)
     order = jnp.argsort(chosen)
-    sizes = jnp.bincount(chosen, length=p["gate"].shape[0])
+    sizes = jnp.bincount(chosen, length=held + 1)[:held]
     rows = x.reshape(-1, x.shape[-1])[order // k]
     h = act(grouped_matmul(rows, p["gate"], sizes)) * grouped_matmul(rows, p["up"], sizes)
     y = grouped_matmul(h, p["down"], sizes)[jnp.argsort(order)].reshape(*batch, k, x.shape[-1])

@@ -143,5 +143,5 @@ def shardings(spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Shard the rows of [B T] arrays over the data axes `dp` and `fsdp` (those that the mesh has)."""
-    return NamedSharding(mesh, PartitionSpec(tuple(a for a in ("dp", "fsdp") if a in mesh.axis_names)))
+    """Shard the rows of [B T] arrays over the data axes `dp`, `fsdp` and `ep` (those that the mesh has)."""
+    return NamedSharding(mesh, PartitionSpec(tuple(a for a in ("dp", "fsdp", "ep") if a in mesh.axis_names)))

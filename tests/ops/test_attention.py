@@ -54,9 +54,9 @@ def oracle(q, k, v, segments, mask, sinks=None, alibi=None):
     return out
 
 
-def case(variant):
+def case(variant, t=23):
     spec = dict(VARIANTS[variant])
-    q, k, v, segments, sinks, alibi = inputs()
+    q, k, v, segments, sinks, alibi = inputs(t)
     sinks = sinks if spec.pop("sinks", False) else None
     alibi = alibi if spec.pop("alibi", False) else None
     mask = Mask(0.4, **spec)

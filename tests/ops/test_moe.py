@@ -298,17 +298,28 @@ def test_gradient_reaches_the_factors_and_not_the_frozen_base(form):
 # ---- eight devices -------------------------------------------------------------------------------------------------
 
 
-def test_sharded_experts_give_the_same_values_and_gradients():
-    mesh = params.make_mesh({"ep": 2, "fsdp": 2, "tp": 2})
+@pytest.mark.parametrize(
+    "shape,rows",
+    [
+        ({"ep": 2, "fsdp": 2, "tp": 2}, (8, 8)),
+        ({"ep": 2, "dp": 2, "sp": 2}, (4, 16)),
+        ({"ep": 2, "tp": 4}, (1, 64)),  # rows that ep does not divide
+        ({"ep": 2, "tp": 4}, (64,)),  # serving's flat tokens
+        ({"fsdp": 4, "dp": 2}, (16, 4)),
+    ],
+)
+def test_sharded_experts_give_the_same_values_and_gradients(shape, rows):
+    mesh = params.make_mesh(shape)
     p, experts = weights(), jnp.asarray(ROUTINGS["random"][:64])
     placed = jax.tree.map(jax.device_put, p, params.shardings(SPEC, mesh)["experts"])
-    x, routing = jnp.asarray(rng(5).normal(size=(64, D)), jnp.float32), routing_of(experts)
-    rows = params.batch_sharding(mesh)
-    spread_out = [jax.device_put(c, rows) for c in (x, routing, experts)]
-    f = jax.jit(partial(ops.moe, act=jax.nn.silu))
-    close(f(spread_out[0], placed, *spread_out[1:]), f(x, p, routing, experts))
-    loss = lambda p, x, routing, experts: (ops.moe(x, p, routing, experts, jax.nn.silu) ** 2).sum()
-    got = jax.jit(jax.grad(loss))(placed, *spread_out)
-    want = jax.jit(jax.grad(loss))(p, x, routing, experts)
-    for k in SHAPES:
-        close(got[k], want[k], 5e-6)
+    args = jnp.asarray(rng(5).normal(size=(64, D)), jnp.float32), routing_of(experts), experts
+    args = [c.reshape(*rows, -1) for c in args]
+    f = lambda p, x, routing, experts: ops.moe(x, p, routing, experts, jax.nn.silu)
+    loss = lambda p, x, routing, experts: (f(p, x, routing, experts) ** 2).sum()
+    both = lambda p: (jax.jit(f)(p, *args), jax.jit(jax.grad(loss, (0, 1, 2)))(p, *args))
+    want = both(p)
+    with jax.set_mesh(mesh):
+        got = both(placed)
+        text = jax.jit(f).lower(placed, *args).compile().as_text()
+    jax.tree.map(partial(close, tol=5e-6), got, want)
+    assert "ep" not in shape or len(rows) == 1 or f"f32[{E},{D},{F}]" not in text  # no device holds every expert

@@ -26,13 +26,15 @@ class TokenStats(NamedTuple):
 
 def from_logits(z: Float[Array, "... V"], labels: Int[Array, "..."]) -> TokenStats:
     """Compute the statistics of logits: the definition. `token_stats` gives the same without building all logits."""
-    label = jnp.take_along_axis(z, jnp.maximum(labels, 0)[..., None], -1)
+    index = jnp.arange(z.shape[-1])
+    # A sum, not a lookup: z may be divided along V.
+    label = jnp.where(index == labels[..., None], z, 0).sum(-1, keepdims=True)
     top = z.max(-1, keepdims=True)
     s = z - top
     e = jnp.exp(s)
     total = e.sum(-1)
     log_total = jnp.log(total)
-    before = jnp.arange(z.shape[-1]) < labels[..., None]
+    before = index < labels[..., None]
     stats = TokenStats(
         logp=(label - top)[..., 0] - log_total,
         entropy=log_total - (e * s).sum(-1) / total,

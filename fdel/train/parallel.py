@@ -1,0 +1,75 @@
+"""A training step on a mesh: where its arrays lie, and how often devices exchange gradients.
+
+    mesh = params.make_mesh({"dp": 2, "fsdp": 4})
+    shardings = params.shardings(spec, mesh)
+    g = parallel.constrain(grads(loss), shardings)     # gradients lie as their parameters do
+    g = parallel.reduce_once(accumulate(g, 8))         # one reduction over `dp` per step, not one per microbatch
+    state_at = parallel.state_shardings(jax.eval_shape(init, params), shardings)
+    with jax.set_mesh(mesh):                           # the forward lays its activations out on this mesh
+        state = jax.jit(init, out_shardings=state_at)(params)
+        step = jax.jit(update(normalize(g), optimizer), donate_argnums=0, out_shardings=(state_at, None))
+
+Mesh axes are Auto: the compiler places what nobody has placed. docs/architecture.md says why.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fdel.ops.shard import context
+from fdel.train.steps import GradFn
+
+
+def state_shardings(state: Any, shardings: Any) -> Any:
+    """Give the shardings of a TrainState (or of any tree of arrays or shapes) from those of the parameters.
+
+    An array lies as the parameter whose path its own path ends with, so moments and averages lie as their parameters.
+    One of another rank than the parameter's, and everything else (counts, scales), is whole on every device.
+    """
+    like = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
+    mesh = jax.tree.leaves(shardings)[0].mesh
+
+    def one(path: tuple, x: Any) -> NamedSharding:
+        found = next((like[path[i:]] for i in range(len(path) + 1) if path[i:] in like), None)
+        fits = found is not None and len(found.spec) <= x.ndim and _divides(found, x.shape)
+        return found if fits else NamedSharding(mesh, P())
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return False
+    return True
+
+
+def constrain(g: GradFn, shardings: Any) -> GradFn:
+    """Lay gradients out as their parameters: otherwise the compiler may keep whole ones, and accumulate those."""
+
+    def constrained(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
+        grad, sums = g(params, batch, *fixed)
+        return jax.lax.with_sharding_constraint(grad, shardings), sums
+
+    return constrained
+
+
+def reduce_once(g: GradFn, axis: str = "dp") -> GradFn:
+    """Compute `g` on each slice of the batch along a mesh axis, and add gradients and sums up over it at the end.
+
+    Put it outside of `accumulate`, whose sums then stay on their devices until the last microbatch. Parameters must be
+    whole along the axis, and `g` a sum over rows: no `gradcache`. Without that axis in the mesh, `g` itself.
+    """
+
+    def reduced(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
+        if not context(axis):
+            return g(params, batch, *fixed)
+        local = lambda *args: jax.lax.psum(g(*args), axis)
+        specs = (P(), P(axis), *[P()] * len(fixed))
+        run = jax.shard_map(local, in_specs=specs, out_specs=P(), axis_names={axis}, check_vma=False)
+        return run(params, batch, *fixed)
+
+    return reduced

@@ -1,0 +1,59 @@
+"""Attention over rows divided between devices: values and gradients are those of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fdel import ops
+from fdel.ops.batch import Packed
+from fdel.params.mesh import make_mesh
+from tests.ops.test_attention import VARIANTS, case, f32
+
+
+CASES = [
+    *(({"sp": 8}, 24, variant, "ring") for variant in VARIANTS),
+    *(({"sp": 8}, 24, variant, "gathered") for variant in ("causal", "bidirectional_window")),
+    *(({"sp": 2, "tp": 2, "dp": 2}, 40, "everything", impl) for impl in ("ring", "gathered")),
+]
+
+
+@pytest.mark.parametrize("shape,length,variant,impl", CASES)
+def test_divided_rows_equal_the_formula_and_one_devices_gradients(shape, length, variant, impl):
+    mask, qkv, segments, sinks, alibi, want = case(variant, length)
+    weight = f32(np.random.default_rng(1).normal(size=want.shape))
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+
+    def value(q, k, v, sinks, name):
+        out = ops.attend(batch, None, 0, q, k, v, mask=mask, sinks=sinks, alibi=f32(alibi), impl=name)[0]
+        return (out * weight).sum(), out
+
+    args = (*map(f32, qkv), f32(sinks))
+    argnums = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+    run = lambda name: jax.jit(jax.grad(lambda *a: value(*a, name), argnums, has_aux=True))
+    mesh = make_mesh(shape)
+    with jax.set_mesh(mesh):
+        rows = lambda x: jax.device_put(x, NamedSharding(mesh, P("dp", "sp", "tp")))
+        grads, out = run(impl)(*map(rows, args[:3]), args[3])
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    for a, b in zip(grads, run("dense")(*args)[0], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_no_device_holds_all_keys_in_a_ring():
+    """The ring's program moves an eighth of the keys at a time, forward and backward, and gathers none."""
+    mesh = make_mesh({"sp": 8})
+    q = jax.ShapeDtypeStruct((1, 1024, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "sp")))
+    batch = Packed(jnp.zeros((1, 1024), int), jnp.zeros((1, 1024), int))
+
+    def text(impl):
+        f = lambda q, k, v: ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(1.0), impl=impl)[0].sum()
+        return jax.jit(jax.grad(f, (0, 1, 2))).lower(q, q, q).compile().as_text()
+
+    with jax.set_mesh(mesh):
+        assert "all-gather" in text("gathered")
+        assert "all-gather" not in text("ring") and "collective-permute" in text("ring")
+        assert ops.explain(*[jnp.zeros(q.shape)] * 3, batch.segment_ids).startswith("ring: chosen")
+    assert "no mesh" in ops.explain(*[jnp.zeros(q.shape)] * 3, batch.segment_ids)

@@ -1,0 +1,143 @@
+"""Training on eight devices: the same curve as on one, and what the compiled program holds and sends."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import params as fp
+from fdel import plan, train
+from fdel.models import llama, qwen3_moe
+from fdel.train import parallel
+
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
+             num_key_value_heads=4)  # fmt: skip
+FAMILIES = {
+    "llama": (llama, SIZES),
+    "qwen3_moe": (qwen3_moe, SIZES | dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2,
+                                          head_dim=8, norm_topk_prob=True)),
+}  # fmt: skip
+MESHES = {
+    "llama": ["dp=8", "fsdp=8", "tp=4,dp=2", "sp=8", "dp=2,fsdp=2,tp=2", "fsdp=2,sp=4", "dp=2,sp=2,tp=2", "dp=4,tp=2",
+              "fsdp=4,tp=2", "fsdp=2,tp=2,sp=2"],
+    "qwen3_moe": ["dp=8", "fsdp=8", "ep=8", "ep=2,fsdp=2,tp=2", "ep=4,dp=2", "ep=2,sp=2,dp=2", "ep=2,tp=4",
+                  "fsdp=4,ep=2", "tp=2,sp=4", "dp=2,fsdp=2,sp=2"],
+}  # fmt: skip
+ALL = [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
+FAST = {("llama", "dp=2,fsdp=2,tp=2")}
+cases = [pytest.param(*c, marks=[] if c in FAST else pytest.mark.slow) for c in ALL]
+ROWS, LENGTH, MICROBATCHES = 16, 32, 2
+
+
+def step_of(name, mesh=None):
+    """(initialiser, step, shardings of the state) of a family."""
+    family, sizes = FAMILIES[name]
+    cfg = family.Config.from_hf(sizes)
+    spec, optimizer = family.spec(cfg), train.adamw(1e-2)
+    g = train.grads(train.losses.sft(family, cfg, chunk=8))
+    init = lambda key: train.init_state(fp.init(spec, key, dtype=jnp.float32), optimizer)
+    at = None
+    if mesh is not None:
+        shardings = fp.shardings(spec, mesh)
+        g = parallel.constrain(g, shardings)
+        at = parallel.state_shardings(jax.eval_shape(init, jax.random.key(0)), shardings)
+    g = parallel.reduce_once(train.accumulate(g, MICROBATCHES))
+    return init, train.update(train.normalize(g), optimizer), at
+
+
+def batch_of(i):
+    """Ragged rows, so that devices and microbatches weigh differently."""
+    r = np.random.default_rng(i)
+    # A walk through the vocabulary that can be learnt.
+    tokens = (np.cumsum(r.integers(1, 4, (ROWS, LENGTH)), 1) + r.integers(0, 64, (ROWS, 1))) % 64
+    return {"tokens": jnp.asarray(tokens, jnp.int32), "lengths": jnp.asarray(r.integers(2, LENGTH + 1, ROWS))}
+
+
+def curve(name, mesh=None, steps=20):
+    init, step, at = step_of(name, mesh)
+    state = jax.jit(init, out_shardings=at)(jax.random.key(0))
+    step = jax.jit(step, donate_argnums=0, out_shardings=None if at is None else (at, None))
+    losses = []
+    for i in range(steps):
+        batch = batch_of(i)
+        if mesh is not None:
+            batch = jax.device_put(batch, fp.batch_sharding(mesh))
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return np.array(losses)
+
+
+single = functools.cache(curve)
+
+
+@pytest.mark.parametrize("name,shape", cases)
+def test_twenty_steps_equal_one_devices(name, shape):
+    mesh = fp.make_mesh(fp.parse_mesh(shape))
+    want = single(name)
+    with jax.set_mesh(mesh):
+        got = curve(name, mesh)
+    assert want[-1] < 0.8 * want[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+# ---- the compiled program ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(name, shape):
+    mesh = fp.make_mesh(fp.parse_mesh(shape))
+    with jax.set_mesh(mesh):
+        init, step, at = step_of(name, mesh)
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init, jax.random.key(0)), at
+        )
+        one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fp.batch_sharding(mesh))
+        step = jax.jit(step, donate_argnums=0, out_shardings=(at, None))
+        return step.lower(state, jax.tree.map(one, batch_of(0))).compile().as_text()
+
+
+def test_data_parallel_devices_exchange_gradients_once_a_step():
+    """One reduction, after the last microbatch; nothing else is sent."""
+    found = plan.collectives(compiled("llama", "dp=8"))
+    assert [(c.kind, c.count, c.devices) for c in found] == [("all-reduce", 1, 8)]
+    weights = fp.nbytes(llama.spec(llama.Config.from_hf(SIZES)), jnp.float32)
+    assert weights <= found[0].nbytes <= weights + 100
+
+
+def test_replicas_of_a_divided_model_exchange_gradients_once_a_step():
+    """Of the gradients, only what the shards of one replica need goes round in each microbatch."""
+    text = compiled("llama", "dp=2,fsdp=2,tp=2")
+    weights = fp.nbytes(llama.spec(llama.Config.from_hf(SIZES)), jnp.float32)
+    last = [c for c in plan.collectives(text) if c.source.endswith("shard_map/psum")]
+    assert [(c.kind, c.count, c.devices) for c in last] == [("all-reduce", 1, 2)]
+    assert last[0].nbytes < 0.3 * weights  # a replica's device holds a quarter of most arrays, and reduces that
+
+
+@pytest.mark.parametrize("shape", ["dp=8", "fsdp=8", "dp=2,fsdp=2,tp=2"])
+def test_no_device_fetches_the_batch(shape):
+    for c in plan.collectives(compiled("llama", shape)):
+        assert not (c.kind == "all-gather" and any(s.startswith(f"s32[{ROWS},{LENGTH}") for s in c.shapes)), c
+
+
+@pytest.mark.parametrize("name,shape", [("llama", "fsdp=8"), ("llama", "dp=2,fsdp=2,tp=2"), ("qwen3_moe", "ep=8")])
+def test_no_device_holds_a_whole_stack_of_gradients_or_moments(name, shape):
+    """Whole matrices of one layer are fetched when it runs; of all layers together no device ever holds one."""
+    family, sizes = FAMILIES[name]
+    layers = family.spec(family.Config.from_hf(sizes))["layers"]
+    stacks = {p.shape for _, p in fp.named_leaves(layers) if len(p.shape) > 2}
+    text = compiled(name, shape)
+    assert not list(plan.whole(text, {f"f32[{','.join(map(str, s))}]" for s in stacks}))
+
+
+def test_the_head_exchanges_its_gradient_once_a_microbatch():
+    """Chunks of tokens add up on their device; the reduction follows the last one."""
+    found = plan.collectives(compiled("llama", "fsdp=8"))
+    head = [
+        c
+        for c in found
+        if c.kind in ("all-reduce", "reduce-scatter") and re.search(r"f32\[(32,64|64,32)\]", str(c.shapes))
+    ]
+    assert sum(c.count for c in head) <= 2 * MICROBATCHES, head  # the embedding's gradient has the same shape
