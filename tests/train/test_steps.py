@@ -188,7 +188,7 @@ def test_schedule() -> None:
 def test_decay_mask() -> None:
     """Matrices decay; norms and biases do not, however many axes we give them."""
     spec = {
-        "q": Param("embed heads head_dim", (4, 2, 3), normal(1), "l.{layers}.q.weight", "(heads head_dim) embed"),
+        "q": Param("heads head_dim embed", (2, 3, 4), normal(1), "l.{layers}.q.weight", "(heads head_dim) embed"),
         "q_bias": Param("heads head_dim", (2, 3), zeros, "l.{layers}.q.bias", "(heads head_dim)"),
         "q_norm": Param("heads head_dim", (2, 3), ones, "l.{layers}.q_norm.weight"),
         "norm": Param("embed", (4,), ones, "l.{layers}.norm.weight"),
