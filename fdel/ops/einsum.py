@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -85,12 +87,13 @@ def _dot(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
         padded = jnp.pad(x[None], ((0, 3), *[(0, 0)] * x.ndim))
         return _dot(Plan(ROWS + plan.x, plan.w, ROWS + plan.out), padded, w, dtype)[0]
     at = lambda axes, names: tuple(axes.index(c) for c in names)
-    sides = [(a, at(axes, plan.contracted), at(axes, batch)) for a, axes in ((x, plan.x), (w, plan.w))]
+    left, right = [(a, at(axes, plan.contracted), at(axes, batch)) for a, axes in ((x, plan.x), (w, plan.w))]
     swap = on_cpu and x.dtype == jnp.float32 and count in FEW and plan.w.endswith(plan.contracted)
-    (left, *left_dims), (right, *right_dims) = reversed(sides) if swap else sides
+    left, right = (right, left) if swap else (left, right)
+    dims = (left[1], right[1]), (left[2], right[2])
     # GPU and TPU accumulate in float32 whatever the result, and a float32 result has a float32 product as its gradient.
     wide = _wide(x.dtype) if on_cpu or dtype.itemsize > x.dtype.itemsize else None
-    y = lax.dot_general(left, right, tuple(zip(left_dims, right_dims, strict=True)), preferred_element_type=wide)
+    y = lax.dot_general(left[0], right[0], dims, preferred_element_type=wide)
     y = lax.optimization_barrier(y) if swap else y  # else XLA swaps the operands back
     have = batch + (outputs + rows if swap else rows + outputs)
     return y.astype(dtype).transpose(at(have, plan.out))
@@ -111,7 +114,7 @@ def _low_rank(plan: Plan, x: Array, w: LowRank, dtype: jnp.dtype) -> Array:
 
 def _quantized(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     inputs = plan.w[-len(w.inputs) :]
-    if inputs != plan.contracted or not set(inputs) <= set(plan.x):
+    if inputs != plan.contracted:
         return _dot(plan, x, dense(w, x.dtype), dtype)
     # From here on the inputs are one axis, the last one, in x as in the stored weight.
     kept = "".join(c for c in plan.x if c not in inputs)
@@ -144,19 +147,19 @@ def _decoded(plan: Plan, x: Array, w: Quantized) -> Array:
         if w.format == "nf4":  # the halves of all groups, as in the weight
             halves = split(x, 2 * w.scale.shape[-1])
             xs = [merge(halves[..., i::2, :]) for i in (0, 1)]
-        return sum((_dot(plan, x, w, dtype) for x, w in zip(xs, weights, strict=True)), start=jnp.zeros((), dtype))
+        return reduce(operator.add, (_dot(plan, x, w, dtype) for x, w in zip(xs, weights, strict=True)))
 
-    part = jax.checkpoint(part, static_argnums=0)
+    part, x = jax.checkpoint(part, static_argnums=0), x.astype(compute)
     # Tiles are cut from the leading axes that x lacks; or from the first, if x has it.
     lead = "".join(itertools.takewhile(lambda c: c not in plan.x, plan.w)) or plan.w[0]
     sizes, size = w.values.shape[: len(lead)], math.prod(w.values.shape[: len(lead)])
     tiles = _tiles(size, w.values.size // size) if on_cpu else 1
     if tiles == 1:
-        return part(plan, x.astype(compute), w)
+        return part(plan, x, w)
     cut = lambda c, n: c.reshape(tiles, size // tiles, *c.shape[n:])
     rest = "".join(c for c in plan.out if c not in lead)
     tile = Plan(plan.x, lead[0] + plan.w[len(lead) :], lead[0] + rest)
-    x, w = x.astype(compute), jax.tree.map(lambda c: cut(c, len(lead)), w)
+    w = jax.tree.map(lambda c: cut(c, len(lead)), w)
     if lead in plan.x:
         x = cut(jnp.moveaxis(x, plan.x.index(lead), 0), 1)
         tile = replace(tile, x=lead + plan.x.replace(lead, ""))

@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.shard import context, shard
+from fdel.ops.shard import shard
 from fdel.ops.weights import LowRank, Quantized, Weight, dense
 
 

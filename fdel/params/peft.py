@@ -95,7 +95,8 @@ def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = ""
     lost = [leaf for leaf, w in leaves.items() if isinstance(w, LowRank)]
     if lost or not parts:
         raise ValueError(f"PEFT has no place for adapters of {', '.join(lost)}" if lost else "params have no adapter")
-    out, ranks, alphas = {}, {}, {}
+    out: dict[str, np.ndarray] = {}
+    ranks, alphas = {}, {}
     for (module, table), group in parts.items():
         scale = group[0][2]
         a = np.concatenate([part for part, _, _ in group])
