@@ -22,25 +22,27 @@ def bias(name: str, size: int, axis: str = "embed") -> Param:
 
 
 def matrix(name: str, a: tuple[str, int], b: tuple[str, int]) -> Param:
-    """A linear map from axis a to axis b, stored [out, in] as torch does."""
-    return Param(f"{a[0]} {b[0]}", (a[1], b[1]), normal(STD), name, f"{b[0]} {a[0]}")
+    """A linear map from axis a to axis b, stored [b a]: outputs first, as torch does."""
+    return Param(f"{b[0]} {a[0]}", (b[1], a[1]), normal(STD), name)
+
+
+def heads_out(name: str, heads: tuple[str, int], head_dim: int, a: tuple[str, int]) -> Param:
+    """A linear map from axis a to heads, [heads head_dim a]."""
+    axes, shape = f"{heads[0]} head_dim {a[0]}", (heads[1], head_dim, a[1])
+    return Param(axes, shape, normal(STD), name, f"({heads[0]} head_dim) {a[0]}")
+
+
+def heads_in(name: str, heads: int, head_dim: int, embed: int) -> Param:
+    """A linear map from heads to the residual stream, [embed heads head_dim]."""
+    shape = (embed, heads, head_dim)
+    return Param("embed heads head_dim", shape, normal(STD), name, "embed (heads head_dim)")
 
 
 def gqa(name: str, embed: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
-    """Projections q, k, v [embed heads head_dim] and o of grouped-query attention, named {name}q_proj.weight etc."""
-    heads_in = lambda axis, n, part: Param(
-        f"embed {axis} head_dim",
-        (embed, n, head_dim),
-        normal(STD),
-        f"{name}{part}_proj.weight",
-        f"({axis} head_dim) embed",
-    )
-    o = Param(
-        "heads head_dim embed", (heads, head_dim, embed), normal(STD), name + "o_proj.weight", "embed (heads head_dim)",
-
-    )  # fmt: skip
-    return {"q": heads_in("heads", heads, "q"), "k": heads_in("kv_heads", kv_heads, "k"),
-            "v": heads_in("kv_heads", kv_heads, "v"), "o": o}  # fmt: skip
+    """Projections q, k, v and o of grouped-query attention, named {name}q_proj.weight etc."""
+    out = lambda part, axis, n: heads_out(f"{name}{part}_proj.weight", (axis, n), head_dim, ("embed", embed))
+    return {"q": out("q", "heads", heads), "k": out("k", "kv_heads", kv_heads), "v": out("v", "kv_heads", kv_heads),
+            "o": heads_in(name + "o_proj.weight", heads, head_dim, embed)}  # fmt: skip
 
 
 def gqa_bias(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
@@ -53,19 +55,19 @@ def gqa_bias(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, P
 
 
 def glu(name: str, embed: int, ffn: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict:
-    """Gated feed-forward: gate, up [embed ffn], down [ffn embed]."""
+    """Gated feed-forward: gate, up [ffn embed], down [embed ffn]."""
     d, f = ("embed", embed), ("ffn", ffn)
     gate, up, down = (f"{name}{n}.weight" for n in names)
     return {"gate": matrix(gate, d, f), "up": matrix(up, d, f), "down": matrix(down, f, d)}
 
 
 def embedding(name: str, vocab: int, embed: int) -> Param:
-    """Token embedding, [vocab embed] here and in the file."""
+    """Token embedding, [vocab embed]."""
     return Param("vocab embed", (vocab, embed), normal(STD), name)
 
 
 def head(name: str, vocab: int, embed: int) -> Param:
-    """Untied output projection, [embed vocab] here: x @ w reads one row faster than x @ w.T on CPU."""
+    """Untied output projection, [vocab embed]."""
     return matrix(name, ("embed", embed), ("vocab", vocab))
 
 
@@ -100,7 +102,7 @@ def step_init(key, shape, dtype):
 
 
 def moe(name: str, embed: int, ffn: int, experts: int, names: tuple[str, str, str] | None = None) -> dict:
-    """Router [embed experts], named {name}gate.weight, and gated feed-forwards stacked along an axis `experts`."""
+    """Router [experts embed], named {name}gate.weight, and gated feed-forwards stacked along an axis `experts`."""
     parts = glu(name + "experts.{experts}.", embed, ffn, *([names] if names else []))
     router = matrix(name + "gate.weight", ("embed", embed), ("experts", experts))
     return {"router": router, "experts": stack(parts, "experts", range(experts))}

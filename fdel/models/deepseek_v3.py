@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.params.spec import Param, layers, normal, parts, zeros
+from fdel.params.spec import Param, layers, parts, zeros
 
 MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
 DENSE, MOE = "dense", "moe"
@@ -80,31 +80,24 @@ def rename(name: str, cfg: Config) -> str | None:
 def attention_spec(cfg: Config, name: str) -> dict:
     """Declare latent attention; the file holds keys and values of each head side by side in kv_b_proj."""
     embed, width = ("embed", cfg.embed), cfg.nope_dim + cfg.rope_dim
-    query = lambda axis, size, part: Param(
-        f"{axis} heads head_dim", (size, cfg.heads, width), normal(builders.STD), f"{name}{part}_proj.weight",
-        f"(heads head_dim) {axis}",
-    )  # fmt: skip
-    sides = parts(k=cfg.nope_dim, v=cfg.v_dim)
-    from_latent = lambda side, size: Param(
-        "latent heads head_dim", (cfg.latent, cfg.heads, size), normal(builders.STD), name + "kv_b_proj.weight",
-        "(heads [head_dim]) latent", sides[side],
+    heads, sides = ("heads", cfg.heads), parts(k=cfg.nope_dim, v=cfg.v_dim)
+    from_latent = lambda side, size: replace(
+        builders.heads_out(name + "kv_b_proj.weight", heads, size, ("latent", cfg.latent)),
+        hf_axes="(heads [head_dim]) latent", part=sides[side],
     )  # fmt: skip
     spec = {
         "kv_a": builders.matrix(name + "kv_a_proj_with_mqa.weight", embed, ("latent", cfg.latent + cfg.rope_dim)),
         "kv_norm": builders.norm(name + "kv_a_layernorm.weight", cfg.latent, "latent"),
         "k": from_latent("k", cfg.nope_dim),
         "v": from_latent("v", cfg.v_dim),
-        "o": Param(
-            "heads head_dim embed", (cfg.heads, cfg.v_dim, cfg.embed), normal(builders.STD), name + "o_proj.weight",
-            "embed (heads head_dim)",
-        ),
-    }  # fmt: skip
+        "o": builders.heads_in(name + "o_proj.weight", cfg.heads, cfg.v_dim, cfg.embed),
+    }
     if cfg.q_latent is None:
-        spec["q"] = query("embed", cfg.embed, "q")
+        spec["q"] = builders.heads_out(name + "q_proj.weight", heads, width, embed)
     else:
         spec["q_a"] = builders.matrix(name + "q_a_proj.weight", embed, ("q_latent", cfg.q_latent))
         spec["q_norm"] = builders.norm(name + "q_a_layernorm.weight", cfg.q_latent, "q_latent")
-        spec["q"] = query("q_latent", cfg.q_latent, "q_b")
+        spec["q"] = builders.heads_out(name + "q_b_proj.weight", heads, width, ("q_latent", cfg.q_latent))
     if cfg.attn_bias:
         spec["kv_a_bias"] = builders.bias(name + "kv_a_proj_with_mqa.bias", cfg.latent + cfg.rope_dim, "latent")
         spec["o_bias"] = builders.bias(name + "o_proj.bias", cfg.embed)
@@ -160,20 +153,20 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
     def attention(h, state, p, layer):
         q = h
         if "q_a" in p:
-            q = ops.rms_norm(ops.linear("...d,dr->...r", h, p["q_a"], p.get("q_a_bias")), p["q_norm"], LATENT_EPS)
-        q = ops.einsum("...r,rnh->...nh", q, p["q"])
+            q = ops.rms_norm(ops.linear("...d,rd->...r", h, p["q_a"], p.get("q_a_bias")), p["q_norm"], LATENT_EPS)
+        q = ops.einsum("...r,nhr->...nh", q, p["q"])
         q = join(q[..., : cfg.nope_dim], rope(q[..., cfg.nope_dim :], rot))
-        kv = ops.linear("...d,dc->...c", h, p["kv_a"], p.get("kv_a_bias"))
+        kv = ops.linear("...d,cd->...c", h, p["kv_a"], p.get("kv_a_bias"))
         latent = ops.rms_norm(kv[..., : cfg.latent], p["kv_norm"], LATENT_EPS)
         kv = join(latent, rope(kv[..., None, cfg.latent :], rot)[..., 0, :])
         a, state = ops.mla(batch, state, layer, q, kv, p["k"], p["v"], mask=mask)
-        return ops.linear("...nh,nhd->...d", a, p["o"], p.get("o_bias")), state
+        return ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias")), state
 
     def dense(h, p):
         return ops.glu(h, p, act)
 
     def moe(h, p):
-        logits = ops.einsum("...d,de->...e", h.astype(jnp.float32), p["router"])
+        logits = ops.einsum("...d,ed->...e", h.astype(jnp.float32), p["router"])
         weights, experts = ops.route_sigmoid(
             logits, cfg.top_k, bias=p["router_bias"], groups=cfg.groups, topk_groups=cfg.topk_groups,
             scale=cfg.route_scale, normalize=cfg.normalize,
@@ -196,7 +189,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

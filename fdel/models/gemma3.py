@@ -97,11 +97,11 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
         def apply(x, state, p, layer):
             h = norm(x, p["attn_norm"])
-            q = ops.rope(norm(ops.einsum("...d,dnh->...nh", h, p["q"]), p["q_norm"]), rot)
-            k = ops.rope(norm(ops.einsum("...d,dkh->...kh", h, p["k"]), p["k_norm"]), rot)
-            v = ops.einsum("...d,dkh->...kh", h, p["v"])
+            q = ops.rope(norm(ops.einsum("...d,nhd->...nh", h, p["q"]), p["q_norm"]), rot)
+            k = ops.rope(norm(ops.einsum("...d,khd->...kh", h, p["k"]), p["k_norm"]), rot)
+            v = ops.einsum("...d,khd->...kh", h, p["v"])
             a, state = ops.attend(batch, state, layer, q, k, v, mask=mask)
-            x = x + norm(ops.einsum("...nh,nhd->...d", a, p["o"]), p["attn_post_norm"])
+            x = x + norm(ops.einsum("...nh,dnh->...d", a, p["o"]), p["attn_post_norm"])
             h = ops.glu(norm(x, p["mlp_norm"]), p, ops.ACTIVATIONS[cfg.act])
             return x + norm(h, p["mlp_post_norm"]), state
 
@@ -116,8 +116,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    weight, axis = (params["head"], 1) if "head" in params else (params["embed"], 0)
-    return ops.Head(weight, axis, softcap=cfg.softcap)
+    return ops.Head(params["head"] if "head" in params else params["embed"], softcap=cfg.softcap)
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

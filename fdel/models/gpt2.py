@@ -42,25 +42,25 @@ class Config:
 
 
 def spec(cfg: Config) -> dict:
-    """Declare every array. Checkpoints store matrices [in, out], with q, k and v side by side."""
+    """Declare every array. Checkpoints store matrices transposed, [in, out], with q, k and v side by side."""
     name, d, n, h = "transformer.h.{layers}.", cfg.embed, cfg.heads, cfg.head_dim
     qkv = parts(q=d, k=d, v=d)
     layer = {
         "attn_norm": builders.norm(name + "ln_1.weight", d),
         "attn_norm_bias": builders.bias(name + "ln_1.bias", d),
-        "o": Param("heads head_dim embed", (n, h, d), normal(0.02), name + "attn.c_proj.weight", "(heads head_dim) embed"),
+        "o": Param("embed heads head_dim", (d, n, h), normal(0.02), name + "attn.c_proj.weight", "(heads head_dim) embed"),
         "o_bias": builders.bias(name + "attn.c_proj.bias", d),
         "mlp_norm": builders.norm(name + "ln_2.weight", d),
         "mlp_norm_bias": builders.bias(name + "ln_2.bias", d),
-        "up": Param("embed ffn", (d, cfg.ffn), normal(0.02), name + "mlp.c_fc.weight"),
+        "up": Param("ffn embed", (cfg.ffn, d), normal(0.02), name + "mlp.c_fc.weight", "embed ffn"),
         "up_bias": builders.bias(name + "mlp.c_fc.bias", cfg.ffn, "ffn"),
-        "down": Param("ffn embed", (cfg.ffn, d), normal(0.02), name + "mlp.c_proj.weight"),
+        "down": Param("embed ffn", (d, cfg.ffn), normal(0.02), name + "mlp.c_proj.weight", "ffn embed"),
         "down_bias": builders.bias(name + "mlp.c_proj.bias", d),
     }  # fmt: skip
     for part, cut in qkv.items():
         fused = name + "attn.c_attn."
         layer[part] = Param(
-            "embed heads head_dim", (d, n, h), normal(0.02), fused + "weight", "embed [heads head_dim]", cut
+            "heads head_dim embed", (n, h, d), normal(0.02), fused + "weight", "embed [heads head_dim]", cut
         )
         layer[part + "_bias"] = Param("heads head_dim", (n, h), zeros, fused + "bias", "[heads head_dim]", cut)
     top = {
@@ -93,9 +93,9 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
     def block(x, state, p, layer):
         h = norm(x, p, "attn_norm")
-        q, k, v = (ops.linear("...d,dnh->...nh", h, p[i], p[i + "_bias"]) for i in "qkv")
+        q, k, v = (ops.linear("...d,nhd->...nh", h, p[i], p[i + "_bias"]) for i in "qkv")
         a, state = ops.attend(batch, state, layer, q, k, v, mask=mask)
-        x = x + ops.linear("...nh,nhd->...d", a, p["o"], p["o_bias"])
+        x = x + ops.linear("...nh,dnh->...d", a, p["o"], p["o_bias"])
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, ops.ACTIVATIONS[cfg.act]), state
 
     x = ops.embed(params["embed"], tokens) + ops.embed(params["positions"], jnp.maximum(batch.positions, 0))
@@ -105,7 +105,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

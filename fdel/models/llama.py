@@ -77,11 +77,11 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
     def block(x, state, p, layer):
         h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
-        q = ops.rope(ops.linear("...d,dnh->...nh", h, p["q"], p.get("q_bias")), rot)
-        k = ops.rope(ops.linear("...d,dkh->...kh", h, p["k"], p.get("k_bias")), rot)
-        v = ops.linear("...d,dkh->...kh", h, p["v"], p.get("v_bias"))
+        q = ops.rope(ops.linear("...d,nhd->...nh", h, p["q"], p.get("q_bias")), rot)
+        k = ops.rope(ops.linear("...d,khd->...kh", h, p["k"], p.get("k_bias")), rot)
+        v = ops.linear("...d,khd->...kh", h, p["v"], p.get("v_bias"))
         a, state = ops.attend(batch, state, layer, q, k, v, mask=mask)
-        x = x + ops.linear("...nh,nhd->...d", a, p["o"], p.get("o_bias"))
+        x = x + ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias"))
         h = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
         return x + ops.glu(h, p, act), state
 
@@ -92,7 +92,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(

@@ -83,7 +83,7 @@ def spec(cfg: Config) -> dict:
     for part, cut in parts(z=cfg.inner, xbc=cfg.channels, dt=cfg.heads).items():
         axis, size = {"z": ("inner", cfg.inner), "xbc": ("channels", cfg.channels), "dt": ("heads", cfg.heads)}[part]
         layer[part] = Param(
-            f"embed {axis}", (cfg.embed, size), normal(0.02), mixer + "in_proj.weight", f"[{axis}] embed", cut
+            f"{axis} embed", (size, cfg.embed), normal(0.02), mixer + "in_proj.weight", f"[{axis}] embed", cut
         )
         if cfg.bias:
             layer[part + "_bias"] = Param(axis, (size,), builders.zeros, mixer + "in_proj.bias", f"[{axis}]", cut)
@@ -118,7 +118,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
     def block(x, state, p, layer):
         h = ops.rms_norm(x, p["norm"], cfg.norm_eps).astype(p["norm"].dtype)
-        z, xbc, dt = (ops.linear("...d,di->...i", h, p[i], p.get(i + "_bias")) for i in ("z", "xbc", "dt"))
+        z, xbc, dt = (ops.linear("...d,id->...i", h, p[i], p.get(i + "_bias")) for i in ("z", "xbc", "dt"))
         xbc, state = ops.causal_conv(batch, state, layer, xbc, p["conv"], p.get("conv_bias"))
         u, b, c = jnp.split(act(xbc), (cfg.inner, cfg.inner + shared), -1)
         dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + p["step"]), *cfg.limits)
@@ -128,7 +128,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         )  # fmt: skip
         y = y.reshape(z.shape).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         y = ops.rms_norm(split(y, cfg.groups, -1), p["mixer_norm"].reshape(cfg.groups, -1), cfg.norm_eps)
-        return x + ops.linear("...i,id->...d", y.reshape(z.shape).astype(h.dtype), p["out"], p.get("out_bias")), state
+        return x + ops.linear("...i,di->...d", y.reshape(z.shape).astype(h.dtype), p["out"], p.get("out_bias")), state
 
     x = ops.embed(params["embed"], tokens)
     if cfg.float32_residual:
@@ -139,7 +139,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -67,13 +67,13 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
     def block(x, state, p, layer):
         h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
-        q = ops.rope(ops.einsum("...d,dnh->...nh", h, p["q"]), rot)
-        k = ops.rope(ops.einsum("...d,dkh->...kh", h, p["k"]), rot)
-        v = ops.einsum("...d,dkh->...kh", h, p["v"])
+        q = ops.rope(ops.einsum("...d,nhd->...nh", h, p["q"]), rot)
+        k = ops.rope(ops.einsum("...d,khd->...kh", h, p["k"]), rot)
+        v = ops.einsum("...d,khd->...kh", h, p["v"])
         a, state = ops.attend(batch, state, layer, q, k, v, mask=mask)
-        x = x + ops.einsum("...nh,nhd->...d", a, p["o"])
+        x = x + ops.einsum("...nh,dnh->...d", a, p["o"])
         h = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
-        logits = ops.einsum("...d,de->...e", h, p["router"], out_dtype=jnp.float32)
+        logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
         weights, experts = ops.route_softmax(logits, cfg.top_k, normalize=True)
         return x + ops.moe(h, p["experts"], weights, experts, act), state
 
@@ -84,7 +84,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -91,11 +91,11 @@ def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops
 def attention(x, state, p, layer, cfg, batch, rot, mask):
     """Apply the attention half of a layer to the residual stream."""
     h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
-    q = ops.rms_norm(ops.linear("...d,dnh->...nh", h, p["q"], p.get("q_bias")), p["q_norm"], cfg.norm_eps)
-    k = ops.rms_norm(ops.linear("...d,dkh->...kh", h, p["k"], p.get("k_bias")), p["k_norm"], cfg.norm_eps)
-    v = ops.linear("...d,dkh->...kh", h, p["v"], p.get("v_bias"))
+    q = ops.rms_norm(ops.linear("...d,nhd->...nh", h, p["q"], p.get("q_bias")), p["q_norm"], cfg.norm_eps)
+    k = ops.rms_norm(ops.linear("...d,khd->...kh", h, p["k"], p.get("k_bias")), p["k_norm"], cfg.norm_eps)
+    v = ops.linear("...d,khd->...kh", h, p["v"], p.get("v_bias"))
     a, state = ops.attend(batch, state, layer, ops.rope(q, rot), ops.rope(k, rot), v, mask=mask)
-    return x + ops.linear("...nh,nhd->...d", a, p["o"], p.get("o_bias")), state
+    return x + ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias")), state
 
 
 def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None, *, remat: str | None = None):
@@ -121,7 +121,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -94,7 +94,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         return ops.glu(h, p, act)
 
     def moe(h, p):
-        logits = ops.einsum("...d,de->...e", h, p["router"], out_dtype=jnp.float32)
+        logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
         weights, experts = ops.route_softmax(logits, cfg.top_k, normalize=cfg.normalize)
         return ops.moe(h, p["experts"], weights, experts, act)
 
@@ -113,7 +113,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

@@ -85,32 +85,20 @@ def linear_spec(cfg: Config, name: str) -> dict:
     d, g, r, k, v = cfg.embed, cfg.key_heads, cfg.rep, cfg.key_dim, cfg.value_dim
     channels = 2 * g * k + g * r * v
     qkvz, ba = parts(q=k, k=k, v=r * v, z=r * v), parts(beta=r, decay=r)
-    narrow = lambda part: Param(
-        "embed heads head_dim",
-        (d, g, k),
-        normal(0.02),
-        name + "in_proj_qkvz.weight",
-        "(heads [head_dim]) embed",
-        qkvz[part],
-    )
-    wide = lambda part: Param(
-        "embed heads rep head_dim",
-        (d, g, r, v),
-        normal(0.02),
-        name + "in_proj_qkvz.weight",
-        "(heads [rep head_dim]) embed",
-        qkvz[part],
-    )
-    gate = lambda part: Param(
-        "embed heads rep", (d, g, r), normal(0.02), name + "in_proj_ba.weight", "(heads [rep]) embed", ba[part]
-    )
+
+    def heads(axes: str, shape: tuple, file: str, part: tuple) -> Param:
+        return Param(f"heads {axes} embed", (g, *shape, d), normal(0.02), name + file, f"(heads [{axes}]) embed", part)
+
+    narrow = lambda part: heads("head_dim", (k,), "in_proj_qkvz.weight", qkvz[part])
+    wide = lambda part: heads("rep head_dim", (r, v), "in_proj_qkvz.weight", qkvz[part])
+    gate = lambda part: heads("rep", (r,), "in_proj_ba.weight", ba[part])
     per_head = lambda part, init: Param("heads rep", (g, r), init, name + part, "(heads rep)", dtype="float32")
     return {
         "q": narrow("q"), "k": narrow("k"), "v": wide("v"), "z": wide("z"), "beta": gate("beta"), "decay": gate("decay"),
         "conv": builders.conv(name + "conv1d.weight", channels, cfg.kernel),
         "rate": per_head("A_log", builders.decay_init), "step": per_head("dt_bias", ones),
         "mixer_norm": builders.norm(name + "norm.weight", v, "head_dim"),
-        "o": Param("heads rep head_dim embed", (g, r, v, d), normal(0.02), name + "out_proj.weight",
+        "o": Param("embed heads rep head_dim", (d, g, r, v), normal(0.02), name + "out_proj.weight",
                    "embed (heads rep head_dim)"),
     }  # fmt: skip
 
@@ -180,9 +168,9 @@ def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int) -> dict:
 
 def delta(h, slots, p, layer, cfg: Config, batch):
     """Mix by the gated delta rule: short convolution, unit-length q and k, decay and write strength from the input."""
-    q, k = (ops.einsum("...d,dgh->...gh", h, p[i]) for i in "qk")
-    v, z = (ops.einsum("...d,dgrh->...grh", h, p[i]) for i in "vz")
-    b, a = (ops.einsum("...d,dgr->...gr", h, p[i]) for i in ("beta", "decay"))
+    q, k = (ops.einsum("...d,ghd->...gh", h, p[i]) for i in "qk")
+    v, z = (ops.einsum("...d,grhd->...grh", h, p[i]) for i in "vz")
+    b, a = (ops.einsum("...d,grd->...gr", h, p[i]) for i in ("beta", "decay"))
     flat = lambda x: x.reshape(*h.shape[:-1], -1)
     mixed, slots = ops.causal_conv(batch, slots, layer, jnp.concatenate([flat(q), flat(k), flat(v)], -1), p["conv"])
     keys = cfg.key_heads * cfg.key_dim
@@ -195,7 +183,7 @@ def delta(h, slots, p, layer, cfg: Config, batch):
     )
     o = ops.rms_norm(o.reshape(z.shape), p["mixer_norm"], cfg.norm_eps)
     o = (o.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(h.dtype)
-    return ops.einsum("...grh,grhd->...d", o, p["o"]), slots
+    return ops.einsum("...grh,dgrh->...d", o, p["o"]), slots
 
 
 def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None, *, remat: str | None = None):
@@ -211,15 +199,15 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         return y, state | {"slots": slots}
 
     def full(h, state, p, layer):
-        q = ops.rope(norm(ops.einsum("...d,dnh->...nh", h, p["q"]), p["q_norm"]), rot)
-        k = ops.rope(norm(ops.einsum("...d,dkh->...kh", h, p["k"]), p["k_norm"]), rot)
-        v = ops.einsum("...d,dkh->...kh", h, p["v"])
+        q = ops.rope(norm(ops.einsum("...d,nhd->...nh", h, p["q"]), p["q_norm"]), rot)
+        k = ops.rope(norm(ops.einsum("...d,khd->...kh", h, p["k"]), p["k_norm"]), rot)
+        v = ops.einsum("...d,khd->...kh", h, p["v"])
         a, pages = ops.attend(batch, state["pages"], pool(FULL, layer), q, k, v, mask=mask)
-        a = a * jax.nn.sigmoid(ops.einsum("...d,dnh->...nh", h, p["q_gate"]))
-        return ops.einsum("...nh,nhd->...d", a, p["o"]), state | {"pages": pages}
+        a = a * jax.nn.sigmoid(ops.einsum("...d,nhd->...nh", h, p["q_gate"]))
+        return ops.einsum("...nh,dnh->...d", a, p["o"]), state | {"pages": pages}
 
     def moe(h, p):
-        routing = ops.route_softmax(ops.einsum("...d,de->...e", h, p["router"]), cfg.top_k, normalize=cfg.normalize)
+        routing = ops.route_softmax(ops.einsum("...d,ed->...e", h, p["router"]), cfg.top_k, normalize=cfg.normalize)
         gate = jax.nn.sigmoid(ops.einsum("...d,d->...", h, p["shared_gate"]))[..., None]
         return ops.moe(h, p["experts"], *routing, act) + gate * ops.glu(h, p["shared"], act)
 
@@ -244,7 +232,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
 
 def head(params, cfg: Config) -> ops.Head:
     """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"], 1) if "head" in params else ops.Head(params["embed"], 0)
+    return ops.Head(params["head"] if "head" in params else params["embed"])
 
 
 def forward(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None):

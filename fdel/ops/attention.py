@@ -12,7 +12,7 @@ from fdel.ops import dispatch, ring
 from fdel.ops.batch import Batch, Packed, Paged, Pages
 from fdel.ops.flash import Mask, begin, dense_attention, flash_attention, online, scores
 
-GROUP = (512, 128)  # keys per step of the paged loop, for decode and for prefill: scores of a block stay in cache
+GROUP = 256  # keys per step of the paged loop: scores of a block stay in cache
 
 
 def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
@@ -109,43 +109,52 @@ def paged_attention(
 ) -> Float[Array, "T N Hv"]:
     """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
 
-    The loop runs from the first group that any query's window reaches to the longest context in the batch. Without `v`
-    pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    The loop runs from the first group that any query's window reaches to the longest context in the batch; on CPU each
+    block of a prefill has a loop of its own, which ends at its last token. Without `v` pages, values are the first
+    `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
     """
     _, total_pages, kv_heads, size, _ = state.k.shape
     blocks, width = batch.page_table.shape
-    per_step = min(max(1, GROUP[batch.block > 1] // size), width)
+    per_step = min(max(1, GROUP // size), width)
     keys, steps = per_step * size, -(-width // per_step)
     table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
     qi = batch.positions.reshape(blocks, 1, 1, batch.block)
-    last = qi.max(-1)[..., None]
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
     v_dim = state.k.shape[-1] if v_dim is None else v_dim
 
     def load(pages: Array, ids: Array) -> Array:  # [b K s H]
         x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
-        return x.reshape(blocks, kv_heads, keys, x.shape[-1])
+        return x.reshape(len(ids), kv_heads, keys, x.shape[-1])
 
-    def step(j: Any, carry: tuple) -> tuple:
-        ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
-        ki = j * keys + jnp.arange(keys)
-        k = load(state.k, ids)
-        v = k[..., :v_dim] if state.v is None else load(state.v, ids)
-        v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
-        seen = ki <= qi[..., None]
-        if mask.window is not None:
-            seen &= ki > qi[..., None] - mask.window
-        return online(carry, scores(mask, q, k.astype(q.dtype), group(alibi), qi, ki), seen, v)
+    def some(q: Array, qi: Array, table: Array) -> Array:
+        """Attend from some of the blocks."""
+        last = qi.max(-1)[..., None]
 
-    carry = begin(q.shape[:4], v_dim, group(sinks))
-    if steps == 1:
-        _, total, out = step(0, carry)
+        def step(j: Any, carry: tuple) -> tuple:
+            ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
+            ki = j * keys + jnp.arange(keys)
+            k = load(state.k, ids)
+            v = k[..., :v_dim] if state.v is None else load(state.v, ids)
+            v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
+            seen = ki <= qi[..., None]
+            if mask.window is not None:
+                seen &= ki > qi[..., None] - mask.window
+            return online(carry, scores(mask, q, k.astype(q.dtype), group(alibi), qi, ki), seen, v)
+
+        carry = begin(q.shape[:4], v_dim, group(sinks))
+        if steps == 1:
+            _, total, out = step(0, carry)
+        else:
+            first: Any = 0
+            if mask.window is not None:
+                starts = jnp.where(last < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
+                first = jnp.maximum(starts.min() - mask.window + 1, 0) // keys
+            _, total, out = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
+        return (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
+
+    if batch.block > 1 and steps > 1 and jax.default_backend() == "cpu":
+        out = jax.lax.map(lambda x: some(*x)[0], jax.tree.map(lambda x: x[:, None], (q, qi, table)))
     else:
-        first: Any = 0
-        if mask.window is not None:
-            starts = jnp.where(last < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
-            first = jnp.maximum(starts.min() - mask.window + 1, 0) // keys
-        _, total, out = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
-    out = (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
+        out = some(q, qi, table)
     return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, v_dim)

@@ -1,7 +1,10 @@
 """Contract activations with a weight of any kind: array, `Quantized` or `LowRank`."""
 
+import itertools
 import math
+import operator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -9,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from fdel.ops.weights import LowRank, Quantized, Weight, decode, dense, flat, merge, split
+from fdel.ops.weights import LowRank, Quantized, Weight, decode, dense, merge, scaled, split
 
 RANK, ROWS = "~", "+"  # axes added here: no letters, so that they clash with none
-TILE = 512  # inputs of a quantised weight that are decoded at once on CPU
+TILE = 1 << 18  # most elements of a quantised weight that are decoded at once on CPU, so that they stay in cache
+FEW = range(2, 64)  # numbers of float32 rows that XLA:CPU multiplies up to three times faster as w x than as x w
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,11 @@ class Plan:
 def einsum(
     subscripts: str, x: Float[Array, "..."], w: Weight, *, out_dtype: jnp.dtype | None = None
 ) -> Float[Array, "..."]:
-    """Contract x with a weight, as in `einsum("...d,dnh->...nh", x, q)`; only x and the result may have `...`.
+    """Contract x with a weight, as in `einsum("...d,nhd->...nh", x, q)`; only x and the result may have `...`.
 
+    Weights have their outputs first and their inputs last; an array may have another order, which is slower on CPU.
     Products are of x's dtype, accumulated in float32 (float64 for float64); the result has x's dtype unless `out_dtype`
-    is given. Quantized: x (scale * values + zero); no gradient reaches the weight. LowRank: x base + scale (x a) b;
+    is given. Quantized: x (scale * values + zero); no gradient reaches the weight. LowRank: x base + scale b (a x);
     none reaches scale. Axes that do not fit are a ValueError.
     """
     return _contract(_plan(subscripts, x, w), x, w, jnp.dtype(out_dtype or x.dtype))
@@ -75,86 +80,96 @@ def _dot(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     on_cpu = jax.default_backend() == "cpu"
     batch = "".join(c for c in plan.w if c in plan.x and c in plan.out)
     rows = "".join(c for c in plan.x if c not in plan.w)
-    if on_cpu and x.dtype.itemsize < 4 and math.prod(x.shape[plan.x.index(c)] for c in rows) == 1:
+    outputs = "".join(c for c in plan.w if c not in plan.x)
+    count = math.prod(x.shape[plan.x.index(c)] for c in rows)
+    if on_cpu and x.dtype.itemsize < 4 and count == 1:
         # XLA:CPU multiplies one row in half precision ten times slower than four.
         padded = jnp.pad(x[None], ((0, 3), *[(0, 0)] * x.ndim))
         return _dot(Plan(ROWS + plan.x, plan.w, ROWS + plan.out), padded, w, dtype)[0]
     at = lambda axes, names: tuple(axes.index(c) for c in names)
-    dims = (at(plan.x, plan.contracted), at(plan.w, plan.contracted)), (at(plan.x, batch), at(plan.w, batch))
+    left, right = [(a, at(axes, plan.contracted), at(axes, batch)) for a, axes in ((x, plan.x), (w, plan.w))]
+    swap = on_cpu and x.dtype == jnp.float32 and count in FEW and plan.w.endswith(plan.contracted)
+    left, right = (right, left) if swap else (left, right)
+    dims = (left[1], right[1]), (left[2], right[2])
     # GPU and TPU accumulate in float32 whatever the result, and a float32 result has a float32 product as its gradient.
     wide = _wide(x.dtype) if on_cpu or dtype.itemsize > x.dtype.itemsize else None
-    y = lax.dot_general(x, w, dims, preferred_element_type=wide)
-    have = batch + rows + "".join(c for c in plan.w if c not in plan.x)
+    y = lax.dot_general(left[0], right[0], dims, preferred_element_type=wide)
+    y = lax.optimization_barrier(y) if swap else y  # else XLA swaps the operands back
+    have = batch + (outputs + rows if swap else rows + outputs)
     return y.astype(dtype).transpose(at(have, plan.out))
 
 
 def _low_rank(plan: Plan, x: Array, w: LowRank, dtype: jnp.dtype) -> Array:
-    batch = plan.w[: w.a.ndim + w.b.ndim - 2 - w.ndim]
-    leading, trailing = plan.w[len(batch) : w.a.ndim - 1], plan.w[w.a.ndim - 1 :]
-    factors = [(w.a, batch + leading + RANK), (w.b, batch + RANK + trailing)]
-    if plan.contracted == trailing:
-        factors.reverse()
-    elif plan.contracted != leading:
+    batch, rest = plan.w[: w.batch], plan.w[w.b.ndim - 1 :]
+    if plan.contracted != rest:
         return _dot(plan, x, dense(w, x.dtype), dtype)
-    (first, first_axes), (second, second_axes) = factors
-    scale = lax.stop_gradient(w.scale).astype(second.dtype)
-    second = second * scale.reshape(*scale.shape, *[1] * (second.ndim - scale.ndim))
-    kept = [c for c in plan.x if c not in plan.contracted] + [c for c in batch if c not in plan.x]
+    kept = [c for c in plan.x if c not in rest] + [c for c in batch if c not in plan.x]
     middle = "".join(kept) + RANK
-    low = _contract(Plan(plan.x, first_axes, middle), x, first, x.dtype)
-    return _contract(plan, x, w.base, dtype) + _contract(Plan(middle, second_axes, plan.out), low, second, dtype)
+    low = _contract(Plan(plan.x, batch + RANK + rest, middle), x, w.a, x.dtype)
+    scale = lax.stop_gradient(w.scale).astype(w.b.dtype)
+    b = w.b * scale.reshape(*scale.shape, *[1] * (w.b.ndim - scale.ndim))
+    outputs = plan.w.removesuffix(rest)
+    return _contract(plan, x, w.base, dtype) + _contract(Plan(middle, outputs + RANK, plan.out), low, b, dtype)
 
 
 def _quantized(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
-    n, end = len(w.inputs), w.ndim + w.axis + 1
-    if plan.w[end - n : end] != plan.contracted or plan.contracted not in plan.x:
+    inputs = plan.w[-len(w.inputs) :]
+    if inputs != plan.contracted:
         return _dot(plan, x, dense(w, x.dtype), dtype)
-    # From here on the inputs are one axis, in x as in the stored weight.
-    name, axis = plan.contracted[0], plan.x.index(plan.contracted) + n - 1 - x.ndim
-    plan = Plan(plan.x.replace(plan.contracted, name), plan.w.replace(plan.contracted, name), plan.out)
-    x = merge(x, axis, n)
-    padding = w.values.shape[w.axis] * (2 if w.format == "nf4" else 1) - x.shape[axis]
-    x = jnp.pad(x, [(0, padding if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    if w.format not in ("int8", "fp8") or w.scale.shape[w.axis] > 1:
-        w = replace(w, scale=dense(w.scale))
-        return _decoded(plan, x, w, w.scale.shape[w.axis]).astype(dtype)
+    # From here on the inputs are one axis, the last one, in x as in the stored weight.
+    kept = "".join(c for c in plan.x if c not in inputs)
+    x = merge(x.transpose([plan.x.index(c) for c in kept + inputs]), len(inputs))
+    plan = Plan(kept + inputs[0], plan.w.replace(inputs, inputs[0]), plan.out)
+    padding = w.values.shape[-1] * (2 if w.format == "nf4" else 1) - x.shape[-1]
+    x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, padding)])
+    if w.format not in ("int8", "fp8") or w.scale.shape[-1] > 1:
+        return _decoded(plan, x, replace(w, scale=dense(w.scale))).astype(dtype)
     # One scale per output: apply it to the result.
     absent: Any = None
-    y = _decoded(plan, x, replace(w, scale=absent), x.shape[axis])
-    axes = plan.w.replace(name, "")
-    scale = dense(w.scale).squeeze(w.axis).transpose([axes.index(c) for c in plan.out if c in axes])
+    axes = plan.w[:-1]
+    scale = dense(w.scale).squeeze(-1).transpose([axes.index(c) for c in plan.out if c in axes])
+    y = _decoded(plan, x, replace(w, scale=absent))
     return (y * jnp.expand_dims(scale, [i for i, c in enumerate(plan.out) if c not in axes])).astype(dtype)
 
 
-def _tiles(units: int, size: int) -> int:
-    """Into how many equal tiles to cut `units` units of `size` inputs: the least number that respects TILE."""
-    n = next((n for n in range(1, units + 1) if units % n == 0 and units // n * size <= TILE), 1)
-    return n if units // n * size >= TILE // 8 else 1  # a size without divisors would make tiles of single inputs
-
-
-def _decoded(plan: Plan, x: Array, w: Quantized, units: int) -> Array:
-    """Contract with a weight that is decoded on the way: on CPU a tile of inputs at a time, so that it stays in cache.
+def _decoded(plan: Plan, x: Array, w: Quantized) -> Array:
+    """Contract with a weight that is decoded on the way: on CPU a tile of outputs at a time.
 
     Without checkpoint the backward pass would keep what is decoded, as much memory as the unquantised weight.
     """
-    axis = plan.x.index(plan.contracted) - x.ndim
     on_cpu = jax.default_backend() == "cpu"
-    tiles = _tiles(units, x.shape[axis] // units) if on_cpu else 1
     compute = _wide(x.dtype) if on_cpu else x.dtype
     dtype = _wide(x.dtype) if on_cpu or x.dtype == jnp.float16 else x.dtype  # unscaled sums may pass float16's range
 
-    def part(x: Array, w: Quantized) -> Array:
-        return _dot(plan, x.astype(compute), decode(w, compute) if w.scale is None else flat(w, compute), dtype)
+    def part(plan: Plan, x: Array, w: Quantized) -> Array:
+        weights = decode(w, compute) if w.scale is None else scaled(w, compute)
+        xs = [x]
+        if w.format == "nf4":  # the halves of all groups, as in the weight
+            halves = split(x, 2 * w.scale.shape[-1])
+            xs = [merge(halves[..., i::2, :]) for i in (0, 1)]
+        return reduce(operator.add, (_dot(plan, x, w, dtype) for x, w in zip(xs, weights, strict=True)))
 
+    part, x = jax.checkpoint(part, static_argnums=0), x.astype(compute)
+    # Tiles are cut from the leading axes that x lacks; or from the first, if x has it.
+    lead = "".join(itertools.takewhile(lambda c: c not in plan.x, plan.w)) or plan.w[0]
+    sizes, size = w.values.shape[: len(lead)], math.prod(w.values.shape[: len(lead)])
+    tiles = _tiles(size, w.values.size // size) if on_cpu else 1
     if tiles == 1:
-        return jax.checkpoint(part)(x, w)
+        return part(plan, x, w)
+    cut = lambda c, n: c.reshape(tiles, size // tiles, *c.shape[n:])
+    rest = "".join(c for c in plan.out if c not in lead)
+    tile = Plan(plan.x, lead[0] + plan.w[len(lead) :], lead[0] + rest)
+    w = jax.tree.map(lambda c: cut(c, len(lead)), w)
+    if lead in plan.x:
+        x = cut(jnp.moveaxis(x, plan.x.index(lead), 0), 1)
+        tile = replace(tile, x=lead + plan.x.replace(lead, ""))
+        y = lax.map(lambda xw: part(tile, *xw), (x, w))
+    else:
+        y = lax.map(lambda w: part(tile, x, w), w)
+    return y.reshape(*sizes, *y.shape[2:]).transpose([(lead + rest).index(c) for c in plan.out])
 
-    def add(y: Array, tile: tuple[Array, Array]) -> tuple[Array, None]:
-        xi, i = tile
-        size = lambda c: c.shape[w.axis] // tiles
-        cut = lambda c: lax.dynamic_slice_in_dim(c, i * size(c), size(c), c.ndim + w.axis)
-        return y + part(xi, jax.tree.map(cut, w)), None
 
-    sizes = dict(zip(plan.w + plan.x, w.values.shape + x.shape, strict=True))
-    y = jnp.zeros([sizes[c] for c in plan.out], dtype)
-    return lax.scan(jax.checkpoint(add), y, (jnp.moveaxis(split(x, axis, tiles), axis - 1, 0), jnp.arange(tiles)))[0]
+def _tiles(size: int, width: int) -> int:
+    """Into how many equal tiles to cut `size` rows of `width` elements: the least number that respects TILE."""
+    n = next((n for n in range(1, size + 1) if size % n == 0 and size // n * width <= TILE), size)
+    return n if size // n * width >= TILE // 16 else 1  # a size without divisors would make tiles of single rows

@@ -16,12 +16,9 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     """
     take = lambda c: c.at[tokens].get(mode="fill", wrap_negative_indices=False)
     if isinstance(table, LowRank):
-        # b holds no rows, so an unknown id needs no second NaN.
-        update = jnp.einsum("...r,rd->...d", take(table.a) * table.scale, table.b)
+        update = jnp.einsum("...r,rd->...d", take(table.b) * table.scale, table.a)
         return (embed(table.base, tokens) + update).astype(table.dtype)
     if isinstance(table, Quantized):
-        if table.axis != -1:
-            raise ValueError(f"a table of shape {table.shape} must be quantised along its last axis, not {table.axis}")
         return dense(jax.tree.map(take, table))
     # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
     table = shard(table, "vocab embed")

@@ -35,16 +35,16 @@ def linear(subscripts: str, x: Float[Array, "..."], w: Any, bias: Array | None =
 
 
 def glu(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
-    """Gated feed-forward: (act(x gate) * (x up)) down; gate, up [D F], down [F D] (arXiv:2002.05202).
+    """Gated feed-forward: (act(x gate) * (x up)) down; gate, up [F D], down [D F] (arXiv:2002.05202).
 
     `p` holds gate, up and down, and where the family has them gate_bias, up_bias and down_bias.
     """
-    gate = checkpoint_name(linear("...d,df->...f", x, p["gate"], p.get("gate_bias")), "mlp_gate")
-    up = checkpoint_name(linear("...d,df->...f", x, p["up"], p.get("up_bias")), "mlp_up")
-    return checkpoint_name(linear("...f,fd->...d", act(gate) * up, p["down"], p.get("down_bias")), "mlp_down")
+    gate = checkpoint_name(linear("...d,fd->...f", x, p["gate"], p.get("gate_bias")), "mlp_gate")
+    up = checkpoint_name(linear("...d,fd->...f", x, p["up"], p.get("up_bias")), "mlp_up")
+    return checkpoint_name(linear("...f,df->...d", act(gate) * up, p["down"], p.get("down_bias")), "mlp_down")
 
 
 def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
-    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [D F], down [F D]."""
-    up = checkpoint_name(linear("...d,df->...f", x, p["up"], p.get("up_bias")), "mlp_up")
-    return checkpoint_name(linear("...f,fd->...d", act(up), p["down"], p.get("down_bias")), "mlp_down")
+    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [F D], down [D F]."""
+    up = checkpoint_name(linear("...d,fd->...f", x, p["up"], p.get("up_bias")), "mlp_up")
+    return checkpoint_name(linear("...f,df->...d", act(up), p["down"], p.get("down_bias")), "mlp_down")

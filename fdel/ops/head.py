@@ -13,22 +13,16 @@ from fdel.ops.einsum import einsum
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Head:
-    """Output projection of a model. `vocab_axis` is the weight's vocabulary axis: 0 for [V D] (tied), 1 for [D V].
+    """Output projection of a model: logits = cap(scale * x weight + bias).
 
-    `weight` is an array or any weight leaf that `ops.einsum` takes. logits = cap(scale * x weight + bias), where
+    `weight` [V D] is an array or any weight leaf that `ops.einsum` takes, often the embedding itself.
     cap(z) = softcap * tanh(z / softcap), or the identity when `softcap` is None.
     """
 
     weight: Any
-    vocab_axis: int = field(default=0, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
     scale: float = field(default=1.0, metadata={"static": True})
     bias: Float[Array, " V"] | None = None
-
-    @property
-    def subscripts(self) -> str:
-        """The einsum of hidden states and weight."""
-        return "...d,vd->...v" if self.vocab_axis == 0 else "...d,dv->...v"
 
 
 def cap(z: Float[Array, "... V"], bias: Float[Array, " V"] | None, head: Head) -> Float[Array, "... V"]:
@@ -41,4 +35,4 @@ def cap(z: Float[Array, "... V"], bias: Float[Array, " V"] | None, head: Head) -
 def logits(x: Float[Array, "... D"], head: Head) -> Float[Array, "... V"]:
     """Compute float32 logits of hidden states. For losses over many tokens use `train.losses.token_stats`."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return cap(einsum(head.subscripts, x, head.weight, out_dtype=dtype), head.bias, head)
+    return cap(einsum("...d,vd->...v", x, head.weight, out_dtype=dtype), head.bias, head)

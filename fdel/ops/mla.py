@@ -23,20 +23,20 @@ def mla(
     *,
     mask: Mask,
 ) -> tuple[Float[Array, "... T N Hv"], Pages | None]:
-    """Attend with keys [latent w_k[:, n], rope] and values latent w_v[:, n] of head n, where kv = [latent, rope].
+    """Attend with keys [w_k[n] latent, rope] and values w_v[n] latent of head n, where kv = [latent, rope].
 
-    The latent has C channels and w_k is [C N Hn], w_v [C N Hv]. The rope part, the R last channels of keys and queries,
+    The latent has C channels and w_k is [N Hn C], w_v [N Hv C]. The rope part, the R last channels of keys and queries,
     is rotated already; in keys it is common to all heads (H = Hn + R). Packed: keys and values are expanded and go to
     `attend`. Paged: pages hold kv as it is, one head without `v`, and nothing is expanded: the products are taken in
-    the other order, q (latent w_k) = (q w_k) latent, and the weighted sum of latents goes through w_v.
+    the other order, q (w_k latent) = (q w_k) latent, and the weighted sum of latents goes through w_v.
     Returns the output in q's dtype and the new state.
     """
-    c, _, nope = w_k.shape
+    _, nope, c = w_k.shape
     latent, shared = kv[..., :c], kv[..., None, c:]
     if isinstance(batch, Packed):
-        k = einsum("...c,cnh->...nh", latent, w_k)
+        k = einsum("...c,nhc->...nh", latent, w_k)
         k = jnp.concatenate([k, jnp.broadcast_to(shared, (*k.shape[:-1], shared.shape[-1]))], -1)
-        return attend(batch, state, layer, q, k, einsum("...c,cnh->...nh", latent, w_v), mask=mask)
-    q = jnp.concatenate([einsum("...nh,cnh->...nc", q[..., :nope], w_k), q[..., nope:]], -1)
+        return attend(batch, state, layer, q, k, einsum("...c,nhc->...nh", latent, w_v), mask=mask)
+    q = jnp.concatenate([einsum("...nh,nhc->...nc", q[..., :nope], w_k), q[..., nope:]], -1)
     sums, state = attend(batch, state, layer, q, kv[..., None, :], latent[..., None, :], mask=mask)
-    return einsum("...nc,cnh->...nh", sums, w_v), state
+    return einsum("...nc,nhc->...nh", sums, w_v), state

@@ -83,21 +83,22 @@ def _block(rows: int, experts: int) -> int:
 
 
 def _tiles(w: Weight) -> int:
-    """Into how many column tiles to cut an expert's weight: large copies cost twice the product in decode."""
-    n, tiles = w.shape[-1], 1
+    """Into how many tiles of outputs to cut an expert's weight: large copies cost twice the product in decode."""
+    _, n, k = w.shape
+    tiles = 1
     if isinstance(w, jax.Array) and jax.default_backend() == "cpu":
-        while w.shape[1] * (n // tiles) > TILE and n % (2 * tiles) == 0:
+        while n // tiles * k > TILE and n % (2 * tiles) == 0:
             tiles *= 2
     return tiles
 
 
-def _pick(w: Any, e: Array, column: Any = 0, width: int | None = None) -> Any:
-    """Read expert e's part of each array of `w`; of an array, `width` columns from `column` on."""
+def _pick(w: Any, e: Array, first: Any = 0, width: int | None = None) -> Any:
+    """Read expert e's part of each array of `w`; of an array, `width` outputs from `first` on."""
     # Before jax 0.11, XLA:CPU would convert the half-precision weights of all experts to float32 ahead of the loop.
     w, e = lax.optimization_barrier((w, e))
     if width is None:
         return jax.tree.map(lambda c: lax.dynamic_index_in_dim(c, e, keepdims=False), w)
-    return lax.dynamic_slice(w, (e, 0, column), (1, w.shape[1], width))[0]
+    return lax.dynamic_slice(w, (e, first, 0), (1, width, w.shape[2]))[0]
 
 
 def _rows(x: Array, start: Array, end: Array, block: int) -> Array:
@@ -113,22 +114,22 @@ def _busy(sizes: Array) -> tuple[Array, Array]:
 
 def _forward(x: Array, w: Weight, sizes: Array) -> Array:
     block, tiles = _block(x.shape[0], sizes.shape[0]), _tiles(w)
-    width = w.shape[-1] // tiles
+    width = w.shape[1] // tiles
     (busy, count), ends = _busy(sizes), jnp.cumsum(sizes)
     padded = jnp.pad(x, ((0, block), (0, 0)))
 
     def expert(i: Any, out: Array) -> Array:
-        e, column = busy[i // tiles], i % tiles * width
-        weight = _pick(w, e) if tiles == 1 else _pick(w, e, column, width)
+        e, first = busy[i // tiles], i % tiles * width
+        weight = _pick(w, e) if tiles == 1 else _pick(w, e, first, width)
 
         def step(j: Any, out: Array) -> Array:
             start = ends[e] - sizes[e] + j * block
-            y = einsum("mk,kn->mn", _rows(padded, start, ends[e], block), weight)
-            return lax.dynamic_update_slice(out, y, (start, column))  # the next expert overwrites what is past its end
+            y = einsum("mk,nk->mn", _rows(padded, start, ends[e], block), weight)
+            return lax.dynamic_update_slice(out, y, (start, first))  # the next expert overwrites what is past its end
 
         return lax.fori_loop(0, -(-sizes[e] // block), step, out)
 
-    out = jnp.zeros((x.shape[0] + block, w.shape[-1]), x.dtype)
+    out = jnp.zeros((x.shape[0] + block, w.shape[1]), x.dtype)
     return lax.fori_loop(0, count * tiles, expert, out)[: x.shape[0]]
 
 
@@ -156,7 +157,7 @@ def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
         mine = _pick(dict(enumerate(parts)), e)
 
         def product(rows: Array, some: dict) -> Array:
-            return einsum("mk,kn->mn", rows, rebuild((mine | some).values()))
+            return einsum("mk,nk->mn", rows, rebuild((mine | some).values()))
 
         def step(j: Any, carry: tuple) -> tuple:
             dx, sums = carry
@@ -180,14 +181,14 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
-    """Multiply consecutive groups of rows each with its own matrix: rows of group e with w[e], w of shape [E K N].
+    """Multiply consecutive groups of rows each with its own matrix: rows of group e with w[e], w of shape [E N K].
 
     `sizes` counts the rows of each group; rows past their sum give 0. `w` is an array, Quantized (no gradient reaches
     it) or LowRank, each with a leading axis of groups. A group without rows costs nothing: its weight is not read.
     Shapes that do not fit are a ValueError.
     """
-    if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != tuple(w.shape[:2]):
-        raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E K N], [E]")
+    if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != tuple(w.shape[::2]):
+        raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]")
     return _grouped(x, w, sizes)
 
 
@@ -200,7 +201,7 @@ def moe(
 ) -> Float[Array, "... D"]:
     """Add up the chosen experts' gated feed-forwards: sum over j of weights[j] glu(x, expert experts[j]).
 
-    `p` holds gate, up [E D F] and down [E F D]; weights and experts come from a router. No token is dropped.
+    `p` holds gate, up [E F D] and down [E D F]; weights and experts come from a router. No token is dropped.
 
     On a mesh (`jax.set_mesh`) every device sorts its own rows. With an axis `ep` it holds E / ep experts, fetches the
     rows of the ep devices, and returns its experts' part of their sums: an all-gather and a reduce-scatter of [rows D].

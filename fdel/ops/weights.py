@@ -1,7 +1,8 @@
 """Weight leaves that are not plain arrays: `Quantized` and `LowRank`. `einsum` and `embed` take all three kinds.
 
-Every child array keeps the axes over which layers are walked and experts picked (layers, experts) in front, and static
-fields describe trailing axes only. So `lax.scan`, and `x[i]` through `jax.tree.map`, give valid leaves.
+A weight's axes are batch axes (layers, experts), then its outputs, then its inputs, as torch stores a Linear. Every
+child array keeps the batch axes in front, and static fields describe trailing axes only. So `lax.scan`, and `x[i]`
+through `jax.tree.map`, give valid leaves.
 """
 
 import math
@@ -28,46 +29,45 @@ NF4 = (
 class Quantized:
     """A weight in few bits: `values * scale + zero`, with one scale per output and per group of inputs.
 
-    The input (contracted) axes, of sizes `inputs`, are flattened into one, at negative index `axis` of every child.
-    There `scale` and `zero` have one entry per group, and `values` one per input, padded to whole groups. Formats:
-    "int8"; "uint8" (the scales of a doubly quantised nf4 weight); "fp8": float8_e4m3fn, kept as its bits in uint8,
-    which XLA:CPU decodes ten times faster than the type itself; "nf4": two indices into `NF4` per byte, where byte r of
-    a group of n holds element r in its high and element r + n/2 in its low bits.
+    The input axes, of sizes `inputs`, are flattened into one, the last of every child. There `scale` and `zero` have
+    one entry per group, and `values` one per input, padded to whole groups. Formats: "int8"; "uint8" (the scales of a
+    doubly quantised nf4 weight); "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times
+    faster than the type itself; "nf4": two indices into `NF4` per byte, where byte r of a group of n holds element r in
+    its high and element r + n/2 in its low bits.
     """
 
-    values: Int[Array, "*batch inputs outputs"]
-    scale: "Float[Array, '*batch groups outputs'] | Quantized"
-    zero: Float[Array, "*batch groups outputs"] | None
+    values: Int[Array, "*outputs inputs"]
+    scale: "Float[Array, '*outputs groups'] | Quantized"
+    zero: Float[Array, "*outputs groups"] | None
     format: str = field(metadata={"static": True})
-    axis: int = field(metadata={"static": True})
     inputs: tuple[int, ...] = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})  # of the weight before it was quantised
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight before it was quantised."""
-        i = self.values.ndim + self.axis
-        return (*self.values.shape[:i], *self.inputs, *self.values.shape[i + 1 :])
+        return (*self.values.shape[:-1], *self.inputs)
 
     @property
     def ndim(self) -> int:
         """Number of axes of the weight before it was quantised."""
-        return self.values.ndim - 1 + len(self.inputs)
+        return len(self.shape)
 
 
 @register
 @dataclass(frozen=True)
 class LowRank:
-    """A base weight plus `scale * a b`; `a` covers its leading axes, `b` its trailing ones (LoRA, arXiv 2106.09685)."""
+    """A base weight plus `scale * b a` (LoRA, arXiv 2106.09685): `a` covers its inputs, `b` its outputs, as in PEFT."""
 
     base: Array | Quantized
-    a: Float[Array, "*batch leading rank"]
-    b: Float[Array, "*batch rank trailing"]
+    a: Float[Array, "*batch rank inputs"]
+    b: Float[Array, "*batch outputs rank"]
     scale: Float[Array, "*batch"]  # alpha / rank; alpha / sqrt(rank) is rsLoRA (arXiv 2312.03732)
 
     shape = property(lambda self: self.base.shape)
     ndim = property(lambda self: self.base.ndim)
     dtype = property(lambda self: self.base.dtype)
+    batch = property(lambda self: self.a.ndim + self.b.ndim - 2 - self.base.ndim)  # number of batch axes
 
 
 Weight = Array | Quantized | LowRank
@@ -78,44 +78,39 @@ def is_weight(x: object) -> bool:
     return isinstance(x, Quantized | LowRank)
 
 
-def split(x: Array, axis: int, n: int) -> Array:
-    """Split the axis at negative index `axis` into two, of size n and of what remains."""
-    i = x.ndim + axis
-    return x.reshape(*x.shape[:i], n, x.shape[i] // n, *x.shape[i + 1 :])
+def split(x: Array, n: int) -> Array:
+    """Split the last axis into two, of size n and of what remains."""
+    return x.reshape(*x.shape[:-1], n, x.shape[-1] // n)
 
 
-def merge(x: Array, axis: int, n: int) -> Array:
-    """Merge the n axes that end at negative index `axis` into one."""
-    i = x.ndim + axis + 1
-    return x.reshape(*x.shape[: i - n], math.prod(x.shape[i - n : i]), *x.shape[i:])
+def merge(x: Array, n: int = 2) -> Array:
+    """Merge the last n axes into one."""
+    return x.reshape(*x.shape[:-n], math.prod(x.shape[-n:]))
 
 
-def decode(w: Quantized, dtype: jnp.dtype) -> Float[Array, "*batch inputs outputs"]:
-    """Read the stored values as numbers, unscaled; the input axis stays flattened and padded."""
+def decode(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:
+    """Read the stored values as numbers, unscaled and padded: all inputs, or of nf4 the halves of all groups."""
     if w.format == "fp8":  # float16 has the same layout with more mantissa and an exponent bias greater by 8
         bits = w.values.astype(jnp.uint16)
         half = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
-        return half.astype(dtype) * 256
+        return [half.astype(dtype) * 256]
     if w.format == "nf4":
-        pairs = jnp.expand_dims(split(w.values, w.axis, w.scale.shape[w.axis]), w.axis - 1)
-        shift = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * -w.axis)
-        return merge(jnp.array(NF4, dtype)[pairs >> shift & 15], w.axis, 3)
-    return w.values.astype(dtype)
+        return [jnp.array(NF4, dtype)[w.values >> shift & 15] for shift in (4, 0)]
+    return [w.values.astype(dtype)]
 
 
-def flat(w: Quantized, dtype: jnp.dtype) -> Float[Array, "*batch inputs outputs"]:
-    """Decode and scale in float32; the input axis stays flattened and padded."""
+def scaled(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:
+    """Decode and scale in float32, in the parts of `decode`."""
     scale = dequantize(w.scale, jnp.float32) if isinstance(w.scale, Quantized) else w.scale
-    grouped = split(decode(w, jnp.float32), w.axis, scale.shape[w.axis]) * jnp.expand_dims(scale, w.axis)
-    if w.zero is not None:
-        grouped = grouped + jnp.expand_dims(w.zero, w.axis)
-    return merge(grouped, w.axis, 2).astype(dtype)
+    parts = [split(x, scale.shape[-1]) * scale[..., None] for x in decode(w, jnp.float32)]
+    return [merge(x if w.zero is None else x + w.zero[..., None]).astype(dtype) for x in parts]
 
 
 def dequantize(w: Quantized, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
     """Give the array, of shape `w.shape`, that a quantised weight stands for; in `w.dtype` unless told."""
-    full = flat(w, dtype or w.dtype)
-    return lax.slice_in_dim(full, 0, math.prod(w.inputs), axis=full.ndim + w.axis).reshape(w.shape)
+    parts = [split(x, w.scale.shape[-1]) for x in scaled(w, dtype or w.dtype)]
+    full = merge(jnp.concatenate(parts, -1))
+    return full[..., : math.prod(w.inputs)].reshape(w.shape)
 
 
 def dense(w: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
@@ -124,8 +119,7 @@ def dense(w: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
         return dequantize(w, dtype)
     if not isinstance(w, LowRank):
         return w if dtype is None else w.astype(dtype)
-    batch = w.a.ndim + w.b.ndim - 2 - w.ndim
-    a = w.a.reshape(*w.a.shape[:batch], -1, w.a.shape[-1]).astype(jnp.float32)
-    b = w.b.reshape(*w.b.shape[: batch + 1], -1).astype(jnp.float32)
-    update = (a @ b) * w.scale[..., None, None]
+    a = w.a.reshape(*w.a.shape[: w.batch + 1], -1).astype(jnp.float32)
+    b = w.b.reshape(*w.b.shape[: w.batch], -1, w.b.shape[-1]).astype(jnp.float32)
+    update = (b @ a) * w.scale[..., None, None]
     return (dense(w.base, jnp.float32) + update.reshape(w.shape)).astype(dtype or w.dtype)

@@ -27,9 +27,9 @@ def add(
     rslora: bool = False,
     dtype: Any = jnp.float32,
 ) -> Tree:
-    """Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) a b.
+    """Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) b a.
 
-    The factor at the inputs is uniform within 1/sqrt(inputs), the other one zero, as in PEFT. Quantized bases stay so
+    a is uniform within 1/sqrt(inputs), b is zero, as in PEFT. Quantized bases stay so
     (QLoRA, arXiv 2305.14314). As in `init`, an array's key is folded in from its path. Pure: jit it to keep shardings.
     """
     if rank < 1:
@@ -41,14 +41,11 @@ def add(
             return w
         if isinstance(w, LowRank):
             raise ValueError(f"{path} has an adapter; merge or unload it first, or leave it out of where={where!r}")
-        batch, leading, trailing = found[path].cut(w.shape)
-        lookup = found[path].lookup
-        bound = 1 / math.sqrt(math.prod(trailing if lookup else leading))
+        batch, outputs, inputs = found[path].cut(w.shape)
+        bound = 1 / math.sqrt(math.prod(inputs))
         k = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        factor = lambda shape, zero: (
-            jnp.zeros(shape, dtype) if zero else jax.random.uniform(k, shape, dtype, -bound, bound)
-        )
-        a, b = factor((*batch, *leading, rank), lookup), factor((*batch, rank, *trailing), not lookup)
+        a = jax.random.uniform(k, (*batch, rank, *inputs), dtype, -bound, bound)
+        b = jnp.zeros((*batch, *outputs, rank), dtype)
         return LowRank(w, a, b, jnp.full(batch, alpha / (math.sqrt(rank) if rslora else rank), jnp.float32))
 
     return change(one, params)

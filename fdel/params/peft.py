@@ -1,8 +1,8 @@
 """Read and write adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-Each adapted module of the checkpoint has lora_A [r, in] and lora_B [out, r], whose rows and columns are laid out as the
-module's weight is; so a Param's own layout says how they map to the factors of a `LowRank` leaf. An embedding has
-lora_embedding_A [r, vocab] and lora_embedding_B [embed, r] (https://github.com/huggingface/peft).
+Each adapted module of the checkpoint has lora_A [r, in] and lora_B [out, r], the factors a and b of a `LowRank` leaf with
+the axes of each side in one, as the Param lays them out. An embedding, to PEFT, maps tokens to channels: it has
+lora_embedding_A [r, vocab] and lora_embedding_B [embed, r], our b and a transposed (https://github.com/huggingface/peft).
 """
 
 import json
@@ -25,6 +25,7 @@ from .spec import Layout, Param, hf_names, layout, named_leaves, zeros
 
 Tree = Any
 
+TABLES = ("embed", "positions")  # leaves whose rows are looked up
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Fields of adapter_config.json that do not change what the tensors mean, and those that may have some values only.
 NEUTRAL = {
@@ -55,14 +56,16 @@ def load_peft(spec: Tree, params: Tree, path: str | Path) -> Tree:
     for leaf, p, m in _adaptable(spec, params):
         read = {}
         for index, module in _modules(p):
-            a, b = names = _tensor_names(module, m.lookup)
-            if a in files and b in files:
+            names = _tensor_names(module, leaf in TABLES)
+            if all(name in files for name in names):
                 used |= {*names}
-                shapes = [x.file_shape for x in _layouts(p, m, len(files[a]))]
-                if [files[a].shape, files[b].shape] == shapes:
-                    read[index] = files[a], files[b], _scale(config, module, len(files[a]))
+                a, b = (files[name] for name in names)
+                a, b = (b.T, a.T) if leaf in TABLES else (a, b)
+                shapes = [x.file_shape for x in _layouts(p, m, len(a))]
+                if [a.shape, b.shape] == shapes:
+                    read[index] = a, b, _scale(config, module, len(a))
                 else:
-                    problems.append(f"{a} {files[a].shape}, {b} {files[b].shape}: expected {shapes[0]}, {shapes[1]}")
+                    problems.append(f"{names[0]} {a.shape}, {names[1]} {b.shape}: expected {shapes[0]}, {shapes[1]}")
         if read:
             adapters[leaf] = _assemble(p, m, read)
     problems += [f"{name} has no place in the spec" for name in files if name not in used]
@@ -88,16 +91,19 @@ def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = ""
     for leaf, p, m in _adaptable(spec, params):
         if isinstance(w := leaves.pop(leaf), LowRank):
             for module, part in _parts(p, m, w):
-                parts.setdefault((module, m.lookup), []).append(part)
+                parts.setdefault((module, leaf in TABLES), []).append(part)
     lost = [leaf for leaf, w in leaves.items() if isinstance(w, LowRank)]
     if lost or not parts:
         raise ValueError(f"PEFT has no place for adapters of {', '.join(lost)}" if lost else "params have no adapter")
-    out, ranks, alphas = {}, {}, {}
-    for (module, lookup), group in parts.items():
-        scale, (a, b) = group[0][2], _tensor_names(module, lookup)
-        out[a] = np.concatenate([part for part, _, _ in group])
-        out[b] = np.concatenate([(part * (s / scale)).astype(part.dtype) for _, part, s in group], axis=1)
-        ranks[module], alphas[module] = len(out[a]), round(scale * len(out[a]), 6)
+    out: dict[str, np.ndarray] = {}
+    ranks, alphas = {}, {}
+    for (module, table), group in parts.items():
+        scale = group[0][2]
+        a = np.concatenate([part for part, _, _ in group])
+        b = np.concatenate([(part * (s / scale)).astype(part.dtype) for _, part, s in group], axis=1)
+        ranks[module], alphas[module] = len(a), round(scale * len(a), 6)
+        pair = map(np.ascontiguousarray, (b.T, a.T)) if table else (a, b)
+        out |= zip(_tensor_names(module, table), pair, strict=True)
     every = {name.removesuffix(".weight") for _, p in named_leaves(spec) for name in hf_names(p)}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -124,13 +130,13 @@ def _modules(p: Param) -> Iterator[tuple[tuple[int, ...], str]]:
     return zip(indices, (name.removesuffix(".weight") for name in hf_names(p)), strict=True)
 
 
-def _tensor_names(module: str, lookup: bool) -> tuple[str, str]:
-    kind = "lora_embedding_{}" if lookup else "lora_{}.weight"
+def _tensor_names(module: str, table: bool) -> tuple[str, str]:
+    kind = "lora_embedding_{}" if table else "lora_{}.weight"
     return f"base_model.model.{module}.{kind.format('A')}", f"base_model.model.{module}.{kind.format('B')}"
 
 
 def _layouts(p: Param, m: Matrix, rank: int) -> tuple[Layout, Layout]:
-    """How lora_A [r, leading] maps to [*leading, rank] and lora_B [trailing, r] to [rank, *trailing]."""
+    """How lora_A maps to [rank, *inputs] and lora_B to [*outputs, rank]."""
     sizes = dict(zip(p.axes.split(), p.shape, strict=True)) | {"rank": rank}
 
     def one(axes: list[str], side: Sequence[str], file: str) -> Layout:
@@ -138,8 +144,8 @@ def _layouts(p: Param, m: Matrix, rank: int) -> tuple[Layout, Layout]:
         shape = tuple(sizes[axis] for axis in axes)
         return layout(Param(" ".join(axes), shape, zeros, p.hf, file.format(dim), p.part if "[" in dim else None))
 
-    _, leading, trailing = m.cut(p.axes.split())
-    return one([*leading, "rank"], leading, "rank {}"), one(["rank", *trailing], trailing, "{} rank")
+    _, outputs, inputs = m.cut(p.axes.split())
+    return one(["rank", *inputs], inputs, "rank {}"), one([*outputs, "rank"], outputs, "{} rank")
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -151,20 +157,20 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 def _assemble(p: Param, m: Matrix, read: Mapping[tuple[int, ...], tuple]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Put the tensors of one array's modules together: its factors a and b, and scale."""
     rank = max(len(a) for a, _, _ in read.values())
-    batch, leading, trailing = m.cut(p.shape)
-    a, b = np.zeros((*batch, *leading, rank), np.float32), np.zeros((*batch, rank, *trailing), np.float32)
+    batch, outputs, inputs = m.cut(p.shape)
+    a, b = np.zeros((*batch, rank, *inputs), np.float32), np.zeros((*batch, *outputs, rank), np.float32)
     scale = np.zeros(batch, np.float32)
     for index, (file_a, file_b, s) in read.items():
         r = len(file_a)
         layout_a, layout_b = _layouts(p, m, r)
-        a[index][..., :r], b[index][:r], scale[index] = layout_a.read(file_a), layout_b.read(file_b), s
+        a[index][:r], b[index][..., :r], scale[index] = layout_a.read(file_a), layout_b.read(file_b), s
     return a, b, scale
 
 
 def _parts(p: Param, m: Matrix, w: LowRank) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, float]]]:
     """What an adapter is in the file: (module, (lora_A, lora_B, scale)); layers whose scale is zero have none."""
     a, b, scale = np.asarray(w.a), np.asarray(w.b), np.asarray(w.scale)
-    layouts = _layouts(p, m, a.shape[-1])
+    layouts = _layouts(p, m, b.shape[-1])
     for index, module in _modules(p):
         if scale[index]:
             file_a, file_b = (np.zeros(x.file_shape, a.dtype) for x in layouts)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from .files import Tensor
 from .spec import Layout
 
-CHUNK = 1 << 20  # bytes read at a time: small enough to stay in cache while they are transposed or cast
+CHUNK = 1 << 20  # bytes read at a time: small enough to stay in cache while they are cast or cut
 ALIGN = 64  # JAX's CPU backend takes over host memory with this alignment; other memory it copies
 
 
@@ -141,14 +141,6 @@ def _rows(targets: list[Target], nbytes: int) -> tuple[int, int]:
     return total, max(1, CHUNK // (nbytes // total * unit)) * unit
 
 
-def _padded(rows: np.ndarray) -> np.ndarray:
-    """Copy with rows a cache line longer: columns of a power-of-two stride share few cache sets (3 times slower)."""
-    n = rows.shape[1]
-    out = np.empty((rows.shape[0], n + ALIGN // rows.itemsize), rows.dtype)[:, :n]
-    out[...] = rows
-    return out
-
-
 def _put_rows(target: Target, chunk: np.ndarray, total: int, start: int) -> None:
     """Put rows start... of `total` of a tensor into the target's buffers."""
     layout, buffers, index = target
@@ -159,8 +151,6 @@ def _put_rows(target: Target, chunk: np.ndarray, total: int, start: int) -> None
         if lo >= hi:
             return
         unit, chunk = (cut.stop - cut.start) // layout.sizes[0], chunk[lo - start : hi - start]
-        if layout.order[-1] != len(layout.order) - 1:
-            chunk = _padded(chunk)
         at[layout.order.index(0)] = (lo - cut.start) // unit
         layout = dataclasses.replace(
             layout,

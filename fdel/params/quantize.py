@@ -18,20 +18,18 @@ from .spec import Param, named_leaves, path_name, unstack
 Tree = Any
 
 MATRICES = r"\blayers\b(?!.*\brouter\b)"  # matrices of layers; routers decide by small differences
-LOOKED_UP = ("vocab", "positions")  # axes whose rows are looked up: what is contracted, if anything, comes after them
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """An array seen as a matrix: `batch` axes in front, then `leading` ones, which are its inputs unless `lookup`."""
+    """An array seen as a matrix: `batch` axes in front, then `outputs` ones; the others are its inputs."""
 
     batch: int
-    leading: int
-    lookup: bool
+    outputs: int
 
     def cut(self, axes: Sequence) -> tuple[tuple, tuple, tuple]:
-        """Cut a shape, or anything else that has one item per axis, into (batch, leading, trailing)."""
-        axes, end = tuple(axes), self.batch + self.leading
+        """Cut a shape, or anything else that has one item per axis, into (batch, outputs, inputs)."""
+        axes, end = tuple(axes), self.batch + self.outputs
         return axes[: self.batch], axes[self.batch : end], axes[end:]
 
 
@@ -43,20 +41,20 @@ def file_dims(p: Param) -> list[str]:
 def matrix(p: Param) -> Matrix | None:
     """See an array as a matrix, or None if it is none (norms, biases, convolutions, arrays of a fixed dtype).
 
-    Axes in one dimension of the checkpoint tensor are one side of the matrix. Weights are laid out inputs first, so
-    "heads head_dim embed", in the file "embed (heads head_dim)", has two inputs. Stacked axes and a leading `experts`
-    axis are batch axes. Tables whose rows are looked up ("vocab embed") have their inputs last.
+    Axes in one dimension of the checkpoint tensor are one side of the matrix. Outputs come first, so "embed heads
+    head_dim", in the file "embed (heads head_dim)", has two inputs. Stacked axes and a leading `experts` axis in front
+    of a matrix are batch axes.
     """
     batch = len(p.stacked)
     names = p.axes.split()[batch:]
-    if names and names[0] == "experts":
+    if len(names) > 2 and names[0] == "experts":
         batch, names = batch + 1, names[1:]
     dims = file_dims(p)
     sides = [side for d in dims if (side := set(names) & set(re.findall(r"\w+", d)))]
-    leading = sum(len(side) for side in sides if names[0] in side)
-    if p.dtype or "1" in dims or len(sides) != 2 or set(names[:leading]) not in sides:
+    outputs = sum(len(side) for side in sides if names[0] in side)
+    if p.dtype or "1" in dims or len(sides) != 2 or set(names[:outputs]) not in sides:
         return None
-    return Matrix(batch, leading, names[0] in LOOKED_UP)
+    return Matrix(batch, outputs)
 
 
 def declarations(params: Tree, spec: Tree) -> dict[str, Param]:
@@ -135,42 +133,40 @@ def dequantize(params: Tree, dtype: Any = None) -> Tree:
 
 
 def _encode(w: Float[Array, "..."], m: Matrix, format: str, group: int | None, double: bool) -> Quantized:
-    _, leading, trailing = m.cut(w.shape)
-    inputs, axis = (trailing, -1) if m.lookup else (leading, -1 - len(trailing))
-    x = merge(w.astype(jnp.float32), axis, len(inputs))
-    size = x.shape[axis]
+    inputs = m.cut(w.shape)[2]
+    x = merge(w.astype(jnp.float32), len(inputs))
+    size = x.shape[-1]
     group = min(group or size, size)
     group += group % 2 if format == "nf4" else 0
-    x = jnp.pad(x, [(0, -size % group if i == x.ndim + axis else 0) for i in range(x.ndim)])
-    x = split(x, axis, x.shape[axis] // group)
+    x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -size % group)])
+    x = split(x, x.shape[-1] // group)
     greatest, store = FORMATS[format]
-    scale = jnp.max(jnp.abs(x), axis, keepdims=True) / greatest
-    values = merge(store(x / jnp.where(scale == 0, 1, scale), axis), axis, 2)
-    scale = scale.squeeze(axis)
-    shrink = format == "nf4" and double and scale.shape[axis] > 2
-    return Quantized(values, _affine(scale, axis) if shrink else scale, None, format, axis, inputs, jnp.dtype(w.dtype))
+    scale = jnp.max(jnp.abs(x), -1) / greatest
+    values = merge(store(x / jnp.where(scale == 0, 1, scale)[..., None]))
+    shrink = format == "nf4" and double and scale.shape[-1] > 2
+    return Quantized(values, _affine(scale) if shrink else scale, None, format, inputs, jnp.dtype(w.dtype))
 
 
-def _affine(x: Array, axis: int) -> Quantized:
-    low, high = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
+def _affine(x: Array) -> Quantized:
+    low, high = jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True)
     step = (high - low) / 255
     values = jnp.round((x - low) / jnp.where(step == 0, 1, step)).astype(jnp.uint8)
-    return Quantized(values, step, low, "uint8", axis, (x.shape[axis],), jnp.dtype(x.dtype))
+    return Quantized(values, step, low, "uint8", x.shape[-1:], jnp.dtype(x.dtype))
 
 
-def _int8(x: Array, axis: int) -> Array:
+def _int8(x: Array) -> Array:
     return jnp.round(x).astype(jnp.int8)
 
 
-def _fp8(x: Array, axis: int) -> Array:
+def _fp8(x: Array) -> Array:
     return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
-def _nf4(x: Array, axis: int) -> Array:
+def _nf4(x: Array) -> Array:
     index = sum((x > (a + b) / 2).astype(jnp.uint8) for a, b in itertools.pairwise(NF4))
-    high, low = jnp.split(index, 2, axis)
+    high, low = jnp.split(index, 2, -1)
     return high << 4 | low
 
 
-# The greatest value of each format, and how numbers up to it are stored; groups lie along the given axis.
+# The greatest value of each format, and how groups (the last axis) of numbers up to it are stored.
 FORMATS = {"int8": (127.0, _int8), "fp8": (448.0, _fp8), "nf4": (1.0, _nf4)}

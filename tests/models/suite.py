@@ -107,7 +107,7 @@ def future_gradient(case: Case) -> tuple[float, float]:
     def loss(rows: jax.Array) -> jax.Array:
         p = case.model.params | {"embed": table.at[:LENGTH].set(rows)}
         if "head" not in p:  # keep the tied head out of the question
-            p |= {"head": jax.lax.stop_gradient(table).T}
+            p |= {"head": jax.lax.stop_gradient(table)}
         return jnp.sum(case.model.family.forward(p, tokens, case.model.cfg)[0][0, t] ** 2)
 
     g = np.abs(np.asarray(jax.jit(jax.grad(loss))(table[:LENGTH]))).max(-1)

@@ -102,14 +102,15 @@ def test_feed_forwards_equal_float64():
     r = np.random.default_rng(0)
     p = {
         k: r.normal(size=s)
-        for k, s in {"gate": (6, 9), "up": (6, 9), "down": (9, 6), "gate_bias": 9, "up_bias": 9, "down_bias": 6}.items()
+        for k, s in {"gate": (9, 6), "up": (9, 6), "down": (6, 9), "gate_bias": 9, "up_bias": 9, "down_bias": 6}.items()
     }
     x = r.normal(size=(4, 6))
     relu = lambda a: np.maximum(a, 0)
     f = {k: jnp.asarray(v, jnp.float32) for k, v in p.items()}
-    gated = (relu(x @ p["gate"] + p["gate_bias"]) * (x @ p["up"] + p["up_bias"])) @ p["down"] + p["down_bias"]
+    gate, up = x @ p["gate"].T + p["gate_bias"], x @ p["up"].T + p["up_bias"]
+    gated = (relu(gate) * up) @ p["down"].T + p["down_bias"]
     np.testing.assert_allclose(ops.glu(jnp.asarray(x, jnp.float32), f, jax.nn.relu), gated, rtol=1e-4, atol=1e-4)
-    plain = relu(x @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
+    plain = relu(up) @ p["down"].T + p["down_bias"]
     np.testing.assert_allclose(ops.mlp(jnp.asarray(x, jnp.float32), f, jax.nn.relu), plain, rtol=1e-4, atol=1e-4)
 
 

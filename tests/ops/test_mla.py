@@ -11,7 +11,7 @@ from fdel.params import Param
 
 T, N, C, HN, R, HV = 13, 3, 16, 12, 6, 10
 SPEC = {
-    k: Param("latent heads head_dim", (C, N, n), params.zeros, hf_axes="(heads head_dim) latent")
+    k: Param("heads head_dim latent", (N, n, C), params.zeros, hf_axes="(heads head_dim) latent")
     for k, n in (("k", HN), ("v", HV))
 }
 MASKS = {"causal": ops.Mask(0.3), "window": ops.Mask(0.3, window=4)}
@@ -20,7 +20,7 @@ MASKS = {"causal": ops.Mask(0.3), "window": ops.Mask(0.3, window=4)}
 def inputs():
     r = np.random.default_rng(0)
     array = lambda *s: jnp.asarray(r.normal(size=s), jnp.float32)
-    return array(2, T, N, HN + R), array(2, T, C + R), {"k": array(C, N, HN) / 3, "v": array(C, N, HV) / 3}
+    return array(2, T, N, HN + R), array(2, T, C + R), {"k": array(N, HN, C) / 3, "v": array(N, HV, C) / 3}
 
 
 def weights(kind):
@@ -30,7 +30,7 @@ def weights(kind):
     if kind == "low_rank":
         r = np.random.default_rng(1)
         factor = lambda *s: jnp.asarray(r.normal(size=s) / 4, jnp.float32)
-        return {k: LowRank(a, factor(C, 2), factor(2, N, a.shape[-1]), jnp.float32(0.7)) for k, a in w.items()}
+        return {k: LowRank(a, factor(2, C), factor(*a.shape[:2], 2), jnp.float32(0.7)) for k, a in w.items()}
     return w
 
 
@@ -40,10 +40,10 @@ def formula(q, kv, w, window=None):
     for b, t, n in np.ndindex(q.shape[:-1]):
         first = 0 if window is None else max(0, t - window + 1)
         past = kv[b, first : t + 1]
-        k = np.concatenate([past[:, :C] @ w_k[:, n], past[:, C:]], -1)
+        k = np.concatenate([past[:, :C] @ w_k[n].T, past[:, C:]], -1)
         s = 0.3 * k @ q[b, t, n]
         p = np.exp(s - s.max())
-        out[b, t, n] = (p / p.sum()) @ (past[:, :C] @ w_v[:, n])
+        out[b, t, n] = (p / p.sum()) @ (past[:, :C] @ w_v[n].T)
     return out
 
 
@@ -92,10 +92,10 @@ def test_gradients_equal_those_of_dense_attention():
         return (ops.mla(batch, None, 0, q, kv, w["k"], w["v"], mask=MASKS["causal"])[0] * dy).sum()
 
     def plain(q, kv, w):
-        k = jnp.einsum("btc,cnh->btnh", kv[..., :C], w["k"])
+        k = jnp.einsum("btc,nhc->btnh", kv[..., :C], w["k"])
         s = jnp.einsum("btnh,bsnh->bnts", q[..., :HN], k) + jnp.einsum("btnr,bsr->bnts", q[..., HN:], kv[..., C:])
         p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.3 * s, -jnp.inf))
-        return (jnp.einsum("bnts,bsc,cnh->btnh", p, kv[..., :C], w["v"]) * dy).sum()
+        return (jnp.einsum("bnts,bsc,nhc->btnh", p, kv[..., :C], w["v"]) * dy).sum()
 
     got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(q, kv, w) for f in (latent, plain))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -16,8 +16,8 @@ from fdel.params import Param
 module = importlib.import_module("fdel.ops.moe")  # `ops.moe` is the function
 
 D, F, E = 24, 40, 6
-SHAPES = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
-AXES = {"gate": "experts embed ffn", "up": "experts embed ffn", "down": "experts ffn embed"}
+SHAPES = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
+AXES = {"gate": "experts ffn embed", "up": "experts ffn embed", "down": "experts embed ffn"}
 SPEC = {"experts": {k: Param(AXES[k], SHAPES[k], params.zeros) for k in SHAPES}}
 
 
@@ -27,7 +27,7 @@ def rng(seed=0):
 
 def weights(seed=1):
     r = rng(seed)
-    return {k: jnp.asarray(r.normal(size=s) / s[1] ** 0.5, jnp.float32) for k, s in SHAPES.items()}
+    return {k: jnp.asarray(r.normal(size=s) / s[2] ** 0.5, jnp.float32) for k, s in SHAPES.items()}
 
 
 def close(got, want, tol=2e-6):
@@ -43,8 +43,8 @@ def loops(x, p, routing, experts):
     out = np.zeros_like(x)
     for t, (row, es) in enumerate(zip(routing, np.asarray(experts), strict=True)):
         for w, e in zip(row, es, strict=True):
-            g = x[t] @ gate[e]
-            out[t] += w * ((g / (1 + np.exp(-g)) * (x[t] @ up[e])) @ down[e])
+            g = gate[e] @ x[t]
+            out[t] += w * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
     return out
 
 
@@ -153,9 +153,8 @@ def test_moe_equals_transformers(family):
         block = DeepseekV3Experts(DeepseekV3Config(hidden_size=D, moe_intermediate_size=F, n_routed_experts=E))
     block.config._experts_implementation = "eager"
     p, experts = weights(), ROUTINGS["random"]
-    fused = np.concatenate([p["gate"], p["up"]], -1).swapaxes(1, 2).copy()
-    block.gate_up_proj.data = torch.tensor(fused)
-    block.down_proj.data = torch.tensor(np.asarray(p["down"]).swapaxes(1, 2).copy())
+    block.gate_up_proj.data = torch.tensor(np.concatenate([p["gate"], p["up"]], 1))
+    block.down_proj.data = torch.tensor(np.asarray(p["down"]))
     x, routing = rng(5).normal(size=(len(experts), D)).astype(np.float32), routing_of(experts)
     want = block(torch.tensor(x), torch.tensor(experts), torch.tensor(np.asarray(routing))).detach().numpy()
     close(jax.jit(partial(ops.moe, act=jax.nn.silu))(jnp.asarray(x), p, routing, jnp.asarray(experts)), want)
@@ -173,9 +172,9 @@ SIZES = {"ragged": [5, 0, 33, 1, 64, 2], "short": [3, 0, 0, 40, 0, 1], "none": [
 
 
 def by_group(x, w, sizes):
-    out, start = np.zeros((x.shape[0], w.shape[-1])), 0
+    out, start = np.zeros((x.shape[0], w.shape[1])), 0
     for e, n in enumerate(sizes):
-        out[start : start + n] = np.asarray(x, np.float64)[start : start + n] @ np.asarray(w, np.float64)[e]
+        out[start : start + n] = np.asarray(x, np.float64)[start : start + n] @ np.asarray(w, np.float64)[e].T
         start += n
     return out
 
@@ -183,7 +182,7 @@ def by_group(x, w, sizes):
 @pytest.mark.parametrize("tile", [1 << 20, 64])
 @pytest.mark.parametrize("name", SIZES)
 def test_grouped_matmul_equals_loop_over_groups(name, tile, monkeypatch):
-    monkeypatch.setattr(module, "TILE", tile)  # 64: an expert's weight is cut into column tiles
+    monkeypatch.setattr(module, "TILE", tile)  # 64: an expert's weight is cut into tiles
     w, x = weights()["gate"], jnp.asarray(rng(5).normal(size=(105, D)), jnp.float32)
     assert module._tiles(w) == (1 if tile > 64 else 8)
     got = jax.jit(lambda x, w, sizes: ops.grouped_matmul(x, w, sizes))(x, w, jnp.asarray(SIZES[name]))
@@ -193,7 +192,7 @@ def test_grouped_matmul_equals_loop_over_groups(name, tile, monkeypatch):
 
 
 def test_grouped_matmul_refuses_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"x \(4, 3\), w \(6, 24, 40\), sizes \(6,\); expected \[M K\]"):
+    with pytest.raises(ValueError, match=r"x \(4, 3\), w \(6, 40, 24\), sizes \(6,\); expected \[M K\]"):
         ops.grouped_matmul(jnp.zeros((4, 3)), weights()["gate"], jnp.zeros(6, int))
 
 
@@ -218,8 +217,8 @@ def test_groups_do_not_leak():
 def every_expert(x, p, routing, experts):
     """The same sum with every expert applied to every token: plain einsums, which jax differentiates."""
     full = (jax.nn.one_hot(experts, E) * routing[..., None]).sum(-2)
-    h = jax.nn.silu(jnp.einsum("td,edf->tef", x, p["gate"])) * jnp.einsum("td,edf->tef", x, p["up"])
-    return jnp.einsum("tef,efd,te->td", h, p["down"], full)
+    h = jax.nn.silu(jnp.einsum("td,efd->tef", x, p["gate"])) * jnp.einsum("td,efd->tef", x, p["up"])
+    return jnp.einsum("tef,edf,te->td", h, p["down"], full)
 
 
 @pytest.mark.parametrize("name", [n for n in ROUTINGS if n != "empty"])
@@ -256,7 +255,7 @@ def adapted(p, rank=3):
     r = rng(8)
     factor = lambda *s: jnp.asarray(r.normal(size=s) / 3, jnp.float32)
     scale = jnp.asarray(r.uniform(0.5, 2, E), jnp.float32)
-    return {k: LowRank(w, factor(E, w.shape[1], rank), factor(E, rank, w.shape[2]), scale) for k, w in p.items()}
+    return {k: LowRank(w, factor(E, rank, w.shape[2]), factor(E, w.shape[1], rank), scale) for k, w in p.items()}
 
 
 @pytest.mark.parametrize("form,rank", [("int8", 0), ("fp8", 0), ("nf4", 3)])

@@ -12,7 +12,6 @@ from fdel.ops.batch import Packed
 from fdel.params.mesh import make_mesh
 from tests.ops.test_attention import VARIANTS, case, f32
 
-
 CASES = [
     *(({"sp": 8}, 24, variant, "ring") for variant in VARIANTS),
     *(({"sp": 8}, 24, variant, "gathered") for variant in ("causal", "bidirectional_window")),

@@ -29,14 +29,14 @@ def llama_spec() -> dict:
     m, a = "model.layers.{layers}.", "model.layers.{layers}.self_attn."
     layer = {
         "attn_norm": Param("embed", (D,), ones, m + "input_layernorm.weight"),
-        "q": Param("embed heads head_dim", (D, N, H), W, a + "q_proj.weight", "(heads head_dim) embed"),
-        "k": Param("embed kv_heads head_dim", (D, K, H), W, a + "k_proj.weight", "(kv_heads head_dim) embed"),
-        "v": Param("embed kv_heads head_dim", (D, K, H), W, a + "v_proj.weight", "(kv_heads head_dim) embed"),
-        "o": Param("heads head_dim embed", (N, H, D), W, a + "o_proj.weight", "embed (heads head_dim)"),
+        "q": Param("heads head_dim embed", (N, H, D), W, a + "q_proj.weight", "(heads head_dim) embed"),
+        "k": Param("kv_heads head_dim embed", (K, H, D), W, a + "k_proj.weight", "(kv_heads head_dim) embed"),
+        "v": Param("kv_heads head_dim embed", (K, H, D), W, a + "v_proj.weight", "(kv_heads head_dim) embed"),
+        "o": Param("embed heads head_dim", (D, N, H), W, a + "o_proj.weight", "embed (heads head_dim)"),
         "mlp_norm": Param("embed", (D,), ones, m + "post_attention_layernorm.weight"),
-        "gate": Param("embed ffn", (D, F), W, m + "mlp.gate_proj.weight", "ffn embed"),
-        "up": Param("embed ffn", (D, F), W, m + "mlp.up_proj.weight", "ffn embed"),
-        "down": Param("ffn embed", (F, D), W, m + "mlp.down_proj.weight", "embed ffn"),
+        "gate": Param("ffn embed", (F, D), W, m + "mlp.gate_proj.weight"),
+        "up": Param("ffn embed", (F, D), W, m + "mlp.up_proj.weight"),
+        "down": Param("embed ffn", (D, F), W, m + "mlp.down_proj.weight"),
     }
     return {
         "embed": Param("vocab embed", (V, D), W, "model.embed_tokens.weight"),
@@ -54,14 +54,14 @@ def llama_arrays(t: dict[str, np.ndarray]) -> dict:
         "embed": t["model.embed_tokens.weight"],
         "layers": {
             "attn_norm": stacked(lambda i: name(i, "input_layernorm")),
-            "q": stacked(lambda i: name(i, "self_attn.q_proj").reshape(N, H, D).transpose(2, 0, 1)),
-            "k": stacked(lambda i: name(i, "self_attn.k_proj").reshape(K, H, D).transpose(2, 0, 1)),
-            "v": stacked(lambda i: name(i, "self_attn.v_proj").reshape(K, H, D).transpose(2, 0, 1)),
-            "o": stacked(lambda i: name(i, "self_attn.o_proj").T.reshape(N, H, D)),
+            "q": stacked(lambda i: name(i, "self_attn.q_proj").reshape(N, H, D)),
+            "k": stacked(lambda i: name(i, "self_attn.k_proj").reshape(K, H, D)),
+            "v": stacked(lambda i: name(i, "self_attn.v_proj").reshape(K, H, D)),
+            "o": stacked(lambda i: name(i, "self_attn.o_proj").reshape(D, N, H)),
             "mlp_norm": stacked(lambda i: name(i, "post_attention_layernorm")),
-            "gate": stacked(lambda i: name(i, "mlp.gate_proj").T),
-            "up": stacked(lambda i: name(i, "mlp.up_proj").T),
-            "down": stacked(lambda i: name(i, "mlp.down_proj").T),
+            "gate": stacked(lambda i: name(i, "mlp.gate_proj")),
+            "up": stacked(lambda i: name(i, "mlp.up_proj")),
+            "down": stacked(lambda i: name(i, "mlp.down_proj")),
         },
         "norm": t["model.norm.weight"],
         "head": t["lm_head.weight"],
@@ -76,17 +76,17 @@ def mixed_spec() -> dict:
         m = "h.{layers}."
         group = {
             "q": Param(
-                "embed kv_heads rep head_dim", (4, 2, 3, 3), W, m + "qkv", "(kv_heads [rep head_dim]) embed", (0, 12)
+                "kv_heads rep head_dim embed", (2, 3, 3, 4), W, m + "qkv", "(kv_heads [rep head_dim]) embed", (0, 12)
             ),
-            "k": Param("embed kv_heads head_dim", (4, 2, 3), W, m + "qkv", "(kv_heads [head_dim]) embed", (9, 12)),
+            "k": Param("kv_heads head_dim embed", (2, 3, 4), W, m + "qkv", "(kv_heads [head_dim]) embed", (9, 12)),
         }
         flat = {
-            "q": Param("embed heads head_dim", (4, 4, 3), W, m + "attn", "embed [heads head_dim]", qkv["q"]),
-            "k": Param("embed kv_heads head_dim", (4, 2, 3), W, m + "attn", "embed [kv_heads head_dim]", qkv["k"]),
+            "q": Param("heads head_dim embed", (4, 3, 4), W, m + "attn", "embed [heads head_dim]", qkv["q"]),
+            "k": Param("kv_heads head_dim embed", (2, 3, 4), W, m + "attn", "embed [kv_heads head_dim]", qkv["k"]),
         }
         experts = {
-            "gate": Param("embed ffn", (4, 6), W, m + "mlp.{experts}.gate_up", "[ffn] embed", up["gate"]),
-            "up": Param("embed ffn", (4, 6), W, m + "mlp.{experts}.gate_up", "[ffn] embed", up["up"]),
+            "gate": Param("ffn embed", (6, 4), W, m + "mlp.{experts}.gate_up", "[ffn] embed", up["gate"]),
+            "up": Param("ffn embed", (6, 4), W, m + "mlp.{experts}.gate_up", "[ffn] embed", up["up"]),
         }
         conv = Param("kernel channels", (4, 6), W, m + "conv", "channels 1 kernel")
         bias = Param("experts", (2,), W, m + "bias", dtype="float32")
@@ -580,7 +580,7 @@ class Packed8:
             r"norm has shape \[32, 1\], the spec says \[32\] \(embed\)",
         ),
         (lambda p: p | {"norm": jnp.ones(D, jnp.int4)}, "norm has dtype int4, which safetensors cannot hold"),
-        (lambda p: p | {"layers": p["layers"] | {"q": p["layers"]["q"][:2]}}, r"layers.q has shape \[2, 32, 4, 8\]"),
+        (lambda p: p | {"layers": p["layers"] | {"q": p["layers"]["q"][:2]}}, r"layers.q has shape \[2, 4, 8, 32\]"),
     ],
 )
 def test_save_refuses(change: Callable, message: str, tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ def add(params: Any, rank: int, alpha: float, where: str, spec: Any, **options: 
 
 LAYER = {
     "norm": param("embed", "", 12),
-    "q": param("embed heads head_dim", "(heads head_dim) embed", 12, 2, 5),
-    "k": param("embed kv_heads head_dim", "(kv_heads head_dim) embed", 12, 2, 5),
-    "o": param("heads head_dim embed", "embed (heads head_dim)", 2, 5, 12),
-    "up": param("experts embed ffn", "experts ffn embed", 3, 12, 4),
+    "q": param("heads head_dim embed", "(heads head_dim) embed", 2, 5, 12),
+    "k": param("kv_heads head_dim embed", "(kv_heads head_dim) embed", 2, 5, 12),
+    "o": param("embed heads head_dim", "embed (heads head_dim)", 12, 2, 5),
+    "up": param("experts ffn embed", "", 3, 4, 12),
 }
 SPEC = {"embed": param("vocab embed", "", 7, 12, module="m."), "layers": stack(LAYER, "layers", range(2))}
 PARAMS = jax.tree.map(lambda p: jnp.array(RNG.standard_normal(p.shape), jnp.float32), SPEC)
@@ -53,16 +53,16 @@ def randomised(params: Any) -> Any:
 
 
 def test_add_changes_nothing_yet() -> None:
-    """b is zero, a within 1/sqrt(inputs) as torch's Linear; for a table it is the other way round."""
+    """b is zero, a within 1/sqrt(inputs) as torch's Linear."""
     got = add(PARAMS, 4, 8, "", SPEC)
     assert {k for k, w in got["layers"].items() if isinstance(w, LowRank)} == {"q", "k", "o", "up"}
-    shapes = {"q": ((2, 12, 4), (2, 4, 2, 5)), "o": ((2, 2, 5, 4), (2, 4, 12)), "up": ((2, 3, 12, 4), (2, 3, 4, 4))}
+    shapes = {"q": ((2, 4, 12), (2, 2, 5, 4)), "o": ((2, 4, 2, 5), (2, 12, 4)), "up": ((2, 3, 4, 12), (2, 3, 4, 4))}
     for name, inputs in ("q", 12), ("o", 10), ("up", 12):
         w = got["layers"][name]
         assert (w.a.shape, w.b.shape) == shapes[name] and w.a.dtype == w.b.dtype == jnp.float32
         assert not w.b.any() and 0.8 / math.sqrt(inputs) < jnp.abs(w.a).max() <= 1 / math.sqrt(inputs)
         assert (w.scale == 2).all() and w.scale.shape == w.a.shape[: w.a.ndim - (3 if name == "o" else 2)]
-    assert not got["embed"].a.any() and got["embed"].b.any() and got["embed"].a.shape == (7, 4)
+    assert got["embed"].a.any() and not got["embed"].b.any() and got["embed"].b.shape == (7, 4)
     for tree in MERGE(got), lora.unload(got):
         jax.tree.map(np.testing.assert_array_equal, tree, PARAMS)
     assert float(add(PARAMS, 4, 8, r"\.q$", SPEC, rslora=True)["layers"]["q"].scale[0]) == 4
@@ -80,19 +80,19 @@ def test_keys_come_from_paths() -> None:
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_merge(listed: bool) -> None:
-    """W + scale a b, in float64; scale differs between layers."""
+    """W + scale b a, in float64; scale differs between layers."""
     params = randomised(add(PARAMS, 3, 6, "", SPEC))
     q = params["layers"]["q"]
     params["layers"]["q"] = LowRank(q.base, q.a, q.b, jnp.array([2.0, -0.5]))
     merged = MERGE(unstack(params) if listed else params)
-    flat = {"q": "lir,lrnh,l->linh", "o": "lnhr,lrd,l->lnhd", "up": "leir,lero,le->leio"}
+    flat = {"q": "lri,lnhr,l->lnhi", "o": "lrnh,ldr,l->ldnh", "up": "leri,leor,le->leoi"}
     for name, subscripts in flat.items():
         w = params["layers"][name]
         a, b, scale = (np.asarray(x, np.float64) for x in (w.a, w.b, w.scale))
         got = np.stack([p[name] for p in merged["layers"]]) if listed else merged["layers"][name]
         np.testing.assert_allclose(got, w.base + np.einsum(subscripts, a, b, scale), atol=1e-5)
     w = params["embed"]
-    np.testing.assert_allclose(merged["embed"], w.base + 2 * np.asarray(w.a, np.float64) @ w.b, atol=1e-5)
+    np.testing.assert_allclose(merged["embed"], w.base + 2 * np.asarray(w.b, np.float64) @ w.a, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", ["", "int8", "nf4"])
@@ -105,14 +105,14 @@ def test_training_reaches_adapters_only(format: str) -> None:
     assert jax.tree.structure(lora.join(trainable, frozen)) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, lora.join(trainable, frozen), params)
     x = jnp.array(RNG.standard_normal((64, 12)), jnp.float32)
-    rank_one = np.einsum("i,nh->inh", RNG.standard_normal(12), RNG.standard_normal((2, 5))) / 4
-    target = einsum("td,dnh->tnh", x, dense(jax.tree.map(lambda w: w[0], params["layers"]["q"])) + rank_one)
+    rank_one = np.einsum("i,nh->nhi", RNG.standard_normal(12), RNG.standard_normal((2, 5))) / 4
+    target = einsum("td,nhd->tnh", x, dense(jax.tree.map(lambda w: w[0], params["layers"]["q"])) + rank_one)
 
     @jax.jit
     def step(t: Any) -> tuple[Any, jax.Array]:
         def loss(t: Any) -> jax.Array:
             q = jax.tree.map(lambda w: w[0], lora.join(t, frozen)["layers"]["q"])
-            return jnp.mean((einsum("td,dnh->tnh", x, q) - target) ** 2)
+            return jnp.mean((einsum("td,nhd->tnh", x, q) - target) ** 2)
 
         value, grad = jax.value_and_grad(loss)(t)
         return jax.tree.map(lambda w, g: w - 0.5 * g, t, grad), value
@@ -146,8 +146,8 @@ LLAMA = SIZES | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers"
                  "num_key_value_heads": 2, "head_dim": 6}  # fmt: skip
 GPT2 = SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
 EINSUMS = {
-    "q": "td,dnh->tnh", "k": "td,dnh->tnh", "v": "td,dnh->tnh", "o": "tnh,nhd->td", "gate": "td,df->tf",
-    "up": "td,df->tf", "down": "tf,fd->td", "head": "td,dv->tv",
+    "q": "td,nhd->tnh", "k": "td,nhd->tnh", "v": "td,nhd->tnh", "o": "tnh,dnh->td", "gate": "td,fd->tf",
+    "up": "td,fd->tf", "down": "tf,df->td", "head": "td,vd->tv",
 }  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def compare(spec: dict, params: dict, model: Any) -> int:
                 x = RNG.integers(0, p.shape[0], 5)
                 got, want = EMBED(one, jnp.array(x)), module(torch.tensor(x))
             else:
-                inputs = one.a.shape[:-1]
+                inputs = one.a.shape[1:]
                 x = RNG.standard_normal((5, *inputs)).astype(np.float32)
                 got = EINSUM(EINSUMS[path.rpartition(".")[2]], jnp.array(x), one)
                 want = module(torch.tensor(x.reshape(5, -1)))
@@ -279,13 +279,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layers.q has an adapter"):
         load_peft(SPEC, params, tmp_path)
     smaller = {"layers": stack({"o": LAYER["o"]}, "layers", range(2))}
-    with pytest.raises(CheckpointError, match=r"layers.0.embed_heads_head_dim.lora_A.weight has no place in the spec"):
+    with pytest.raises(CheckpointError, match=r"layers.0.heads_head_dim_embed.lora_A.weight has no place in the spec"):
         load_peft(smaller, {"layers": {"o": PARAMS["layers"]["o"]}}, tmp_path)
     other = {
-        "layers": stack({"q": param("embed heads head_dim", "(heads head_dim) embed", 12, 3, 5)}, "layers", range(2))
+        "layers": stack({"q": param("heads head_dim embed", "(heads head_dim) embed", 3, 5, 12)}, "layers", range(2))
     }
     with pytest.raises(CheckpointError, match=r"lora_B.weight \(10, 2\): expected \(2, 12\), \(15, 2\)"):
-        load_peft(other, {"layers": {"q": jnp.zeros((2, 12, 3, 5))}}, tmp_path)
+        load_peft(other, {"layers": {"q": jnp.zeros((2, 3, 5, 12))}}, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     for change in (
         {"use_dora": True},

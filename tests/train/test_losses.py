@@ -139,7 +139,7 @@ def test_reward_is_trls(tmp_path: Path) -> None:
     (got, sums), grads = value_and_grads(loss, params, batch)
     assert sums["weight"] == 3
     close(got / 3, want["mean_loss"], 1e-5)
-    close(grads["score"].T / 3, want["grad/score.weight"], 1e-5)
+    close(grads["score"] / 3, want["grad/score.weight"], 1e-5)
     close(grads["model"]["embed"] / 3, want["grad/model.embed_tokens.weight"], 1e-5)
     for metric in ("accuracy", "margin", "mean_reward"):
         np.testing.assert_allclose(sums[metric] / 3, data[f"mean/{metric}"], rtol=1e-5)
@@ -248,7 +248,7 @@ def in_chunks(name: str, loss, params, batch, *teacher) -> None:
 
 def test_distill_is_trls() -> None:
     """A student whose head has a bias, a scale and a soft-cap, in chunks that do not divide the row: 1e-5."""
-    head = lambda params, cfg: ops.Head(params["head"], 0, 3.0, 0.7, 0.7 * params["bias"])  # TRL scales the bias too
+    head = lambda params, cfg: ops.Head(params["head"], 3.0, 0.7, 0.7 * params["bias"])  # TRL scales the bias too
     student = SimpleNamespace(hidden=given_states.hidden, head=head)
     loss = distill(
         student, None, given_states, None, target=partial(generalized_jsd, beta=0.3, temperature=1.5), chunk=4

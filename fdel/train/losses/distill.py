@@ -136,7 +136,7 @@ def distill(
         x, _ = family.hidden(params, tokens, cfg, packed, **options)
         tx, _ = teacher.hidden(teacher_params, tokens, teacher_cfg, packed)
         heads = family.head(params, cfg), teacher.head(teacher_params, teacher_cfg)
-        sizes = [h.weight.shape[h.vocab_axis] for h in heads]
+        sizes = [h.weight.shape[0] for h in heads]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the student predicts {sizes[0]} tokens and the teacher {sizes[1]}; cut off the padding")
         of_teacher = lambda z, tx, head: target(z, ops.logits(tx, head))

@@ -175,16 +175,15 @@ _stats.defvjp(lambda *args: (_stats(*args), args), _stats_backward)
 def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:
     """Float32 product of x and the weight, and its pullback dz -> (dx, dweight)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    product = partial(einsum, head.subscripts, out_dtype=wide)
+    product = partial(einsum, "...d,vd->...v", out_dtype=wide)
     if not isinstance(head.weight, jax.Array):
         return jax.vjp(product, x, head.weight)
-    dims = "vd" if head.vocab_axis == 0 else "dv"
 
     def pull(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Autodiff would round each chunk's dweight to the weight's dtype, which biases training in bfloat16.
         dz = dz.astype(x.dtype)
-        dweight = jnp.einsum(f"btv,btd->{dims}", dz, x, preferred_element_type=wide)
-        return einsum(f"...v,{dims}->...d", dz, head.weight), dweight
+        dweight = jnp.einsum("btv,btd->vd", dz, x, preferred_element_type=wide)
+        return einsum("...v,vd->...d", dz, head.weight), dweight
 
     return product(x, head.weight), pull
 

@@ -1,6 +1,6 @@
 """Reward models: a linear head on the hidden states, learnt from pairs (Bradley-Terry) or from labelled steps.
 
-Parameters are {"model": the family's, without its output projection, "score": float[D labels]}, and "score_bias" where the
+Parameters are {"model": the family's, without its output projection, "score": float[labels D]}, and "score_bias" where the
 head has one; see `reward_spec`.
 """
 
@@ -29,7 +29,7 @@ def reward_spec(family: ModuleType, cfg: Any, labels: int = 1, *, bias: bool = F
     With `bias`, of ...ForTokenClassification. One label is a reward; process rewards have one per class.
     """
     model = {k: v for k, v in family.spec(cfg).items() if not k.startswith("head")}
-    score = Param("embed labels", (cfg.embed, labels), normal(0.02), "score.weight", "labels embed")
+    score = Param("labels embed", (labels, cfg.embed), normal(0.02), "score.weight")
     spec = {"model": model, "score": score}
     return spec | ({"score_bias": Param("labels", (labels,), zeros, "score.bias")} if bias else {})
 
@@ -39,7 +39,7 @@ def score_rows(family: ModuleType, cfg: Any, **options: Any) -> Callable[[Any, B
     last = embed(family, cfg, **options)
 
     def scores(params: Any, batch: Batch) -> Float[Array, "... labels"]:
-        return ops.linear("...d,dl->...l", last(params["model"], batch), params["score"], params.get("score_bias"))
+        return ops.linear("...d,ld->...l", last(params["model"], batch), params["score"], params.get("score_bias"))
 
     return scores
 
@@ -91,7 +91,7 @@ def process_reward(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **option
         tokens, packed, _ = rows(batch)
         x, _ = family.hidden(params["model"], tokens, cfg, packed, **options)
         labels = jnp.where(packed.segment_ids >= 0, batch["labels"].reshape(tokens.shape), IGNORE)
-        head = ops.Head(params["score"], 1, bias=params.get("score_bias"))
+        head = ops.Head(params["score"], bias=params.get("score_bias"))
         total, sums = token_sum(nll, x, head, labels, (labels >= 0).astype(jnp.float32), chunk=chunk)
         return total, {"weight": sums["weight"], "accuracy": sums["mean_token_accuracy"]}
 
