@@ -143,7 +143,7 @@ def compile_step(family: ModuleType, cfg: Any, t: Training) -> tuple[Any, dict[s
     mesh = params.make_mesh(params.parse_mesh(t.mesh))
     spec, optimizer = family.spec(cfg), train.optimizer(t.optimizer, 1e-4, spec=family.spec(cfg))
     shardings = params.shardings(spec, mesh)
-    options = {"remat": t.remat} if t.remat else {}
+    options: dict[str, Any] = {"remat": t.remat} if t.remat else {}
     g = parallel.constrain(train.grads(train.losses.sft(family, cfg, **options)), shardings)
     g = train.normalize(parallel.reduce_once(train.accumulate(g, t.microbatches)))
     with jax.set_mesh(mesh):

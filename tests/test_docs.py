@@ -41,3 +41,15 @@ def test_the_commands_exist(command):
         [sys.executable, "-m", *command.split(), "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "usage: " + command in done.stdout
+
+
+def test_the_custom_loop_learns():
+    """Thirty lines on public functions, on the eight devices of these tests."""
+    file = ROOT / "examples" / "custom_loop.py"
+    assert sum(bool(line.strip()) for line in file.read_text().splitlines()) <= 30
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    margins = [float(x) for x in re.findall(r"margin ([\d.]+)", done.stdout)]
+    assert len(losses) == 20 and abs(losses[0] - 0.6931) < 1e-3 and losses[-1] < 0.2
+    assert margins[0] == 0 and margins[-1] > 1

@@ -96,6 +96,12 @@ def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | Non
     return Pages(put(state.k, k), state.v if state.v is None or v is None else put(state.v, v))
 
 
+def _oldest(qi: Array, window: int) -> Array:
+    """Give the oldest position that a window reaches from blocks of query positions; blocks of padding see none."""
+    starts = jnp.where(qi.max(-1, keepdims=True) < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
+    return jnp.maximum(starts.min() - window + 1, 0)
+
+
 def paged_attention(
     batch: Paged,
     state: Pages,
@@ -146,10 +152,7 @@ def paged_attention(
         if steps == 1:
             _, total, out = step(0, carry)
         else:
-            first: Any = 0
-            if mask.window is not None:
-                starts = jnp.where(last < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
-                first = jnp.maximum(starts.min() - mask.window + 1, 0) // keys
+            first = 0 if mask.window is None else _oldest(qi, mask.window) // keys
             _, total, out = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
         return (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
 

@@ -1,6 +1,6 @@
 """Directions for parameters that are matrices: Adafactor and Muon.
 
-Our arrays hold more than one matrix (stacked layers, experts) or one in more than two axes ([embed heads head_dim]). What
+Our arrays hold more than one matrix (stacked layers, experts) or one in more than two axes ([heads head_dim embed]). What
 the matrix is says the checkpoint: `params.quantize.matrix` reads it from the spec.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from fdel.params.quantize import LOOKED_UP, matrix
+from fdel.params.quantize import matrix
 from fdel.params.spec import Param, named_leaves, path_name, unstack
 
 Axes = tuple[int, ...]
@@ -31,8 +31,8 @@ def sides(p: Param | None, x: Array) -> tuple[Axes, Axes]:
     m = matrix(p) if p else None
     if m is None:
         return tuple(range(len(p.stacked) if p else 0, x.ndim)), ()
-    _, leading, trailing = m.cut(range(x.ndim))
-    return leading, trailing
+    _, outputs, inputs = m.cut(range(x.ndim))
+    return inputs, outputs
 
 
 # ---- Adafactor -----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def orthogonalize(x: Float[Array, "... M N"], steps: int = 5, eps: float = 1e-7)
 
 def is_hidden(p: Param | None) -> bool:
     """Whether Muon is for this array: a matrix that maps activations to activations, not a table or a head."""
-    return p is not None and matrix(p) is not None and not set(LOOKED_UP) & set(p.axes.split())
+    return p is not None and matrix(p) is not None and not {"vocab", "positions"} & set(p.axes.split())
 
 
 def scale_by_muon(
@@ -136,7 +136,7 @@ def scale_by_muon(
         inputs, outputs = sides(param(path), g)
         m, n = (math.prod(g.shape[i] for i in axes) for axes in (inputs, outputs))
         x = g + momentum * (mu - g) if nesterov else mu
-        x = orthogonalize(x.reshape(*g.shape[: inputs[0]], m, n).astype(dtype), steps)
+        x = orthogonalize(x.reshape(*g.shape[: outputs[0]], n, m).astype(dtype), steps)
         scale = max(1, n / m) ** 0.5 if rms is None else rms * max(m, n) ** 0.5
         return scale * x.astype(g.dtype).reshape(g.shape)
 

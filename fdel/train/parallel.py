@@ -33,8 +33,9 @@ def state_shardings(state: Any, shardings: Any) -> Any:
 
     def one(path: tuple, x: Any) -> NamedSharding:
         found = next((like[path[i:]] for i in range(len(path) + 1) if path[i:] in like), None)
-        fits = found is not None and len(found.spec) <= x.ndim and _divides(found, x.shape)
-        return found if fits else NamedSharding(mesh, P())
+        if found is None or len(found.spec) > x.ndim or not _divides(found, x.shape):
+            return NamedSharding(mesh, P())
+        return found
 
     return jax.tree_util.tree_map_with_path(one, state)
 

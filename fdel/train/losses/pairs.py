@@ -57,10 +57,8 @@ def dpo_objective(
         check_dpo(t, eps[t], f_divergence)
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
-        ref, lengths = (
-            ref_logps(o),
-            dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True)),
-        )
+        ref = ref_logps(o)
+        lengths = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
 
         def one(t: str) -> Array:
             if t == "sft":
