@@ -27,12 +27,11 @@ def declared(spec: Any) -> Callable[[tuple], Param | None]:
 
 
 def sides(p: Param | None, x: Array) -> tuple[Axes, Axes]:
-    """Give the axes of x that are its matrices' inputs and outputs; for anything else (all axes but stacked ones, ())."""
+    """Give the axes of x that are its matrices' outputs and inputs; for anything else ((), all axes but stacked ones)."""
     m = matrix(p) if p else None
     if m is None:
-        return tuple(range(len(p.stacked) if p else 0, x.ndim)), ()
-    _, outputs, inputs = m.cut(range(x.ndim))
-    return inputs, outputs
+        return (), tuple(range(len(p.stacked) if p else 0, x.ndim))
+    return m.cut(range(x.ndim))[1:]
 
 
 # ---- Adafactor -----------------------------------------------------------------------------------------------------
@@ -66,8 +65,8 @@ def scale_by_adafactor(
         of = lambda get: jax.tree_util.tree_map_with_path(
             lambda path, g: get(g * g + eps[0], sides(param(path), g)), tree
         )
-        rows = of(lambda g, axes: g.mean(axes[1]) if axes[1] else g)
-        return rows, of(lambda g, axes: g.mean(axes[0]) if axes[1] else None)
+        rows = of(lambda g, axes: g.mean(axes[0]) if axes[0] else g)
+        return rows, of(lambda g, axes: g.mean(axes[1]) if axes[0] else None)
 
     def init(params: Any) -> AdafactorState:
         # Zeros that depend on the parameter are sharded as it is.
@@ -75,7 +74,7 @@ def scale_by_adafactor(
         return AdafactorState(jnp.zeros((), jnp.int32), *zero)
 
     def direction(path: tuple, g: Array, rows: Array, columns: Array | None, p: Array) -> Array:
-        inputs, outputs = sides(param(path), g)
+        outputs, inputs = sides(param(path), g)
         rms = lambda x: jnp.sqrt(mean(jnp.square(x), inputs + outputs))
         if columns is None:
             u = g * jax.lax.rsqrt(rows)
@@ -133,11 +132,11 @@ def scale_by_muon(
     param = declared(spec)
 
     def direction(path: tuple, g: Array, mu: Array) -> Array:
-        inputs, outputs = sides(param(path), g)
-        m, n = (math.prod(g.shape[i] for i in axes) for axes in (inputs, outputs))
+        outputs, inputs = sides(param(path), g)
+        m, n = (math.prod(g.shape[i] for i in axes) for axes in (outputs, inputs))
         x = g + momentum * (mu - g) if nesterov else mu
-        x = orthogonalize(x.reshape(*g.shape[: outputs[0]], n, m).astype(dtype), steps)
-        scale = max(1, n / m) ** 0.5 if rms is None else rms * max(m, n) ** 0.5
+        x = orthogonalize(x.reshape(*g.shape[: outputs[0]], m, n).astype(dtype), steps)
+        scale = max(1, m / n) ** 0.5 if rms is None else rms * max(m, n) ** 0.5
         return scale * x.astype(g.dtype).reshape(g.shape)
 
     def update(grads: Any, mu: Any, params: Any = None) -> tuple[Any, Any]:

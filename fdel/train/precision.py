@@ -13,13 +13,17 @@ from fdel.train.steps import Batch, Loss, Metrics, Params, Step, TrainState, ski
 # ---- compute dtype -------------------------------------------------------------------------------------------------
 
 
-def compute(loss: Loss, dtype: Any) -> Loss:
+def compute(loss: Loss, dtype: Any, spec: Any = None) -> Loss:
     """Cast the floating parameters to `dtype` inside the loss: float32 weights, half-precision arithmetic.
 
-    Works on everything called with (params, batch, *fixed). Gradients come out in the weights' own dtype.
+    Works on everything called with (params, batch, *fixed). Gradients come out in the weights' own dtype. Arrays whose
+    dtype `spec`, the parameters' spec tree, fixes are left as they are (decay rates, the biases of routers).
     """
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return lambda params, *args: loss(jax.tree.map(cast, params), *args)
+    half = lambda params: jax.tree.map(cast, params)
+    if spec is not None:
+        half = lambda params: jax.tree.map(lambda p, x: x if p.dtype else jax.tree.map(cast, x), spec, params)
+    return lambda params, *args: loss(half(params), *args)
 
 
 # ---- loss scaling --------------------------------------------------------------------------------------------------

@@ -117,7 +117,6 @@ def test_adafactor() -> None:
     ("rms", "adjust", "dtype", "rtol"),
     [
         (0.2, "match_rms_adamw", "float32", 1e-4),
-        (None, "original", "float32", 1e-4),
         (None, "original", "bfloat16", 0.1),
     ],
 )
@@ -344,9 +343,9 @@ def test_rates_and_freezing(name: str) -> None:
             change(bad())
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_adapters(name: str) -> None:
-    """Adapters alone are stepped and have state, by optimizers that know the spec of the whole tree."""
+    """Adapters alone are stepped and have state, by optimizers that know the whole tree's spec."""
     adapted = params.lora.add(START, 2, 4.0, key=jax.random.key(0), spec=SPEC)
     trainable, _ = params.lora.split(adapted)
     grads = jax.tree.map(jnp.ones_like, trainable)

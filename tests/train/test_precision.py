@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from fdel import train
+from fdel.params.spec import Param, ones
 
 # ---- stochastic rounding -------------------------------------------------------------------------------------------
 
@@ -153,5 +154,8 @@ def test_compute() -> None:
 
     g = jax.value_and_grad(lambda w: train.compute(loss, jnp.bfloat16)({"w": w, "i": jnp.arange(2)}, 1.01)[0])
     value, grad = g(jnp.array([1.001, 2.0]))
-    assert seen == [{"w": "bfloat16", "i": "int32"}] and grad.dtype == jnp.float32
+    assert seen.pop() == {"w": "bfloat16", "i": "int32"} and grad.dtype == jnp.float32
     np.testing.assert_allclose(grad, jnp.bfloat16(1.01).astype(jnp.float32))
+    spec = {"w": Param("embed", (2,), ones), "i": Param("embed", (2,), ones, dtype="float32")}
+    train.compute(loss, jnp.bfloat16, spec)({"w": jnp.ones(2), "i": jnp.ones(2)}, 1.0)
+    assert seen.pop() == {"w": "bfloat16", "i": "float32"}
