@@ -32,6 +32,16 @@ class Plan:
         """The axes that are summed over, in the weight's order."""
         return "".join(c for c in self.w if c not in self.out)
 
+    @property
+    def outputs(self) -> str:
+        """The axes that the weight adds."""
+        return "".join(c for c in self.w if c not in self.x)
+
+    @property
+    def batch(self) -> str:
+        """The axes that x, weight and result have."""
+        return "".join(c for c in self.w if c in self.x and c in self.out)
+
 
 def einsum(
     subscripts: str, x: Float[Array, "..."], w: Weight, *, out_dtype: jnp.dtype | None = None
@@ -75,17 +85,38 @@ def _contract(plan: Plan, x: Array, w: Weight, dtype: jnp.dtype) -> Array:
     return _dot(plan, x, w.astype(x.dtype), dtype)
 
 
+def _inputs_last(plan: Plan, x: Array) -> tuple[Plan, Array]:
+    """Make the contracted axes, which are neighbours in the weight, one axis; it is the last one of x."""
+    inputs, kept = plan.contracted, "".join(c for c in plan.x if c not in plan.contracted)
+    x = merge(x.transpose([plan.x.index(c) for c in kept + inputs]), len(inputs))
+    return Plan(kept + inputs[0], plan.w.replace(inputs, inputs[0]), plan.out), x
+
+
 def _dot(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     """Contract two arrays of one dtype with one dot product."""
+    batch, inputs, outputs = plan.batch, plan.contracted, plan.outputs
+    sizes = dict(zip(plan.w, w.shape, strict=True))
+    parts = next((p for p in ((batch, outputs, inputs), (batch, inputs, outputs)) if "".join(p) == plan.w), None)
+    if jax.default_backend() != "cpu" or parts is None or len(plan.w) < 3 or not outputs:
+        return _product(plan, x, w, dtype)
+    # XLA:CPU copies a weight of three axes each time that it multiplies it by one row: make it a matrix.
+    w = w.reshape(*(sizes[c] for c in batch), *(math.prod(sizes[c] for c in part) for part in parts[1:]))
+    plan, x = _inputs_last(plan, x)
+    rest = "".join(c for c in plan.out if c not in outputs)
+    y = _product(Plan(plan.x, plan.w.replace(outputs, outputs[0]), rest + outputs[0]), x, w, dtype)
+    y = y.reshape(*y.shape[:-1], *(sizes[c] for c in outputs))
+    return y.transpose([(rest + outputs).index(c) for c in plan.out])
+
+
+def _product(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     on_cpu = jax.default_backend() == "cpu"
-    batch = "".join(c for c in plan.w if c in plan.x and c in plan.out)
+    batch, outputs = plan.batch, plan.outputs
     rows = "".join(c for c in plan.x if c not in plan.w)
-    outputs = "".join(c for c in plan.w if c not in plan.x)
     count = math.prod(x.shape[plan.x.index(c)] for c in rows)
     if on_cpu and x.dtype.itemsize < 4 and count == 1:
         # XLA:CPU multiplies one row in half precision ten times slower than four.
         padded = jnp.pad(x[None], ((0, 3), *[(0, 0)] * x.ndim))
-        return _dot(Plan(ROWS + plan.x, plan.w, ROWS + plan.out), padded, w, dtype)[0]
+        return _product(Plan(ROWS + plan.x, plan.w, ROWS + plan.out), padded, w, dtype)[0]
     at = lambda axes, names: tuple(axes.index(c) for c in names)
     left, right = [(a, at(axes, plan.contracted), at(axes, batch)) for a, axes in ((x, plan.x), (w, plan.w))]
     swap = on_cpu and x.dtype == jnp.float32 and count in FEW and plan.w.endswith(plan.contracted)
@@ -117,9 +148,7 @@ def _quantized(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     if inputs != plan.contracted:
         return _dot(plan, x, dense(w, x.dtype), dtype)
     # From here on the inputs are one axis, the last one, in x as in the stored weight.
-    kept = "".join(c for c in plan.x if c not in inputs)
-    x = merge(x.transpose([plan.x.index(c) for c in kept + inputs]), len(inputs))
-    plan = Plan(kept + inputs[0], plan.w.replace(inputs, inputs[0]), plan.out)
+    plan, x = _inputs_last(plan, x)
     padding = w.values.shape[-1] * (2 if w.format == "nf4" else 1) - x.shape[-1]
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, padding)])
     if w.format not in ("int8", "fp8") or w.scale.shape[-1] > 1:

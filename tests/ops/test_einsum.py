@@ -151,6 +151,16 @@ def test_float32_sums() -> None:
     assert (einsum("td,fd->tf", x, w) == 8192).all()
 
 
+@pytest.mark.parametrize("rows", [1, 8, 128])
+@pytest.mark.parametrize("name", ["q", "o"])
+def test_a_weight_is_not_copied(name: str, rows: int) -> None:
+    """No buffer of the weight's size (2 MiB): XLA:CPU would transpose one of three axes at each call with one row."""
+    x, w = {"q": ((rows, 512), (16, 64, 512)), "o": ((rows, 16, 64), (512, 16, 64))}[name]
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)]
+    memory = jax.jit(lambda x, w: einsum(CASES[name][0], x, w)).lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1 << 20
+
+
 def test_layers_are_sliced() -> None:
     """A stacked weight can be scanned over, indexed through tree.map and vmapped; static fields stay right."""
     stacked = ("", (), (3, 4, 6, 24), 1, 2)
