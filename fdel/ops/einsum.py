@@ -99,7 +99,7 @@ def _dot(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     parts = next((p for p in ((batch, outputs, inputs), (batch, inputs, outputs)) if "".join(p) == plan.w), None)
     if jax.default_backend() != "cpu" or parts is None or len(plan.w) < 3 or not outputs:
         return _product(plan, x, w, dtype)
-    # XLA:CPU copies a weight of three axes each time that it multiplies it by one row: make it a matrix.
+    # XLA:CPU would copy a weight of three axes before each product: make it a matrix.
     w = w.reshape(*(sizes[c] for c in batch), *(math.prod(sizes[c] for c in part) for part in parts[1:]))
     plan, x = _inputs_last(plan, x)
     rest = "".join(c for c in plan.out if c not in outputs)

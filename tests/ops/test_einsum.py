@@ -154,7 +154,7 @@ def test_float32_sums() -> None:
 @pytest.mark.parametrize("rows", [1, 8, 128])
 @pytest.mark.parametrize("name", ["q", "o"])
 def test_a_weight_is_not_copied(name: str, rows: int) -> None:
-    """No buffer of the weight's size (2 MiB): XLA:CPU would transpose one of three axes at each call with one row."""
+    """No buffer of the weight's size (2 MiB): left to itself, XLA:CPU transposes one of three axes at each call."""
     x, w = {"q": ((rows, 512), (16, 64, 512)), "o": ((rows, 16, 64), (512, 16, 64))}[name]
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)]
     memory = jax.jit(lambda x, w: einsum(CASES[name][0], x, w)).lower(*args).compile().memory_analysis()
