@@ -17,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_compilation_cache_max_size", 2**31)  # a limit also makes writers take a lock (xdist)
+    # Most of the time of a run is compiling; without LLVM's expensive passes a third less.
+    jax.config.update("jax_disable_most_optimizations", True)
     # jax_numpy_rank_promotion stays "allow": ops broadcast [D] over [B, T, D] and [T, S] over [B, T, S] on purpose.
 
 

@@ -50,7 +50,7 @@ def test_info_counts_only_the_experts_that_are_routed_to():
 def test_info_tabulates_shards_of_a_mesh_that_is_not_here(checkpoint, capsys):
     assert cli.main(["info", str(checkpoint), "--mesh", "fsdp=16,tp=2"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "(-, fsdp, tp)" in rows["layers.gate"] and rows["layers.gate"].endswith(f" {4 * 3 * 32 * 48 // 32:,}")
+    assert "(-, tp, fsdp)" in rows["layers.gate"] and rows["layers.gate"].endswith(f" {4 * 3 * 32 * 48 // 32:,}")
     assert cli.main(["info", str(checkpoint), "--mesh", "tp=4"]) == 2
     assert "kv_heads" in capsys.readouterr().err
     assert cli.main(["info", str(checkpoint), "--mesh", "tp=-1"]) == 2

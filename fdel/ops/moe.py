@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
-from fdel.ops.shard import context, partition
+from fdel.ops.shard import context, divided, partition, wide
 from fdel.ops.weights import Quantized, Weight
 
 BLOCK = 32  # most rows per step: larger ones waste work in the last block of a group, and are no faster
@@ -207,16 +207,13 @@ def moe(
     rows of the ep devices, and returns its experts' part of their sums: an all-gather and a reduce-scatter of [rows D].
     """
     local = partial(_local, act=act)
-    axes = ("rows tokens " if x.ndim == 3 else "") + "embed"
-    divided = tuple(context("dp", "fsdp", "ep", "sp"))
-    if not divided:
+    axes = set(context("dp", "fsdp", "ep", "sp"))
+    if not axes:
         return local(x, p, weights, experts)
-    rows = partition(x, axes) if x.ndim == 3 else P()
-    of_experts = P("ep") if "ep" in divided else P()
-    run = jax.shard_map(
-        partial(_divided, local, "ep" in divided, bool(rows) and "ep" in (rows[0] or ())),
-        in_specs=(rows, of_experts, rows, rows), out_specs=rows, axis_names=set(divided), check_vma=False,
-    )  # fmt: skip
+    rows = partition(x, "rows tokens embed") if x.ndim == 3 else P()
+    of_experts = P("ep") if "ep" in axes else P()
+    per_device = partial(_divided, local, "ep" in axes, bool(rows) and "ep" in (rows[0] or ()))
+    run = divided(per_device, axes, (rows, of_experts, rows, rows), rows)
     return run(x, {name: p[name] for name in ("gate", "up", "down")}, weights, experts)
 
 
@@ -228,7 +225,9 @@ def _divided(local: Callable, experts_divided: bool, rows_divided: bool, *args: 
     if rows_divided:
         x, weights, experts = (lax.all_gather(c, "ep", axis=0, tiled=True) for c in (x, weights, experts))
     y = local(x, p, weights, experts - lax.axis_index("ep") * p["gate"].shape[0])
-    return lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")
+    y = wide(y)
+    y = lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")
+    return y.astype(x.dtype)
 
 
 def _local(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, act: Activation) -> Array:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.flash import NEG, Mask, Where, blocked, flash_attention, flash_backward, flash_forward, named, unblocked
-from fdel.ops.shard import context
+from fdel.ops.shard import context, divided
 
 AXIS = "sp"
 BLOCK = 128  # as in `flash_attention`
@@ -38,7 +38,7 @@ def _divided(part: Callable, q: Array, k: Array, v: Array, segments: Array, sink
     """Run `part(rank, q, k, v, segments)` -> (out, lse) on every device's part of the rows, and add the sinks."""
     rows = P(None, AXIS)
     local = lambda *parts: part(lax.axis_index(AXIS), *parts)
-    run = jax.shard_map(local, in_specs=(rows,) * 4, out_specs=(rows, rows), axis_names={AXIS}, check_vma=False)
+    run = divided(local, {AXIS}, (rows,) * 4, (rows, rows))
     out, lse = run(q, k, v, segments)
     if sinks is None:
         return out

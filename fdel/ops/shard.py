@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
@@ -64,6 +65,33 @@ def by_rows(f: Callable[[Any, Any], Any], rows: Any, whole: Any, *, total: bool)
         return f(rows, whole)
     local = (lambda r, w: jax.lax.psum(f(r, w), tuple(axes))) if total else f
     out = PartitionSpec() if total else spec
-    return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=out, axis_names=axes, check_vma=False)(
-        rows, whole
-    )
+    return divided(local, axes, (spec, PartitionSpec()), out)(rows, whole)
+
+
+def divided(f: Callable, axes: set[str], in_specs: Any, out_specs: Any) -> Callable:
+    """Run f on each device's parts along some mesh axes; the compiler goes on to use the others (`jax.shard_map`).
+
+    On CPU, arrays in half precision pass the border in float32: XLA:CPU cannot compile the sum over devices, of a
+    gradient, say, of bfloat16 where not all mesh axes are divided.
+    """
+    run = lambda f: jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+    if jax.default_backend() != "cpu":
+        return run(f)
+
+    def on_cpu(*args: Any) -> Any:
+        dtypes, returned = jax.tree.map(lambda x: x.dtype, args), []
+
+        def local(*args: Any) -> Any:
+            out = f(*jax.tree.map(lambda x, dtype: x.astype(dtype), args, dtypes))
+            returned.append(jax.tree.map(lambda x: x.dtype, out))
+            return jax.tree.map(wide, out)
+
+        out = run(local)(*jax.tree.map(wide, args))
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), out, returned[0])
+
+    return on_cpu
+
+
+def wide(x: Array) -> Array:
+    """Cast half precision to float32."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x

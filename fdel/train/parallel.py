@@ -18,8 +18,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.shard import context
-from fdel.train.steps import GradFn
+from fdel.ops.shard import context, divided
+from fdel.train.steps import GradFn, widen
 
 
 def state_shardings(state: Any, shardings: Any) -> Any:
@@ -61,16 +61,15 @@ def constrain(g: GradFn, shardings: Any) -> GradFn:
 def reduce_once(g: GradFn, axis: str = "dp") -> GradFn:
     """Compute `g` on each slice of the batch along a mesh axis, and add gradients and sums up over it at the end.
 
-    Put it outside of `accumulate`, whose sums then stay on their devices until the last microbatch. Parameters must be
-    whole along the axis, and `g` a sum over rows: no `gradcache`. Without that axis in the mesh, `g` itself.
+    They add up in float32. Put it outside of `accumulate`, whose sums then stay on their devices until the last
+    microbatch. Parameters must be whole along the axis, and `g` a sum over rows: no `gradcache` over more than one
+    microbatch, whose objective would see one slice only. Without that axis in the mesh, `g` itself.
     """
 
     def reduced(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
         if not context(axis):
             return g(params, batch, *fixed)
-        local = lambda *args: jax.lax.psum(g(*args), axis)
-        specs = (P(), P(axis), *[P()] * len(fixed))
-        run = jax.shard_map(local, in_specs=specs, out_specs=P(), axis_names={axis}, check_vma=False)
-        return run(params, batch, *fixed)
+        local = lambda *args: jax.lax.psum(jax.tree.map(widen, g(*args)), axis)
+        return divided(local, {axis}, (P(), P(axis), *[P()] * len(fixed)), P())(params, batch, *fixed)
 
     return reduced

@@ -15,9 +15,9 @@ D, F, E, L = 8, 12, 4, 3
 
 def weights():
     r = np.random.default_rng(0)
-    experts = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
-    shapes = {"norm": (D,), "q": (D, 2, 4), "k": (D, 1, 4), "v": (D, 1, 4), "o": (2, 4, D), "router": (D, E)}
-    shapes |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
+    experts = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
+    shapes = {"norm": (D,), "q": (2, 4, D), "k": (1, 4, D), "v": (1, 4, D), "o": (D, 2, 4), "router": (E, D)}
+    shapes |= {"gate": (F, D), "up": (F, D), "down": (D, F)}
     make = lambda s: jnp.asarray(r.normal(size=(L, *s)) / D**0.5, jnp.float32)
     return {k: make(s) for k, s in shapes.items()} | {"experts": {k: make(s) for k, s in experts.items()}}
 
@@ -29,13 +29,13 @@ def gradient(remat, impl=None, moe=False):
 
     def block(x, state, p, layer):
         h = ops.rms_norm(x, p["norm"], 1e-6)
-        q, k, v = (ops.einsum("...d,dnh->...nh", h, p[i]) for i in "qkv")
+        q, k, v = (ops.einsum("...d,nhd->...nh", h, p[i]) for i in "qkv")
         a, state = ops.attend(batch, state, layer, q, k, v, mask=mask, impl=impl)
-        x = x + ops.einsum("...nh,nhd->...d", a, p["o"])
+        x = x + ops.einsum("...nh,dnh->...d", a, p["o"])
         x = x + jnp.sin(ops.glu(x, p, jax.nn.silu))
         if not moe:
             return x, state
-        routing = ops.route_softmax(ops.einsum("...d,de->...e", x, p["router"]), 2, normalize=True)
+        routing = ops.route_softmax(ops.einsum("...d,ed->...e", x, p["router"]), 2, normalize=True)
         return x + jnp.sin(ops.moe(x, p["experts"], *routing, jnp.sin)), state
 
     return jax.grad(lambda p: (ops.layers(block, x, None, p, remat=remat)[0] ** 2).sum())
