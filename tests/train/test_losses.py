@@ -380,7 +380,7 @@ def tiny_params(seed: int = 0):
 
 def reward_params(labels: int = 1):
     r = np.random.default_rng(7)
-    score = {"score": r.normal(size=(E, labels)), "score_bias": r.normal(size=labels)}
+    score = {"score": r.normal(size=(labels, E)), "score_bias": r.normal(size=labels)}
     return {"model": tiny_params()} | jax.tree.map(np.float32, score)
 
 
