@@ -135,12 +135,12 @@ def table(results: dict[str, dict[str, dict]]) -> str:
     ]
     lines = ["| measure | torch | fdel | fdel is better by |", "|---|---|---|---|"]
     for label, measure, key, smaller in rows:
-        ours, theirs = results["fdel"][measure].get(key), results["torch"].get(measure, {}).get(key)
+        ours, theirs = (results[side].get(measure, {}).get(key) for side in ("fdel", "torch"))
         if ours is None:
             continue
         ratio = "" if theirs is None else f"{theirs / ours if smaller else ours / theirs:.2f}x"
         lines.append(f"| {label} | {'' if theirs is None else f'{theirs:.4g}'} | {ours:.4g} | {ratio} |")
-    weights = results["fdel"]["load"]["weights_mb"]
+    weights = next(iter(results["fdel"].values()))["weights_mb"]
     return "\n".join([*lines, "", f"Weights: {weights:.0f} MiB in float32."])
 
 
