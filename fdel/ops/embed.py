@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.shard import shard
+from fdel.ops.shard import context, divided, shard
 from fdel.ops.weights import LowRank, Quantized, Weight, dense
 
 
@@ -21,5 +22,15 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     if isinstance(table, Quantized):
         return dense(jax.tree.map(take, table))
     # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
-    table = shard(table, "vocab embed")
-    return shard(take(table), "rows tokens embed")
+    table, tp = shard(table, "vocab embed"), context("tp").get("tp")
+    if tp is None or table.shape[0] % tp:
+        return shard(take(table), "rows tokens embed")
+
+    # Each device looks in its part of the vocabulary. XLA's own division of this lookup fails inside `divided`.
+    def part(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        mine = tokens - jax.lax.axis_index("tp") * table.shape[0]
+        return jax.lax.psum(table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False), "tp")
+
+    known = (tokens >= 0) & (tokens < table.shape[0])
+    found = divided(part, {"tp"}, (P("tp"), P()), P())(table, tokens)
+    return shard(jnp.where(known[..., None], found, jnp.nan), "rows tokens embed")
