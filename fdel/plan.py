@@ -8,7 +8,6 @@ it writes a reduce-scatter as an all-reduce and a slice.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -111,12 +110,6 @@ def _group(line: str) -> int:
     if m := re.search(r"replica_groups=\{(?:\{([\d,]*)\})?", line):
         return len(m[1].split(",")) if m[1] else 0
     raise ValueError(f"cannot read the groups of {line.strip()[:200]!r}; expected replica_groups in a form known here")
-
-
-def whole(text: str, shapes: set[str]) -> Iterator[str]:
-    """Name those of the shapes ("f32[64,128]") that some device holds in a compiled program."""
-    held = set(re.findall(r"\w+\[[\d,]*\]", text))
-    yield from sorted(shapes & held)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from jaxtyping import Array
 AXES: dict[str, tuple[str, ...]] = {
     "rows": ("dp", "fsdp", "ep"),
     "tokens": ("sp",),
-    "heads": ("tp",),
-    "ffn": ("tp",),
     "vocab": ("tp",),
 }
 
@@ -44,7 +42,7 @@ def shard(x: Array, axes: str) -> Array:
     """Lay an activation out on the mesh of `jax.set_mesh`; without a mesh, or with other axes than named, it is x.
 
     Left to itself the compiler gathers the batch rather than the weights. Axes that a mesh axis does not divide stay
-    whole. The names of axes: "rows tokens embed", or heads, ffn, vocab; others are not divided.
+    whole. Axes that `AXES` does not name are not divided.
     """
     if x.ndim != len(axes.split()):
         return x
@@ -84,14 +82,15 @@ def divided(f: Callable, axes: set[str], in_specs: Any, out_specs: Any) -> Calla
         def local(*args: Any) -> Any:
             out = f(*jax.tree.map(lambda x, dtype: x.astype(dtype), args, dtypes))
             returned.append(jax.tree.map(lambda x: x.dtype, out))
-            return jax.tree.map(wide, out)
+            return jax.tree.map(widen, out)
 
-        out = run(local)(*jax.tree.map(wide, args))
+        out = run(local)(*jax.tree.map(widen, args))
         return jax.tree.map(lambda x, dtype: x.astype(dtype), out, returned[0])
 
     return on_cpu
 
 
-def wide(x: Array) -> Array:
-    """Cast half precision to float32."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+def widen(x: Any) -> Array:
+    """Cast a floating array to float32 or wider, and leave others as they are."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x

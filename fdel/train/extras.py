@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, widen, with_extra
+from fdel.ops.shard import widen
+from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, with_extra
 
 
 def carry(step: Step, name: str, fold: Callable[[Any, Metrics], Any]) -> Step:

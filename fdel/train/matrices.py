@@ -69,8 +69,7 @@ def scale_by_adafactor(
         return rows, of(lambda g, axes: g.mean(axes[1]) if axes[0] else None)
 
     def init(params: Any) -> AdafactorState:
-        # Zeros that depend on the parameter are sharded as it is.
-        zero = jax.tree.map(lambda s: jnp.where(s != s, 0.0, 0.0), squares(params))
+        zero = jax.tree.map(jnp.zeros_like, squares(params))
         return AdafactorState(jnp.zeros((), jnp.int32), *zero)
 
     def direction(path: tuple, g: Array, rows: Array, columns: Array | None, p: Array) -> Array:

@@ -113,8 +113,7 @@ def scale_by_adam(b1: float, b2: float, eps: float, moments: str, seed: int = 0)
         return optax.ScaleByAdamState(count, _keep(mu, moments, True, key), _keep(nu, moments, False, key))
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        # Zeros that depend on the parameter are sharded as it is.
-        zero = jax.tree.map(lambda p: jnp.where(p != p, 0.0, 0.0), params)
+        zero = optax.tree.zeros_like(params)
         return state(jnp.zeros((), jnp.int32), zero, zero)
 
     def update(grads: Any, old: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:

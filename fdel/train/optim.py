@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fdel.ops.shard import widen
 from fdel.params.spec import layout, path_name
 from fdel.train import matrices
 from fdel.train.moments import scale_by_adam
@@ -48,8 +49,7 @@ def descend(
         optax.identity() if not rates else _multiply(rates),
         optax.scale_by_learning_rate(learning_rate),
     )
-    wide = lambda params: jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
-    return optax.GradientTransformationExtraArgs(lambda params: chain.init(wide(params)), chain.update)
+    return optax.GradientTransformationExtraArgs(lambda params: chain.init(jax.tree.map(widen, params)), chain.update)
 
 
 def _multiply(rates: Mapping[str, float]) -> optax.GradientTransformation:

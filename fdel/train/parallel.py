@@ -18,8 +18,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.shard import context, divided
-from fdel.train.steps import GradFn, widen
+from fdel.ops.shard import context, divided, widen
+from fdel.train.steps import GradFn
 
 
 def state_shardings(state: Any, shardings: Any) -> Any:

@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fdel.ops.shard import widen
+
 Params = Any
 Batch = Any
 Sums = dict[str, Any]
@@ -55,24 +57,10 @@ class TrainState:
 def init_state(params: Params, optimizer: optax.GradientTransformation, **extra: Any) -> TrainState:
     """Start training `params` at step 0, with named extras, as in `init_state(params, optimizer, ema=params)`.
 
-    Extras are copied: a donated state must not hold a buffer twice. Under jit, moments are sharded as their parameters.
+    Extras are copied: a donated state must not hold a buffer twice. On a mesh, jit it with the out_shardings of
+    `parallel.state_shardings`: new zeros would be whole on every device.
     """
-    opt_state = _beside(params, optimizer.init(params))
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.tree.map(jnp.copy, extra))
-
-
-def _beside(params: Params, opt_state: Any) -> Any:
-    """Make arrays of the optimizer's state depend on the parameter whose path and shape they have.
-
-    The compiler shards what depends on an argument as that argument; new zeros would be whole on every device.
-    """
-    like = dict(jax.tree_util.tree_flatten_with_path(params)[0])
-
-    def one(path: tuple, x: Array) -> Array:
-        p = next((like[path[i:]] for i in range(len(path) + 1) if path[i:] in like), None)
-        return x if p is None or p.shape != x.shape else jnp.where(p != p, x, x)
-
-    return jax.tree_util.tree_map_with_path(one, opt_state)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.tree.map(jnp.copy, extra))
 
 
 def with_extra(state: TrainState, **extra: Any) -> TrainState:
@@ -167,12 +155,6 @@ def _scan_sum(f: Callable[[Any], Any], xs: Any) -> Any:
     zero = jax.eval_shape(lambda xs: one(jax.tree.map(lambda x: x[0], xs)), xs)
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), zero)
     return jax.lax.scan(lambda acc, x: (jax.tree.map(jnp.add, acc, one(x)), None), zero, xs)[0]
-
-
-def widen(x: Any) -> Array:
-    """Cast a floating array to float32 or wider, and leave others as they are."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def normalize(g: GradFn) -> GradFn:

@@ -158,7 +158,7 @@ def test_low_rank_weight() -> None:
     low = lambda a, b: dataclasses.replace(head, weight=LowRank(head.weight, a, b, jnp.float32(0.5)))
     loss = lambda make: lambda x, a, b: weighted(losses.token_stats(x, make(a, b), labels, chunk=3)._asdict(), ct)
     want = jax.jit(jax.value_and_grad(loss(merged), (0, 1, 2)))(x, a, b)
-    close(jax.jit(jax.value_and_grad(loss(low), (0, 1, 2)))(x, a, b), want, 2e-6)
+    close(jax.jit(jax.value_and_grad(loss(low), (0, 1, 2)))(x, a, b), want, 5e-6)
 
 
 def test_quantized_weight() -> None:
@@ -174,7 +174,7 @@ def test_quantized_weight() -> None:
     f = jax.jit(jax.value_and_grad(loss, (0, 1), allow_int=True))
     want, (want_x, want_head) = f(x, dataclasses.replace(head, weight=values * scale))
     got, (got_x, got_head) = f(x, int8)
-    close((got, got_x, got_head.bias), (want, want_x, want_head.bias), 2e-6)
+    close((got, got_x, got_head.bias), (want, want_x, want_head.bias), 5e-6)
     assert got_head.weight.values.dtype == jax.dtypes.float0 and (got_head.weight.scale == 0).all()
 
 
@@ -228,7 +228,7 @@ def test_sharded(spec: P) -> None:
     put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
     args = put(x, P("dp")), put(w, spec), put(labels, P("dp"))
     program = compiled(jax.value_and_grad(loss, (0, 1)), *args)
-    close(program(*args), want, 2e-6)
+    close(program(*args), want, 5e-6)
     gathered = [line for line in program.as_text().splitlines() if re.search(r" all-gather(-start)?\(", line)]
     sizes = [np.prod([int(n) for n in re.search(r"\[([\d,]+)\]", g)[1].split(",")]) for g in gathered]
     assert all(s <= v * D for s in sizes), gathered

@@ -5,7 +5,6 @@ they need of all rows, KTO's `kl` and BCO's `delta`, is an argument; the objecti
 `train.gradcache`. Formulas and defaults are those of TRL 1.16, for BCO those of 1.12.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
+from fdel.train.extras import carry
 from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, ref_logps
 
 PerRow = Float[Array, " B"]
@@ -123,10 +123,4 @@ def track_rewards(step: Callable) -> Callable:
 
     Belongs inside `skip_nonfinite`.
     """
-
-    def tracked(state: Any, batch: Batch, *fixed: Any) -> tuple[Any, dict[str, Array]]:
-        new, metrics = step(state, batch, *fixed)
-        running = running_mean(state.extra["bco"], metrics["rewards/mean"], metrics["weight"])
-        return dataclasses.replace(new, extra=new.extra | {"bco": running}), metrics
-
-    return tracked
+    return carry(step, "bco", lambda running, m: running_mean(running, m["rewards/mean"], m["weight"]))
