@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 
 from fdel import ops
@@ -162,22 +163,25 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         a, state = ops.mla(batch, state, layer, q, kv, p["k"], p["v"], mask=mask)
         return ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias")), state
 
-    def dense(h, p):
-        return ops.glu(h, p, act)
+    def dense(h, state, p):
+        return ops.glu(h, p, act), state
 
-    def moe(h, p):
+    def moe(h, state, p):
         logits = ops.einsum("...d,ed->...e", h.astype(jnp.float32), p["router"])
         weights, experts = ops.route_sigmoid(
             logits, cfg.top_k, bias=p["router_bias"], groups=cfg.groups, topk_groups=cfg.topk_groups,
             scale=cfg.route_scale, normalize=cfg.normalize,
         )  # fmt: skip
-        return ops.moe(h, p["experts"], weights, experts, act) + ops.glu(h, p["shared"], act)
+        scores = jax.nn.sigmoid(logits)
+        state = ops.watch_router(batch, state, scores / scores.sum(-1, keepdims=True), experts)
+        return ops.moe(h, p["experts"], weights, experts, act) + ops.glu(h, p["shared"], act), state
 
     def block(ffn):
         def apply(x, state, p, layer):
             a, state = attention(ops.rms_norm(x, p["attn_norm"], cfg.norm_eps), state, p, layer)
             x = x + a
-            return x + ffn(ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps), p), state
+            y, state = ffn(ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps), state, p)
+            return x + y, state
 
         return apply
 

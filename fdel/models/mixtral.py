@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from fdel import ops
@@ -75,6 +76,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         h = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
         logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
         weights, experts = ops.route_softmax(logits, cfg.top_k, normalize=True)
+        state = ops.watch_router(batch, state, jax.nn.softmax(logits), experts)
         return x + ops.moe(h, p["experts"], weights, experts, act), state
 
     x = ops.embed(params["embed"], tokens)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from fdel import ops
@@ -90,18 +91,20 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
     mask = ops.Mask(cfg.head_dim**-0.5, window=cfg.window)
     act = ops.ACTIVATIONS[cfg.act]
 
-    def dense(h, p):
-        return ops.glu(h, p, act)
+    def dense(h, state, p):
+        return ops.glu(h, p, act), state
 
-    def moe(h, p):
+    def moe(h, state, p):
         logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
         weights, experts = ops.route_softmax(logits, cfg.top_k, normalize=cfg.normalize)
-        return ops.moe(h, p["experts"], weights, experts, act)
+        state = ops.watch_router(batch, state, jax.nn.softmax(logits), experts)
+        return ops.moe(h, p["experts"], weights, experts, act), state
 
     def block(ffn):
         def apply(x, state, p, layer):
             x, state = attention(x, state, p, layer, cfg, batch, rot, mask)
-            return x + ffn(ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps), p), state
+            y, state = ffn(ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps), state, p)
+            return x + y, state
 
         return apply
 

@@ -1,5 +1,6 @@
 """Qwen3-Next: three gated delta-rule layers (arXiv:2412.06464) to one gated softmax-attention layer, and a sparse MoE."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -189,7 +190,7 @@ def delta(h, slots, p, layer, cfg: Config, batch):
 def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None, *, remat: str | None = None):
     """Compute the final normalised hidden states: tokens int[B T] (Packed) or int[T] (Paged) -> [..., embed], state."""
     batch = ops.packed(tokens) if batch is None else batch
-    state = {"pages": None, "slots": None} if state is None else state
+    state = state if isinstance(state, Mapping) else {"pages": None, "slots": None, "load": state}
     rot, mask, act = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5), ops.ACTIVATIONS[cfg.act]
     norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps, offset=1.0)
     pool = lambda mixer, layer: ops.pool_index(tuple(m for m, _ in cfg.kinds), {mixer}, layer)
@@ -206,21 +207,24 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=No
         a = a * jax.nn.sigmoid(ops.einsum("...d,nhd->...nh", h, p["q_gate"]))
         return ops.einsum("...nh,dnh->...d", a, p["o"]), state | {"pages": pages}
 
-    def moe(h, p):
-        routing = ops.route_softmax(ops.einsum("...d,ed->...e", h, p["router"]), cfg.top_k, normalize=cfg.normalize)
+    def dense(h, state, p):
+        return ops.glu(h, p["ffn"], act), state
+
+    def moe(h, state, p):
+        logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
+        weights, experts = ops.route_softmax(logits, cfg.top_k, normalize=cfg.normalize)
+        state = ops.watch_router(batch, state, jax.nn.softmax(logits), experts)
         gate = jax.nn.sigmoid(ops.einsum("...d,d->...", h, p["shared_gate"]))[..., None]
-        return ops.moe(h, p["experts"], *routing, act) + gate * ops.glu(h, p["shared"], act)
+        return ops.moe(h, p["experts"], weights, experts, act) + gate * ops.glu(h, p["shared"], act), state
 
     def block(kind):
-        mixer, ffn = (
-            linear if kind[0] == LINEAR else full,
-            moe if kind[1] == "moe" else lambda h, p: ops.glu(h, p["ffn"], act),
-        )
+        mixer, ffn = linear if kind[0] == LINEAR else full, moe if kind[1] == "moe" else dense
 
         def apply(x, state, p, layer):
             y, state = mixer(norm(x, p["mixer_in_norm"]), state, p, layer)
             x = x + y
-            return x + ffn(norm(x, p["ffn_norm"]), p), state
+            y, state = ffn(norm(x, p["ffn_norm"]), state, p)
+            return x + y, state
 
         return apply
 

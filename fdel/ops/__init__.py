@@ -1,6 +1,7 @@
 """Operations: plain functions over arrays, each one the specification of its formula."""
 
 from fdel.ops.attention import attend, explain
+from fdel.ops.balance import RouterLoad, load_balancing, router_load, watch_router
 from fdel.ops.batch import Batch, Packed, Paged, Pages, Slots, State, pack, packed, paged
 from fdel.ops.conv import causal_conv
 from fdel.ops.delta import gated_delta_rule, l2norm
@@ -26,6 +27,7 @@ __all__ = [
     "Paged",
     "Pages",
     "Rope",
+    "RouterLoad",
     "Slots",
     "State",
     "attend",
@@ -42,6 +44,7 @@ __all__ = [
     "layer_norm",
     "layers",
     "linear",
+    "load_balancing",
     "logits",
     "mla",
     "mlp",
@@ -56,7 +59,9 @@ __all__ = [
     "rotation",
     "route_sigmoid",
     "route_softmax",
+    "router_load",
     "selective_scan",
     "ssd",
+    "watch_router",
     "yarn_mscale",
 ]

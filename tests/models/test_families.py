@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import suite
 import tiny
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 
-from fdel import models, params  # noqa: E402
+from fdel import models, params, train  # noqa: E402
 
 NAMES = list(tiny.TINY)
 PLAIN = [n for n in NAMES if ":" not in n]
@@ -87,6 +88,37 @@ def test_config_written_from_scratch_equals_the_original(case, name):
     bare = dataclasses.replace(cfg, source="{}")
     module = case(name).model.family
     assert module.Config.from_hf(models.config_dict(module, bare)) == cfg
+
+
+@pytest.mark.parametrize("name", [n if n == "qwen3_moe" else slow(n) for n in MOE if n != "deepseek_v3"])
+def test_router_auxiliary_loss_is_that_of_transformers(case, name, tmp_path):
+    """Of rows of 40 and 23 tokens; the loss is the cross-entropy plus its share (1e-5). DeepSeek's has no oracle."""
+    c, coef = case(name), 0.3
+    oracle, lengths = tiny.build(name), np.array([suite.LENGTH, 23])
+    oracle.config.output_router_logits, oracle.router_aux_loss_coef = True, coef
+    mask = torch.tensor(np.arange(suite.LENGTH) < lengths[:, None])
+    tokens = torch.tensor(c.tokens)
+    want = oracle(tokens, attention_mask=mask, labels=tokens.masked_fill(~mask, -100), output_router_logits=True)
+    loss = train.losses.sft(c.model.family, c.model.cfg, router_aux_loss_coef=coef)
+    step = jax.jit(train.normalize(train.grads(loss)))
+    grads, sums = step(c.model.params, {"tokens": jnp.asarray(c.tokens), "lengths": jnp.asarray(lengths)})
+    np.testing.assert_allclose(sums["aux_loss"], want.aux_loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(sums["loss"], want.loss.item(), rtol=1e-5)
+    want.loss.backward()
+    params.save(c.model.family.spec(c.model.cfg), grads, tmp_path)
+    written = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    ours, theirs = (
+        [np.asarray(x) for k, x in sorted(named) if k.endswith(".gate.weight")]
+        for named in (written.items(), ((k, p.grad) for k, p in oracle.named_parameters()))
+    )
+    assert ours
+    for got, g in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(got, g, atol=1e-5 * np.abs(g).max(), rtol=0)
+
+
+def test_router_auxiliary_loss_needs_experts(case):
+    with pytest.raises(ValueError, match="has no experts"):
+        train.losses.sft(models.llama, case("llama").model.cfg, router_aux_loss_coef=0.1)
 
 
 @pytest.mark.slow

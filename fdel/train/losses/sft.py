@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel import ops
 from fdel.train.losses.head import CHUNK, token_sum
 from fdel.train.losses.model import Batch, rows
 from fdel.train.losses.stats import TokenStats
@@ -46,16 +47,36 @@ def _sums(stats: TokenStats, weights: Array) -> Sums:
     return {"weight": weights.sum(), "entropy": total(stats.entropy), "mean_token_accuracy": total(stats.top1)}
 
 
-def sft(family: ModuleType, cfg: Any, *, loss: Callable = nll, chunk: int = CHUNK, **options: Any) -> Callable:
+def sft(
+    family: ModuleType,
+    cfg: Any,
+    *,
+    loss: Callable = nll,
+    router_aux_loss_coef: float = 0.0,
+    chunk: int = CHUNK,
+    **options: Any,
+) -> Callable:
     """Build `loss(params, batch) -> (sum, sums)` for `train.grads`: `nll`, or another, of the next token.
 
     `loss` is a sum over tokens, as in `sft(family, cfg, loss=partial(nll, label_smoothing=0.1))` or `loss=dft`. For the
-    batch see `losses.model`. `options` go to `family.hidden` (remat="dots_saveable", ...).
+    batch see `losses.model`. `options` go to `family.hidden` (remat="dots_saveable", ...). `router_aux_loss_coef` times
+    `ops.load_balancing` is added to each token of a mixture of experts, for each microbatch by itself as in transformers;
+    a model without experts is then a ValueError.
     """
+    if router_aux_loss_coef and not hasattr(cfg, "experts"):
+        raise ValueError(
+            f"router_aux_loss_coef={router_aux_loss_coef}, but {family.__name__} has no experts; set it to 0"
+        )
 
     def next_token(params: Any, batch: Batch) -> tuple[Array, Sums]:
         tokens, packed, labels = rows(batch)
-        x, _ = family.hidden(params, tokens, cfg, packed, **options)
-        return token_sum(loss, x, family.head(params, cfg), labels, (labels >= 0).astype(jnp.float32), chunk=chunk)
+        load = ops.router_load(cfg.experts) if router_aux_loss_coef else None
+        x, load = family.hidden(params, tokens, cfg, packed, load, **options)
+        weights = (labels >= 0).astype(jnp.float32)
+        total, sums = token_sum(loss, x, family.head(params, cfg), labels, weights, chunk=chunk)
+        if not router_aux_loss_coef:
+            return total, sums
+        aux = ops.load_balancing(load) * sums["weight"]
+        return total + router_aux_loss_coef * aux, sums | {"aux_loss": aux}
 
     return next_token
