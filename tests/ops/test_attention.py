@@ -76,6 +76,7 @@ def test_packed_equals_the_formula(variant, impl):
     assert state is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [4, 8, 16, 64])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_do_not_change_values_or_gradients(variant, block):
@@ -97,6 +98,7 @@ def test_blocks_do_not_change_values_or_gradients(variant, block):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_log_sum_exp_and_its_gradient():
     mask, qkv, segments, *_ = case("window")
     q, k, v = map(f32, qkv)
@@ -124,6 +126,7 @@ def test_a_huge_masked_key_does_not_leak():
     np.testing.assert_array_equal(before[:, :20], after[:, :20])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page,block", [(4, 1), (4, 3), (16, 8), (256, 8)])
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if "bidirectional" not in v])
 def test_paged_equals_the_formula(variant, page, block):

@@ -99,6 +99,7 @@ def spelled(case: tuple) -> tuple[str, str, str]:
     return (*ins.split(","), out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tile"), [(name, 1 << 18) for name in CASES] + [(name, 48) for name in TILED])
 def test_equals_dense(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Result, dtype and gradient for x within 1e-5 of the largest value; also where weights are decoded in tiles."""

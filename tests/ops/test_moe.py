@@ -298,6 +298,7 @@ def test_gradient_reaches_the_factors_and_not_the_frozen_base(form):
 # ---- eight devices -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape,rows",
     [

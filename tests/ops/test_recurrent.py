@@ -122,6 +122,7 @@ def test_packed_segments_are_separate(case):
     assert np.isfinite(y).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "block", "chunk"),  # a block is one chunk; for one op also three chunks of gcd(24, 16)
     [*[pytest.param(case, 8, 64, id=name) for name, case in CASES.items()], pytest.param(CASES["delta"], 24, 16)],
@@ -158,6 +159,7 @@ def test_paged_equals_packed(case, block, chunk):
     np.testing.assert_array_equal(new, old)  # other layers and slots keep what they held
 
 
+@pytest.mark.slow
 @every_op
 def test_gradient_stays_where_it_belongs(case):
     """Token 12 depends on tokens 9 to 12 of its segment only, and no gradient depends on what padding holds."""

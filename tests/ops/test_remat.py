@@ -47,6 +47,7 @@ def computed(remat, impl=None) -> dict[str, int]:
     return {t: len(re.findall(rf"name={t}\b", program)) for t in TARGETS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("impl", "targets"), [("flash", TARGETS), ("dense", ("attn_output", "attn_query"))])
 def test_every_target_can_be_saved(impl: str, targets: tuple[str, ...]) -> None:
     """Nothing saved: computed twice. Saved by its name: once, and the others as often as before."""
@@ -64,6 +65,7 @@ def test_saved_attention_is_not_computed_again() -> None:
     assert loops("save_only_these_names:attn_output") == loops(None) < loops("nothing_saveable")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
     [
@@ -81,6 +83,7 @@ def test_gradients_are_the_same(remat: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0), got, want)
 
 
+@pytest.mark.slow
 def test_named_policies_differ() -> None:
     """What is named is saved, left out, or moved."""
     names = {p: computed(f"{p}:mlp_up") for p in NAMED_POLICIES}

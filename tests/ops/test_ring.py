@@ -19,6 +19,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape,length,variant,impl", CASES)
 def test_divided_rows_equal_the_formula_and_one_devices_gradients(shape, length, variant, impl):
     mask, qkv, segments, sinks, alibi, want = case(variant, length)
@@ -41,6 +42,7 @@ def test_divided_rows_equal_the_formula_and_one_devices_gradients(shape, length,
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_no_device_holds_all_keys_in_a_ring():
     """The ring's program moves an eighth of the keys at a time, forward and backward, and gathers none."""
     mesh = make_mesh({"sp": 8})

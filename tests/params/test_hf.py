@@ -152,6 +152,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "chunk"), WAYS)
 @pytest.mark.parametrize("make", [llama_spec, mixed_spec])
 def test_load(make: Callable, way: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,7 @@ def error(f, *args, **kw):
     return [json.loads(line[4:]) for line in run.stdout.splitlines() if line.startswith("OUT ")]
 
 
+@pytest.mark.slow
 def test_download_cache_and_offline(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub", reason="needs the hub extra")
     new, old, main, again, secret, missing, revision = client(

@@ -214,6 +214,7 @@ ADAPTERS = {  # family, settings of PEFT's LoraConfig, number of matrices that i
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "listed"), [(name, name.startswith("fused")) for name in ADAPTERS] + [("rslora, one layer", True)]
 )
@@ -237,6 +238,7 @@ def test_from_peft(name: str, listed: bool, tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), MERGE(got), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "where", "rslora"),
     [("llama", "", False), ("llama", "q|down", True), ("gpt2", "layers", True), ("gpt2", r"\.(q|v)$", False)],

@@ -127,6 +127,7 @@ def test_nf4_is_the_nearest_code(path: str, group: int | None) -> None:
     np.testing.assert_allclose(got, back(np.array(NF4)[code] * absmax), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_double_quantised_scales() -> None:
     """8-bit scales lie within 1/510 of their output's range of scales; float32 scales stay where that saves nothing."""
     single, double = (quantized("nf4", 16, double)[0]["layers"] for double in (False, True))
@@ -166,6 +167,7 @@ def test_bits_per_parameter() -> None:
     assert bits == {"int8": 8 + 32 / 4096, "fp8": 8 + 32 / 4096, "nf4": 4 + 8 / 64 + 64 / 4096}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 def test_tree(format: str) -> None:
     """Takes the matrices of layers, without routers; a listed tree gives the same; the way back keeps the dtype."""

@@ -83,6 +83,7 @@ def test_absent_negatives() -> None:
     assert triplet(np.float32(x), present)[2] == 0
 
 
+@pytest.mark.slow
 def test_padding_rows_change_nothing() -> None:
     """Rows of empty sequences add neither loss nor negatives, nor gradients; nothing but them has loss and gradient 0."""
     x, junk = fixture()["embeddings"], np.ones((2, 4, 12), np.float32)
@@ -167,6 +168,7 @@ def gradient(name: str, n: int):
     return jax.jit(train.normalize(train.gradcache(*MICRO[name], n)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MICRO)
 @settings(max_examples=6)

@@ -86,6 +86,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3, 7])  # 3 does not divide T
 @pytest.mark.parametrize("kind", HEADS)
 def test_values_and_gradients(kind: str, chunk: int) -> None:
@@ -115,6 +116,7 @@ def some_loss(stats, weights):
     return per_token.sum() + stats.mean_logit.sum(), sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [2, 7])
 def test_token_sum_equals_the_loss_of_token_stats(chunk: int) -> None:
     """One pass and two passes: 1e-6 relative, with a factor on the result so that its cotangent is not 1."""
@@ -149,6 +151,7 @@ def test_bfloat16_weight_gradient_adds_up_in_float32(chunks: int, chunk: int) ->
         np.testing.assert_array_equal(jax.jit(jax.grad(f))(head).weight, want)
 
 
+@pytest.mark.slow
 def test_low_rank_weight() -> None:
     """A LoRA head gives the values and gradients of the merged weight (2e-6)."""
     x, head, labels, ct = case()
@@ -161,6 +164,7 @@ def test_low_rank_weight() -> None:
     close(jax.jit(jax.value_and_grad(loss(low), (0, 1, 2)))(x, a, b), want, 5e-6)
 
 
+@pytest.mark.slow
 def test_quantized_weight() -> None:
     """An int8 head gives the values and gradients of the weight that it stands for (2e-6), and gets none itself."""
     x, head, labels, ct = case(bias=True)

@@ -145,6 +145,7 @@ def test_reward_is_trls(tmp_path: Path) -> None:
         np.testing.assert_allclose(sums[metric] / 3, data[f"mean/{metric}"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_process_reward_is_trls(tmp_path: Path) -> None:
     """PRMTrainer.compute_loss of a llama that classifies tokens, gradients in all parameters: 1e-5."""
     spec, params, cfg = of_transformers("trl112", "process/params/", tmp_path, 3, bias=True)
@@ -282,6 +283,7 @@ NAIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAIVE)
 def test_distillation_is_that_of_full_logits(name: str) -> None:
     """alpha * target + (1 - alpha) * cross-entropy with the *next* token, against float64 on full logits: 1e-5."""
@@ -425,6 +427,7 @@ def in_float64(f, name: str, batch):
         return jax.tree.map(np.asarray, f(params, jax.tree.map(wide, batch), *fixed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=6)
@@ -444,6 +447,7 @@ def test_mean_of_means_would_fail() -> None:
     assert np.abs(wrong["w"] / 2 - want["w"]).max() > 0.01 * np.abs(want["w"]).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EVERY if "reward" not in n])
 def test_peaked_logits_have_finite_gradients(name: str) -> None:
     """Logits of about +-1e4 in student and teacher, and a row without tokens."""

@@ -101,6 +101,7 @@ def test_adamw() -> None:
     moved(got, torch_descend(adam, START, GRADS), START, 1e-5)
 
 
+@pytest.mark.slow
 def test_adafactor() -> None:
     """Each layer's checkpoint matrix is factored and bounded on its own: 1e-4; and a zero gradient stays one."""
     optimizer = train.optimizer("adafactor", 0.01, spec=SPEC, weight_decay=0.1, clip=None)
@@ -113,6 +114,7 @@ def test_adafactor() -> None:
     jax.tree.map(np.testing.assert_array_equal, still, START)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rms", "adjust", "dtype", "rtol"),
     [
@@ -199,6 +201,7 @@ def test_sophia() -> None:
         optimizer.update(state.params, state.opt_state, state.params)
 
 
+@pytest.mark.slow
 def test_schedule_free() -> None:
     """The paper's sequences x, y, z in float64, with a warm-up and decay at y: 1e-5."""
     schedule = train.constant(0.02, warmup=3)
@@ -225,6 +228,7 @@ def test_schedule_free() -> None:
 # ---- moments in fewer bits -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [True, False])
 def test_blocks(signed: bool) -> None:
     """bitsandbytes' map and its nearest codes; ragged, narrow and zero blocks keep their shape and their largest value."""
@@ -280,6 +284,7 @@ def test_adamw_8bit_equals_bitsandbytes() -> None:
         assert np.linalg.norm(got[name] - want) < 0.02 * np.linalg.norm(want - start[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "drift", "size"), [("adamw_8bit", 0.1, 2.1), ("adamw_bf16", 0.02, 4.01)])
 def test_drift_and_size(name: str, drift: float, size: float) -> None:
     """Fifty steps towards a noisy optimum stay within `drift` of float32 AdamW's path; bytes per parameter of moments."""

@@ -74,6 +74,7 @@ def curve(name, mesh=None, steps=20):
 single = functools.cache(curve)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,shape", cases)
 def test_twenty_steps_equal_one_devices(name, shape):
     mesh = fp.make_mesh(fp.parse_mesh(shape))
@@ -100,6 +101,7 @@ def compiled(name, shape):
         return step.lower(state, jax.tree.map(one, batch_of(0))).compile().as_text()
 
 
+@pytest.mark.slow
 def test_data_parallel_devices_exchange_gradients_once_a_step():
     """One reduction, after the last microbatch; nothing else is sent."""
     found = plan.collectives(compiled("llama", "dp=8"))
@@ -108,6 +110,7 @@ def test_data_parallel_devices_exchange_gradients_once_a_step():
     assert weights <= found[0].nbytes <= weights + 100
 
 
+@pytest.mark.slow
 def test_replicas_of_a_divided_model_exchange_gradients_once_a_step():
     """Of the gradients, only what the shards of one replica need goes round in each microbatch."""
     text = compiled("llama", "dp=2,fsdp=2,tp=2")
@@ -117,12 +120,14 @@ def test_replicas_of_a_divided_model_exchange_gradients_once_a_step():
     assert last[0].nbytes < 0.3 * weights  # a replica's device holds a quarter of most arrays, and reduces that
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["dp=8", "fsdp=8", "dp=2,fsdp=2,tp=2"])
 def test_no_device_fetches_the_batch(shape):
     for c in plan.collectives(compiled("llama", shape)):
         assert not (c.kind == "all-gather" and any(s.startswith(f"s32[{ROWS},{LENGTH}") for s in c.shapes)), c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,shape", [("llama", "fsdp=8"), ("llama", "dp=2,fsdp=2,tp=2"), ("qwen3_moe", "ep=8")])
 def test_no_device_holds_a_whole_stack_of_gradients_or_moments(name, shape):
     """Whole matrices of one layer are fetched when it runs; of all layers together no device ever holds one."""

@@ -12,6 +12,7 @@ from fdel.params.spec import Param, ones
 # ---- stochastic rounding -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rounding_is_unbiased() -> None:
     """Each value becomes one of its two neighbours, with a mean within five standard errors of it."""
     r = np.random.default_rng(0)
@@ -37,6 +38,7 @@ def test_rounding_guards_its_ends() -> None:
         np.testing.assert_array_equal(got, [largest, -largest, np.inf, -np.inf, np.nan, 0, 0, 1, -1.5, 2.0**-130])
 
 
+@pytest.mark.slow
 def test_small_updates_are_not_lost() -> None:
     """1000 steps of +1e-5 on 1.0 in bfloat16: to nearest nothing, stochastically 0.01 on average; equal when repeated."""
     loss = lambda p, b: (-1e-5 * sum(x.astype(jnp.float32).sum() for x in p.values()), {"weight": 1.0})
@@ -84,6 +86,7 @@ def test_scale_follows_gradscaler() -> None:
         np.testing.assert_allclose(state.params, weight.detach().numpy(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scale_stays_finite() -> None:
     optimizer = optax.sgd(0.1)
     loss = lambda p, b: (p * 0.0 * b, {"weight": 1.0})
@@ -99,6 +102,7 @@ def small(p, b):
     return ((h.astype(jnp.float32) @ p["v"].astype(jnp.float32)) * 1e-8).sum(), {"weight": jnp.float32(len(h))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_scaled_gradients(n: int) -> None:
     """Float16 gradients that vanish are those of float32 within 1e-2 under a scale, also when added up; metrics stay."""
@@ -117,6 +121,7 @@ def test_scaled_gradients(n: int) -> None:
     assert sums["weight"] == 8
 
 
+@pytest.mark.slow
 def test_scaled_outputs() -> None:
     """`gradcache` takes a scaled `outputs`: the same gradients, and the objective sees what it saw."""
     r = np.random.default_rng(3)

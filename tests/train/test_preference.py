@@ -99,6 +99,7 @@ def without(options: dict, *names: str) -> dict:
     return {k: v for k, v in options.items() if k not in names}
 
 
+@pytest.mark.slow
 @of_kind("dpo")
 def test_dpo(file, index, case) -> None:
     data, options = FILES[file], case["options"]
@@ -294,6 +295,7 @@ def no_cotangents(batch) -> dict:
     return dict.fromkeys(names + ["kl_logps", "kl_ref_logps"] * ("kl" in batch), jnp.zeros(batch["lengths"].shape))
 
 
+@pytest.mark.slow
 @of_kind("pairs_dpo", "pairs_cpo", "pairs_orpo", "single_kto", "single_bco")
 def test_on_llama(file, index, case, directory) -> None:
     """Loss, metrics and gradients in four weights, from tokens."""
@@ -319,6 +321,7 @@ def test_on_llama(file, index, case, directory) -> None:
         close(named[key], data[f"{index}/{key}"])
 
 
+@pytest.mark.slow
 def test_reference_of_three_kinds() -> None:
     """Columns, parameters, and the base under adapters give one reference; LD-DPO weighs it like the policy."""
     base, batch, outputs = tiny_params(0), ragged(0, 3, 2), likelihoods(tiny, None, ld_alpha=0.3)
@@ -384,6 +387,7 @@ def some_batch(seed: int, single: bool) -> tuple:
     return params, batch, jax.tree.map(lambda x, y: x + 0.1 * y, params, tiny_params(seed + 50))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_any_number_of_microbatches(single: bool) -> None:
     """1, 2 and 4 microbatches of ragged lengths give each loss the same gradient: in float64, to 1e-10."""
@@ -396,6 +400,7 @@ def test_any_number_of_microbatches(single: bool) -> None:
             assert max(worst(run[n](*args), want).max() for n in (2, 4)) < 1e-10
 
 
+@pytest.mark.slow
 def test_accumulation() -> None:
     """Without `gradcache` the sorted losses are wrong, those with an NLL too unless they know the mean lengths."""
     types = ["sigmoid", "aot", "aot_unpaired", "sft"]
@@ -409,6 +414,7 @@ def test_accumulation() -> None:
         assert wrong.tolist() == [False, True, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_track_rewards() -> None:
     """BCO's delta is the mean of all rewards so far; a step that is not finite leaves it alone."""
     optimizer, seen = optax.sgd(0.1), []

@@ -67,6 +67,7 @@ def close(got, want, rtol):
 # ---- accumulation --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.lists(st.integers(0, T), min_size=8, max_size=8), st.integers(0, 99))
 def test_update_does_not_depend_on_microbatches(lengths: list[int], seed: int) -> None:
@@ -82,6 +83,7 @@ def labels_of(batch):
     return batch["tokens"], batch["packed"].segment_ids, batch["mask"]
 
 
+@pytest.mark.slow
 def test_mean_of_means_would_fail() -> None:
     """The property above is not empty: normalising each microbatch first gives another update."""
     batch, params = ragged([12, 2] * 4), tiny_params()
@@ -143,6 +145,7 @@ def objective(out, batch, reference):
     return each.sum() + order, {"weight": batch["weight"].sum(), "ids": out["id"].sum(), "top": (scores.max(), 2)}
 
 
+@pytest.mark.slow
 def test_gradcache_is_exact() -> None:
     """Gradients and sums of 1, 2, 4 and 8 microbatches against one `value_and_grad` over all rows: 2e-6."""
     r = np.random.default_rng(3)
@@ -157,6 +160,7 @@ def test_gradcache_is_exact() -> None:
     assert np.abs(apart["w"] - want["w"]).max() > 0.1 * np.abs(want["w"]).max()
 
 
+@pytest.mark.slow
 def test_gradcache_adds_up_in_float32() -> None:
     """512 ones for a bfloat16 weight; and outputs that are not one per row are refused."""
     sums = lambda out, batch: (out.sum(), {"weight": batch.sum()})
@@ -173,6 +177,7 @@ def test_gradcache_adds_up_in_float32() -> None:
 # ---- the step ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_step_equals_torch(clip: float | None) -> None:
     """Five AdamW steps on one small network, decay on matrices only, with and without clipping: 1e-5."""
@@ -210,6 +215,7 @@ def test_step_equals_torch(clip: float | None) -> None:
     close(state.params, {"w1": t1.detach().numpy(), "b1": tb.detach().numpy(), "w2": t2.detach().numpy()}, 1e-5)
 
 
+@pytest.mark.slow
 def test_partial_training() -> None:
     """A part of the tree is trained by joining it with the rest in the loss: same gradient, state only for the part."""
     params, batch = tiny_params(), ragged([12, 5, 7, 9])
@@ -236,6 +242,7 @@ def test_extras_are_read_and_kept() -> None:
         train.update(train.grads(loss), optimizer, reads=("ema",))(train.init_state(params, optimizer, scale=1), 0.0)
 
 
+@pytest.mark.slow
 def test_skip_nonfinite() -> None:
     """A step with an infinite loss, or with a NaN gradient, leaves no trace but the step count."""
     optimizer, params = train.adamw(0.1), tiny_params()
@@ -272,6 +279,7 @@ def steps_of(wrap, n: int, **extra):
     return [*paths, jax.tree.map(np.asarray, state.params)], state, metrics
 
 
+@pytest.mark.slow
 def test_ema() -> None:
     """The average of five steps against its sum in float64: 1e-6."""
     paths, state, _ = steps_of(lambda step: train.ema(step, 0.8), 5, ema=lambda p: p)
@@ -281,6 +289,7 @@ def test_ema() -> None:
     )
 
 
+@pytest.mark.slow
 def test_sync_reference() -> None:
     """The reference moves after steps 2 and 4 of five, by alpha, and keeps its dtype: 1e-6, 1e-2 in bfloat16."""
     for dtype, rtol in ((jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)):
@@ -315,6 +324,7 @@ def test_carry() -> None:
 # ---- the loss ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sft_counts_next_tokens_inside_segments() -> None:
     """Packed rows against a plain loop over separate sequences in numpy: 1e-6."""
     r = np.random.default_rng(2)
