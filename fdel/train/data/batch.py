@@ -1,0 +1,161 @@
+"""From tokenized examples to the batches that losses read: the plan of an epoch, its rows, rows put together."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fdel.ops.batch import Packed
+from fdel.train.data.pack import pack
+from fdel.train.data.settings import Settings
+from fdel.train.data.store import NUMBERS, Store
+
+Batch = dict[str, Any]
+Tokens = dict[str, np.ndarray]  # of one sequence: tokens, mask, positions, segment_ids
+Row = tuple[list[Tokens], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of an epoch, or of a window of a stream: pieces of examples (see `pack`), and in which order rows come."""
+
+    stores: tuple[Store, ...]
+    pieces: np.ndarray
+    bounds: np.ndarray
+    order: np.ndarray
+    settings: Settings
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @functools.cached_property
+    def widths(self) -> np.ndarray:
+        """Tokens of each row, in order; of several sequences (a pair, a completion and its "kl") those of the longest."""
+        sizes = self.pieces[:, 2] - self.pieces[:, 1]
+        sizes = np.add.reduceat(sizes, self.bounds[:-1])[self.order] if len(sizes) else sizes
+        if self.settings.kind != "unpaired":
+            return sizes
+        prompts = np.concatenate([s.numbers["prompt"] for s in self.stores])[self.pieces[self.order, 0]]
+        return np.maximum(sizes, np.minimum(prompts + np.roll(sizes - prompts, 1), self.settings.length))
+
+
+def lengths(stores: Sequence[Store]) -> np.ndarray:
+    """Tokens of each example of several stores, one store after the other; of a pair those of the longer one."""
+    return np.concatenate([s.lengths.reshape(-1, s.sides).max(1) for s in stores]).astype(np.int64)
+
+
+def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed: Sequence[int]) -> Plan:
+    """Distribute examples over rows, window by window, and order the rows."""
+    rng = np.random.default_rng([settings.seed, *seed])
+    size, all_pieces, all_bounds, all_orders, rows, count = lengths(stores), [], [np.zeros(1, np.int64)], [], 0, 0
+    window = max(1, settings.window // settings.batch) * settings.batch  # so that sorted rows fill their batches
+    for i in range(0, len(examples), window):
+        here = examples[i : i + window]
+        pieces, bounds = pack(size[here], settings.length, settings.packing)
+        pieces[:, 0] = here[pieces[:, 0]]
+        order = rng.permutation(len(bounds) - 1) if settings.shuffle else np.arange(len(bounds) - 1)
+        if settings.buckets:
+            order = _alike(np.diff(pieces[:, 1:], axis=1)[order, 0], order, settings, rng)
+        all_pieces.append(pieces)
+        all_bounds.append(bounds[1:] + count)
+        all_orders.append(order + rows)
+        rows, count = rows + len(order), count + len(pieces)
+    join = lambda parts: np.concatenate([np.zeros((0, *parts[0].shape[1:]), np.int64), *parts])
+    return Plan(tuple(stores), join(all_pieces), join(all_bounds), join(all_orders), settings)
+
+
+def _alike(widths: np.ndarray, order: np.ndarray, settings: Settings, rng: np.random.Generator) -> np.ndarray:
+    """Sort rows by length into batches, whose order stays random; the incomplete batch comes last."""
+    order = order[np.argsort(widths, kind="stable")]
+    full = len(order) // settings.batch * settings.batch
+    batches = order[:full].reshape(-1, settings.batch)
+    batches = rng.permutation(batches) if settings.shuffle else batches
+    return np.concatenate([batches.ravel(), order[full:]])
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+def row(p: Plan, r: int) -> Row:
+    """Make the r-th row of a plan: its sequences (one, chosen and rejected, or one and its "kl"), and its numbers.
+
+    The "kl" of a row is its prompt with the completion of the row before it in the plan, as TRL has it in a batch.
+    """
+    settings, pieces = p.settings, _pieces(p, r)
+    store, i = _locate(p, pieces[0][0])
+    numbers = {k: store.numbers[k][i] for k in NUMBERS[settings.kind]}
+    if settings.kind == "unpaired":
+        other, j = _locate(p, _pieces(p, r - 1)[0][0])
+        kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
+        return [_slice(store, i, 0, settings.length), _crop(_join(kl), settings.length)], numbers
+    if settings.packing is None:
+        return [_slice(store, i * store.sides + side, 0, settings.length) for side in range(store.sides)], numbers
+    parts = []
+    for segment, (example, start, stop) in enumerate(pieces):
+        store, i = _locate(p, example)
+        parts.append(_slice(store, i, start, stop, segment))
+    return [_join(parts)], numbers
+
+
+def _pieces(p: Plan, r: int) -> list[list[int]]:
+    k = p.order[r]
+    return p.pieces[p.bounds[k] : p.bounds[k + 1]].tolist()
+
+
+def _locate(p: Plan, example: int) -> tuple[Store, int]:
+    for store in p.stores:
+        if example < len(store):
+            return store, example
+        example -= len(store)
+    raise IndexError(f"the stores have {sum(map(len, p.stores))} examples, which is {example} too few")
+
+
+def _slice(store: Store, sequence: int, start: int, stop: int | None, segment: int = 0) -> Tokens:
+    first, last = int(store.starts[sequence]), int(store.starts[sequence + 1])
+    first, last = first + start, last if stop is None else min(last, first + stop)
+    n = last - first
+    found = {"tokens": store.tokens[first:last], "mask": store.mask[first:last]}
+    return found | {"positions": np.arange(n, dtype=np.int32), "segment_ids": np.full(n, segment, np.int32)}
+
+
+def _join(parts: Sequence[Tokens]) -> Tokens:
+    return {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+
+
+def _crop(sequence: Tokens, size: int) -> Tokens:
+    return {k: v[:size] for k, v in sequence.items()}
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, masked: bool) -> Batch:
+    """Put rows together, with empty rows up to `size`, padded to the bucket that `width` tokens need.
+
+    See `losses.model` and `losses.likelihoods` for the keys; with `masked` there is a "mask".
+    """
+    width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
+    sides = 2 if settings.kind in ("pairs", "unpaired") else 1
+    fill = {"tokens": np.int32(0), "mask": np.bool_(False), "positions": np.int32(0), "segment_ids": np.int32(-1)}
+    full: dict[str, Any] = {k: np.full((size, sides, width), v) for k, v in fill.items()}
+    found = np.zeros((size, sides), np.int32)
+    for i, (sequences, _) in enumerate(rows):
+        for side, sequence in enumerate(sequences):
+            found[i, side] = n = len(sequence["tokens"])
+            for k, array in full.items():
+                array[i, side, :n] = sequence[k]
+
+    def side_of(side: Any) -> Batch:
+        batch = {"tokens": full["tokens"][:, side]} | ({"mask": full["mask"][:, side]} if masked else {})
+        if settings.packing:
+            return batch | {"packed": Packed(full["positions"][:, side], full["segment_ids"][:, side])}
+        return batch | {"lengths": found[:, side]}
+
+    batch = side_of(slice(None) if settings.kind == "pairs" else 0)
+    for name, dtype in NUMBERS[settings.kind].items():
+        if name != "prompt":
+            batch[name] = np.zeros(size, dtype)
+            batch[name][: len(rows)] = [numbers[name] for _, numbers in rows]
+    return batch | ({"kl": side_of(1)} if settings.kind == "unpaired" else {})

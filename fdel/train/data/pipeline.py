@@ -1,0 +1,175 @@
+"""The finished data set: sources in, batches out."""
+
+import functools
+import operator
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fdel import text
+from fdel.train.data.batch import Batch, Plan, Row, collate, plan, row
+from fdel.train.data.files import Source
+from fdel.train.data.mix import order
+from fdel.train.data.settings import Report, Settings
+from fdel.train.data.store import Store, build, cache
+
+
+class Batches:
+    """The batches of all epochs by number, of each the rows that one process gets: a source for `grain.MapDataset`.
+
+    A batch depends on its number alone. So the state of an iterator is a number, and other numbers of processes can go on.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        weights: Sequence[float] | None,
+        settings: Settings,
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.stores, self.weights, self.settings, self.process = stores, weights, settings, process
+        self.report = functools.reduce(operator.add, (s.report for s in stores), Report())
+        self.masked = settings.kind in ("pairs", "unpaired") or self.report.learnt < self.report.tokens
+        self.plan = functools.lru_cache(maxsize=2)(self._plan)
+        self._firsts, self._lock = [0], threading.Lock()  # the number of the first batch of each epoch seen so far
+        if not self.first(1):
+            found = f"{len(self.plan(0))} rows make no batch of {settings.batch}"
+            raise ValueError(f"{found}; give more data, or partial='pad'\n{self.report}")
+
+    def __len__(self) -> int:
+        return self.first(self.settings.epochs) if self.settings.epochs else sys.maxsize
+
+    def __getitem__(self, number: int) -> Batch:
+        settings, (index, count) = self.settings, self.process
+        with self._lock:
+            while self._firsts[-1] <= number:
+                self._extend()
+            epoch = bisect_right(self._firsts, number) - 1
+            start = (number - self._firsts[epoch]) * settings.batch
+        p, own = self.plan(epoch), settings.batch // count
+        rows = range(start, min(start + settings.batch, len(p)))
+        made = [row(p, r) for r in rows[index * own : (index + 1) * own]]
+        return collate(made, settings, own, int(p.widths[rows.start : rows.stop].max()), self.masked)
+
+    def first(self, epoch: int) -> int:
+        """Number the first batch of an epoch."""
+        with self._lock:
+            while len(self._firsts) <= epoch:
+                self._extend()
+            return self._firsts[epoch]
+
+    def _extend(self) -> None:
+        rows, size = len(self.plan(len(self._firsts) - 1)), self.settings.batch
+        self._firsts.append(self._firsts[-1] + (rows // size if self.settings.partial == "drop" else -(-rows // size)))
+
+    def _plan(self, epoch: int) -> Plan:
+        examples = order([len(s) for s in self.stores], self.weights, self.settings, epoch)
+        return plan(self.stores, examples, self.settings, [epoch, 1])
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set: `iter` gives grain's iterator of batches, with `get_state` and `set_state`; facts that are known before.
+
+    Of a stream only `report` is known, of the rows so far; the others are None.
+    """
+
+    dataset: Any
+    origin: Any
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+    @property
+    def report(self) -> Report:
+        """What became of the rows."""
+        return self.origin.report
+
+    @property
+    def examples(self) -> int | None:
+        """Examples that can be used, of all sources together."""
+        return sum(map(len, self.origin.stores)) if isinstance(self.origin, Batches) else None
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of the first epoch; those of others differ a little where packing or a mixture makes them anew."""
+        return self.origin.first(1) if isinstance(self.origin, Batches) else None
+
+    @property
+    def total(self) -> int | None:
+        """Batches of all epochs; None where they never end."""
+        return len(self.origin) if isinstance(self.origin, Batches) and self.origin.settings.epochs else None
+
+    @property
+    def fill(self) -> float | None:
+        """The share of the first epoch's places, rows times `length`, that hold tokens."""
+        if not isinstance(self.origin, Batches):
+            return None
+        widths = self.origin.plan(0).widths
+        return float(widths.sum() / (len(widths) * self.origin.settings.length))
+
+
+def dataset(
+    sources: Source | Sequence[Source],
+    settings: Settings,
+    tok: text.Tokenizer,
+    *,
+    cache_directory: str | Path | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Data:
+    """Build the data set of sources: batches of `settings.batch` rows, of which each process gets its equal part, in order.
+
+    A batch is a dict of numpy arrays, see `losses.model` and `losses.likelihoods`: "tokens" and "lengths", or "packed";
+    "mask" where not all tokens are learnt; "margin" of pairs; "label" and "kl" of unpaired completions. Arrays have
+    `settings.length` tokens, or those of a bucket. All examples are tokenized first, into memory, or once and for all into
+    `cache_directory`; with `stream` they are tokenized on the way. Needs the extra `train`. ValueError for settings that
+    exclude each other and for data of which nothing can be learnt.
+    """
+    try:
+        import grain
+    except ImportError as e:
+        raise ImportError("data sets need grain; install the extra: pip install 'fdel[train]'") from e
+    sources = [sources] if isinstance(sources, Source) else list(sources)
+    _check(sources, settings, cache_directory, process_count)
+    process = (process_index, process_count)
+    if settings.stream:
+        from fdel.train.data.stream import Stream
+
+        masked, own = settings.kind != "prompt" and settings.learn != "all", settings.batch // process_count
+        put = lambda rows: collate(rows, settings, own, max(_width(r) for r in rows), masked)
+        stream = Stream(sources, tok, settings, process)
+        batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
+        ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)
+        return Data(ahead, stream)
+    make = build if cache_directory is None else functools.partial(cache, directory=cache_directory)
+    weights = None if sources[0].weight is None else [s.weight or 0.0 for s in sources]
+    origin = Batches([make(s, tok, settings) for s in sources], weights, settings, process)
+    options = grain.ReadOptions(num_threads=settings.threads, prefetch_buffer_size=settings.prefetch)
+    return Data(grain.MapDataset.source(origin).to_iter_dataset(options), origin)
+
+
+def _width(made: Row) -> int:
+    return max(len(sequence["tokens"]) for sequence in made[0])
+
+
+def _check(sources: Sequence[Source], settings: Settings, cache_directory: Any, processes: int) -> None:
+    weighted = [s.weight for s in sources if s.weight is not None]
+    if not sources or 0 < len(weighted) < len(sources) or any(w <= 0 for w in weighted):
+        raise ValueError(
+            f"{len(sources)} sources, {len(weighted)} weights; expected a positive weight for all, or for none"
+        )
+    if settings.batch % processes:
+        raise ValueError(f"batch={settings.batch} rows cannot be divided among {processes} processes")
+    if not settings.stream:
+        return
+    if processes > 1 and (settings.epochs is not None or settings.buckets):
+        raise ValueError(
+            "streams of several processes have no common end and no common lengths: use epochs=None, and no buckets"
+        )
+    if cache_directory is not None or settings.block is not None:
+        raise ValueError("a stream has no cache, and its window is its block: leave out stream, or the other two")

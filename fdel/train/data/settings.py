@@ -1,0 +1,114 @@
+"""What a data set is to become: `Settings`, and the `Report` of what became of its rows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PLACES = 5  # of each complaint, how many rows a report shows
+COMPLAINTS = 20  # how many different ones it shows; messages may hold values from the rows
+
+CHOICES = {
+    "kind": ("sft", "pairs", "unpaired", "prompt"),
+    "learn": ("auto", "all", "completion", "assistant"),
+    "packing": (None, "first_fit", "best_fit", "best_fit_split", "wrapped"),
+    "overlong": ("truncate", "drop"),
+    "bad_rows": ("skip", "raise"),
+    "stop": ("first_exhausted", "longest"),
+    "partial": ("drop", "pad"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows become batches.
+
+    kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "unpaired" (KTO, BCO); "prompt"
+    batch     rows of a step, of all processes and microbatches together
+    length    the most tokens of a row; a longer sequence loses its end
+    packing   None, one example per row; "first_fit" or "best_fit", whole examples; "best_fit_split", longer ones in parts;
+              "wrapped", all examples one after the other, cut at every `length` tokens
+    learn     the tokens that "sft" learns: "all", the "completion" after a prompt, what the "assistant" says
+              (`{% generation %}` blocks), or "auto": the completion where there is one, else all
+    buckets   row lengths to pad to, beside `length`; rows of like lengths then share a batch
+    overlong  "truncate", or "drop" examples longer than `length`
+    bad_rows  "skip" rows that cannot be used, or "raise" at the first one
+    shuffle   anew in every epoch; over the whole data set, in a stream within `window` examples
+    epochs    how often the data is read; None: for ever
+    window    how many examples are packed, sorted by length, or shuffled in a stream, together
+    stop      of a mixture with weights: an epoch ends with the "first_exhausted" source, or after the "longest", while the
+              others begin again
+    block     of a mixture with weights: every `block` examples have the exact shares, in random order; None: each prefix
+              has them, up to one example
+    partial   the last incomplete batch of an epoch: "drop" it, or "pad" it with empty rows
+    stream    tokenize while training and keep nothing, instead of tokenizing everything first
+    prefetch  batches made ahead
+    threads   that make batches and tokenize
+    """
+
+    kind: str = "sft"
+    batch: int = 8
+    length: int = 1024
+    packing: str | None = None
+    learn: str = "auto"
+    buckets: tuple[int, ...] = ()
+    overlong: str = "truncate"
+    bad_rows: str = "skip"
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = 1
+    window: int = 4096
+    stop: str = "first_exhausted"
+    block: int | None = None
+    partial: str = "drop"
+    stream: bool = False
+    prefetch: int = 4
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what has no meaning."""
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
+        if min(self.batch, self.length, self.window, self.threads, self.block or 1, *self.buckets) < 1:
+            raise ValueError("batch, length, window, threads, block and buckets are numbers of at least 1")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs={self.epochs}; expected at least 1, or None to go on for ever")
+        if self.packing and (self.kind != "sft" or self.buckets):
+            raise ValueError(
+                "packing is for kind='sft' without buckets; the losses of the others need one sequence a row"
+            )
+        if any(b > self.length for b in self.buckets):
+            raise ValueError(f"buckets={self.buckets} go beyond length={self.length}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether examples keep all their tokens, since packing cuts them."""
+        return self.packing in ("best_fit_split", "wrapped")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of rows: read and examples made of them, tokens, those to be learnt; each complaint with its places."""
+
+    read: int = 0
+    kept: int = 0
+    tokens: int = 0
+    learnt: int = 0
+    notes: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __add__(self, other: "Report") -> "Report":
+        notes = dict(self.notes)
+        for reason, (count, places) in other.notes.items():
+            reason = reason if reason in notes or len(notes) < COMPLAINTS else "other complaints"
+            before = notes.get(reason, (0, ()))
+            notes[reason] = before[0] + count, (*before[1], *places)[:PLACES]
+        read, kept = self.read + other.read, self.kept + other.kept
+        return Report(read, kept, self.tokens + other.tokens, self.learnt + other.learnt, notes)
+
+    def __str__(self) -> str:
+        head = f"{self.read} rows read, {self.kept} examples, {self.tokens} tokens, {self.learnt} of them to be learnt"
+        return "\n".join([head, *(f"  {n} x {reason}: {', '.join(at)}" for reason, (n, at) in self.notes.items())])
+
+
+def note(reason: str, place: str) -> Report:
+    """Report one complaint."""
+    return Report(notes={reason: (1, (place,))})

@@ -1,0 +1,189 @@
+"""Tokenized examples as flat arrays, in memory or memory-mapped, and their cache on disk."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fdel import text
+from fdel.train.data.files import File, Row, Source, find
+from fdel.train.data.rows import Example, encode_rows
+from fdel.train.data.settings import Report, Settings
+from fdel.train.data.tables import Table, open_table
+
+CHUNK = 512  # rows that are tokenized together
+NUMBERS = {"sft": {}, "prompt": {}, "pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
+FORMAT = 1  # of the cache; another number makes caches of before invalid
+
+
+@dataclass(frozen=True)
+class Store:
+    """Examples of 1 or 2 sequences each (`sides`): tokens int32[N] and mask bool[N], end to end; lengths int32[sequences].
+
+    `numbers` hold a value per example: "label", "margin", "prompt" (the length of it).
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    lengths: np.ndarray
+    numbers: dict[str, np.ndarray]
+    sides: int
+    report: Report
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """Where each sequence begins in `tokens`, and where the last one ends."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self.lengths) // self.sides
+
+
+def arrays(examples: Sequence[Example], kind: str) -> dict[str, np.ndarray]:
+    """Lay examples out as the arrays of a store, by name."""
+    flat = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)
+    found = {
+        "tokens": flat([x for e in examples for x in e.ids], np.int32),
+        "mask": flat([x for e in examples for x in e.masks], bool),
+        "lengths": np.array([len(x) for e in examples for x in e.ids], np.int32),
+    }
+    return found | {k: np.array([e.numbers[k] for e in examples], dtype) for k, dtype in NUMBERS[kind].items()}
+
+
+def store(parts: Mapping[str, np.ndarray], kind: str, report: Report) -> Store:
+    """Make a store of its arrays."""
+    numbers = {k: parts[k] for k in NUMBERS[kind]}
+    return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, 2 if kind == "pairs" else 1, report)
+
+
+def row_range(source: Source, read: int, table: Table, first: int = 0, step: int = 1) -> range:
+    """Give the rows of a table to read, after `read` rows of the files before it."""
+    return range(first, table.length if source.rows is None else min(table.length, source.rows - read), step)
+
+
+def prepare(table: Table, rows: range, source: Source) -> list[tuple[str, Row | ValueError | None]]:
+    """Read rows with their places, renamed and transformed; None for a row that the transform leaves out."""
+    return [(table.place(i), _change(row, source)) for i, row in zip(rows, table.read(rows), strict=True)]
+
+
+def _change(row: Row | ValueError, source: Source) -> Row | ValueError | None:
+    if isinstance(row, ValueError):
+        return row
+    row = {source.rename.get(k, k): v for k, v in row.items()}
+    try:
+        return row if source.transform is None else source.transform(row)
+    except (ValueError, LookupError, TypeError) as e:
+        return ValueError(f"the transform failed: {type(e).__name__}: {e}")
+
+
+def tokenize(source: Source, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[list[Example], Report]]:
+    """Tokenize a whole source, chunk by chunk, in order."""
+
+    def chunks() -> Iterator[Callable[[], tuple[list[Example], Report]]]:
+        read = 0
+        for file in find(source):
+            table = open_table(file)
+            rows = row_range(source, read, table)
+            read += len(rows)
+            for i in range(0, len(rows), CHUNK):
+                here = prepare(table, rows[i : i + CHUNK], source)
+                yield functools.partial(encode_rows, here, tok, settings)
+
+    return _in_threads(chunks(), settings.threads)
+
+
+def _in_threads(calls: Iterable[Callable[[], Any]], threads: int) -> Iterator[Any]:
+    """Yield the results of calls in their order, while the next ones run."""
+    with ThreadPoolExecutor(threads) as pool:
+        running: deque = deque()
+        for call in calls:
+            running.append(pool.submit(call))
+            if len(running) > threads:
+                yield running.popleft().result()
+        yield from (future.result() for future in running)
+
+
+def build(source: Source, tok: text.Tokenizer, settings: Settings) -> Store:
+    """Tokenize a source into memory. ValueError if nothing of it can be learnt."""
+    parts, report = [], Report()
+    for examples, more in tokenize(source, tok, settings):
+        parts.append(arrays(examples, settings.kind))
+        report += more
+    _check(source, report)
+    return store({k: np.concatenate([p[k] for p in parts]) for k in parts[0]}, settings.kind, report)
+
+
+def _check(source: Source, report: Report) -> None:
+    if not report.kept:
+        raise ValueError(f"{source.files}: no row can be used\n{report}")
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+
+def cache(source: Source, tok: text.Tokenizer, settings: Settings, directory: str | Path) -> Store:
+    """Tokenize a source into a folder below `directory`, once; map it into memory. ValueError as `build`.
+
+    The folder's name is the hash of what decides about its content: the files' names, sizes and times, the settings that
+    touch tokens, the tokenizer. It appears when it is complete, also if several processes write at once.
+    """
+    if source.transform is not None and not source.version:
+        raise ValueError("a transform and a cache: give the source a version=, and change it with the transform")
+    directory = Path(directory)
+    folder = directory / key(source, tok, settings)
+    if not folder.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory))
+        try:
+            _write(source, tok, settings, part)
+            with contextlib.suppress(OSError):  # another process was faster
+                os.rename(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return _read(folder, settings.kind)
+
+
+def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
+    """Hash what decides about a source's tokens."""
+    files: list[File] = find(source)
+    seen = [(f.name, f.path.stat().st_size, 0 if "://" in f.name else f.path.stat().st_mtime_ns) for f in files]
+    of_source = {k: getattr(source, k) for k in ("format", "rename", "version", "rows")}
+    of_settings = {k: getattr(settings, k) for k in ("kind", "learn", "overlong", "length", "whole", "bad_rows")}
+    of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)
+    facts = json.dumps([FORMAT, seen, of_source, of_settings, of_tokenizer], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+def _write(source: Source, tok: text.Tokenizer, settings: Settings, folder: Path) -> None:
+    report, dtypes = Report(), {}
+    with contextlib.ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for examples, more in tokenize(source, tok, settings):
+            report += more
+            for name, array in arrays(examples, settings.kind).items():
+                if name not in files:
+                    files[name] = stack.enter_context(open(folder / f"{name}.bin", "wb"))
+                    dtypes[name] = array.dtype.str
+                files[name].write(array.tobytes())
+    _check(source, report)
+    index = {"dtypes": dtypes, "report": dataclasses.asdict(report)}
+    (folder / "index.json").write_text(json.dumps(index, indent=2))
+
+
+def _read(folder: Path, kind: str) -> Store:
+    index = json.loads((folder / "index.json").read_text())
+    parts = {k: np.memmap(folder / f"{k}.bin", np.dtype(d), "r") for k, d in index["dtypes"].items()}
+    notes = {k: (n, tuple(places)) for k, (n, places) in index["report"].pop("notes").items()}
+    return store(parts, kind, Report(**index["report"], notes=notes))

@@ -1,0 +1,174 @@
+"""Open a file of any format as a table of rows, which are asked for by number, in rising order.
+
+Nothing is kept in memory but the places of lines, the last row group of a parquet file, or all of a csv, json or compressed
+file.
+"""
+
+import csv
+import functools
+import gzip
+import io
+import json
+import mmap
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fdel.train.data.files import File, Row
+
+SCAN = 2**26  # bytes looked at together for ends of lines
+
+
+@dataclass(frozen=True)
+class Table:
+    """An opened file. `read(range)` gives each row as a dict, or as the ValueError that it is; `line` says where it is."""
+
+    name: str
+    length: int
+    read: Callable[[range], list[Row | ValueError]]
+    line: Callable[[int], int] = lambda row: row + 1
+
+    def place(self, row: int) -> str:
+        """Say where a row stands, for people."""
+        return f"{self.name}:{self.line(row)}"
+
+
+def open_table(file: File) -> Table:
+    """Open a file; ValueError if it is not of its format. Parquet and arrow need the extra `data`."""
+    readers = {"json": _json, "jsonl": _jsonl, "csv": _csv, "text": _text, "parquet": _parquet, "arrow": _arrow}
+    if file.format not in readers:
+        raise ValueError(f"{file.name}: unknown format {file.format!r}; expected one of {', '.join(readers)}")
+    return readers[file.format](file)
+
+
+def _bytes(file: File) -> Any:
+    """Map a file into memory; a compressed one is read."""
+    if file.name.endswith(".gz"):
+        return gzip.decompress(file.path.read_bytes())
+    with open(file.path, "rb") as f:
+        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if file.path.stat().st_size else b""
+
+
+def _lines(file: File) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
+    """Index the lines that are not empty: (bytes, starts, ends, numbers from 0)."""
+    data = _bytes(file)
+    view = np.frombuffer(data, np.uint8)
+    breaks = [np.flatnonzero(view[i : i + SCAN] == 10) + i for i in range(0, len(view), SCAN)]
+    ends = np.concatenate([*breaks, np.array([len(view)])])
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    size = ends - starts
+    returns = (size == 1) & (view[np.minimum(starts, len(view) - 1)] == 13) if len(view) else size == 1
+    numbers = np.flatnonzero((size > 0) & ~returns)
+    return data, starts[numbers], ends[numbers], numbers
+
+
+def _line_table(file: File, parse: Any) -> Table:
+    data, starts, ends, numbers = _lines(file)
+    read = lambda rows: [parse(data[starts[i] : ends[i]]) for i in rows]
+    return Table(file.name, len(numbers), read, lambda row: int(numbers[row]) + 1)
+
+
+def _jsonl(file: File) -> Table:
+    return _line_table(file, _object)
+
+
+def _object(line: bytes) -> Row | ValueError:
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        return ValueError(f"not JSON ({e})")
+    return row if isinstance(row, dict) else ValueError(f"expected a JSON object, found {type(row).__name__}")
+
+
+def _text(file: File) -> Table:
+    def parse(line: bytes) -> Row | ValueError:
+        try:
+            return {"text": line.decode().removesuffix("\r")}
+        except UnicodeDecodeError:
+            return ValueError("not UTF-8")
+
+    return _line_table(file, parse)
+
+
+def _json(file: File) -> Table:
+    """Read a list of objects, an object with such a list as "data", or (under this suffix, too) one object per line."""
+    data = _bytes(file)
+    first = data[: max(data.find(b"\n"), 0)]
+    by_line = isinstance(_object(first), dict) and re.compile(rb"\S").search(data, len(first))
+    if by_line or re.search(r"\.(jsonl|ndjson)(\.gz)?$", file.name):
+        return _jsonl(file)
+    try:
+        content = json.loads(bytes(data))
+    except ValueError as e:
+        raise ValueError(f"{file.name} is neither JSON nor JSON lines: {e}") from e
+    if isinstance(content, dict):
+        content = content["data"] if isinstance(content.get("data"), list) else [content]
+    odd = lambda row: row if isinstance(row, dict) else ValueError(f"expected an object, found {type(row).__name__}")
+    return Table(file.name, len(content), lambda rows: [odd(content[i]) for i in rows])
+
+
+def _csv(file: File) -> Table:
+    text = io.StringIO(bytes(_bytes(file)).decode("utf-8-sig"), newline="")
+    reader = csv.reader(text, delimiter="\t" if ".tsv" in file.name else ",", strict=True)
+    content, lines, before = [], [], 0
+    try:
+        for row in reader:
+            if row:
+                content.append(row)
+                lines.append(before + 1)
+            before = reader.line_num
+    except csv.Error as e:
+        raise ValueError(f"{file.name}:{before + 1} is not CSV: {e}") from e
+    header, content, lines = (content or [[]])[0], content[1:], lines[1:]
+
+    def named(row: list[str]) -> Row | ValueError:
+        if len(row) != len(header):
+            return ValueError(f"{len(row)} fields, but the header names {len(header)}")
+        return dict(zip(header, row, strict=True))
+
+    return Table(file.name, len(content), lambda rows: [named(content[i]) for i in rows], lambda row: lines[row])
+
+
+def _pyarrow(file: File) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as e:
+        raise ImportError(f"{file.name} needs pyarrow; install the extra: pip install 'fdel[data]'") from e
+    return pyarrow
+
+
+def _arrow(file: File) -> Table:
+    """Open an IPC stream (as `datasets` writes it) or file, mapped into memory."""
+    pa = _pyarrow(file)
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(file.path))).read_all()
+    except pa.ArrowInvalid:
+        table = pa.ipc.open_file(pa.memory_map(str(file.path))).read_all()
+    return Table(file.name, len(table), functools.partial(_take, table))
+
+
+def _take(table: Any, rows: range) -> list:
+    if rows.step == 1:
+        return table.slice(rows.start, len(rows)).to_pylist()
+    return table.take(list(rows)).to_pylist()
+
+
+def _parquet(file: File) -> Table:
+    parquet = _pyarrow(file).parquet.ParquetFile(file.path)
+    sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+    group = functools.lru_cache(maxsize=1)(parquet.read_row_group)
+
+    def read(rows: range) -> list:
+        found: list = []
+        while rows:
+            i = int(np.searchsorted(starts, rows[0], "right")) - 1
+            here = len(range(rows[0], min(rows[-1] + 1, int(starts[i + 1])), rows.step))
+            found += _take(group(i), range(rows[0] - int(starts[i]), rows[here - 1] - int(starts[i]) + 1, rows.step))
+            rows = rows[here:]
+        return found
+
+    return Table(file.name, int(starts[-1]), read)
