@@ -7,10 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fdel import kernels, models, ops, params, serve, text, train
+    from fdel import kernels, models, ops, params, recipe, serve, text, train
 
 __version__ = "0.1.0"
-__all__ = ["kernels", "models", "ops", "params", "serve", "text", "train"]
+__all__ = ["kernels", "models", "ops", "params", "recipe", "serve", "text", "train"]
 
 
 def __getattr__(name: str) -> Any:

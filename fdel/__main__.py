@@ -1,6 +1,10 @@
-"""Run the command line as `python -m fdel`."""
+"""Run the command line as `python -m fdel`; `python -m fdel recipe.yaml` is `fdel run recipe.yaml`."""
+
+import sys
 
 from fdel.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    args = sys.argv[1:]
+    file = next((a for a in args if not a.startswith("-")), "").endswith((".yaml", ".yml", ".json"))
+    raise SystemExit(main(["run", *args] if file else args))

@@ -2,16 +2,18 @@
 
 import argparse
 import contextlib
+import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fdel
+from fdel import options
 
 # Files beside the weights that make a checkpoint usable.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -85,10 +87,41 @@ def plan(args: argparse.Namespace) -> int:
     # The devices are virtual: they make the compiler divide the program, and hold nothing.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
-    family, cfg = models.read_config(Path(args.model))
-    names = ("mesh", "rows", "length", "microbatches", "dtype", "optimizer", "remat")
-    training = plan.Training(**{name: getattr(args, name) for name in names})
+    if Path(args.model).is_file():
+        from fdel import recipe
+
+        directory, training = recipe.planned(recipe.load(args.model))
+    else:
+        names = ("mesh", "rows", "length", "microbatches", "dtype", "optimizer", "remat")
+        directory, training = Path(args.model), plan.Training(**{name: getattr(args, name) for name in names})
+    if training.rows is None:
+        raise ValueError("--rows is missing: the rows of a step's batch, on all devices together")
+    family, cfg = models.read_config(directory)
     print(plan.report(family, cfg, training, memory=args.memory))
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what a run file says: train a model, and what else its actions are."""
+    from fdel import recipe
+
+    file = args.recipe or args.config
+    if args.keys:
+        print(recipe.reference())
+        return 0
+    if file is None:
+        raise ValueError("no run file is given; `fdel run --keys` lists what one may say")
+    wanted = recipe.load(file)
+    for change in args.set:
+        path, _, value = change.partition("=")
+        with contextlib.suppress(ValueError):  # what is no JSON is text
+            value = json.loads(value)
+        wanted = wanted.set(path, value)
+    if args.dry_run:
+        print(recipe.dumps(wanted, defaults=True), end="")
+        recipe.validate(wanted)
+    else:
+        recipe.run(wanted)
     return 0
 
 
@@ -101,34 +134,48 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def known_dtype(name: str) -> str:
-    """Check the name of a floating dtype."""
-    if name not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{name!r} is unknown; use one of {', '.join(DTYPES)}")
-    return name
+def plot(args: argparse.Namespace) -> int:
+    """Draw the curves of runs to a PNG and to an HTML report that needs no other file."""
+    from fdel import plot
+
+    for path in plot.main(args.runs, args.out, args.metric):
+        print(path)
+    return 0
 
 
-def generate_options(p: argparse.ArgumentParser, dtype: dict) -> None:
-    """Add the options of `fdel generate`."""
-    p.add_argument("--chat", action="store_true", help="send the prompt as a user message through the chat template")
-    p.add_argument("--max-tokens", type=int, default=128, help="tokens to write at the most (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
-    p.add_argument(
-        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (default: %(default)s)"
-    )
-    p.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass (default: all)"
-    )
-    p.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default: none)"
-    )
-    p.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="divide repeated tokens' logits (default: off)"
-    )
-    p.add_argument("--seed", type=int, default=None, help="seed of the draws (default: a new one)")
-    p.add_argument("--stop", action="append", default=[], help="end before this text (may be given several times)")
-    p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    p.add_argument("--dtype", **dtype)
+def serve(args: argparse.Namespace) -> int:
+    """Serve checkpoints over HTTP, as OpenAI's API."""
+    from fdel.serve import engine, launch
+
+    sizes = {name: getattr(args, name) for name in ("rows", "pages", "max_length", "budget", "queue", "drafts")}
+    names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "insecure", "grace")
+    given = {name: getattr(args, name) for name in names}
+    adapters = dict(pair.split("=", 1) for pair in args.adapter)
+    launch.main(args.models, launch.Options(**given, adapters=adapters, settings=engine.Settings(**sizes)))
+    return 0
+
+
+def keys(args: argparse.Namespace) -> int:
+    """Make, list and remove API keys of a server. The secret of a new key is shown once."""
+    from fdel.serve import auth
+
+    known = auth.load(args.file) if args.file.exists() else {}
+    if args.do == "list":
+        for key in known.values():
+            print(key.id, key.role, key.name)
+    elif args.do == "add":
+        rates = {name: getattr(args, name) for name in ("requests_per_minute", "tokens_per_minute")}
+        key, secret = auth.create(args.name, args.role, time.time(), **rates)
+        auth.save(args.file, [*known.values(), key])
+        print(secret)
+    else:
+        rest = [key for key in known.values() if key.id != args.name]
+        if len(rest) == len(known):
+            raise ValueError(
+                f"{args.file} has no key with the id {args.name!r}; `fdel keys {args.file} list` shows them"
+            )
+        auth.save(args.file, rest)
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
 
     checkpoint = ("model", "checkpoint directory in Hugging Face layout, or a Hub id (extra `hub`)")
     dtype: dict = {
-        "type": known_dtype,
+        "type": options.dtype,
         "help": "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)",
     }
     p = command(demo)
@@ -158,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=300, help="training steps at the most (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=60, help="training time at the most (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=80, help="tokens to write (default: %(default)s)")
-    generate_options(command(generate, checkpoint, ("prompt", "text to continue")), dtype)
+    options.generate(command(generate, checkpoint, ("prompt", "text to continue")), dtype)
     p = command(info, checkpoint)
     p.add_argument("--mesh", help="also print the shards on a mesh, such as fsdp=2,tp=4")
     p.add_argument("--rules", choices=("train", "serve"), default="train", help="sharding rules (default: %(default)s)")
@@ -170,21 +217,19 @@ def parser() -> argparse.ArgumentParser:
     )
     p = command(diff, ("a", checkpoint[1]), ("b", "the other one"))
     p.add_argument("--tolerance", type=float, default=0.0, help="accept differences up to this (default: %(default)s)")
-    p = command(plan, ("model", "directory with a config.json; weights are not needed"))
-    p.add_argument("--devices", type=int, required=True, help="number of devices")
-    p.add_argument(
-        "--mesh", default="fsdp=-1", help="sizes of the mesh axes, such as fsdp=64,tp=4 (default: %(default)s)"
-    )
-    p.add_argument("--rows", type=int, required=True, help="rows of a step's batch, on all devices together")
-    p.add_argument("--length", type=int, default=4096, help="tokens per row (default: %(default)s)")
-    p.add_argument("--microbatches", type=int, default=1, help="parts of the batch, in turn (default: %(default)s)")
-    p.add_argument("--dtype", type=known_dtype, default="bfloat16", help="of the parameters (default: %(default)s)")
-    p.add_argument("--optimizer", default="adamw", help="by name (default: %(default)s)")
-    p.add_argument("--remat", help="what the backward pass computes again, such as nothing_saveable (default: nothing)")
-    p.add_argument("--memory", type=float, help="GiB of a device, to say whether the step fits")
+    options.run(command(run))
+    options.plan(command(plan, ("model", "a run file, or a directory with a config.json; the options belong to that")))
     p = command(bench, checkpoint)
     p.add_argument("--dtype", **dtype)
     p.add_argument("--no-train", action="store_true", help="leave out the training step")
+    options.serve(command(serve), dtype)
+    options.keys(command(keys, ("file", "the key file; made if it is not there")))
+    p = command(plot)
+    p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run, or its metrics.jsonl")
+    p.add_argument(
+        "--out", type=Path, default=Path("curves"), help="name of the files; .png or .html: only that one (%(default)s)"
+    )
+    p.add_argument("--metric", action="append", default=[], help="draw only this one (may be given several times)")
     return main
 
 
@@ -193,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)
-    except (OSError, ValueError, ImportError) as e:
+    except (OSError, ValueError, ImportError, ArithmeticError) as e:
         print(f"fdel {args.command}: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,7 +3,6 @@
 The library in one page: a spec, a composed step, a checkpoint in hub layout, and a stream of tokens.
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from fdel import models, ops, params, serve, text, train
+from fdel import models, ops, params, plot, serve, text, train
 from fdel.models import llama
+from fdel.train import loop, metrics
 
 VOCAB, LENGTH, ROWS = 2048, 256, 8
 
@@ -41,22 +40,6 @@ def batches(tokens: np.ndarray, seed: int) -> Iterator[dict[str, np.ndarray]]:
         yield {"tokens": tokens[starts[:, None] + np.arange(LENGTH)]}
 
 
-def curve_svg(losses: list[float], title: str) -> str:
-    """Draw a loss curve as a self-contained SVG."""
-    width, height, pad = 640, 320, 40
-    low, high = min(losses), max(losses)
-    x = lambda i: pad + (width - 2 * pad) * i / max(len(losses) - 1, 1)
-    y = lambda v: height - pad - (height - 2 * pad) * (v - low) / ((high - low) or 1)
-    points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(losses))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">'
-        f'<rect width="100%" height="100%" fill="white"/><text x="{pad}" y="24">{title}</text>'
-        f'<text x="4" y="{y(high):.0f}">{high:.2f}</text><text x="4" y="{y(low):.0f}">{low:.2f}</text>'
-        f'<text x="{width - pad}" y="{height - 12}" text-anchor="end">step {len(losses)}</text>'
-        f'<polyline fill="none" stroke="#1764ab" stroke-width="1.5" points="{points}"/></svg>\n'
-    )
-
-
 def sparkline(losses: list[float], width: int = 60) -> str:
     """Draw a loss curve in one line of text."""
     means = [np.mean(part) for part in np.array_split(losses, min(width, len(losses)))]
@@ -64,31 +47,21 @@ def sparkline(losses: list[float], width: int = 60) -> str:
     return "".join("▁▂▃▄▅▆▇█"[int(7.999 * (m - low) / ((high - low) or 1))] for m in means)
 
 
-def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, seed: int = 0) -> tuple[models.Model, list[float]]:
-    """Train from scratch for `steps` steps or about `seconds` seconds, whichever ends first."""
+def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, out: Path, seed: int = 0) -> models.Model:
+    """Train from scratch for `steps` steps or about `seconds` seconds, whichever ends first; log to out/metrics.jsonl."""
     cfg = config(vocab)
     spec = llama.spec(cfg)
     rate = train.cosine(3e-3, warmup=min(20, steps // 10 + 1), steps=steps, final=0.1)
     optimizer = train.adamw(rate, b2=0.98, weight_decay=0.1, mask=train.decay_mask(spec))
     loss = train.losses.sft(llama, cfg)
     step = train.update(train.normalize(train.accumulate(train.grads(loss), 1)), optimizer)
-    step = jax.jit(step, donate_argnums=0)
-    state = jax.jit(lambda key: train.init_state(params.init(spec, key), optimizer))(jax.random.key(seed))
-    losses: list[float] = []
+    step = jax.jit(metrics.reporting(step, learning_rate=rate), donate_argnums=0)
+    start = jax.jit(lambda key: train.init_state(params.init(spec, key), optimizer))
     begin = time.perf_counter()
-    previous: Any = None
-    with tqdm(total=steps, unit="step", desc="training", file=sys.stderr, mininterval=0.5) as bar:
-        for batch, _ in zip(batches(tokens, seed), range(steps), strict=False):
-            state, metrics = step(state, batch)
-            if previous is not None:  # read one step late: the device never waits for the host
-                losses.append(float(previous["loss"]))
-                speed = len(losses) * ROWS * LENGTH / (time.perf_counter() - begin)
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
-            previous = metrics
-            bar.update()
-            if time.perf_counter() - begin > seconds:
-                break
-    return models.Model(llama, cfg, state.params), [*losses, float(previous["loss"])]
+    late = lambda event: time.perf_counter() - begin > seconds
+    chosen = loop.Loop(steps=steps, directory=out, log_every=1)
+    state = loop.fit(step, start(jax.random.key(seed)), batches(tokens, seed), chosen, callbacks=[late])
+    return models.Model(llama, cfg, state.params)
 
 
 def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int) -> None:
@@ -98,15 +71,14 @@ def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int) ->
     tokens = np.asarray(text.encode(tok, words), np.int32)
     size = params.count(llama.spec(config(VOCAB)))
     print(f"text: {len(words):,} characters, {len(tokens):,} tokens; model: llama, {size / 1e6:.1f} M parameters")
-    model, losses = fit(tokens, VOCAB, steps, seconds)
+    model = fit(tokens, VOCAB, steps, seconds, out)
+    rows = metrics.read(out)
+    losses = [row["loss"] for row in rows]
 
-    out.mkdir(parents=True, exist_ok=True)
     models.save(model, out)
     text.save(tok, out)
-    (out / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": i + 1, "loss": v}) + "\n" for i, v in enumerate(losses))
-    )
-    (out / "loss.svg").write_text(curve_svg(losses, "fdel demo: loss per token (nats)"))
+    curve = [(row["step"], row["loss"]) for row in rows]
+    (out / "loss.svg").write_text(plot.svg("fdel demo: loss per token (nats)", {"demo": curve}))
     print(f"loss {losses[0]:.2f} {sparkline(losses)} {np.mean(losses[-10:]):.2f}   curve: {out / 'loss.svg'}")
 
     model, tok = models.load(out, stacked=False), text.load(out)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.batch import Batch, register
+from fdel.ops.batch import Batch, Packed, register
 
 
 @register
@@ -33,7 +33,7 @@ def watch_router(batch: Batch, state: Any, probability: Float[Array, "B T E"], e
     """
     if isinstance(state, Mapping) and "load" in state:
         return {**state, "load": watch_router(batch, state["load"], probability, experts)}
-    if not isinstance(state, RouterLoad):
+    if not (isinstance(state, RouterLoad) and isinstance(batch, Packed)):
         return state
     real = (batch.segment_ids >= 0).astype(jnp.float32)
     chosen = jax.nn.one_hot(experts, probability.shape[-1]).sum(-2)

@@ -1,7 +1,10 @@
 """Training: losses, composed steps, optimizers, schedules, precision."""
 
 from fdel.train import losses
+from fdel.train.evaluation import evaluator
 from fdel.train.extras import carry, ema, sync_reference
+from fdel.train.loop import Event, Loop, fit
+from fdel.train.metrics import reporting
 from fdel.train.optim import (
     OPTIMIZERS,
     adafactor,
@@ -34,6 +37,8 @@ from fdel.train.steps import (
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
+    "Event",
+    "Loop",
     "TrainState",
     "accumulate",
     "adafactor",
@@ -47,6 +52,8 @@ __all__ = [
     "decay_mask",
     "descend",
     "ema",
+    "evaluator",
+    "fit",
     "freeze",
     "gradcache",
     "grads",
@@ -59,6 +66,7 @@ __all__ = [
     "muon",
     "normalize",
     "optimizer",
+    "reporting",
     "rescale",
     "restarts",
     "round_stochastic",

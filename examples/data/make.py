@@ -1,0 +1,63 @@
+"""Write the examples' data from Python's own documentation (PSF License): python examples/data/make.py
+
+Results differ by Python's version. In pairs.jsonl, the rejected answer belongs to another function, and hedges.
+"""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from pydoc_data.topics import topics
+
+HERE = Path(__file__).parent
+TYPES = (str, bytes, list, dict, set, tuple, int, float)
+MODULES = ("math", "itertools", "functools", "os.path", "statistics", "textwrap", "random", "heapq", "operator")
+
+
+def described() -> dict[str, str]:
+    """Map functions and methods to the first sentence of their documentation."""
+    import builtins
+    import importlib
+
+    owners = [("", builtins), *((t.__name__ + ".", t) for t in TYPES)]
+    owners += [(name + ".", importlib.import_module(name)) for name in MODULES]
+    found = {}
+    for prefix, owner in owners:
+        for name in sorted(vars(owner)):
+            value = getattr(owner, name)
+            if name.startswith("_") or inspect.isclass(value) or not callable(value):
+                continue
+            text = re.sub(r"\s+", " ", (inspect.getdoc(value) or "").split("\n\n")[0])
+            if 20 < len(text) < 160 and "->" not in text and text not in found.values():
+                found[prefix + name] = text
+    return found
+
+
+def write(name: str, rows: list[dict]) -> None:
+    """Write rows as JSON lines."""
+    (HERE / name).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+
+
+def main() -> None:
+    """Write text.jsonl (paragraphs), chat.jsonl (questions with answers) and pairs.jsonl (right and wrong answers)."""
+    paragraphs = [re.sub(r"\s+", " ", p).strip() for name in sorted(topics) for p in topics[name].split("\n\n")]
+    write("text.jsonl", [{"text": p} for p in paragraphs if 200 < len(p) < 600][::7])
+    answers = dict(list(described().items())[::2])
+    names, texts = list(answers), list(answers.values())
+    ask = lambda name: f"What does Python's {name}() do?"
+    turn = lambda role, content: [{"role": role, "content": content}]
+    write(
+        "chat.jsonl", [{"prompt": turn("user", ask(n)), "completion": turn("assistant", t)} for n, t in answers.items()]
+    )
+    wrong = texts[len(texts) // 2 :] + texts[: len(texts) // 2]
+    write(
+        "pairs.jsonl",
+        [
+            {"prompt": ask(n) + "\n", "chosen": t, "rejected": f"I am not sure, maybe it does this: {w}"}
+            for n, t, w in zip(names, texts, wrong, strict=True)
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

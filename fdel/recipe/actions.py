@@ -1,0 +1,169 @@
+"""Do what a recipe asks for: train a model and export it, and the other actions, in their order."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fdel import models, params, report, text
+from fdel.recipe import check, parse
+from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
+from fdel.recipe.data import build_dataset, build_evaluation
+from fdel.recipe.read import Recipe, dumps, to_dict
+from fdel.recipe.step import build_evaluate, build_step, final_params
+from fdel.recipe.trainer import RATES
+from fdel.train import loop, metrics
+
+
+class Result(NamedTuple):
+    """What training gave: the model with its trained parameters (adapters among them), where it is, the last metrics."""
+
+    model: models.Model
+    directory: Path
+    metrics: dict[str, Any]
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def train(recipe: Recipe) -> Result:
+    """Train as the recipe says, from the last checkpoint in `save_directory` if there is one, and export the model.
+
+    RecipeError for what cannot be done, before anything is loaded; the data is read before the model.
+    """
+    check.validate(dataclasses.replace(recipe, actions=()))
+    t, tok = recipe.trainer, build_tokenizer(recipe)
+    dataset = build_dataset(recipe, tok)
+    if jax.process_index() == 0:
+        print(f"data: {dataset.report}", file=sys.stderr)
+    evaluation, steps = build_evaluation(recipe, tok), run_length(recipe, dataset)
+    mesh = build_mesh(recipe)
+    _may_begin(recipe, mesh)
+    with jax.set_mesh(mesh):
+        model = build_model(recipe, mesh)
+        training = build_step(recipe, model, steps, mesh)
+        settings = loop.Loop(
+            steps=steps, directory=t.save_directory, log_every=t.log_steps, eval_every=t.evaluation_steps or 0,
+            save_every=t.save_steps or steps, keep=t.save_total_limit or 0, keep_best=int(bool(t.metric_for_best_model)),
+            metric=t.metric_for_best_model or "eval_loss", greater_is_better=t.greater_is_better,
+            patience=t.early_stopping_patience or 0, steps_per_epoch=dataset.batches or 0,
+            flops_per_token=3 * report.flops_per_token(model.family, model.cfg, check.row_length(recipe) // 2),
+            report_to=(*["tensorboard"] * t.use_tensorboard, *["wandb"] * t.use_wandb),
+        )  # fmt: skip
+        state = loop.fit(
+            training.step, training.state, dataset, settings, fixed=training.fixed,
+            evaluate=build_evaluate(recipe, training, evaluation, mesh), sharding=params.batch_sharding(mesh),
+            config=to_dict(recipe),
+        )  # fmt: skip
+        model = model._replace(params=training.complete(final_params(recipe, state)))
+    return Result(model, export(recipe, model, tok), metrics.read(t.save_directory)[-1])
+
+
+def run_length(recipe: Recipe, dataset: Any) -> int:
+    """Count the steps of a run: those of all epochs, or `max_training_steps` if they are fewer."""
+    known = [n for n in (recipe.trainer.max_training_steps, dataset.total) if n]
+    if not known:
+        raise parse.RecipeError("trainer.max_training_steps: missing; the length of a stream is not known")
+    return min(known)
+
+
+def _may_begin(recipe: Recipe, mesh: jax.sharding.Mesh) -> None:
+    t = recipe.trainer
+    devices = mesh.shape["dp"] * mesh.shape["fsdp"] * mesh.shape["ep"]
+    for name, rows in (
+        ("total_batch_size", check.batch_rows(recipe)),
+        ("eval_batch_size", t.eval_batch_size or devices),
+    ):
+        if rows % devices:
+            raise parse.RecipeError(
+                f"trainer.{name}: {rows} rows cannot be divided among {devices} devices (dp, fsdp, ep)"
+            )
+    found = Path(t.save_directory) / "checkpoints"
+    if not t.resume_if_possible and found.is_dir() and any(found.iterdir()):
+        raise parse.RecipeError(
+            f"trainer.resume_if_possible: false, but {found} has checkpoints; choose a new directory"
+        )
+
+
+# ---- export --------------------------------------------------------------------------------------------------------
+
+
+def export(recipe: Recipe, model: models.Model, tok: text.Tokenizer) -> Path:
+    """Write the model and its tokenizer to `<save_directory>/model` in hub layout, adapters as PEFT does.
+
+    With `lora.merge`, the model with its adapters merged goes to `<save_directory>/merged` too.
+    """
+    t, out = recipe.trainer, Path(recipe.trainer.save_directory) / "model"
+    spec = spec_of(recipe, model)
+    if t.trainer_type == "reward":
+        save_reward(spec, model, tok, out)
+    elif check.adapters(recipe):
+        params.save_peft(spec, model.params, out, base_name=str(recipe.model.name_or_path))
+        if t.lora is not None and t.lora.merge:
+            merged = out.with_name("merged")
+            models.save(model._replace(params=params.dequantize(params.lora.merge(model.params))), merged)
+            text.save(tok, merged)
+    else:
+        models.save(model, out)
+    text.save(tok, out)
+    return out
+
+
+def save_reward(spec: Any, model: models.Model, tok: text.Tokenizer, path: Path) -> None:
+    """Save a reward model as transformers' ...ForSequenceClassification with one label."""
+    params.save(spec, model.params, path)
+    config = models.config_dict(model.family, model.cfg)
+    config["architectures"] = [model.family.ARCHITECTURE.replace("ForCausalLM", "ForSequenceClassification")]
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "dtype": str(model.params["score"].dtype)}
+    config.pop("torch_dtype", None)
+    if config.get("pad_token_id") is None:  # transformers finds the last token of a padded row by it
+        config["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
+    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+# ---- actions -------------------------------------------------------------------------------------------------------
+
+
+def run(recipe: Recipe) -> None:
+    """Do the recipe's actions one after the other. RecipeError if one of them cannot be done, before the first."""
+    parse.fail([] if recipe.actions else ["actions: missing; write what to do, such as [validate, train]"])
+    check.validate(recipe)
+    for action in recipe.actions:
+        if action.name == "train":
+            print(f"saved to {train(recipe).directory}")
+        elif action.name == "print":
+            print(summary(recipe))
+        elif action.name == "dump_config":
+            print(dumps(recipe, defaults=True), end="")
+        elif action.name == "validate":
+            print("the recipe is valid")
+        else:
+            {"to_json": Recipe.to_json, "to_yaml": Recipe.to_yaml}[action.name](recipe, action.settings.path)
+
+
+def summary(recipe: Recipe) -> str:
+    """Describe a run in a few lines: what is trained, on what, how long, and every key that is not its default."""
+    t, m = recipe.trainer, recipe.mixture
+    method = check.weights_format(recipe)
+    how = f"adapters on {method} weights" if method else "adapters" if check.adapters(recipe) else "all weights"
+    rate = RATES.get(t.trainer_type) if t.learning_rate is None else t.learning_rate
+    rows = [
+        ("model", str(recipe.model.name_or_path)),
+        ("trainer", f"{t.trainer_type}, {how}, {t.optimizer} at {rate:g}" if rate else t.trainer_type),
+        ("data", ", ".join(str(x.name or x.data_files or x.type) for x in m.informs) or "none"),
+        ("a step", f"{check.batch_rows(recipe)} rows of {check.row_length(recipe)} tokens"),
+        ("actions", ", ".join(a.name for a in recipe.actions) or "none"),
+    ]
+    given = [
+        f"{path} = {parse.plain(value)!r}"
+        for path, f, value in parse.walk(recipe)
+        if value != f.default and not dataclasses.is_dataclass(value) and not _sections(value)
+    ]
+    return "\n".join([*(f"{k:<8} {v}" for k, v in rows), "", *given])
+
+
+def _sections(value: Any) -> bool:
+    return isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in value)

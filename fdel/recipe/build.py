@@ -1,0 +1,190 @@
+"""From a recipe to the parts of a run: mesh, tokenizer, models, data, optimizer. Each is a plain function of the recipe."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fdel import models, params, plan, text, train
+from fdel.params.quantize import MATRICES
+from fdel.recipe import check, objective, parse
+from fdel.recipe.read import Recipe
+from fdel.recipe.schema import DTYPES, METHODS
+from fdel.recipe.schema import Model as Source
+from fdel.recipe.trainer import RATES, Lora
+from fdel.train import losses
+
+# ---- mesh and models -----------------------------------------------------------------------------------------------
+
+
+def build_mesh(recipe: Recipe) -> jax.sharding.Mesh:
+    """Make the mesh of `sharding`; with all sizes 1, of the first device."""
+    s = recipe.sharding
+    shape = dict(zip(s.axis_names, s.axis_dims, strict=True))
+    return params.make_mesh(shape, jax.devices()[:1] if set(s.axis_dims) == {1} else None)
+
+
+def build_tokenizer(recipe: Recipe) -> text.Tokenizer:
+    """Load the tokenizer of `model.tokenizer`, or the model's."""
+    m = recipe.model
+    path = m.tokenizer or m.name_or_path
+    revision = None if m.tokenizer else m.extra_kwargs.revision
+    return text.load(params.resolve(_given(path, "model"), revision=revision))
+
+
+def compute_dtype(recipe: Recipe) -> Any:
+    """The dtype of `loader.dtype`, None if computation has the parameters'."""
+    return None if recipe.loader.dtype is None else jnp.dtype(DTYPES[recipe.loader.dtype])
+
+
+def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models.Model:
+    """Load the model that is trained onto `mesh`, by default that of `sharding`; quantized, with adapters, if it is so.
+
+    For trainer_type reward its params are those of `losses.reward_spec`, with a new head.
+    """
+    t, load = recipe.trainer, recipe.loader
+    frozen = check.adapters(recipe)
+    name = load.param_dtype or (load.dtype if frozen else None)
+    mesh = build_mesh(recipe) if mesh is None else mesh
+    model = _load(recipe, recipe.model, None if name is None else jnp.dtype(DTYPES[name]), mesh, "model")
+    spec = spec_of(recipe, model)
+    if t.trainer_type == "reward":
+        inner = {k: v for k, v in model.params.items() if k in spec["model"]}
+        score = params.init({"score": spec["score"]}, jax.random.key(t.seed), dtype=inner["embed"].dtype)
+        return model._replace(params={"model": inner} | score)
+    if method := check.weights_format(recipe):
+        group = recipe.quantization.model.group_size
+        model = model._replace(params=params.quantize(model.params, METHODS[method], spec=spec, group=group))
+    if frozen:
+        lora = t.lora or Lora()
+        where = lora_targets(lora, spec)
+        add = lambda p, key: params.lora.add(
+            p, lora.r, lora.lora_alpha, where, key=key, spec=spec, rslora=lora.use_rslora
+        )
+        key = jax.random.key(t.seed)
+        model = model._replace(params=jax.jit(add, donate_argnums=0)(model.params, key))
+    if load.verbose:
+        count, size = params.count(spec), params.nbytes(model.params)
+        print(f"{recipe.model.name_or_path}: {model.family.MODEL_TYPE}, {count:,} parameters, {size:,} bytes")
+    return model
+
+
+def spec_of(recipe: Recipe, model: models.Model) -> Any:
+    """The spec tree of the model's parameters, for trainer_type reward with its head."""
+    family, cfg = model.family, model.cfg
+    return losses.reward_spec(family, cfg) if recipe.trainer.trainer_type == "reward" else family.spec(cfg)
+
+
+def lora_targets(lora: Lora, spec: Any) -> str:
+    """Find the matrices whose module in the checkpoint has one of the names, as a pattern of their paths.
+
+    A name that no module has is a RecipeError.
+    """
+    if lora.target_modules == "all-linear":
+        return MATRICES
+    wanted = [lora.target_modules] if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    named = {path: p.hf.removesuffix(".weight").rpartition(".")[2] for path, p in params.named_leaves(spec) if p.hf}
+    known = sorted(set(named.values()))
+    parse.fail([f"trainer.lora.target_modules: {w!r}; {parse.nearest(w, known)}" for w in wanted if w not in known])
+    return "|".join(f"^{re.escape(path)}$" for path, module in named.items() if module in wanted)
+
+
+def build_teacher(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models.Model | None:
+    """Load the model to distil, in the dtype of the computation; None without one."""
+    if recipe.teacher_model is None:
+        return None
+    mesh = build_mesh(recipe) if mesh is None else mesh
+    return _load(recipe, recipe.teacher_model, compute_dtype(recipe), mesh, "teacher_model")
+
+
+def build_reference(recipe: Recipe, model: models.Model) -> Any:
+    """Give the parameters to compare with: those of `reference_model`, or a copy of the model's as they are now.
+
+    None where trainer_type has no reference, and where it is the model without its adapters.
+    """
+    dtype = compute_dtype(recipe)
+    if recipe.reference_model is not None:
+        mesh = build_mesh(recipe)
+        other = _load(recipe, recipe.reference_model, dtype, mesh, "reference_model")
+        if (other.family, other.cfg) != (model.family, model.cfg):
+            raise parse.RecipeError("reference_model: its config.json differs from the model's; give one of its kind")
+        return other.params
+    if recipe.trainer.trainer_type not in check.REFERENCE or check.adapters(recipe):
+        return None
+    copy: Callable = lambda p: jax.tree.map(jnp.copy, p)
+    return jax.jit(copy if dtype is None else train.compute(copy, dtype, spec_of(recipe, model)))(model.params)
+
+
+def _given(path: str | None, section: str) -> str:
+    if not path:
+        raise parse.RecipeError(f"{section}.name_or_path: missing; give a directory or a Hub id")
+    return path
+
+
+def _load(recipe: Recipe, source: Source, dtype: Any, mesh: jax.sharding.Mesh, name: str) -> models.Model:
+    directory = params.resolve(_given(source.name_or_path, name), revision=source.extra_kwargs.revision)
+    model = models.load(directory, dtype=dtype, mesh=mesh)
+    values = recipe.base_config.values
+    if not values or name == "teacher_model":
+        return model
+    before = json.loads((directory / "config.json").read_text())
+    cfg, faults = model.cfg, []
+    for key, value in parse.plain(values).items():
+        after = model.family.Config.from_hf(before | {key: value})
+        if after == cfg and before.get(key) != value:
+            near = parse.nearest(key, sorted({*before, *_keys(model.cfg)}))
+            faults.append(f"base_config.values.{key}: {model.family.MODEL_TYPE} does not read it; {near}")
+        before, cfg = before | {key: value}, after
+    shapes = lambda cfg: [(path, p.shape) for path, p in params.named_leaves(model.family.spec(cfg))]
+    if shapes(cfg) != shapes(model.cfg):
+        faults.append("base_config.values: the checkpoint's tensors have other shapes than these values ask for")
+    parse.fail(faults)
+    return model._replace(cfg=cfg)
+
+
+def _keys(cfg: Any) -> set[str]:
+    return {f.metadata["key"] for f in dataclasses.fields(cfg) if "key" in f.metadata}
+
+
+def planned(recipe: Recipe) -> tuple[Path, plan.Training]:
+    """Give what `fdel plan` wants: the model's directory, and the step. RecipeError if it knows no such step."""
+    t, s = recipe.trainer, recipe.sharding
+    if t.trainer_type != "sft" or check.adapters(recipe):
+        raise parse.RecipeError("plan knows the step of trainer_type sft that trains all weights, and no other")
+    mesh = ",".join(f"{a}={n}" for a, n in zip(s.axis_names, s.axis_dims, strict=True))
+    dtype = DTYPES[recipe.loader.param_dtype or "bf16"]
+    training = plan.Training(
+        mesh, check.batch_rows(recipe), check.row_length(recipe), t.gradient_accumulation_steps, dtype, t.optimizer,
+        objective.remat(t),
+    )  # fmt: skip
+    return params.resolve(_given(recipe.model.name_or_path, "model")), training
+
+
+# ---- optimizer -----------------------------------------------------------------------------------------------------
+
+
+def build_schedule(recipe: Recipe, steps: int) -> optax.Schedule:
+    """Build the learning rate of a run of `steps` steps."""
+    t = recipe.trainer
+    peak = RATES[t.trainer_type] if t.learning_rate is None else t.learning_rate
+    warmup = t.warmup_steps or math.ceil((t.warmup_ratio or 0) * steps)
+    options = {} if t.learning_rate_end is None else {"final": t.learning_rate_end / peak}
+    return train.schedule(t.scheduler, peak, warmup=min(warmup, steps - 1), steps=steps, **options)
+
+
+def build_optimizer(recipe: Recipe, spec: Any, steps: int) -> optax.GradientTransformation:
+    """Build the optimizer of a run of `steps` steps; `spec` is that of the parameters. All adapters decay."""
+    t = recipe.trainer
+    options: dict[str, Any] = {"weight_decay": t.weight_decay, "clip": t.clip_grad}
+    if t.optimizer == "adamw":
+        options |= {"b1": t.adam_beta1, "b2": t.adam_beta2, "eps": t.adam_epsilon, "moments": t.moments}
+    if check.adapters(recipe):
+        options["mask"] = None
+    return train.optimizer(t.optimizer, build_schedule(recipe, steps), spec=spec, **options)

@@ -1,0 +1,188 @@
+"""What of a recipe cannot be done: keys that this version does not honour, that nothing reads, or that disagree."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from fdel import train
+from fdel.ops.layers import remat_policy
+from fdel.recipe import objective, parse
+from fdel.recipe.read import Recipe
+from fdel.recipe.schema import LATER
+from fdel.recipe.trainer import REFERENCE, TEACHER, TEXT, TYPES, Trainer
+
+ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "moments")
+
+
+def validate(recipe: Recipe) -> None:
+    """Raise a RecipeError that lists all that cannot be done; no file is looked at."""
+    parse.fail(faults(recipe))
+
+
+def faults(recipe: Recipe) -> list[str]:
+    """List what cannot be done, each with the key's path."""
+    found = [*_refused(recipe), *_actions(recipe)]
+    if any(a.name == "train" for a in recipe.actions) or not recipe.actions:
+        found += [*_models(recipe), *_data(recipe), *_sizes(recipe), *_method(recipe.trainer)]
+    return list(dict.fromkeys(found))
+
+
+def _refused(recipe: Recipe) -> Iterator[str]:
+    kind = recipe.trainer.trainer_type
+    for path, f, value in parse.walk(recipe):
+        m = f.metadata
+        if value == f.default or not m:
+            continue
+        if m["refuse"] and value not in m["honours"]:
+            yield f"{path}: {value!r} cannot be honoured: {m['refuse']}"
+        elif m["by"] and kind in TYPES and kind not in m["by"]:
+            yield f"{path}: trainer_type {kind} does not read it ({', '.join(m['by'])}: yes); remove it"
+
+
+def _actions(recipe: Recipe) -> Iterator[str]:
+    for i, a in enumerate(recipe.actions):
+        if a.name in LATER:
+            yield f"actions[{i}]: {a.name}: {LATER[a.name]}; remove it"
+        if a.name in ("to_json", "to_yaml") and not a.settings.path:
+            yield f"actions[{i}]: {a.name}: no path; write `- {a.name}: FILE`"
+
+
+def adapters(recipe: Recipe) -> bool:
+    """Whether only adapters are trained: LoRA, which a quantized model needs."""
+    return recipe.trainer.lora is not None or weights_format(recipe) is not None
+
+
+def weights_format(recipe: Recipe) -> str | None:
+    """The quantization_method of the model's weights, None if they stay as they are."""
+    q = recipe.quantization
+    return q.model.quantization_method if q.apply_quantization else None
+
+
+def _models(recipe: Recipe) -> Iterator[str]:
+    t, kind = recipe.trainer, recipe.trainer.trainer_type
+    if not recipe.model.name_or_path:
+        yield "model.name_or_path: missing; give a directory or a Hub id"
+    for name, types in (("teacher_model", TEACHER), ("reference_model", REFERENCE)):
+        other = getattr(recipe, name)
+        if other is not None and kind not in types:
+            yield f"{name}: trainer_type {kind} has none ({', '.join(types)}: yes); remove it"
+        if other is not None and not other.name_or_path:
+            yield f"{name}.name_or_path: missing; give a directory or a Hub id"
+        if other is not None and other.tokenizer:
+            yield f"{name}.tokenizer: all models read the tokens of model.tokenizer; remove it"
+    if kind in TEACHER and recipe.teacher_model is None:
+        yield f"teacher_model: missing; trainer_type {kind} learns from one"
+    load = recipe.loader
+    if load.dtype in ("fp16", "float16") or load.param_dtype in ("fp16", "float16"):
+        yield "loader: fp16 needs scaled losses (train.scaled), which no recipe has; use bf16"
+    if adapters(recipe):
+        if kind == "reward":
+            yield "quantization.model: trainer_type reward trains all weights, which cannot be quantized; remove it"
+        if load.dtype and load.param_dtype and load.dtype[:2] != load.param_dtype[:2]:
+            yield "loader.param_dtype: with adapters, the frozen weights are kept in loader.dtype; give one of the two"
+        if t.sync_ref_model:
+            yield "trainer.sync_ref_model: with adapters, the reference is the model without them; remove one of the two"
+        if t.optimizer in ("adafactor", "muon"):
+            yield f"trainer.optimizer: {t.optimizer} has no form for adapters; use adamw or lion"
+    names, dims = recipe.sharding.axis_names, recipe.sharding.axis_dims
+    if sorted(names) != sorted(("dp", "fsdp", "ep", "tp", "sp")) or len(dims) != len(names):
+        yield f"sharding: found {list(names)} of {list(dims)}, expected the axes dp, fsdp, ep, tp, sp, a size for each"
+
+
+def _data(recipe: Recipe) -> Iterator[str]:
+    m, t = recipe.mixture, recipe.trainer
+    if not m.informs:
+        yield "mixture.informs: empty; give at least one data set"
+    for where, informs in (("informs", m.informs), ("eval_informs", m.eval_informs)):
+        for i, x in enumerate(informs):
+            if x.type == "visual":
+                yield f"mixture.{where}[{i}].type: visual: images are not in this version"
+            if x.split and x.dataset_split_name and x.split != x.dataset_split_name:
+                yield f"mixture.{where}[{i}]: split and dataset_split_name differ; they are one thing, give one"
+    names = [x.name for x in m.informs if x.name]
+    for name in m.mixture_weights or ():
+        if name not in names:
+            yield f"mixture.mixture_weights.{name}: no data set has that name; the names are {', '.join(names) or 'none'}"
+    if m.mixture_weights and len(names) < len(m.informs):
+        yield "mixture.mixture_weights: some data sets have no name; give each of mixture.informs one"
+    if m.mixture_weights and any(x.weight is not None for x in m.informs):
+        yield "mixture.mixture_weights: the data sets have weights of their own; give one of the two"
+    if m.pack_tokens is not None and t.packing is not None and m.pack_tokens != t.packing:
+        yield "mixture.pack_tokens: differs from trainer.packing; they are one thing, give one"
+    if m.pack_tokens and t.trainer_type not in TEXT:
+        yield f"mixture.pack_tokens: rows of trainer_type {t.trainer_type} cannot be packed; remove it"
+    if m.mixture_block_size and m.block_mixture is False:
+        yield "mixture.mixture_block_size: block_mixture is false; remove one of the two"
+    if m.pack_on_the_fly and (m.block_mixture or m.mixture_block_size or m.save.path):
+        yield "mixture.pack_on_the_fly: a stream keeps nothing and has no blocks; remove save and block_mixture, or this"
+    weighted = sum(x.weight is not None for x in m.informs)
+    if 0 < weighted < len(m.informs):
+        yield "mixture.informs: some data sets have a weight and some have none; give all one"
+    if m.block_mixture and not (weighted or m.mixture_weights):
+        yield "mixture.block_mixture: there are no weights; give mixture_weights, or remove it"
+    if m.pack_seq_length and not (m.pack_tokens or t.packing):
+        yield "mixture.pack_seq_length: nothing is packed; set pack_tokens, or remove it"
+    if t.max_length and m.tokenization.max_length and t.max_length != m.tokenization.max_length:
+        yield "mixture.tokenization.max_length: differs from trainer.max_length; they are one thing, give one"
+    if (t.evaluation_steps is not None) != bool(m.eval_informs):
+        yield "trainer.evaluation_steps and mixture.eval_informs: evaluation needs both; one is missing"
+
+
+def _sizes(recipe: Recipe) -> Iterator[str]:
+    t, m = recipe.trainer, recipe.mixture
+    if t.total_batch_size and m.batch_size and t.total_batch_size != m.batch_size:
+        yield (
+            f"mixture.batch_size: {m.batch_size} differs from trainer.total_batch_size {t.total_batch_size}; both are the "
+            "rows of a step, give one"
+        )
+    for name in (
+        "total_batch_size", "eval_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_training_steps",
+        "log_steps", "save_steps", "evaluation_steps", "save_total_limit", "learning_rate",
+    ):  # fmt: skip
+        value = getattr(t, name)
+        if value is not None and value <= 0:
+            yield f"trainer.{name}: found {value}, expected a positive number"
+    if t.gradient_accumulation_steps > 0 and batch_rows(recipe) % t.gradient_accumulation_steps:
+        n = t.gradient_accumulation_steps
+        yield f"trainer.gradient_accumulation_steps: {n} does not divide the {batch_rows(recipe)} rows of a step"
+
+
+def batch_rows(recipe: Recipe) -> int:
+    """Rows of a step on all devices, in all its parts together."""
+    return recipe.trainer.total_batch_size or recipe.mixture.batch_size or 32
+
+
+def row_length(recipe: Recipe) -> int:
+    """Tokens of a row."""
+    m = recipe.mixture
+    return m.pack_seq_length or recipe.trainer.max_length or m.tokenization.max_length or 1024
+
+
+def _method(t: Trainer) -> Iterator[str]:
+    if t.optimizer not in train.OPTIMIZERS:
+        yield f"trainer.optimizer: found {t.optimizer!r}; {parse.nearest(t.optimizer, list(train.OPTIMIZERS))}"
+    if t.scheduler not in train.SCHEDULES:
+        yield f"trainer.scheduler: found {t.scheduler!r}; {parse.nearest(t.scheduler, list(train.SCHEDULES))}"
+    defaults = {f.name: f.default for f in dataclasses.fields(t)}
+    for name in ADAM:
+        if t.optimizer != "adamw" and getattr(t, name) != defaults[name]:
+            yield f"trainer.{name}: optimizer {t.optimizer} does not read it; remove it"
+    if t.warmup_steps and t.warmup_ratio:
+        yield "trainer.warmup_ratio: warmup_steps is given too; give one"
+    if t.learning_rate_end is not None and t.scheduler in ("constant", "inverse_sqrt"):
+        yield f"trainer.learning_rate_end: scheduler {t.scheduler} does not read it; remove it"
+    if t.early_stopping_patience is not None and t.metric_for_best_model is None:
+        yield "trainer.early_stopping_patience: needs metric_for_best_model, such as eval_loss"
+    if t.metric_for_best_model is not None and t.evaluation_steps is None:
+        yield "trainer.metric_for_best_model: nothing is evaluated; set evaluation_steps and mixture.eval_informs"
+    if t.lambda_orpo is not None and t.beta is not None and t.lambda_orpo != t.beta:
+        yield "trainer.lambda_orpo: differs from beta; they are one thing, give one"
+    if policy := objective.remat(t):
+        try:
+            remat_policy(policy)
+        except ValueError as e:
+            yield f"trainer.gradient_checkpointing: {e}"
+    if t.trainer_type in TYPES:
+        try:
+            objective.check(t)
+        except ValueError as e:
+            yield f"trainer: {e}"

@@ -1,0 +1,149 @@
+"""Read nested frozen dataclasses from plain data and write them back; every fault is told at once, with its path."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+MISFIT: Any = object()
+NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+    Any: "a value",
+}
+
+
+class RecipeError(ValueError):
+    """A run file that says something unknown, ill-typed or impossible; the message has a line for each fault."""
+
+
+def fail(faults: Sequence[str]) -> None:
+    """Raise a RecipeError if there are faults."""
+    if faults:
+        raise RecipeError("\n".join(["the recipe has faults:", *(f"  {f}" for f in faults)]))
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Suggest the known name that is most like one that is not, or list them all."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
+def section(cls: type, data: Mapping[str, Any], path: str, faults: list[str]) -> Any:
+    """Read a dataclass from a mapping; faults are added to the list, and their keys keep their defaults."""
+    hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for name, value in data.items():
+        where = f"{path}.{name}" if path else str(name)
+        if name not in fields:
+            faults.append(f"{where}: unknown key; {nearest(str(name), list(fields))}")
+            continue
+        found = convert(hints[name], value, where, faults)
+        choices = fields[name].metadata.get("choices", ())
+        if found is MISFIT:
+            faults.append(f"{where}: found {value!r}, expected {expected(hints[name])}")
+        elif choices and found is not None and found not in choices:
+            faults.append(f"{where}: found {found!r}; {nearest(str(found), [str(c) for c in choices])}")
+        else:
+            values[name] = found
+    return cls(**values)
+
+
+def convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
+    """Convert plain data to a type, MISFIT if it is none of it; faults inside sections and lists go to the list."""
+    if isinstance(hint, types.UnionType):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        found = (convert(kind, value, path, faults) for kind in typing.get_args(hint))
+        return next((x for x in found if x is not MISFIT), MISFIT)
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        value = {} if value is None else value
+        return section(hint, value, path, faults) if isinstance(value, Mapping) else MISFIT  # type: ignore[arg-type]
+    if origin is tuple:
+        items = isinstance(value, list | tuple)
+        return tuple(item(args[0], v, f"{path}[{i}]", faults) for i, v in enumerate(value)) if items else MISFIT
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            return MISFIT
+        read = {str(k): item(args[1], v, f"{path}.{k}", faults) for k, v in value.items()}
+        return types.MappingProxyType(read)  # frozen, as the rest
+    if hint is float:
+        return number(value)
+    fits = hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool)))
+    return value if fits else MISFIT
+
+
+def item(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
+    """Convert an item of a list or mapping; a misfit is a fault."""
+    found = convert(hint, value, path, faults)
+    if found is MISFIT:
+        faults.append(f"{path}: found {value!r}, expected {expected(hint)}")
+    return found
+
+
+def number(value: Any) -> Any:
+    """Read a float; YAML takes 2e-5, without a point, for text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return MISFIT
+    try:
+        return float(value)
+    except ValueError:
+        return MISFIT
+
+
+def expected(hint: Any) -> str:
+    """Describe a type in words."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(expected(kind) for kind in typing.get_args(hint))
+    if dataclasses.is_dataclass(hint):
+        return "a mapping"
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is tuple:
+        return f"a list of {expected(args[0])}"
+    return "a mapping" if origin is Mapping else NAMES.get(hint, str(hint))
+
+
+def plain(value: Any, *, defaults: bool = False) -> Any:
+    """Write a value as plain data; of sections only the keys that differ from their defaults, or all with `defaults`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = [f for f in dataclasses.fields(value) if defaults or getattr(value, f.name) != f.default]
+        return {f.name: plain(getattr(value, f.name), defaults=defaults) for f in shown}
+    if isinstance(value, Mapping):
+        return {k: plain(v, defaults=defaults) for k, v in value.items()}
+    return [plain(v, defaults=defaults) for v in value] if isinstance(value, list | tuple) else value
+
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yield (dotted path, field, value) of every key of a dataclass and of those inside of it."""
+    if isinstance(value, tuple):
+        for i, x in enumerate(value):
+            yield from walk(x, f"{path}[{i}]")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            where = f"{path}.{f.name}" if path else f.name
+            yield where, f, getattr(value, f.name)
+            yield from walk(getattr(value, f.name), where)
+
+
+def table(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (dotted path, type, default, meaning) of every key that a dataclass declares."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if "doc" not in f.metadata:
+            continue
+        where = f"{path}.{f.name}" if path else f.name
+        kinds = typing.get_args(hints[f.name]) or (hints[f.name],)
+        inner = next((k for k in kinds if dataclasses.is_dataclass(k)), None)
+        m = f.metadata
+        only = f" [{', '.join(m['by'])}]" if m.get("by") else ""
+        refused = f" ({m['refuse']})" if m.get("refuse") else ""
+        default = "" if inner else repr(f.default)
+        yield where, "" if inner else expected(hints[f.name]), default, m["doc"] + only + refused
+        if inner:
+            yield from table(inner, where + ("[]" if typing.get_origin(hints[f.name]) is tuple else ""))  # type: ignore[arg-type]

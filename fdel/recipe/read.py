@@ -1,0 +1,187 @@
+"""The recipe: a whole run as one frozen value, read from and written to YAML and JSON."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fdel.recipe import parse
+from fdel.recipe.schema import (
+    ACTIONS,
+    ALIASES,
+    SERVING,
+    Action,
+    BaseConfig,
+    Esurge,
+    Eval,
+    FileAction,
+    Loader,
+    Mixture,
+    Model,
+    Quantization,
+    Sharding,
+)
+from fdel.recipe.trainer import Trainer, key
+
+WRAPPERS = ("config", "elm", "elarge_model")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All sections of a run file. `set` gives a changed one; equal recipes are equal runs."""
+
+    model: Model = key(Model(), "the model")
+    teacher_model: Model | None = key(None, "the model to distil")
+    reference_model: Model | None = key(None, "the reference of dpo, kto and bco; default: the model at the start")
+    loader: Loader = key(Loader(), "precision and loading")
+    sharding: Sharding = key(Sharding(), "the device mesh")
+    quantization: Quantization = key(Quantization(), "weights of few bits")
+    base_config: BaseConfig = key(BaseConfig(), "changes of the model's configuration")
+    esurge: Esurge = key(Esurge(), f"the inference engine; {SERVING}")
+    mixture: Mixture = key(Mixture(), "the data")
+    trainer: Trainer = key(Trainer(), "the training")
+    eval: Eval = key(Eval(), f"benchmarks; {SERVING}")
+    actions: tuple[Action, ...] = key((), f"what to do, in order: {', '.join(ACTIONS)}")
+
+    def set(self, path: str, value: Any) -> "Recipe":
+        """Give the recipe with one key changed, as in `set("trainer.learning_rate", 2e-5)`.
+
+        A section takes a mapping, which replaces it; None gives it its defaults. RecipeError as from `from_dict`.
+        """
+        at = data = to_dict(self)
+        *sections, last = path.split(".")
+        for name in sections:
+            at[name] = at.get(name) or {}
+            at = at[name]
+            if not isinstance(at, dict):
+                raise parse.RecipeError(f"{path}: {name!r} is no section; set the whole of it")
+        at[last] = parse.plain(value)
+        return from_dict(data)
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write what differs from the defaults as YAML; `from_yaml` gives an equal recipe."""
+        Path(path).write_text(dumps(self), "utf-8")
+
+    def to_json(self, path: str | Path) -> None:
+        """Write what differs from the defaults as JSON; `from_json` gives an equal recipe."""
+        Path(path).write_text(json.dumps(to_dict(self), indent=2) + "\n", "utf-8")
+
+
+def from_dict(data: Mapping[str, Any]) -> Recipe:
+    """Read a recipe from plain data, as a run file holds it: sections at the top, or inside `config`, and `actions`.
+
+    `elm` and `elarge_model` are other names of `config`. RecipeError lists every unknown key and misfit.
+    """
+    data = dict(data)
+    inside = [name for name in WRAPPERS if name in data]
+    actions = data.pop("actions", None)
+    if inside:
+        others = sorted(map(str, data.keys() - {inside[0]}))
+        parse.fail([f"{name}: unknown beside {inside[0]!r}, which holds the sections" for name in others])
+        data = dict(data[inside[0]] or {})
+        actions = data.pop("actions", actions)
+    faults: list[str] = []
+    recipe = parse.section(Recipe, data, "", faults)
+    found = tuple(_action(a, f"actions[{i}]", faults) for i, a in enumerate(_listed(actions, faults)))
+    parse.fail(faults)
+    return dataclasses.replace(recipe, actions=found)
+
+
+def _listed(actions: Any, faults: list[str]) -> list:
+    if actions is not None and not isinstance(actions, list | tuple):
+        faults.append(
+            f"actions: found {actions!r}, expected a list of names, each with a mapping where it has settings"
+        )
+    return list(actions) if isinstance(actions, list | tuple) else []
+
+
+def _action(found: Any, path: str, faults: list[str]) -> Action:
+    name, settings = found, None
+    if isinstance(found, Mapping) and len(found) == 1:
+        name, settings = next(iter(found.items()))
+    name = ALIASES.get(str(name), str(name))
+    if name not in ACTIONS:
+        faults.append(f"{path}: {name!r} is no action; {parse.nearest(name, [*ACTIONS, *ALIASES])}")
+        return Action(name)
+    kind = ACTIONS[name]
+    if kind is FileAction and isinstance(settings, str):
+        settings = {"path": settings}
+    if not isinstance(settings or {}, Mapping) or (kind is None and settings):
+        takes = "a mapping of its settings" if kind else "nothing"
+        faults.append(f"{path}.{name}: found {settings!r}, expected {takes}")
+        return Action(name)
+    return Action(name, parse.section(kind, settings or {}, f"{path}.{name}", faults) if kind else None)
+
+
+def to_dict(recipe: Recipe, *, defaults: bool = False) -> dict[str, Any]:
+    """Write a recipe as plain data: the keys that differ from their defaults, or all of them."""
+    actions = [a.name if a.settings is None else {a.name: parse.plain(a.settings)} for a in recipe.actions]
+    data = parse.plain(dataclasses.replace(recipe, actions=()), defaults=defaults)
+    return {k: v for k, v in data.items() if k != "actions"} | ({"actions": actions} if actions or defaults else {})
+
+
+def dumps(recipe: Recipe, *, defaults: bool = False) -> str:
+    """Write a recipe as YAML text."""
+    return _yaml().safe_dump(to_dict(recipe, defaults=defaults), sort_keys=False, allow_unicode=True)
+
+
+def load(path: str | Path) -> Recipe:
+    """Read a run file, as JSON if it is named so, else as YAML."""
+    return from_json(path) if Path(path).suffix == ".json" else from_yaml(path)
+
+
+def from_yaml(path: str | Path) -> Recipe:
+    """Read a run file in YAML. RecipeError lists its faults; needs the extra `train`."""
+    yaml, text = _yaml(), Path(path).read_text("utf-8")
+    try:
+        parse.fail([*_twice(yaml.compose(text, yaml.SafeLoader))])
+        return _checked(path, yaml.safe_load(text))
+    except yaml.YAMLError as e:
+        raise parse.RecipeError(f"{path} is not YAML: {e}") from e
+
+
+def from_json(path: str | Path) -> Recipe:
+    """Read a run file in JSON. RecipeError lists its faults."""
+    try:
+        return _checked(path, json.loads(Path(path).read_text("utf-8")))
+    except json.JSONDecodeError as e:
+        raise parse.RecipeError(f"{path} is not JSON: {e}") from e
+
+
+def _twice(node: Any) -> Iterator[str]:
+    """Find keys that stand twice in a mapping, of which YAML would take the last."""
+    pairs = node.value if node is not None and node.id == "mapping" else []
+    seen = set()
+    for k, v in pairs:
+        if k.value in seen:
+            yield f"{k.value}: stands twice, again in line {k.start_mark.line + 1}; remove one"
+        seen.add(k.value)
+        yield from _twice(v)
+    if node is not None and node.id == "sequence":
+        for x in node.value:
+            yield from _twice(x)
+
+
+def _checked(path: str | Path, data: Any) -> Recipe:
+    if not isinstance(data, Mapping):
+        raise parse.RecipeError(f"{path} holds {type(data).__name__}, expected a mapping of sections")
+    return from_dict(data)
+
+
+def _yaml() -> ModuleType:
+    try:
+        import yaml
+    except ImportError as e:
+        raise ImportError("run files in YAML need pyyaml: pip install 'fdel[train]'; JSON needs nothing") from e
+    return yaml
+
+
+def reference() -> str:
+    """Write a table of every key: its type, its default, and what it means."""
+    rows = [("key", "type", "default", "meaning"), *parse.table(Recipe)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    line = lambda row: "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]])
+    return "\n".join(line(row).rstrip() for row in rows)

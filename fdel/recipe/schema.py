@@ -1,0 +1,263 @@
+"""Every key of a run file, declared once: its type, its default, what it means, and what of it is not honoured.
+
+Parsing, error messages, YAML and JSON, `print` and the table of all keys are readings of these dataclasses.
+A key whose default is None has a default that depends on others, which its text then says.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fdel.recipe.trainer import key
+
+DTYPES = {
+    "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16",
+    "float16": "float16",
+}  # fmt: skip
+METHODS = {"nf4": "nf4", "8bit": "int8", "int8": "int8", "fp8": "fp8"}  # quantization_method -> format of the weights
+TEXT_TASKS = ("causal-language-model", "causal-lm", "auto-bind")
+OTHER_TASKS = (
+    "vision-language-model", "image-text-to-text", "sequence-to-sequence", "speech-sequence-to-sequence",
+    "image-classification",
+)  # fmt: skip
+CHOSEN = "fdel chooses implementations by platform and shape (`ops.dispatch`); remove it"
+ALWAYS = "this version has no other way; remove it"
+SERVING = "read by the actions serve and eval alone"
+
+
+@dataclass(frozen=True)
+class Extra:
+    """More arguments for loading a model."""
+
+    revision: str | None = key(None, "branch, tag or commit on the Hub")
+    trust_remote_code: bool = key(False, "run code of a repository", refuse="fdel never runs remote code; remove it")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in Hugging Face layout."""
+
+    name_or_path: str | None = key(None, "directory, or Hub id; required")
+    tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; default: the model's")
+    task: str | None = key(
+        None, "kind of model", choices=TEXT_TASKS + OTHER_TASKS, honours=TEXT_TASKS,
+        refuse="this version has language models only (causal-language-model)",
+    )  # fmt: skip
+    extra_kwargs: Extra = key(Extra(), "more arguments for loading")
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Precision, and how weights are read."""
+
+    dtype: str | None = key(None, "dtype of the computation; default: the parameters'", choices=tuple(DTYPES))
+    param_dtype: str | None = key(None, "dtype of the parameters; default: the checkpoint's", choices=tuple(DTYPES))
+    precision: str | None = key(
+        None, "of matrix products, see jax.default_matmul_precision", choices=("default", "high", "highest")
+    )
+    verbose: bool = key(False, "say what was loaded")
+    from_torch: bool | None = key(
+        None, "read a Hugging Face checkpoint, safetensors or .bin", honours=(True,),
+        refuse="fdel reads Hugging Face checkpoints and no other format; remove it",
+    )  # fmt: skip
+    trust_remote_code: bool = key(False, "run code of a repository", refuse="fdel never runs remote code; remove it")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The device mesh and what is divided over it."""
+
+    axis_dims: tuple[int, ...] = key(
+        (1, -1, 1, 1, 1), "sizes of the axes; one may be -1. All 1: the first device alone"
+    )
+    axis_names: tuple[str, ...] = key(("dp", "fsdp", "ep", "tp", "sp"), "names of the axes, in the order of axis_dims")
+    auto_shard_model: bool = key(
+        True, "divide parameters by axis names", refuse="parameters follow axis_dims; for whole ones use dp alone"
+    )
+    use_ring_of_experts: bool = key(False, "pass tokens round a ring of experts", refuse=ALWAYS)
+    fsdp_is_ep_bound: bool = key(False, "fold fsdp into the experts' axis", refuse=ALWAYS)
+    sp_is_ep_bound: bool = key(False, "fold sp into the experts' axis", refuse=ALWAYS)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers are quantized."""
+
+    quantization_method: str | None = key(
+        None, "of the stored numbers; a8bit, a8q and a4q would quantize activations too",
+        choices=(*METHODS, "a8bit", "a8q", "a4q"), honours=tuple(METHODS),
+        refuse="only weights are quantized in this version; use nf4, 8bit or fp8",
+    )  # fmt: skip
+    group_size: int | None = key(None, "numbers that share a scale; default: 64 for nf4, else all inputs of an output")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Weights of few bits. In training they are frozen, and LoRA adapters are trained on them (QLoRA)."""
+
+    platform: str | None = key(
+        None, "implementation", choices=("triton", "pallas", "jax"), honours=("jax",), refuse=CHOSEN
+    )
+    apply_quantization: bool = key(True, "false leaves the model as it is, whatever `model` says")
+    kv_cache: Format = key(Format(), f"of keys and values; {SERVING}")
+    model: Format = key(Format(), "of the matrices in the model's layers")
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """Changes of the model's config.json."""
+
+    values: Mapping[str, Any] | None = key(None, "keys of config.json and their values; an unknown one is an error")
+    operation_configs: Mapping[str, Any] | None = key(None, "block sizes of kernels", refuse=CHOSEN)
+
+
+@dataclass(frozen=True)
+class Esurge:
+    """The inference engine."""
+
+    max_model_len: int | None = key(None, "longest context")
+    max_num_seqs: int = key(256, "sequences at a time")
+    hbm_utilization: float = key(0.85, "share of the memory that may be used")
+    page_size: int = key(128, "tokens of a page of keys and values")
+    use_aot_forward: bool = key(True, "compile before the first request")
+    enable_prefix_caching: bool = key(True, "reuse the pages of equal prefixes")
+    compile_runner: bool = key(True, "compile the step")
+    overlap_execution: bool = key(False, "launch a step before the last one's tokens are read")
+    silent_mode: bool = key(False, "no log")
+    auto_truncate_prompt: bool = key(True, "shorten prompts that are too long")
+    auto_cap_new_tokens: bool = key(True, "generate no more than fits")
+    strict_context: bool = key(False, "refuse what does not fit")
+    truncate_mode: str = key("left", "where prompts are cut", choices=("left", "right", "middle"))
+    tokenizer_endpoint: str | None = key(None, "address of a tokenizer process")
+    detokenizer_endpoint: str | None = key(None, "address of a detokenizer process")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation with benchmarks."""
+
+    max_new_tokens: int = key(2048, "longest answer")
+    temperature: float = key(0.0, "0 takes the likeliest token")
+    top_p: float = key(0.95, "draw from the likeliest tokens of this mass")
+    batch_size: int = key(32, "requests at a time")
+    use_tqdm: bool = key(True, "show progress")
+    limit: int | float | None = key(None, "examples per task; default: all")
+    cache_requests: bool = key(True, "keep the requests of a task")
+    apply_chat_template: bool = key(False, "send prompts through the chat template")
+    system_instruction: str | None = key(None, "system message")
+
+
+@dataclass(frozen=True)
+class Inform:
+    """One data set of a mixture."""
+
+    type: str = key("json", "json, jsonl, parquet, arrow, csv, text, a directory or a Hub id; visual: images")
+    data_files: str | tuple[str, ...] | None = key(None, "files, directories and globs")
+    name: str | None = key(None, "by which mixture_weights names it")
+    split: str | None = key(None, "split of a data set directory; default: train")
+    dataset_split_name: str | None = key(None, "another name of split")
+    content_field: str | None = key(None, "column of the text, or of the prompt; default: by the columns' own names")
+    additional_fields: tuple[str, ...] = key((), "more columns that the trainer reads")
+    num_rows: int | None = key(None, "rows at the most; default: all")
+    format_fields: Mapping[str, str] | None = key(None, "columns to rename, old: new")
+    weight: float | None = key(None, "share in the mixture; default: by length")
+    image_field: str | None = key(None, "column of an image", refuse="images are not in this version; remove it")
+    text_field: str | None = key(None, "column of an image's text", refuse="images are not in this version; remove it")
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """How text becomes rows of tokens."""
+
+    max_length: int | None = key(None, "tokens of a row, as trainer.max_length")
+    truncation: bool | None = key(
+        None, "cut longer texts, or leave them out; default: cut, but leave out reward's pairs"
+    )
+    padding: str | bool | None = key(
+        None, "fill shorter rows", honours=("max_length", True), refuse="rows have one length; use max_length"
+    )
+
+
+@dataclass(frozen=True)
+class Save:
+    """Where tokenised data is kept, so that the next run need not tokenise."""
+
+    path: str | None = key(None, "directory")
+    format: str | None = key(None, "of the files", refuse="they have a format of their own; remove it")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The training data."""
+
+    informs: tuple[Inform, ...] = key((), "the data sets")
+    eval_informs: tuple[Inform, ...] = key((), "data sets to evaluate on during training")
+    batch_size: int | None = key(None, "rows of a step, as trainer.total_batch_size")
+    shuffle_buffer_size: int | None = key(None, "examples shuffled or packed together in a stream; 0: no shuffling")
+    seed: int = key(42, "of the shuffling")
+    pack_tokens: bool | None = key(None, "several texts in a row, as trainer.packing")
+    pack_seq_length: int | None = key(None, "tokens of a packed row; default: trainer.max_length")
+    pack_eos_token_id: int | None = key(None, "id that ends a text; default: the tokenizer's")
+    pack_shuffle: bool = key(True, "shuffle before packing")
+    pack_shuffle_buffer_factor: int | None = key(
+        None, "packed rows held", refuse="use shuffle_buffer_size, in examples"
+    )
+    pack_on_the_fly: bool = key(False, "a stream: tokenise and pack while training, and keep nothing")
+    block_mixture: bool | None = key(None, "each mixture_block_size examples have exactly the weights, in random order")
+    mixture_block_size: int | None = key(None, "examples of a block; default with block_mixture: 2048")
+    stop_strategy: str = key(
+        "first_exhausted", "when an epoch of several data sets ends", choices=("first_exhausted", "longest")
+    )
+    mixture_weights: Mapping[str, float] | None = key(None, "share of each data set by its name; default: by length")
+    prefetch_workers: int = key(2, "threads that read and tokenise")
+    prefetch_buffer_size: int = key(4, "batches that they are ahead")
+    cache_remote_files: bool = key(True, "keep downloaded files", refuse="they are always kept; remove it")
+    tokenization: Tokenization = key(Tokenization(), "how text becomes tokens")
+    save: Save = key(Save(), "keep the tokenised data")
+
+
+@dataclass(frozen=True)
+class EvalAction:
+    """Run benchmarks."""
+
+    tasks: tuple[str, ...] = key((), "names of tasks")
+    engine: str = key("esurge", "what generates", choices=("esurge",))
+    num_fewshot: int | None = key(None, "examples in the prompt; default: the task's")
+    output_path: str | None = key(None, "file for the results")
+    print_results: bool = key(True, "show the results")
+
+
+@dataclass(frozen=True)
+class ServeAction:
+    """Start the HTTP server."""
+
+    host: str = key("0.0.0.0", "address to listen on")
+    port: int = key(11556, "port to listen on")
+    log_level: str = key("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    enable_function_calling: bool = key(True, "parse tool calls")
+    tool_parser_name: str | None = key(None, "format of tool calls")
+    oai_like_processor: bool = key(True, "answers as OpenAI's")
+    require_api_key: bool = key(False, "refuse requests without a key")
+
+
+@dataclass(frozen=True)
+class FileAction:
+    """Write the recipe to a file."""
+
+    path: str | None = key(None, "the file; required")
+
+
+ACTIONS: dict[str, type | None] = {
+    "validate": None, "train": None, "eval": EvalAction, "serve": ServeAction, "print": None, "dump_config": None,
+    "to_json": FileAction, "to_yaml": FileAction,
+}  # fmt: skip
+ALIASES = {"server": "serve", "show": "print", "config": "dump_config", "save_json": "to_json", "save_yaml": "to_yaml"}
+LATER = {"serve": "serving is not in this version", "eval": "evaluation with benchmarks is not in this version"}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing to do: its name, and its settings where it has any."""
+
+    name: str
+    settings: Any = None

@@ -1,0 +1,224 @@
+"""The checkpoints of a run: one directory per step, complete or absent; a run goes on from the newest that is whole.
+
+<directory>/<step>/            the state (orbax), notes/process_<i>.json (data, progress, config), digests.<i>.json
+<directory>/<step>.damaged/    could not be read; an older one was
+"""
+
+import base64
+import importlib.metadata
+import json
+import logging
+import math
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fdel.params import CheckpointError, store
+
+Notes = dict[str, Any]
+SAVE_ERRORS = (OSError, ValueError)  # a full disk comes as either, from the JSON or from the arrays
+RESTORE_ERRORS = (OSError, ValueError, KeyError)
+
+log = logging.getLogger(__name__)
+
+
+def steps(directory: Path) -> list[int]:
+    """List the steps that have a complete checkpoint, oldest first."""
+    return sorted(int(p.name) for p in directory.glob("*") if p.name.isdecimal() and p.is_dir())
+
+
+def restore(directory: Path, like: Any) -> tuple[Any, Notes]:
+    """Read the newest checkpoint that is whole: (state, notes).
+
+    `like` is a tree of `jax.ShapeDtypeStruct`. Damaged ones are reported, and renamed once an older one was read. If none
+    can be read, a CheckpointError says why: starting over would bury them.
+    """
+    failed: dict[int, Exception] = {}
+    for step in reversed(steps(directory)):
+        path = directory / str(step)
+        try:
+            found = _read(path, like)
+        except RESTORE_ERRORS as e:
+            log.warning("checkpoint %s cannot be restored: %s", path, _reason(e))
+            failed[step] = e
+            continue
+        for bad in failed:
+            _set_aside(directory / str(bad))
+        if failed:
+            log.warning("going on from step %d, the last good checkpoint", step)
+        return found
+    reasons = [f"{step}: {_reason(e)}" for step, e in failed.items()] or ["there is none"]
+    raise CheckpointError(directory, [*reasons, "move the checkpoints away to start over"])
+
+
+def _read(path: Path, like: Any) -> tuple[Any, Notes]:
+    problem: Exception | None = None
+    try:
+        store.verify(path)
+        notes = store.read_notes(path)
+        if 0 < jax.process_index() < notes["processes"]:
+            notes = store.read_notes(path, jax.process_index())
+    except RESTORE_ERRORS as e:
+        problem = e
+    if not _all_agree(problem is None):
+        raise problem or CheckpointError(path, ["another process found damage"])
+    return store.restore(path, like), notes
+
+
+def _all_agree(fine: bool) -> bool:
+    """Tell whether this holds on every process, so that all take the same checkpoint."""
+    if jax.process_count() == 1:
+        return fine
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.asarray(fine)).all())
+
+
+def _reason(error: BaseException) -> str:
+    """Say what went wrong at the bottom of a chain of errors."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _set_aside(path: Path) -> None:
+    if jax.process_index() == 0:
+        aside = path.with_name(path.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+
+def clean(directory: Path) -> None:
+    """Remove what interrupted saves have left."""
+    if jax.process_index() == 0:
+        for path in directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(directory: Path, keep: int, keep_best: int = 0, metric: str = "", greater: bool = False) -> None:
+    """Delete all but the latest `keep` checkpoints (0: keep all) and the best `keep_best` by a metric in their notes."""
+    if not keep or jax.process_index():
+        return
+    found = steps(directory)
+    kept = {*found[-keep:], *ranked(directory, metric, greater)[:keep_best]}
+    for step in found:
+        if step not in kept:
+            # Renamed first: a deletion that is interrupted must not leave half a checkpoint.
+            doomed = (directory / str(step)).rename(directory / f"{step}.orbax-checkpoint-tmp-old")
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def ranked(directory: Path, metric: str, greater: bool = False) -> list[int]:
+    """List the steps whose notes hold a metric, the best first; among equals the earliest."""
+    values = {}
+    for step in steps(directory):
+        try:
+            value = store.read_notes(directory / str(step))["metrics"].get(metric)
+        except RESTORE_ERRORS:
+            continue  # damage is reported when it is restored
+        if value is not None and not math.isnan(value):
+            values[step] = -value if greater else value
+    return sorted(values, key=lambda step: (values[step], step))
+
+
+class Saver:
+    """Write one checkpoint at a time in the background; a failure is reported, and the last good one stays."""
+
+    def __init__(self, directory: Path, **kept: Any) -> None:
+        """Save into `directory`; `kept` are the arguments of `prune`."""
+        self.directory, self.kept = directory, kept
+        self.running: tuple[int, Future[None]] | None = None
+        self.saved = max(steps(directory), default=-1)
+
+    def save(self, step: int, state: Any, notes: Notes) -> Exception | None:
+        """Begin to write a checkpoint, when the one before is done; the state may be donated on return."""
+        self.wait()
+        try:
+            self.running = step, store.save_async(self.directory / str(step), state, notes)
+        except SAVE_ERRORS as e:
+            return self._failed(step, e)
+        return None
+
+    def finish(self, step: int, state: Any, notes: Notes) -> None:
+        """Save the last state, if it is not saved yet, and raise what goes wrong."""
+        self.wait()
+        if self.saved != step and (failure := self.save(step, state, notes) or self.wait()):
+            raise failure
+
+    def wait(self) -> Exception | None:
+        """Wait for the save under way, delete old checkpoints, and return what went wrong."""
+        if self.running is None:
+            return None
+        (step, future), self.running = self.running, None
+        try:
+            future.result()
+        except SAVE_ERRORS as e:
+            return self._failed(step, e)
+        self.saved = step
+        prune(self.directory, **self.kept)
+        return None
+
+    def _failed(self, step: int, error: Exception) -> Exception:
+        clean(self.directory)
+        last = f"the last good one is of step {self.saved}" if self.saved >= 0 else "there is none before it"
+        log.warning("checkpoint of step %d was not saved (%s); %s", step, _reason(error), last)
+        return error
+
+
+# ---- what a checkpoint holds besides arrays ------------------------------------------------------------------------
+
+
+def notes(iterator: Any, config: Any, **more: Any) -> Notes:
+    """Collect the place in the data, the configuration and versions, and what else is given, as JSON."""
+    data = iterator.get_state()
+    place = {"base64": base64.b64encode(data).decode()} if isinstance(data, bytes) else {"json": data}
+    return {"data": place, "processes": jax.process_count(), "config": config, "versions": _versions(), **more}
+
+
+def _versions() -> dict[str, str]:
+    """Name what decides whether lost steps are repeated bit by bit."""
+    installed = {name: _version(name) for name in ("fdel", "jax", "jaxlib", "orbax-checkpoint")}
+    return installed | {"device": jax.devices()[0].device_kind}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from its source
+
+
+def resume(directory: Path, state: Any, iterator: Any, config: Any) -> tuple[Any, Notes]:
+    """Restore the state and the place in the data, and say what differs from the run that saved them.
+
+    `state` is a state to replace, whose arrays are deleted first (there may be no room for two), or the jitted function
+    that makes it, which is not run. As many processes as before are needed, since each has its own part of the data.
+    """
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = jax.eval_shape(state) if callable(state) else state
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one), shapes)
+    if not callable(state):
+        jax.tree.map(lambda x: x.delete(), state)
+    state, found = restore(directory, like)
+    if found["processes"] != jax.process_count():
+        raise ValueError(
+            f"{directory}: its data was divided among {found['processes']} processes, now there are "
+            f"{jax.process_count()}; use as many as before"
+        )
+    place = found["data"]
+    iterator.set_state(base64.b64decode(place["base64"]) if "base64" in place else place["json"])
+    for name, now in {"config": json.loads(json.dumps(config)), "versions": _versions()}.items():
+        for change in _changes(name, found[name], now):
+            log.warning("since step %d was saved, %s", found["progress"]["step"], change)
+    return state, found
+
+
+def _changes(name: str, old: Any, new: Any) -> list[str]:
+    """Name what differs between two JSON values, by its dotted path."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [c for key in sorted(old | new) for c in _changes(f"{name}.{key}", old.get(key), new.get(key))]
+    return [] if old == new else [f"{name} has changed from {old!r} to {new!r}"]

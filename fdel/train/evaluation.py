@@ -1,0 +1,60 @@
+"""Evaluation during training: means over a whole data set, exact by weight."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from fdel.train.metrics import Row
+from fdel.train.steps import Batch, Loss, TrainState
+
+
+def place(batch: Batch, sharding: Any) -> Batch:
+    """Put this process's rows of a batch on the devices; None leaves them to the step."""
+    if sharding is None:
+        return batch
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+
+def evaluator(
+    loss: Loss, data: Iterable[Batch], *, fixed: Sequence[Any] = (), sharding: Any = None
+) -> Callable[[TrainState], Row]:
+    """Make an `evaluate` for `fit`: a loss's means over all of `data`, as "eval_loss" and so on.
+
+    `loss(params, batch, *fixed) -> (sum, sums)`, jitted by the caller, as in `steps`: a sum counts by the weight, a pair
+    (sum, count) by its count. Sums of all batches are added up before the one division, so that batches of different
+    weight count as they should. No batch, or no weight, is a ValueError.
+    """
+
+    def evaluate(state: TrainState) -> Row:
+        totals: dict[str, list[tuple[float, float]]] = {}
+
+        def add(total: Any, sums: Any) -> None:
+            sums = jax.device_get({"loss": total, **sums})
+            weight = sums.pop("weight")
+            for name, value in sums.items():
+                pair = value if isinstance(value, tuple) else (value, weight)
+                totals.setdefault(name, []).append((float(pair[0]), float(pair[1])))
+
+        unread = None
+        for batch in data:
+            result = loss(state.params, place(batch, sharding), *fixed)
+            if unread is not None:
+                add(*unread)  # the batch before: the device is busy with this one meanwhile
+            unread = result
+        if unread is None:
+            raise ValueError("the evaluation data has no batch; give it one, or leave out eval_every")
+        add(*unread)
+        return {f"eval_{name}": _mean(name, pairs) for name, pairs in totals.items()}
+
+    return evaluate
+
+
+def _mean(name: str, pairs: list[tuple[float, float]]) -> float:
+    count = math.fsum(c for _, c in pairs)
+    if not count and name == "loss":
+        raise ValueError("the evaluation data has no token that counts; look at its masks")
+    return math.fsum(s for s, _ in pairs) / (count or 1.0)

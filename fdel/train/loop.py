@@ -1,0 +1,249 @@
+"""The training loop: it feeds a step, writes down what it reports, evaluates, saves, and goes on where a run was cut off.
+
+    step = jax.jit(train.update(...), donate_argnums=0)
+    state = fit(step, state, data, Loop(steps=1000, directory="run", save_every=100))
+
+The loop does I/O and nothing else. Run the same program again after a crash, a kill or a preemption: it restores the last
+checkpoint with the place in the data, cuts metrics.jsonl back to it, and repeats the lost steps bit by bit (on the same
+mesh; on another one to rounding).
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fdel.train import checkpoint, metrics, preemption
+from fdel.train.evaluation import place
+from fdel.train.metrics import Row
+from fdel.train.steps import Batch, Metrics, Step, TrainState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """When to log, evaluate, save and stop. Every count is in steps, and 0 means never.
+
+    `directory` holds metrics.jsonl and checkpoints/; None writes nothing. `steps` None runs until the data ends. The latest
+    `keep` checkpoints stay (0: all), and the best `keep_best` by `metric`, for which every evaluation is saved. Training
+    stops early after `patience` evaluations in a row without a better `metric`, and with an error after `max_nonfinite`
+    steps in a row whose loss is not finite. `steps_per_epoch` gives rows an "epoch", `flops_per_token` (forward and
+    backward) an "mfu". `report_to` names more writers: "tensorboard", "wandb".
+    """
+
+    steps: int | None
+    directory: str | Path | None = None
+    log_every: int = 10
+    eval_every: int = 0
+    save_every: int = 0
+    keep: int = 3
+    keep_best: int = 0
+    metric: str = "eval_loss"
+    greater_is_better: bool = False
+    patience: int = 0
+    max_nonfinite: int = 0
+    steps_per_epoch: float = 0
+    flops_per_token: float = 0
+    report_to: tuple[str, ...] = ()
+    progress_bar: bool = True
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback sees of a logged row: the step that it is of, its numbers, and the newest state.
+
+    Rows are read one step late, so `state.step` may be `step + 1`; after an evaluation it is `step`. The next step donates
+    the state: read it at once, or copy it.
+    """
+
+    step: int
+    metrics: Row
+    state: TrainState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run counts besides its state; it is saved with each checkpoint."""
+
+    step: int = 0
+    num_tokens: int = 0
+    skipped: int = 0  # steps whose loss was not finite
+    nonfinite: int = 0  # the same, in a row up to now
+    best: float | None = None
+    waited: int = 0  # evaluations since the best one
+
+
+def fit(
+    step: Step,
+    state: TrainState | Callable[[], TrainState],
+    data: Iterable[Batch],
+    loop: Loop,
+    *,
+    fixed: Sequence[Any] = (),
+    evaluate: Callable[[TrainState], Mapping[str, float]] | None = None,
+    callbacks: Sequence[Callable[[Event], Any]] = (),
+    sharding: Any = None,
+    config: Any = None,
+) -> TrainState:
+    """Run `state, metrics = step(state, batch, *fixed)` to `loop.steps`, from the last checkpoint if there is one.
+
+    `state` is consumed. A jitted function that makes it (with out_shardings on a mesh) is called only if there is nothing
+    to restore. `iter(data)` yields dicts of numpy arrays, this process's rows; `sharding` puts them on the mesh. With
+    checkpoints it has `get_state()`, JSON, and `set_state(state)`. `evaluate(state)` gives numbers whose names begin with
+    "eval_"; `callbacks` are called at each row, on every process, and end the run by returning True. `config` is JSON,
+    kept in the checkpoints.
+
+    SIGTERM, or Ctrl-C once: finishes the step, saves, and raises SystemExit with 128 + the signal's number. Raises
+    CheckpointError if there are checkpoints but none that can be restored, FloatingPointError after `max_nonfinite` steps,
+    and the error of a save if it is the last one; earlier failures are logged. Needs the extra `train` if it saves.
+    """
+    _check(loop, evaluate)
+    iterator = iter(data)
+    state, progress, saver = _begin(loop, state, iterator, config)
+    with contextlib.ExitStack() as stack:
+        caught = stack.enter_context(preemption.listen())
+        if saver:
+            stack.callback(saver.wait)
+        write = stack.enter_context(metrics.rows(loop.directory, progress.step, loop.report_to))
+        show = stack.enter_context(metrics.bar(loop.steps, progress.step, loop.progress_bar))
+        run = _Run(loop, progress, write, show, callbacks)
+        killed, now = 0, progress.step
+        while not (run.stopped or killed or now == loop.steps) and (batch := next(iterator, None)) is not None:
+            tokens = metrics.tokens_of(batch)
+            state, reported = step(state, place(batch, sharding), *fixed)
+            run.read(state)  # the step before: the device is busy with this one meanwhile
+            now += 1
+            run.unread = now, reported, tokens
+            evaluating = _every(loop.eval_every, now)
+            saving = _every(loop.save_every, now) or (evaluating and loop.keep_best > 0)
+            if evaluating or saving:
+                run.read(state, evaluate if evaluating else None, last=now == loop.steps)
+            if saver and saving:
+                saver.save(now, state, run.notes(iterator, config))
+            killed = preemption.signalled(caught, now)
+        run.read(state, last=not killed or now == loop.steps)
+        if saver:
+            saver.finish(now, state, run.notes(iterator, config))
+    if killed:
+        what = ", which is saved" if saver else ""
+        log.warning("%s: stopped after step %d%s", signal.Signals(killed).name, now, what)
+        raise SystemExit(128 + killed)
+    return state
+
+
+class _Run:
+    """What changes besides the state: the progress, and the step whose metrics are still on the device."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        progress: Progress,
+        write: metrics.Write,
+        show: metrics.Write,
+        callbacks: Sequence[Callable[[Event], Any]],
+    ) -> None:
+        self.loop, self.progress, self.write, self.show, self.callbacks = loop, progress, write, show, callbacks
+        self.unread: tuple[int, Metrics, int] | None = None
+        self.evaluated: Row = {}  # the numbers of an evaluation after the step that was read last
+        self.stopped = 0 < loop.patience <= progress.waited
+        self.speed = metrics.Speed()
+
+    def read(
+        self, state: TrainState, evaluate: Callable[[TrainState], Mapping[str, float]] | None = None, last: bool = False
+    ) -> None:
+        """Read the metrics of the step that is unread; evaluate; log a row if one is due."""
+        if self.unread is None:
+            return
+        (number, reported, tokens), self.unread = self.unread, None
+        row = {"step": number, "loss": math.nan, **metrics.numbers(reported)}
+        self.speed.add(tokens)
+        self.progress = _count(self.progress, row, tokens, self.loop.max_nonfinite)
+        if logged := bool(evaluate) or last or _every(self.loop.log_every, number):
+            row |= {"num_tokens": self.progress.num_tokens, "nonfinite_steps": self.progress.skipped}
+            if self.loop.steps_per_epoch:
+                row["epoch"] = number / self.loop.steps_per_epoch
+            row |= self.speed.read(self.loop.flops_per_token)
+        self.evaluated = metrics.numbers(evaluate(state)) if evaluate else {}
+        if evaluate:
+            self.progress = _judge(self.progress, self.evaluated, self.loop)
+            self.stopped |= 0 < self.loop.patience <= self.progress.waited
+            self.speed.restart()
+        self.show(row | self.evaluated)
+        if logged:
+            row |= self.evaluated
+            self.write(row)
+            self.stopped |= any([callback(Event(number, row, state)) is True for callback in self.callbacks])
+
+    def notes(self, iterator: Any, config: Any) -> checkpoint.Notes:
+        """Collect what a checkpoint of the step that was read last holds besides arrays."""
+        return checkpoint.notes(iterator, config, progress=dataclasses.asdict(self.progress), metrics=self.evaluated)
+
+
+def _count(progress: Progress, row: Row, tokens: int, most: int) -> Progress:
+    """Count a step, and stop a run that has gone wrong: FloatingPointError after `most` non-finite steps in a row."""
+    bad = row.get("skipped", 0) > 0 or not math.isfinite(row["loss"])
+    in_a_row = progress.nonfinite + 1 if bad else 0
+    if 0 < most <= in_a_row:
+        raise FloatingPointError(
+            f"the loss or its gradient was not finite in {in_a_row} steps in a row, up to step {row['step']} "
+            f"(loss {row['loss']}); lower the learning rate, clip gradients, or look at the data of these steps"
+        )
+    return dataclasses.replace(
+        progress,
+        step=row["step"],
+        num_tokens=progress.num_tokens + tokens,
+        skipped=progress.skipped + bad,
+        nonfinite=in_a_row,
+    )
+
+
+def _judge(progress: Progress, evaluated: Row, loop: Loop) -> Progress:
+    """Compare an evaluation with the best one before it."""
+    if not (loop.patience or loop.keep_best):
+        return progress
+    if loop.metric not in evaluated:
+        raise ValueError(f"the evaluation gave {sorted(evaluated)}; metric={loop.metric!r} is not among them")
+    value, best = evaluated[loop.metric], progress.best
+    better = best is None or (value > best if loop.greater_is_better else value < best)
+    if better and not math.isnan(value):
+        return dataclasses.replace(progress, best=value, waited=0)
+    return dataclasses.replace(progress, waited=progress.waited + 1)
+
+
+def _every(n: int, step: int) -> bool:
+    return n > 0 and step % n == 0
+
+
+def _check(loop: Loop, evaluate: Any) -> None:
+    if loop.eval_every and evaluate is None:
+        raise ValueError(f"eval_every={loop.eval_every} needs an `evaluate` function")
+    if (loop.patience or loop.keep_best) and not loop.eval_every:
+        raise ValueError("patience and keep_best look at evaluations; set eval_every")
+    if (loop.save_every or loop.keep_best) and loop.directory is None:
+        raise ValueError("save_every and keep_best need a directory")
+
+
+def _begin(loop: Loop, state: Any, iterator: Any, config: Any) -> tuple[TrainState, Progress, checkpoint.Saver | None]:
+    """Restore state, progress and the place in the data, or make them."""
+    fresh = state if callable(state) else lambda: state
+    if loop.directory is None:
+        return fresh(), Progress(), None
+    path = Path(loop.directory) / "checkpoints"
+    going_on = bool(checkpoint.steps(path))
+    if not (loop.save_every or loop.keep_best or going_on):
+        return fresh(), Progress(), None
+    if not hasattr(iterator, "get_state"):
+        raise ValueError(f"the data's iterator, {type(iterator).__name__}, has no get_state() to save its place with")
+    path.mkdir(parents=True, exist_ok=True)
+    checkpoint.clean(path)
+    state, found = checkpoint.resume(path, state, iterator, config) if going_on else (fresh(), {})
+    saver = checkpoint.Saver(
+        path, keep=loop.keep, keep_best=loop.keep_best, metric=loop.metric, greater=loop.greater_is_better
+    )
+    return state, Progress(**found.get("progress", {})), saver

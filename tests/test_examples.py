@@ -1,0 +1,233 @@
+"""The run files of examples/, each run to its end on a tiny model: losses fall, margins grow, what is saved can be used."""
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import cli, models, ops, params, recipe, serve, text
+from fdel.models import llama
+from fdel.train import losses, metrics
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(f.stem for f in (ROOT / "examples").glob("*.yaml"))
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A tiny model from nothing learns at other rates than a real one.
+RATES = {"sft": 3e-3, "chat": 3e-3, "distillation": 3e-3, "lora": 2e-2, "qlora": 2e-2} | dict.fromkeys(
+    ("dpo", "orpo", "kto", "reward"), 1e-3
+)
+
+LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A llama of two layers with a BPE of the examples' data, and a chat template."""
+    path = tmp_path_factory.mktemp("tiny")
+    words = [line for f in (ROOT / "examples" / "data").glob("*.jsonl") for line in f.read_text().splitlines()]
+    tok = text.train_bpe(words, 512, ["<|im_start|>", "<|im_end|>"])
+    text.save(dataclasses.replace(tok, templates={"default": CHAT}), path)
+    cfg = llama.Config(vocab=512, embed=64, ffn=96, layers=2, heads=4, kv_heads=2, head_dim=16, rope=ops.Rope(16, 1e4))
+    weights = jax.jit(lambda key: params.init(llama.spec(cfg), key, dtype=jnp.float32))(jax.random.key(0))
+    models.save(models.Model(llama, cfg, weights), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def taught(tiny, tmp_path_factory) -> Path:
+    """The run of the example sft: a model to adapt and to distil."""
+    return run("sft", tiny, tmp_path_factory.mktemp("sft"))
+
+
+def run(name: str, tiny: Path, out: Path, **teacher: Path) -> Path:
+    """Run a shrunk example by its command."""
+    shrunk(name, tiny, out, **teacher).to_yaml(out / "run.yaml")
+    with contextlib.chdir(ROOT):
+        assert cli.main(["run", str(out / "run.yaml")]) == 0
+    return out
+
+
+def shrunk(name: str, tiny: Path, out: Path, steps: int = 30, teacher: Path | None = None) -> recipe.Recipe:
+    """An example on the tiny model, with short rows and few steps; what it says is otherwise left."""
+    wanted = recipe.load(ROOT / "examples" / f"{name}.yaml").set("model.name_or_path", str(tiny))
+    changes = {"total_batch_size": 8, "max_training_steps": steps, "save_directory": str(out), "save_steps": None}
+    changes |= {"learning_rate": RATES[name], "warmup_steps": 2, "warmup_ratio": None}
+    length = "mixture.pack_seq_length" if wanted.mixture.pack_tokens else "trainer.max_length"
+    wanted = wanted.set(length, 64).set("sharding.axis_dims", [1, 1, 1, 1, 1])
+    if wanted.teacher_model:
+        wanted = wanted.set("teacher_model.name_or_path", str(teacher))
+    for key, value in changes.items():
+        wanted = wanted.set(f"trainer.{key}", value)
+    return wanted
+
+
+def curve(out: Path, name: str) -> np.ndarray:
+    return np.array([row[name] for row in metrics.read(out)])
+
+
+def test_there_is_an_example_of_each_kind_and_its_data_is_small():
+    assert EXAMPLES == ["chat", "distillation", "dpo", "kto", "lora", "orpo", "qlora", "reward", "sft"]
+    for name in EXAMPLES:
+        assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
+    assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 100_000
+
+
+@pytest.mark.parametrize("name", [n if n == "sft" else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES])
+def test_the_example_learns(name, tiny, taught, tmp_path):
+    start = taught / "model" if "lora" in name else tiny
+    out = taught if name == "sft" else run(name, start, tmp_path, teacher=taught / "model")
+    loss = curve(out, "loss")
+    assert [row["step"] for row in metrics.read(out)] == list(range(1, 31))
+    assert np.isfinite(loss).all() and loss[-5:].mean() < (0.95 if "lora" in name else 0.9) * loss[:3].mean()
+    if name in LEAST_GAIN:
+        margin = curve(out, "margin" if name == "reward" else "rewards/chosen")
+        margin = margin if name == "reward" else margin - curve(out, "rewards/rejected")
+        assert margin[-5:].mean() > margin[:3].mean() + LEAST_GAIN[name]
+    {"lora": adapters, "qlora": adapters, "reward": rewards}.get(name, whole)(out, start)
+
+
+def whole(out: Path, begin: Path) -> None:
+    """The saved model and tokenizer load, differ from the start, and speak."""
+    model, tok = models.load(out / "model", stacked=False), text.load(out / "model")
+    start = models.load(begin, stacked=False)
+    assert not np.allclose(model.params["layers"][0]["q"], start.params["layers"][0]["q"])
+    assert len(serve.generate(model, [text.encode(tok, "What")], max_tokens=4)[0].tokens) > 0
+
+
+def adapters(out: Path, begin: Path) -> None:
+    """The adapters load on the start as PEFT's; merged, they are what `merge` saved."""
+    model = models.load(begin, dtype=jnp.bfloat16)
+    spec = llama.spec(model.cfg)
+    adapted = params.load_peft(spec, model.params, out / "model")
+    assert float(jnp.abs(adapted["layers"]["q"].b).max()) > 1e-3
+    text.load(out / "model")
+    if (out / "merged").exists():
+        merged = models.load(out / "merged").params
+        jax.tree.map(np.testing.assert_array_equal, merged, params.lora.merge(adapted))
+
+
+def rewards(out: Path, begin: Path) -> None:
+    """transformers reads the reward model and gives its scores."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "model").eval()
+    tokens = np.random.default_rng(0).integers(3, 512, (3, 12))
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)).logits.numpy()
+    cfg = models.read_config(out / "model")[1]
+    weights = params.load(losses.reward_spec(llama, cfg), out / "model")
+    got = jax.jit(losses.score_rows(llama, cfg))(weights, {"tokens": tokens})
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_same_command_again_goes_on(tiny, tmp_path, monkeypatch):
+    """Six steps at once, or three and then the same file with six: the same curve, bit by bit; each step is there once."""
+    monkeypatch.chdir(ROOT)
+    of = lambda out, steps: shrunk("sft", tiny, tmp_path / out, steps).set("trainer.scheduler", "constant")
+    recipe.train(of("whole", 6))
+    recipe.train(of("parts", 3))
+    recipe.train(of("parts", 6))
+    rows = [[(r["step"], r["loss"], r["grad_norm"]) for r in metrics.read(tmp_path / d)] for d in ("whole", "parts")]
+    assert rows[0] == rows[1] and [step for step, _, _ in rows[0]] == [1, 2, 3, 4, 5, 6]
+    a, b = (models.load(tmp_path / d / "model").params for d in ("whole", "parts"))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    with pytest.raises(recipe.RecipeError, match="12 rows cannot be divided among 8 devices"):
+        recipe.train(of("wide", 3).set("sharding", None).set("trainer.total_batch_size", 12))
+    with pytest.raises(recipe.RecipeError, match="has checkpoints; choose a new directory"):
+        recipe.train(of("parts", 6).set("trainer.resume_if_possible", False))
+
+
+@pytest.mark.slow
+def test_evaluation_averages_and_the_best_checkpoint(tiny, tmp_path, monkeypatch):
+    """The moving average is evaluated and saved: the last eval_loss is the saved model's."""
+    monkeypatch.chdir(ROOT)
+    held = {"data_files": "examples/data/text.jsonl", "num_rows": 13}
+    wanted = shrunk("sft", tiny, tmp_path, 6).set("mixture.eval_informs", [held]).set("trainer.ema_decay", 0.5)
+    wanted = wanted.set("trainer.evaluation_steps", 3).set("trainer.metric_for_best_model", "eval_loss")
+    model, out, last = recipe.train(wanted)
+    evaluated = [row["eval_loss"] for row in metrics.read(tmp_path) if "eval_loss" in row]
+    assert len(evaluated) == 2 and evaluated[1] < evaluated[0] and last["eval_loss"] == evaluated[1]
+    tok, sums = text.load(out), np.zeros(2)
+    forward = jax.jit(lambda p, t: jax.nn.log_softmax(llama.forward(p, t, model.cfg)[0])[0])
+    for line in (ROOT / held["data_files"]).read_text().splitlines()[:13]:
+        ids = np.array([*text.encode(tok, json.loads(line)["text"]), tok.ids["eos"]])[:64]
+        logp = forward(model.params, np.pad(ids, (0, 64 - len(ids)))[None])
+        sums += -float(logp[np.arange(len(ids) - 1), ids[1:]].sum()), len(ids) - 1
+    assert abs(evaluated[1] - sums[0] / sums[1]) < 1e-4
+
+
+@pytest.mark.slow
+def test_adapters_on_a_mesh_change_nothing_but_rounding(tiny, tmp_path, monkeypatch):
+    """Four steps of BCO on nf4 weights with dp=2, fsdp=2, tp=2: the losses of one device, and a mean over all rows."""
+    monkeypatch.chdir(ROOT)
+    curves = []
+    for dims in ([1, 1, 1, 1, 1], [2, -1, 1, 2, 1]):
+        wanted = shrunk("kto", tiny, tmp_path / str(dims[0]), 4).set("sharding.axis_dims", dims)
+        wanted = wanted.set("trainer.trainer_type", "bco").set("quantization.model.quantization_method", "nf4")
+        recipe.train(wanted.set("trainer.learning_rate", 1e-2))
+        curves.append(curve(tmp_path / str(dims[0]), "loss"))
+    assert abs(curves[0][0] - np.log(2)) < 1e-6 and curves[0][-1] < 0.69
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_curve_is_that_of_torch(tiny, tmp_path):
+    """transformers and torch's AdamW with a linear schedule, decay of matrices, clipping and two parts: 1e-4."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    told = [json.loads(line)["text"] for line in (ROOT / "examples" / "data" / "text.jsonl").open()][:24]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in told))
+    model = {"name_or_path": str(tiny)}
+    mixture = {"informs": [{"data_files": str(tmp_path / "rows.jsonl")}], "shuffle_buffer_size": 0}
+    settings = dict(
+        learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, gradient_accumulation_steps=2, log_steps=1,
+        num_train_epochs=2, total_batch_size=8, max_length=48, save_directory=str(tmp_path),
+    )  # fmt: skip
+    sections = {"model": model, "mixture": mixture, "trainer": settings, "sharding": {"axis_dims": [1] * 5}}
+    recipe.train(recipe.from_dict(sections))
+    tok = text.load(tiny)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    decays = {True: [], False: []}
+    for p in oracle.parameters():
+        decays[p.ndim > 1].append(p)
+    groups = [{"params": decays[True], "weight_decay": 0.1}, {"params": decays[False], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 6)
+    rows = [([*text.encode(tok, t), tok.ids["eos"]])[:48] for t in told] * 2
+    for want, start in zip(metrics.read(tmp_path), range(0, 48, 8), strict=True):
+        optimizer.zero_grad()
+        total, count = 0.0, 0
+        for ids in rows[start : start + 8]:
+            logp = oracle(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            total = total - logp[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum()
+            count += len(ids) - 1
+        (total / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        np.testing.assert_allclose(
+            [want["loss"], want["grad_norm"]], [float((total / count).detach()), float(norm)], rtol=1e-4
+        )
+        assert abs(want["learning_rate"] - schedule.get_last_lr()[0]) < 1e-8
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.slow
+def test_half_precision_means_what_it_says(tiny, tmp_path, monkeypatch):
+    """bfloat16 parameters keep updates that nearest rounding would lose; bfloat16 computation leaves parameters float32."""
+    monkeypatch.chdir(ROOT)
+    of = lambda name, loader: recipe.train(shrunk("sft", tiny, tmp_path / name, 4).set("loader", loader)).model.params
+    half = of("half", {"param_dtype": "bf16"})["norm"]
+    assert (
+        half.dtype == jnp.bfloat16 and 4 < int((half != 1).sum()) < 64
+    )  # each step moves a weight by a quarter of its spacing
+    mixed = of("mixed", {"dtype": "bf16"})["norm"]
+    assert mixed.dtype == jnp.float32
+    wide, narrow = (curve(tmp_path / name, "loss") for name in ("half", "mixed"))
+    assert 0 < np.abs(wide - narrow).max() < 0.05

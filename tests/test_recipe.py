@@ -1,0 +1,394 @@
+"""Run files: what parses and what it means, what is refused and why, and that every key has a reader."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from fdel import cli, models, ops, params, recipe, text
+from fdel.models import llama
+from fdel.recipe import check, objective, read, schema, trainer
+from fdel.train import data
+
+ROOT = Path(__file__).parents[1]
+GUIDE = list(yaml.safe_load_all((ROOT / "tests" / "fixtures" / "guide.yaml").read_text()))
+SFT, DPO, EVAL, SERVE, QLORA, DISTILL = GUIDE[11:17]
+CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+
+
+def weights():
+    return jax.jit(lambda key: params.init(llama.spec(CFG), key, dtype=jnp.float32))(jax.random.key(0))
+
+
+def made(**sections) -> recipe.Recipe:
+    """A recipe that is valid but for what the sections change."""
+    base = {"model": {"name_or_path": "m"}, "mixture": {"informs": [{"data_files": "d.jsonl"}]}, "actions": ["train"]}
+    return recipe.from_dict({**base, **sections})
+
+
+def holds(shown, given) -> bool:
+    """Whether all that is given is shown, with the same values."""
+    if isinstance(given, dict):
+        return all(k in shown and holds(shown[k], v) for k, v in given.items())
+    if isinstance(given, list):
+        return len(shown) == len(given) and all(map(holds, shown, given))
+    return shown == given
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    models.save(models.Model(llama, CFG, weights()), path)
+    text.save(text.train_bpe(["hello world"], 300), path)
+    return path
+
+
+# ---- the guide -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", GUIDE, ids=lambda d: "+".join(d))
+def test_every_example_of_the_guide_parses_and_survives_a_round_trip(document, tmp_path):
+    found = recipe.from_dict(document)
+    for write, load, name in ((found.to_yaml, recipe.from_yaml, "r.yaml"), (found.to_json, recipe.from_json, "r.json")):
+        write(tmp_path / name)
+        assert load(tmp_path / name) == found
+    shown = recipe.to_dict(found, defaults=True)
+    assert all(holds(shown[section], values) for section, values in document.items() if section != "actions")
+    wrapped = {"elm": {k: v for k, v in document.items() if k != "actions"}, "actions": document.get("actions")}
+    assert recipe.from_dict(wrapped) == found
+
+
+def test_the_guides_sft_means_what_it_says():
+    found = recipe.from_dict(SFT)
+    assert recipe.faults(found) == []
+    assert [a.name for a in found.actions] == ["validate", "train"]
+    settings = recipe.build_settings(found)
+    assert settings == data.Settings(batch=32, length=2048, packing="best_fit", epochs=3, seed=42)
+    (source,) = recipe.build_sources(found, found.mixture.informs)
+    assert (source.files, source.format) == (("train/*.json",), "json")
+    rate = recipe.build_schedule(found, 1100)
+    assert np.allclose([rate(s) for s in (0, 50, 100, 600, 1100)], [0, 1e-5, 2e-5, 1e-5, 0])
+    assert found.trainer.gradient_accumulation_steps == 4 and found.trainer.save_steps == 500
+
+
+def test_the_guides_dpo_means_what_it_says():
+    found = recipe.from_dict(DPO)
+    assert recipe.faults(found) == []
+    assert recipe.build_settings(found) == data.Settings(kind="pairs", batch=16, length=1024, epochs=1, seed=42)
+    (source,) = recipe.build_sources(found, found.mixture.informs)
+    row = {"prompt": "p", "chosen": "c", "rejected": "r", "other": 1}
+    assert source.transform(row) == {"prompt": "p", "chosen": "c", "rejected": "r"}
+    with pytest.raises(ValueError, match="no column 'rejected'"):
+        source.transform({"prompt": "p", "chosen": "c"})
+    assert found.trainer.beta == 0.1 and found.reference_model.name_or_path == "./my-sft-model"
+
+
+def test_the_guides_qlora_trains_adapters_on_nf4():
+    found = recipe.from_dict(QLORA)
+    assert recipe.faults(found) == [] and check.adapters(found) and check.weights_format(found) == "nf4"
+    assert found.quantization.model.group_size == 64 and found.trainer.learning_rate == 2e-4
+    assert not check.adapters(found.set("quantization.apply_quantization", False))
+
+
+def test_the_guides_distillation_takes_the_mixtures_batch():
+    found = recipe.from_dict(DISTILL)
+    assert recipe.faults(found) == [] and check.batch_rows(found) == 16
+    assert "teacher_model: missing" in recipe.faults(found.set("teacher_model", None))[0]
+
+
+@pytest.mark.parametrize(("document", "why"), [(EVAL, "evaluation with benchmarks"), (SERVE, "serving")])
+def test_serving_and_benchmarks_are_typed_but_refused(document, why):
+    found = recipe.from_dict(document)
+    assert recipe.faults(found) == [f"actions[1]: {found.actions[1].name}: {why} is not in this version; remove it"]
+    port = json.loads(json.dumps(document).replace("8000", '"many"').replace('"num_fewshot": 0', '"num_fewshot": "no"'))
+    with pytest.raises(recipe.RecipeError, match="expected a whole number"):
+        recipe.from_dict(port)
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+MISREAD = [
+    ({"trainer": {"learnin_rate": 1}}, "trainer.learnin_rate: unknown key; did you mean 'learning_rate'?"),
+    ({"trianer": {}}, "trianer: unknown key; did you mean 'trainer'?"),
+    ({"trainer": {"scheduler": 3}}, "trainer.scheduler: found 3, expected text"),
+    ({"trainer": {"total_batch_size": 4.5}}, "trainer.total_batch_size: found 4.5, expected a whole number or null"),
+    ({"trainer": {"total_batch_size": True}}, "trainer.total_batch_size: found True, expected a whole number or null"),
+    ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate: found 'fast', expected a number or null"),
+    ({"trainer": {"lora": 8}}, "trainer.lora: found 8, expected a mapping or null"),
+    ({"loader": {"dtype": "bf61"}}, "loader.dtype: found 'bf61'; did you mean 'bf16'?"),
+    ({"loader": []}, "loader: found [], expected a mapping"),
+    ({"sharding": {"axis_dims": [1, "x"]}}, "sharding.axis_dims[1]: found 'x', expected a whole number"),
+    ({"mixture": {"informs": [{}, {"typ": 1}]}}, "mixture.informs[1].typ: unknown key; did you mean 'type'?"),
+    ({"mixture": {"mixture_weights": {"a": "b"}}}, "mixture.mixture_weights.a: found 'b', expected a number"),
+    ({"actions": ["tran"]}, "actions[0]: 'tran' is no action; did you mean 'train'?"),
+    ({"actions": "train"}, "actions: found 'train', expected a list"),
+    ({"actions": [{"train": {"fast": True}}]}, "actions[0].train: found {'fast': True}, expected nothing"),
+    ({"actions": [{"serve": {"prot": 1}}]}, "actions[0].serve.prot: unknown key; did you mean 'port'?"),
+    ({"config": {}, "model": {}}, "model: unknown beside 'config'"),
+]
+
+
+@pytest.mark.parametrize(("document", "message"), MISREAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_be_read_is_told_with_its_path(document, message):
+    with pytest.raises(recipe.RecipeError, match=re.escape(message)):
+        recipe.from_dict(document)
+
+
+def test_all_faults_are_told_at_once_and_keys_twice_in_yaml_too(tmp_path):
+    with pytest.raises(recipe.RecipeError) as e:
+        recipe.from_dict({"trainer": {"a": 1, "beta": "x"}, "loader": {"dtype": 1}})
+    assert len(str(e.value).splitlines()) == 4
+    file = tmp_path / "r.yaml"
+    file.write_text("trainer:\n  seed: 1\nmixture:\n  informs:\n  - type: json\n    type: csv\ntrainer:\n  seed: 2\n")
+    with pytest.raises(recipe.RecipeError, match="(?s)type: stands twice, again in line 6.*trainer: .* line 7"):
+        recipe.from_yaml(file)
+
+
+IMPOSSIBLE = [
+    (
+        {"loader": {"trust_remote_code": True}},
+        "loader.trust_remote_code: True cannot be honoured: fdel never runs remote",
+    ),
+    ({"model": {"name_or_path": "m", "extra_kwargs": {"trust_remote_code": True}}}, "model.extra_kwargs.trust_remote"),
+    ({"model": {}}, "model.name_or_path: missing"),
+    ({"model": {"name_or_path": "m", "task": "image-classification"}}, "model.task: 'image-classification' cannot be"),
+    ({"loader": {"from_torch": False}}, "loader.from_torch: False cannot be honoured"),
+    ({"quantization": {"platform": "triton"}}, "quantization.platform: 'triton' cannot be honoured: fdel chooses"),
+    ({"quantization": {"model": {"quantization_method": "a4q"}}}, "only weights are quantized"),
+    ({"base_config": {"operation_configs": {"flash_attn2": {}}}}, "base_config.operation_configs: "),
+    ({"sharding": {"use_ring_of_experts": True}}, "sharding.use_ring_of_experts: True cannot be honoured"),
+    ({"sharding": {"axis_dims": [1, 1]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [1, 1]"),
+    ({"mixture": {}}, "mixture.informs: empty"),
+    ({"mixture": {"informs": [{"type": "visual"}]}}, "mixture.informs[0].type: visual: images are not"),
+    ({"mixture": {"informs": [{"name": "a"}], "mixture_weights": {"b": 1}}}, "mixture.mixture_weights.b: no data set"),
+    (
+        {"mixture": {"informs": [{}], "batch_size": 16}, "trainer": {"total_batch_size": 8}},
+        "16 differs from trainer.total",
+    ),
+    ({"trainer": {"trainer_type": "grpo"}}, "trainer.trainer_type: 'grpo' cannot be honoured: not in this version"),
+    ({"trainer": {"beta": 0.1}}, "trainer.beta: trainer_type sft does not read it (dpo, "),
+    ({"trainer": {"group_size": 4}}, "trainer.group_size: trainer_type sft does not read it"),
+    ({"trainer": {"gradient_accumulation_steps": 5}}, "5 does not divide the 32 rows of a step"),
+    ({"trainer": {"optimizer": "adamv"}}, "trainer.optimizer: found 'adamv'; did you mean 'adamw'?"),
+    ({"trainer": {"scheduler": "cosin"}}, "did you mean 'cosine'?"),
+    ({"trainer": {"optimizer": "lion", "adam_beta2": 0.5}}, "trainer.adam_beta2: optimizer lion does not read it"),
+    ({"trainer": {"gradient_checkpointing": "dots"}}, "remat='dots' is not a policy"),
+    ({"trainer": {"loss_type": "sigmoid"}}, "loss_type='sigmoid'; expected nll, or dft"),
+    ({"trainer": {"trainer_type": "dpo", "label_smoothing": 0.1}}, "label_smoothing=0.1 with loss_type='sigmoid'"),
+    ({"trainer": {"trainer_type": "cpo", "loss_type": "aot"}}, "loss_type='aot'; expected one of sigmoid, simpo"),
+    ({"trainer": {"trainer_type": "kto", "loss_type": ["kto", "bco"]}}, "only trainer_type dpo has several"),
+    ({"trainer": {"trainer_type": "gkd", "beta": 2}, "teacher_model": {"name_or_path": "t"}}, "beta=2.0; expected a"),
+    ({"trainer": {"trainer_type": "gkd", "lmbda": 0.5}}, "trainer.lmbda: 0.5 cannot be honoured: samples are not"),
+    ({"trainer": {"trainer_type": "reward", "lora": {}}}, "trainer.lora: trainer_type reward does not read it"),
+    ({"reference_model": {"name_or_path": "r"}}, "reference_model: trainer_type sft has none"),
+    ({"trainer": {"lora": {}, "optimizer": "muon"}}, "muon has no form for adapters"),
+    ({"loader": {"dtype": "fp16"}}, "loader: fp16 needs scaled losses"),
+    ({"trainer": {"evaluation_steps": 5}}, "evaluation needs both"),
+    ({"actions": ["to_yaml"]}, "actions[0]: to_yaml: no path"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), IMPOSSIBLE, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_what_cannot_be_done_is_refused(sections, message):
+    assert recipe.faults(made()) == []
+    with pytest.raises(recipe.RecipeError, match=re.escape(message)):
+        recipe.validate(made(**sections))
+
+
+# ---- a value -------------------------------------------------------------------------------------------------------
+
+
+def test_set_gives_a_changed_recipe_and_leaves_the_old_one():
+    old = made()
+    new = old.set("trainer.learning_rate", 2e-5).set("trainer.lora", {"r": 4}).set("trainer.clip_grad", None)
+    assert (new.trainer.learning_rate, new.trainer.lora, new.trainer.clip_grad) == (2e-5, trainer.Lora(r=4), None)
+    assert old == made() and new.set("trainer", None) == old
+    assert new.set("mixture", new.mixture) == new
+    with pytest.raises(recipe.RecipeError, match="did you mean 'learning_rate'"):
+        old.set("trainer.learning_rat", 1)
+    with pytest.raises(recipe.RecipeError, match="'informs' is no section"):
+        old.set("mixture.informs.type", "csv")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        old.trainer.seed = 3
+    with pytest.raises(TypeError):
+        made(base_config={"values": {"a": 1}}).base_config.values["a"] = 2
+
+
+def test_yaml_numbers_without_a_point_are_numbers():
+    assert made(trainer=yaml.safe_load("learning_rate: 2e-5")).trainer.learning_rate == 2e-5
+
+
+def test_every_key_has_a_reader():
+    """A key that nothing reads would be ignored: all but those of serving and those refused are read in the code."""
+    files = [ROOT / "fdel" / "recipe" / f"{n}.py" for n in ("actions", "build", "check", "data", "objective", "step")]
+    code = "\n".join(f.read_text() for f in files)
+    sections = [schema.Model, schema.Loader, schema.Sharding, schema.Quantization, schema.BaseConfig, schema.Inform]
+    sections += [schema.Mixture, schema.Tokenization, schema.Save, trainer.Trainer, trainer.Lora, schema.Extra]
+    keys = [(c, f) for c in sections for f in dataclasses.fields(c)]
+    asked = [(c, f) for c, f in keys if not f.metadata["refuse"] and f.metadata["by"] != ("grpo",)]
+    unread = [f"{c.__name__}.{f.name}" for c, f in asked if not re.search(rf"\.{f.name}\b", code)]
+    assert unread == ["Quantization.kv_cache"]
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_base_config_changes_the_config_and_refuses_what_nothing_reads(checkpoint):
+    wanted = made(model={"name_or_path": str(checkpoint)}, sharding={"axis_dims": [1] * 5})
+    found = recipe.build_model(wanted.set("base_config.values", {"rms_norm_eps": 0.5, "max_position_embeddings": 64}))
+    assert (found.cfg.norm_eps, found.cfg.max_positions) == (0.5, 64)
+    with pytest.raises(recipe.RecipeError, match="attn_dtype: llama does not read it"):
+        recipe.build_model(wanted.set("base_config.values", {"attn_dtype": "float32"}))
+    with pytest.raises(recipe.RecipeError, match="other shapes"):
+        recipe.build_model(wanted.set("base_config.values", {"intermediate_size": 64}))
+
+
+def test_lora_targets_are_the_modules_of_that_name():
+    where = recipe.build.lora_targets(trainer.Lora(target_modules=("q_proj", "down_proj")), llama.spec(CFG))
+    matching = [path for path, _ in params.named_leaves(llama.spec(CFG)) if re.search(where, path)]
+    assert matching == ["layers.down", "layers.q"]
+    with pytest.raises(recipe.RecipeError, match="'q_prj'; did you mean 'q_proj'"):
+        recipe.build.lora_targets(trainer.Lora(target_modules="q_prj"), llama.spec(CFG))
+
+
+def test_models_are_loaded_quantized_and_adapted(checkpoint):
+    wanted = recipe.from_dict(QLORA).set("model.name_or_path", str(checkpoint)).set("sharding.axis_dims", [1] * 5)
+    w = recipe.build_model(wanted).params["layers"]["q"]
+    assert w.base.format == "nf4" and w.a.shape[-2] == 16 and np.all(np.asarray(w.scale) == 2)
+    assert recipe.build_model(wanted).params["embed"].dtype == jnp.bfloat16
+
+
+def test_data_settings_follow_their_keys():
+    change = lambda **mixture: recipe.build_settings(made(mixture={"informs": [{"data_files": "d"}]} | mixture))
+    assert change(shuffle_buffer_size=0).shuffle is False and change(shuffle_buffer_size=99).window == 99
+    assert change(tokenization={"max_length": 77}).length == 77
+    assert change(tokenization={"truncation": False}).overlong == "drop"
+    assert change(pack_on_the_fly=True).stream and change(stop_strategy="longest").stop == "longest"
+    assert change(prefetch_workers=7, prefetch_buffer_size=8, seed=3) == dataclasses.replace(
+        change(), threads=7, prefetch=8, seed=3
+    )
+    ask = lambda **t: recipe.build_settings(made(trainer=t))
+    assert ask(max_training_steps=5).epochs is None and ask(max_training_steps=5, num_train_epochs=2).epochs == 2
+    assert ask(trainer_type="kto").kind == "unpaired" and ask(trainer_type="reward").overlong == "drop"
+    assert [ask(completion_only_loss=c).learn for c in (None, True, False)] == ["auto", "completion", "all"]
+    assert ask(assistant_only_loss=True).learn == "assistant"
+    assert ask(packing=True, packing_strategy="wrapped").packing == "wrapped"
+    weighted = made(mixture={"informs": [{"type": "csv", "data_files": "d", "name": "a"}], "mixture_weights": {"a": 2}})
+    (source,) = recipe.build_sources(weighted, weighted.mixture.informs)
+    assert (source.weight, source.format) == (2.0, "csv")
+
+
+def test_a_hub_data_set_is_fetched_by_its_name(tmp_path, monkeypatch):
+    hub, asked = pytest.importorskip("huggingface_hub"), []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **kw: asked.append((name, kw)) or str(tmp_path))
+    (source,) = recipe.build_sources(recipe.from_dict(QLORA), recipe.from_dict(QLORA).mixture.informs)
+    assert asked == [("databricks/dolly-15k", {"repo_type": "dataset"})] and source.files == (str(tmp_path),)
+
+
+def test_texts_end_with_the_token_that_is_asked_for(checkpoint):
+    wanted, tok = made(model={"name_or_path": str(checkpoint)}), text.load(checkpoint)
+    ending = recipe.data.ending(wanted.set("mixture.pack_eos_token_id", 65), tok)
+    assert (ending.ids["eos"], tok.ids["eos"], recipe.data.ending(wanted, tok)) == (65, 0, tok)
+    with pytest.raises(recipe.RecipeError, match="has no token 999"):
+        recipe.data.ending(wanted.set("mixture.pack_eos_token_id", 999), tok)
+
+
+def test_a_plan_is_made_of_a_run_file(checkpoint):
+    wanted = recipe.from_dict(SFT).set("model.name_or_path", str(checkpoint))
+    directory, training = recipe.planned(wanted.set("trainer.gradient_checkpointing", "dots_saveable"))
+    asked = ("dp=1,fsdp=-1,ep=1,tp=1,sp=1", 32, 2048, 4, "bfloat16", "adamw", "dots_saveable")
+    assert (directory, dataclasses.astuple(training)) == (checkpoint, asked)
+    with pytest.raises(recipe.RecipeError, match="plan knows the step of trainer_type sft"):
+        recipe.planned(wanted.set("trainer.lora", {}))
+
+
+def rows(rng, *shape) -> dict:
+    """A batch of rows with prompts of three tokens, [*shape, 12]."""
+    mask = np.broadcast_to(np.arange(12) > 2, (*shape, 12))
+    return {"tokens": rng.integers(0, 300, (*shape, 12)), "lengths": rng.integers(6, 13, shape), "mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [("kto", None), ("dpo", "aot"), ("dpo", ["sigmoid", "sft"])], ids=str)
+def test_microbatches_change_no_loss(settings):
+    """Losses whose rows depend on each other, and means over tokens: the same gradient in one part as in four."""
+    model, rng = models.Model(llama, CFG, weights()), np.random.default_rng(0)
+    batch = rows(rng, 8, 2)
+    if settings[0] == "kto":
+        batch = rows(rng, 8) | {"label": np.arange(8) % 3 > 0, "kl": rows(rng, 8)}
+    reference = jax.tree.map(lambda x: 3 * x, model.params)  # worse, so that KTO's reference point is not 0
+    results = []
+    for n in (1, 4):
+        asked = {"trainer_type": settings[0], "loss_type": settings[1], "gradient_accumulation_steps": n, "beta": 1.0}
+        g = jax.jit(objective.build(made(trainer=asked).trainer, model).grads)
+        results.append(g(model.params, jax.tree.map(jnp.asarray, batch), reference))
+    (a, sums), (b, others) = results
+    assert np.isclose(sums["loss"], others["loss"], rtol=1e-5)
+    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(a))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * scale), a, b)
+
+
+@pytest.mark.parametrize("kind", ["cpo", "simpo", "bco", "gkd", "dpo"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_each_objective_takes_what_follows_the_batch(kind, adapted):
+    """Abstractly: the running mean first, then the frozen weights, then the reference or the teacher."""
+    rng, model = np.random.default_rng(0), models.Model(llama, CFG, params.abstract(llama.spec(CFG), jnp.float32))
+    full = model.params
+    if adapted:
+        spec, key = llama.spec(CFG), jax.random.key(0)
+        full = jax.eval_shape(lambda p: params.lora.add(p, 2, 4.0, key=key, spec=spec), model.params)
+    trained, frozen = params.lora.split(full) if adapted else (full, None)
+    batch = rows(rng, 8) | {"label": np.arange(8) % 2 > 0} if kind == "bco" else rows(rng, 8, *[2] * (kind != "gkd"))
+    rest = [{"mean": jnp.zeros(()), "count": jnp.zeros(())}] * (kind == "bco") + [frozen] * adapted
+    rest += [model.params] * (kind in ("gkd", "bco", "dpo"))
+    asked = made(trainer={"trainer_type": kind, "gradient_accumulation_steps": 2}).trainer
+    found = objective.build(asked, model, teacher=model, adapted=adapted, own_reference=True)
+    shapes, sums = jax.eval_shape(found.grads, trained, jax.tree.map(jnp.asarray, batch), *rest)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, trained)
+    want = {"bco": "delta", "gkd": "divergence", "cpo": "nll_loss", "simpo": "nll_loss", "dpo": "mean_token_accuracy"}
+    assert want[kind] in sums and jax.eval_shape(found.loss, trained, batch, *rest)[0].shape == ()
+
+
+def test_a_model_without_experts_has_no_load_to_balance():
+    model = models.Model(llama, CFG, params.abstract(llama.spec(CFG), jnp.float32))
+    with pytest.raises(ValueError, match="has no experts"):
+        objective.build(made(trainer={"router_aux_loss_coef": 0.01}).trainer, model)
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_prints_checks_and_writes(tmp_path, capsys):
+    file, out = tmp_path / "r.yaml", tmp_path / "out.json"
+    wanted = made(actions=["validate", "print", {"to_json": str(out)}, "config"])
+    wanted.to_yaml(file)
+    assert cli.main(["run", str(file), "--dry-run", "--set", "trainer.learning_rate=3e-4"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["trainer"]["learning_rate"] == 3e-4 and shown["trainer"]["clip_grad"] == 1.0
+    assert cli.main(["run", "--config", str(file)]) == 0
+    assert recipe.from_json(out) == wanted
+    printed = capsys.readouterr().out
+    assert "32 rows of 1024 tokens" in printed and "mixture.informs[0].data_files = 'd.jsonl'" in printed
+    assert cli.main(["run", str(file), "--set", "trainer.sheduler=cosine"]) == 2
+    assert "did you mean 'scheduler'" in capsys.readouterr().err
+    assert cli.main(["run", "--keys"]) == 0
+    keys = capsys.readouterr().out.splitlines()
+    assert len(keys) > 150 and any(re.match(r"trainer\.lora\.r +a whole number +16 +rank$", k) for k in keys)
+    assert read.load(out) == wanted
+
+
+def test_python_m_fdel_takes_a_run_file(tmp_path):
+    file = tmp_path / "r.yaml"
+    made().to_yaml(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "fdel", str(file), "--dry-run"], capture_output=True, text=True, check=True
+    )
+    assert yaml.safe_load(done.stdout)["trainer"]["trainer_type"] == "sft"

@@ -1,0 +1,39 @@
+"""One of several processes that run the training loop: python loop_worker.py ADDRESS COUNT INDEX DIRECTORY STEPS.
+
+Each reads its own rows, and all stop at one step when one of them is told to. Process 0 prints the last step.
+"""
+
+import sys
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdel import ops, params, train
+from fdel.models import llama
+from fdel.train import parallel
+
+CFG = llama.Config(vocab=48, embed=16, ffn=24, layers=1, heads=4, kv_heads=2, head_dim=4, rope=ops.Rope(4, 1e4))
+
+
+def main(address: str, count: str, index: str, directory: str, steps: str) -> None:
+    jax.distributed.initialize(address, int(count), int(index))
+    spec, optimizer = llama.spec(CFG), train.adamw(1e-2)
+    mesh = params.make_mesh({"dp": 2, "fsdp": -1})
+    init = lambda: train.init_state(params.init(spec, jax.random.key(0), dtype=jnp.float32), optimizer)
+    at = parallel.state_shardings(jax.eval_shape(init), params.shardings(spec, mesh))
+    g = train.normalize(parallel.reduce_once(train.grads(train.losses.sft(llama, CFG))))
+    step = jax.jit(train.update(g, optimizer), donate_argnums=0, out_shardings=(at, None))
+    rows = grain.MapDataset.source(range(64)).shuffle(seed=1).repeat()[int(index) :: int(count)]
+    example = lambda i: {"tokens": ((np.arange(12) * (1 + i % 3) + i) % CFG.vocab).astype(np.int32)}
+    data = rows.map(example).batch(8 // int(count)).to_iter_dataset()
+    chosen = train.Loop(steps=int(steps), directory=directory, log_every=1, save_every=5, progress_bar=False)
+    with jax.set_mesh(mesh):
+        start = jax.jit(init, out_shardings=at)
+        state = train.fit(step, start, data, chosen, sharding=params.batch_sharding(mesh))
+    print("ended at", int(state.step), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
