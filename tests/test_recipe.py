@@ -15,7 +15,8 @@ import yaml
 
 from fdel import cli, models, ops, params, recipe, text
 from fdel.models import llama
-from fdel.recipe import check, objective, read, schema, trainer
+from fdel.recipe import check, objective, read, schema, serving, trainer
+from fdel.serve import launch
 from fdel.train import data
 
 ROOT = Path(__file__).parents[1]
@@ -104,13 +105,51 @@ def test_the_guides_distillation_takes_the_mixtures_batch():
     assert "teacher_model: missing" in recipe.faults(found.set("teacher_model", None))[0]
 
 
-@pytest.mark.parametrize(("document", "why"), [(EVAL, "evaluation with benchmarks"), (SERVE, "serving")])
-def test_serving_and_benchmarks_are_typed_but_refused(document, why):
-    found = recipe.from_dict(document)
-    assert recipe.faults(found) == [f"actions[1]: {found.actions[1].name}: {why} is not in this version; remove it"]
-    port = json.loads(json.dumps(document).replace("8000", '"many"').replace('"num_fewshot": 0', '"num_fewshot": "no"'))
+def test_benchmarks_are_typed_but_refused():
+    found = recipe.from_dict(EVAL)
+    assert recipe.faults(found) == ["actions[1]: eval: evaluation with benchmarks is not in this version; remove it"]
+
+
+@pytest.mark.parametrize("document", [EVAL, SERVE])
+def test_settings_of_actions_are_typed(document):
+    wrong = json.loads(
+        json.dumps(document).replace("8000", '"many"').replace('"num_fewshot": 0', '"num_fewshot": "no"')
+    )
     with pytest.raises(recipe.RecipeError, match="expected a whole number"):
-        recipe.from_dict(port)
+        recipe.from_dict(wrong)
+
+
+def test_the_guides_server_means_what_it_says():
+    """Open to the world and without keys, because the guide says so in so many words; not by leaving a key out."""
+    found = recipe.from_dict(SERVE)
+    assert recipe.faults(found) == []
+    (action,) = [a.settings for a in found.actions if a.name == "serve"]
+    o = serving.options(found, action)
+    assert (o.host, o.port, o.tool_parser, o.insecure, o.key_file, o.memory) == (
+        "0.0.0.0",
+        8000,
+        "hermes",
+        True,
+        None,
+        0.85,
+    )
+    assert (o.settings.rows, o.settings.max_length, o.settings.cache) == (256, 4096, None)
+    launch.check(o)
+    with pytest.raises(ValueError, match="--api-key-file"):
+        launch.check(serving.options(found, dataclasses.replace(action, require_api_key=None)))
+    assert "api_key_file: missing" in serving.faults(found, dataclasses.replace(action, require_api_key=True))[0]
+    assert serving.faults(found.set("quantization.kv_cache.quantization_method", "8bit"), action)
+
+
+def test_a_recipe_serves_what_it_names(checkpoint, monkeypatch):
+    served = []
+    monkeypatch.setattr(launch, "listen", lambda found, options: served.append((found, options)))
+    asked = {"model": {"name_or_path": str(checkpoint)}, "esurge": {"max_num_seqs": 4, "max_model_len": 32},
+             "quantization": {"model": {"quantization_method": "8bit"}}, "actions": [{"serve": {"port": 1}}]}  # fmt: skip
+    recipe.run(recipe.from_dict(asked))
+    ((found,), options) = served[0]
+    assert (found.name, options.port, found.engine.settings.rows, found.engine.limit) == (checkpoint.name, 1, 4, 32)
+    assert found.engine.generate([[1, 2, 3]])[0].finish_reason in ("stop", "length")
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import check, parse
+from fdel.recipe import check, parse, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
@@ -131,15 +131,19 @@ def run(recipe: Recipe) -> None:
     """Do the recipe's actions one after the other. RecipeError if one of them cannot be done, before the first."""
     parse.fail([] if recipe.actions else ["actions: missing; write what to do, such as [validate, train]"])
     check.validate(recipe)
+    trained = None
     for action in recipe.actions:
         if action.name == "train":
-            print(f"saved to {train(recipe).directory}")
+            trained, directory, _ = train(recipe)
+            print(f"saved to {directory}")
         elif action.name == "print":
             print(summary(recipe))
         elif action.name == "dump_config":
             print(dumps(recipe, defaults=True), end="")
         elif action.name == "validate":
             print("the recipe is valid")
+        elif action.name == "serve":
+            serving.serve(recipe, action.settings, trained)
         else:
             {"to_json": Recipe.to_json, "to_yaml": Recipe.to_yaml}[action.name](recipe, action.settings.path)
 

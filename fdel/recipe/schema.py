@@ -23,6 +23,8 @@ OTHER_TASKS = (
 CHOSEN = "fdel chooses implementations by platform and shape (`ops.dispatch`); remove it"
 ALWAYS = "this version has no other way; remove it"
 SERVING = "read by the actions serve and eval alone"
+REFUSED = "the server refuses prompts that are too long rather than answer another question; remove it"
+INSIDE = "texts become tokens inside of the server; remove it"
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,21 @@ class Esurge:
 
     max_model_len: int | None = key(None, "longest context")
     max_num_seqs: int = key(256, "sequences at a time")
-    hbm_utilization: float = key(0.85, "share of the memory that may be used")
-    page_size: int = key(128, "tokens of a page of keys and values")
-    use_aot_forward: bool = key(True, "compile before the first request")
-    enable_prefix_caching: bool = key(True, "reuse the pages of equal prefixes")
-    compile_runner: bool = key(True, "compile the step")
-    overlap_execution: bool = key(False, "launch a step before the last one's tokens are read")
+    hbm_utilization: float = key(0.85, "share of the device's memory that may be used, where the device tells its size")
+    page_size: int = key(64, "tokens of a page of keys and values", refuse="pages have 64 tokens; remove it")
+    use_aot_forward: bool = key(True, "compile before the first request", refuse=ALWAYS)
+    enable_prefix_caching: bool = key(True, "reuse the pages of equal prefixes, where the model allows it")
+    compile_runner: bool = key(True, "compile the step", refuse=ALWAYS)
+    overlap_execution: bool = key(True, "launch a step before the last one's tokens are read")
     silent_mode: bool = key(False, "no log")
-    auto_truncate_prompt: bool = key(True, "shorten prompts that are too long")
-    auto_cap_new_tokens: bool = key(True, "generate no more than fits")
-    strict_context: bool = key(False, "refuse what does not fit")
-    truncate_mode: str = key("left", "where prompts are cut", choices=("left", "right", "middle"))
-    tokenizer_endpoint: str | None = key(None, "address of a tokenizer process")
-    detokenizer_endpoint: str | None = key(None, "address of a detokenizer process")
+    auto_truncate_prompt: bool = key(False, "shorten prompts that are too long", refuse=REFUSED)
+    auto_cap_new_tokens: bool = key(True, "generate no more than fits", refuse=ALWAYS)
+    strict_context: bool = key(True, "refuse prompts that do not fit", refuse=REFUSED)
+    truncate_mode: str | None = key(
+        None, "where prompts are cut", choices=("left", "right", "middle"), honours=(None,), refuse=REFUSED
+    )
+    tokenizer_endpoint: str | None = key(None, "address of a tokenizer process", refuse=INSIDE)
+    detokenizer_endpoint: str | None = key(None, "address of a detokenizer process", refuse=INSIDE)
 
 
 @dataclass(frozen=True)
@@ -231,13 +235,14 @@ class EvalAction:
 class ServeAction:
     """Start the HTTP server."""
 
-    host: str = key("0.0.0.0", "address to listen on")
+    host: str = key("127.0.0.1", "address to listen on; beyond this machine it needs require_api_key, true or false")
     port: int = key(11556, "port to listen on")
     log_level: str = key("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     enable_function_calling: bool = key(True, "parse tool calls")
     tool_parser_name: str | None = key(None, "format of tool calls")
-    oai_like_processor: bool = key(True, "answers as OpenAI's")
-    require_api_key: bool = key(False, "refuse requests without a key")
+    oai_like_processor: bool = key(True, "answers as OpenAI's", refuse=ALWAYS)
+    require_api_key: bool | None = key(None, "refuse requests without a key; default: if there is an api_key_file")
+    api_key_file: str | None = key(None, "keys that may ask; see `fdel keys`")
 
 
 @dataclass(frozen=True)
@@ -252,7 +257,7 @@ ACTIONS: dict[str, type | None] = {
     "to_json": FileAction, "to_yaml": FileAction,
 }  # fmt: skip
 ALIASES = {"server": "serve", "show": "print", "config": "dump_config", "save_json": "to_json", "save_yaml": "to_yaml"}
-LATER = {"serve": "serving is not in this version", "eval": "evaluation with benchmarks is not in this version"}
+LATER = {"eval": "evaluation with benchmarks is not in this version"}
 
 
 @dataclass(frozen=True)

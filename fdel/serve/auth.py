@@ -1,144 +1,186 @@
-"""Who may do what: keys known by their hash, roles, rates. Plain data and an explicit clock; no secret is kept."""
+"""Who may do what, how often, and what is written down about it: keys, scopes, rates, the audit log.
+
+A key is 256 random bits, so its plain SHA-256 is safe to keep and to look up by: nothing can be learned by timing the
+search for a hash. The secret is shown once, when it is made, and stands nowhere else.
+"""
 
 import hashlib
 import json
 import os
+import re
 import secrets
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-SCOPES: Mapping[str, frozenset[str]] = {
-    "admin": frozenset({"infer", "models", "metrics", "admin"}),
-    "service": frozenset({"infer", "models", "metrics"}),
-    "user": frozenset({"infer", "models"}),
+from fdel.serve.openai.checks import APIError
+
+SCOPES = ("models", "infer", "metrics", "admin")
+ROLES: Mapping[str, frozenset[str]] = {
+    "admin": frozenset(SCOPES),
+    "service": frozenset({"models", "infer", "metrics"}),
+    "user": frozenset({"models", "infer"}),
     "readonly": frozenset({"models", "metrics"}),
 }
-PREFIX = "sk-fdel-"
-LONGEST = 512  # characters of an Authorization header that are looked at
+SECRET = re.compile(r"fdel-[A-Za-z0-9_-]{43}")
+FACTS = ("time", "request", "key", "role", "remote", "route", "status", "model", "prompt_tokens", "completion_tokens",
+         "finish", "code")  # fmt: skip
+LONGEST = 200  # characters of one fact in the audit log
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Key:
-    """One key: its public id, the hash of its secret, its role, and the most requests and tokens per minute."""
+    """What is kept of a key. Rates of None are not limited."""
 
     id: str
-    sha256: str
-    role: str = "user"
-    name: str = ""
+    name: str
+    role: str
+    hash: str  # SHA-256 of the secret, in hexadecimal
+    created: float  # seconds since 1970
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
-    expires: float | None = None  # seconds since 1970
 
     def __post_init__(self) -> None:
-        if self.role not in SCOPES:
-            raise ValueError(f"key {self.id}: role {self.role!r}; expected one of {', '.join(SCOPES)}")
-        if len(self.sha256) != 64 or not set(self.sha256) <= set("0123456789abcdef"):
-            raise ValueError(f"key {self.id}: sha256 is no hash; make keys with `fdel keys add`")
+        if self.role not in ROLES:
+            raise ValueError(f"key {self.id!r} has the role {self.role!r}; expected one of {', '.join(ROLES)}")
+        if not re.fullmatch("[0-9a-f]{64}", self.hash):
+            raise ValueError(f"key {self.id!r}: expected a SHA-256 in hexadecimal as hash")
         for name in ("requests_per_minute", "tokens_per_minute"):
             rate = getattr(self, name)
-            if rate is not None and not 0 < rate < float("inf"):
-                raise ValueError(f"key {self.id}: {name}={rate}; expected a positive number, or null for no limit")
-
-    def may(self, scope: str, now: float) -> bool:
-        """Tell whether the key is valid now and its role has a scope."""
-        return scope in SCOPES[self.role] and (self.expires is None or now < self.expires)
+            if rate is not None and not (type(rate) in (int, float) and 0 < rate < 1e12):
+                raise ValueError(f"key {self.id!r}: {name}={rate!r}; expected a number above 0, or null for no limit")
 
 
-def hashed(secret: str) -> str:
-    """Hash a secret. Secrets are 256 random bits, which nobody can guess from their hash."""
-    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def new_key(**fields: object) -> tuple[str, Key]:
-    """Make a secret, which is shown once, and its key."""
-    secret = PREFIX + secrets.token_urlsafe(32)
-    return secret, Key(id="key_" + secrets.token_hex(6), sha256=hashed(secret), **fields)  # type: ignore[arg-type]
-
-
-def load(path: str | Path) -> dict[str, Key]:
-    """Read a key file: keys by hash. A file that others can read, or that is no key file, is a ValueError."""
-    path = Path(path)
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise ValueError(f"{path} has mode {mode:o}, so that others can read it; run chmod 600 on it")
-    try:
-        keys = [Key(**entry) for entry in json.loads(path.read_text())["keys"]]
-    except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"{path} is not a key file ({type(e).__name__}: {e}); make one with `fdel keys add`") from e
-    found = {key.sha256: key for key in keys}
-    if len(found) < len(keys) or len({key.id for key in keys}) < len(keys):
-        raise ValueError(f"{path} holds a key twice; remove one of the two")
-    return found
+def create(name: str, role: str, now: float, **rates: float | None) -> tuple[Key, str]:
+    """Make a key: what is kept, and the secret, which is shown to its owner once."""
+    secret = f"fdel-{secrets.token_urlsafe(32)}"
+    return Key(secrets.token_hex(6), name, role, _hash(secret), now, **rates), secret
 
 
 def save(path: str | Path, keys: Iterable[Key]) -> None:
-    """Write a key file that only its owner can read; it is complete or as before."""
+    """Write keys to a file that only its owner can read; a crash leaves the old file or the new one."""
     path = Path(path)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mkstemp makes files of mode 600
-    with os.fdopen(handle, "w") as file:
-        json.dump({"keys": [asdict(key) for key in keys]}, file, indent=2)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        json.dump([asdict(key) for key in keys], file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)
 
 
-def find(keys: Mapping[str, Key], authorization: str | None) -> Key | None:
-    """Look up the key of an Authorization header, "Bearer SECRET"; None if there is none.
+def load(path: str | Path) -> dict[str, Key]:
+    """Read keys, by their hash. ValueError for a file that others can read, or that holds something else."""
+    path = Path(path)
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ValueError(f"{path} has the mode {mode:04o}, so others can read it; run: chmod 600 {path}")
+    try:
+        keys = [Key(**row) for row in json.loads(path.read_text("utf-8"))]
+    except (TypeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path} is no file of keys, or a damaged one: {type(e).__name__}") from e
+    found = {key.hash: key for key in keys}
+    if len(found) < len(keys) or len({key.id for key in keys}) < len(keys):
+        raise ValueError(f"{path} holds a key twice; remove one")
+    return found
 
-    What is looked up is the hash: how long that takes says nothing about a secret.
-    """
+
+def authenticate(keys: Mapping[str, Key], authorization: str | None) -> Key:
+    """Find the key of an Authorization header ("Bearer ..."); a 401 that does not say what was wrong with it."""
     scheme, _, secret = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not secret or len(secret) > LONGEST:
-        return None
-    return keys.get(hashed(secret.strip()))
+    key = keys.get(_hash(secret)) if scheme.lower() == "bearer" and len(secret) <= 256 else None
+    if key is None:
+        raise APIError(
+            "incorrect API key; pass the header Authorization: Bearer KEY", code="invalid_api_key", status=401,
+            type="authentication_error", headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
+    return key
 
 
-@dataclass
+def authorize(key: Key, scope: str) -> None:
+    """Raise a 403 if the key's role does not have the scope; an unknown scope is nobody's."""
+    if scope not in ROLES[key.role]:
+        raise APIError(
+            f"a key of the role {key.role} cannot do this",
+            code="insufficient_scope",
+            status=403,
+            type="permission_error",
+        )
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+# ---- rates ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Bucket:
-    """What a key may still use: `rate` units flow in per second, up to one minute's worth."""
+    """A token bucket: what was left at a time. It holds a minute's worth, and may owe."""
 
-    rate: float
-    level: float = field(init=False)
-    at: float | None = None
+    level: float
+    at: float
 
-    def __post_init__(self) -> None:
-        self.level = 60 * self.rate
 
-    def _fill(self, now: float) -> None:
-        since = 0.0 if self.at is None else max(0.0, now - self.at)
-        self.level, self.at = min(60 * self.rate, self.level + since * self.rate), now
+def refill(bucket: Bucket | None, per_minute: float, now: float) -> Bucket:
+    """Return the bucket as it is now; a new one is full. A clock that goes back gives nothing."""
+    if bucket is None:
+        return Bucket(per_minute, now)
+    gained = max(0.0, now - bucket.at) * per_minute / 60
+    return Bucket(min(per_minute, bucket.level + gained), max(now, bucket.at))
 
-    def wait(self, amount: float, now: float) -> float:
-        """Tell how many seconds until an amount is there; 0 if it is. More than a minute's worth: until full."""
-        self._fill(now)
-        return max(0.0, (min(amount, 60 * self.rate) - self.level) / self.rate)
 
-    def use(self, amount: float, now: float) -> None:
-        """Take an amount out; a debt delays what comes next."""
-        self._fill(now)
-        self.level -= amount
+def wait(bucket: Bucket, per_minute: float, cost: float) -> float:
+    """Seconds until this much may be taken; 0 if now. What is more than a minute's worth needs a full bucket."""
+    return max(0.0, min(cost, per_minute) - bucket.level) * 60 / per_minute
 
 
 @dataclass
 class Rates:
-    """The buckets of all keys."""
+    """The buckets of all keys. The clock is an argument: any that never goes back, in seconds."""
 
     buckets: dict[tuple[str, str], Bucket] = field(default_factory=dict)
 
-    def _of(self, key: Key, kind: str) -> Bucket | None:
-        rate = getattr(key, f"{kind}_per_minute")
-        return None if rate is None else self.buckets.setdefault((key.id, kind), Bucket(rate / 60))
+    def admit(self, key: Key, tokens: int, now: float) -> None:
+        """Take one request and its tokens (prompt and most output), or nothing: a 429 that says when to come back."""
+        taken, longest = {}, 0.0
+        for name, rate, cost in _limits(key, 1, tokens):
+            bucket = refill(self.buckets.get((key.id, name)), rate, now)
+            longest = max(longest, wait(bucket, rate, cost))
+            taken[key.id, name] = Bucket(bucket.level - cost, bucket.at)
+        if longest > 0:
+            seconds = max(1, -int(-longest // 1))
+            raise APIError(
+                f"the rate of this key is used up; try again in {seconds} s", code="rate_limit_exceeded", status=429,
+                type="rate_limit_error", headers={"Retry-After": str(seconds)},
+            )  # fmt: skip
+        self.buckets |= taken
 
-    def admit(self, key: Key, tokens: int, now: float) -> float:
-        """Count a request and its prompt's tokens; or count nothing, and tell how many seconds it is too early."""
-        asked = [(b, n) for kind, n in (("requests", 1), ("tokens", tokens)) if (b := self._of(key, kind)) is not None]
-        if early := max((b.wait(n, now) for b, n in asked), default=0.0):
-            return early
-        for b, n in asked:
-            b.use(n, now)
-        return 0.0
+    def settle(self, key: Key, admitted: int, used: int, now: float) -> None:
+        """Give back the tokens that were admitted but not used."""
+        for name, rate, cost in _limits(key, 0, used - admitted):
+            bucket = refill(self.buckets.get((key.id, name)), rate, now)
+            self.buckets[key.id, name] = Bucket(min(rate, bucket.level - cost), bucket.at)
 
-    def charge(self, key: Key, tokens: int, now: float) -> None:
-        """Count tokens of an answer."""
-        if (b := self._of(key, "tokens")) is not None:
-            b.use(tokens, now)
+
+def _limits(key: Key, requests: float, tokens: float) -> list[tuple[str, float, float]]:
+    both = (("requests", key.requests_per_minute, requests), ("tokens", key.tokens_per_minute, tokens))
+    return [(name, rate, cost) for name, rate, cost in both if rate is not None]
+
+
+# ---- the audit log -------------------------------------------------------------------------------------------------
+
+
+def audit(facts: Mapping[str, Any]) -> str:
+    """Write one line of JSON: what happened, never what was said. ValueError for a fact that is not in FACTS."""
+    unknown = sorted(set(facts) - set(FACTS))
+    if unknown:
+        raise ValueError(f"the audit log takes {', '.join(FACTS)}; found {', '.join(unknown)}")
+    short = {k: redact(v)[:LONGEST] if isinstance(v, str) else v for k, v in facts.items() if v is not None}
+    return json.dumps(short, separators=(",", ":"))
+
+
+def redact(said: str) -> str:
+    """Blot out keys in a text that will be logged."""
+    return SECRET.sub("fdel-[redacted]", said)

@@ -1,21 +1,24 @@
 """Beam search over the same steps as `generate`, one prompt at a time; every beam is a row."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fdel import ops
 from fdel import params as P
 from fdel.models import Model
-from fdel.serve.generate import cache_table, check_prompt, compute_dtype, default_eos, length_limit, prefill_batches
-from fdel.serve.step import decode_logits, mesh_of, prefill_logits, programs
+from fdel.serve.generate import bucket
+from fdel.serve.request import check_prompt, default_eos, length_limit
+from fdel.serve.step import PAGE, compute_dtype, mesh_of, programs
 
+PREFILL, BLOCK = 2048, 32  # tokens of one prefill call, and of one of its blocks
 NEVER = np.float32(-1e9)  # the score of what must not be chosen
 
 
@@ -103,10 +106,9 @@ class _Search:
         """Run the prompt in row 0; the best first tokens."""
         params, table, n = self.model.params, self.table, len(self.table)
         begin = programs(self.model.family, self.model.cfg, mesh_of(params)).begin
-        tokens = np.zeros((n, 1), np.int32)
-        self.state = begin(tokens, np.ones(n, np.int32), pages=table.size, dtype=compute_dtype(params)).state
-        for _, tokens, batch, last in prefill_batches([self.prompt], table):
-            self.state, *best = self.first(params, self.state, tokens, batch, np.broadcast_to(last[:1], n), scores)
+        self.state, _ = begin(rows=n, length=1, pages=table.size, dtype=compute_dtype(params))
+        for tokens, batch, last in prefill_batches(self.prompt, table):
+            self.state, *best = self.first(params, self.state, tokens, batch, np.full(n, last, np.int32), scores)
         return self._read(best)
 
     def grow(self, parents: np.ndarray, ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -143,6 +145,36 @@ def _programs(family: ModuleType, cfg: Any, keep: int) -> tuple[Callable, Callab
         return state, *best(logits, scores)
 
     return jax.jit(first, donate_argnums=1), jax.jit(following, donate_argnums=1)
+
+
+def cache_table(rows: int, length: int) -> np.ndarray:
+    """Give each of `rows` rows pages of its own for `length` tokens (or a few more): int32[rows pages]."""
+    return np.arange(rows * bucket(-(-length // PAGE)), dtype=np.int32).reshape(rows, -1)
+
+
+def prefill_batches(prompt: Sequence[int], table: np.ndarray) -> Iterator[tuple[np.ndarray, ops.Paged, int]]:
+    """Cut the prompt of row 0 into calls of at most PREFILL tokens: (tokens, batch, the place of the last one)."""
+    for start in range(0, len(prompt), PREFILL):
+        new = list(prompt[start : start + PREFILL])
+        size = max(BLOCK, 1 << (len(new) - 1).bit_length())
+        yield *ops.paged([(0, start, new)], table, block=BLOCK, size=size), len(new) - 1
+
+
+def prefill_logits(
+    family: ModuleType, cfg: Any, params: Any, state: ops.State, tokens: Array, batch: ops.Paged, last: Int[Array, " B"]
+) -> tuple[Float[Array, "B V"], ops.State]:
+    """Run prompt tokens; only those at indices `last` go through the head (the last one for indices out of range)."""
+    x, state = family.hidden(params, tokens, cfg, batch, state)
+    return ops.logits(x.at[last].get(mode="clip"), family.head(params, cfg)), state
+
+
+def decode_logits(
+    family: ModuleType, cfg: Any, params: Any, state: ops.State, tokens: Array, positions: Array, table: Array
+) -> tuple[Float[Array, "B V"], ops.State]:
+    """Run one token per row."""
+    batch = ops.Paged(positions, table, jnp.arange(table.shape[0]), 1)
+    x, state = family.hidden(params, tokens, cfg, batch, state)
+    return ops.logits(x, family.head(params, cfg)), state
 
 
 def reorder(state: ops.State, parents: Int[Array, " B"]) -> ops.State:

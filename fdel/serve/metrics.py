@@ -1,119 +1,144 @@
-"""Counters, gauges and histograms with closed label sets, and their Prometheus text (format 0.0.4)."""
+"""Metrics in Prometheus' text format: closed sets of labels, and the meanings that vLLM's metrics have.
+
+Counters end in _total, units are base units, labels take only values that were declared: clients cannot make series.
+"""
 
 import bisect
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FINISH = ("stop", "length", "abort", "error")
+STATUS = ("2xx", "3xx", "4xx", "5xx")
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000, 100_000)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: labels are names with all values that they may have, so that no client can add series."""
+    """A declaration. `labels` gives each label's values; `buckets` (upper bounds) make it a histogram."""
 
     name: str
-    kind: str  # "counter", "gauge" or "histogram"
+    kind: str  # "counter", "gauge", "histogram"
     help: str
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     buckets: Sequence[float] = ()
 
 
-class Registry:
-    """The values of metrics. Any thread may change them; `text` gives a consistent view."""
+def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
+    """Declare the metrics of a server, for its models (adapters too) and its routes (templates, not paths)."""
+    by_model = {"model": models}
+    gauges = {
+        "num_requests_running": "Requests in the batch.",
+        "num_requests_waiting": "Requests that wait for their first step, or again after preemption.",
+        "kv_cache_usage_ratio": "Part of the cache's pages in use, from 0 to 1.",
+    }
+    counters = {
+        "num_preemptions_total": ("Requests put back because the cache was full.", {}),
+        "prefix_cache_queries_total": ("Prompt tokens looked up in the prefix cache.", {}),
+        "prefix_cache_hits_total": ("Prompt tokens found in the prefix cache.", {}),
+        "compilations_total": ("Programs compiled since the start; none after warm-up.", {}),
+        "prompt_tokens_total": ("Prompt tokens processed.", by_model),
+        "generation_tokens_total": ("Tokens generated.", by_model),
+        "requests_total": ("Requests that ended, by reason.", by_model | {"finished_reason": FINISH}),
+        "http_requests_total": ("HTTP requests answered.", {"route": routes, "status": STATUS}),
+    }
+    times = {
+        "time_to_first_token_seconds": "From arrival to the first token.",
+        "inter_token_latency_seconds": "Between two tokens of a request.",
+        "request_time_per_output_token_seconds": "Mean time per token of a request, without the first.",
+        "e2e_request_latency_seconds": "From arrival to the end.",
+        "request_queue_time_seconds": "From arrival to the first step.",
+        "request_prefill_time_seconds": "From the first step to the first token.",
+        "request_decode_time_seconds": "From the first token to the last.",
+        "request_inference_time_seconds": "From the first step to the last token.",
+    }
+    sizes = {
+        "iteration_tokens": "Tokens of one step.",
+        "request_prompt_tokens": "Prompt tokens of a request.",
+        "request_generation_tokens": "Tokens generated for a request.",
+        "request_params_n": "n of a request.",
+        "request_params_max_tokens": "max_tokens of a request.",
+    }
+    return [
+        *(Metric(f"fdel_{name}", "gauge", text) for name, text in gauges.items()),
+        *(Metric(f"fdel_{name}", "counter", text, labels) for name, (text, labels) in counters.items()),
+        *(Metric(f"fdel_{name}", "histogram", text, buckets=SECONDS) for name, text in times.items()),
+        *(Metric(f"fdel_{name}", "histogram", text, buckets=TOKENS) for name, text in sizes.items()),
+    ]
 
-    def __init__(self, metrics: Sequence[Metric]):
-        self.metrics = {m.name: m for m in metrics}
+
+class Metrics:
+    """The values of declared metrics. Threads may share one."""
+
+    def __init__(self, declared: Sequence[Metric]) -> None:
+        """Begin every series at zero, so that rates are right from the first event on."""
         self._lock = threading.Lock()
-        self._values: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._counts: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-        for m in metrics:
-            for values in itertools.product(*m.labels.values()):
-                self._values[m.name, values] = 0.0
-                if m.kind == "histogram":
-                    self._counts[m.name, values] = [0] * (len(m.buckets) + 1)
+        self._metrics = {m.name: m for m in declared}
+        self._values: dict[
+            tuple[str, tuple[str, ...]], list[float]
+        ] = {}  # a histogram's: counts per bucket, then the sum
+        for m in declared:
+            for labels in itertools.product(*m.labels.values()):
+                self._values[m.name, labels] = [0.0] * (len(m.buckets) + 2 if m.kind == "histogram" else 1)
 
-    def _key(self, name: str, labels: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-        m = self.metrics[name]
-        key = name, tuple(labels.get(k, "") for k in m.labels)
-        if key not in self._values or set(labels) != set(m.labels):
-            known = {k: list(v) for k, v in m.labels.items()}
-            raise ValueError(f"metric {name} has no series {dict(labels)}; its labels are {known}")
-        return key
-
-    def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Add to a counter or gauge. An unknown label value is a ValueError."""
-        key = self._key(name, labels)
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Count; ValueError for less than 0, a metric that is no counter, or a label value that was not declared."""
+        if amount < 0:
+            raise ValueError(f"{name}: a counter cannot go down by {-amount}; declare a gauge")
+        values = self._find(name, "counter", labels)
         with self._lock:
-            self._values[key] += amount
+            values[0] += amount
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge, or a counter that is kept elsewhere."""
-        key = self._key(name, labels)
+        """Set a gauge; ValueError as in `add`."""
+        values = self._find(name, "gauge", labels)
         with self._lock:
-            self._values[key] = value
+            values[0] = value
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add a value to a histogram."""
-        key = self._key(name, labels)
+        """Put a value in a histogram; ValueError as in `add`."""
+        values = self._find(name, "histogram", labels)
         with self._lock:
-            self._values[key] += value
-            self._counts[key][bisect.bisect_left(self.metrics[name].buckets, value)] += 1
+            values[bisect.bisect_left(self._metrics[name].buckets, value)] += 1
+            values[-1] += value
 
     def text(self) -> str:
-        """Write all metrics in Prometheus' text format."""
+        """Write all metrics in the text exposition format, version 0.0.4."""
         with self._lock:
-            return "".join(itertools.chain.from_iterable(self._lines(m) for m in self.metrics.values()))
+            values = {key: list(v) for key, v in self._values.items()}
+        lines = []
+        for name, m in self._metrics.items():
+            lines += [f"# HELP {name} {m.help}", f"# TYPE {name} {m.kind}"]
+            for (_, given), v in ((key, v) for key, v in values.items() if key[0] == name):
+                labels = [f'{label}="{_escape(value)}"' for label, value in zip(m.labels, given, strict=True)]
+                if m.kind != "histogram":
+                    lines.append(f"{name}{_braces(labels)} {v[0]:.17g}")
+                    continue
+                for bound, count in zip([*m.buckets, "+Inf"], itertools.accumulate(v[:-1]), strict=True):
+                    braces = _braces([*labels, f'le="{bound}"'])
+                    lines.append(f"{name}_bucket{braces} {count:.17g}")
+                lines += [
+                    f"{name}_sum{_braces(labels)} {v[-1]:.17g}",
+                    f"{name}_count{_braces(labels)} {sum(v[:-1]):.17g}",
+                ]
+        return "\n".join([*lines, ""])
 
-    def _lines(self, m: Metric) -> Iterator[str]:
-        yield f"# HELP {m.name} {m.help}\n# TYPE {m.name} {m.kind}\n"
-        for values in itertools.product(*m.labels.values()):
-            labels = [f'{k}="{_escaped(v)}"' for k, v in zip(m.labels, values, strict=True)]
-            braces = lambda more=(), labels=labels: "{" + ",".join([*labels, *more]) + "}" if labels or more else ""
-            value = self._values[m.name, values]
-            if m.kind != "histogram":
-                yield f"{m.name}{braces()} {value:.17g}\n"
-                continue
-            total = 0
-            for bound, count in zip([*m.buckets, "+Inf"], self._counts[m.name, values], strict=True):
-                total += count
-                limit = f'le="{bound}"'
-                yield f"{m.name}_bucket{braces([limit])} {total}\n"
-            yield f"{m.name}_sum{braces()} {value:.17g}\n{m.name}_count{braces()} {total}\n"
+    def _find(self, name: str, kind: str, labels: Mapping[str, str]) -> list[float]:
+        m = self._metrics.get(name)
+        if m is None or m.kind != kind:
+            raise ValueError(f"{name} is {'not declared' if m is None else f'a {m.kind}'}; expected a {kind}")
+        values = self._values.get((name, tuple(labels.get(label, "") for label in m.labels)))
+        if values is None or set(labels) != set(m.labels):
+            raise ValueError(f"{name}: found the labels {labels}, expected values of {dict(m.labels)}")
+        return values
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def _braces(labels: Sequence[str]) -> str:
+    return f"{{{','.join(labels)}}}" if labels else ""
 
 
-def server_metrics(models: Sequence[str], routes: Sequence[str]) -> Registry:
-    """List what a server measures, with vLLM's meanings; only these models and routes become labels."""
-    each = {"model": tuple(models)}
-    ends = {"finished_reason": ("stop", "length", "abort", "error", "tool_calls")}
-    hist = lambda name, help, buckets=SECONDS: Metric(f"fdel_{name}", "histogram", help, each, buckets)
-    gauge = lambda name, help: Metric(f"fdel_{name}", "gauge", help, each)
-    counter = lambda name, help, **labels: Metric(f"fdel_{name}_total", "counter", help, {**each, **labels})
-    status = {"route": (*routes, "other"), "status": ("2xx", "3xx", "4xx", "5xx")}
-    return Registry(
-        [
-            gauge("num_requests_running", "Sequences that are being computed."),
-            gauge("num_requests_waiting", "Sequences in the queue."),
-            gauge("kv_cache_usage_ratio", "Share of the cache's pages in use, 0 to 1."),
-            gauge("heartbeat_age_seconds", "Time since the engine's loop last turned."),
-            counter("preemptions", "Sequences whose pages were taken away and computed again."),
-            counter("prompt_tokens", "Tokens of prompts."),
-            counter("generation_tokens", "Tokens of answers."),
-            counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-            counter("prefix_cache_hits", "Prompt tokens found there."),
-            counter("compiles", "Programs compiled; constant once the server is ready."),
-            counter("request_success", "Sequences that have ended.", **ends),
-            hist("time_to_first_token_seconds", "From arrival to the first token."),
-            hist("inter_token_latency_seconds", "Between two deltas of a stream, per token."),
-            hist("e2e_request_latency_seconds", "From arrival to the end."),
-            hist("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS),
-            hist("request_generation_tokens", "Tokens of a request's answer.", TOKENS),
-            Metric("fdel_http_requests_total", "counter", "Requests by route and class of status.", status),
-        ]
-    )
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,6 +1,6 @@
 """The host's side of one request: collect its tokens, turn them into text, and find where it ends."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fdel import text
@@ -17,18 +17,41 @@ class Generation:
 
     tokens: list[int]
     logprobs: list[float]
-    finish_reason: str  # "stop": a stop id or stop string; "length": max_tokens or the context's end
+    finish_reason: str  # "stop": a stop id, stop string or finished grammar; "length": max_tokens or the context's end;
+    # "abort"; "error": see `error`
     text: str | None = None  # with a tokenizer
     top_logprobs: list[dict[int, float]] | None = None  # per token, most likely first; with logprobs > 0
+    prompt: "Score | None" = None  # with prompt_logprobs
+    cached: int = 0  # tokens of the prompt that were found in the cache
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model says of given tokens: of the first one nothing, None and no most likely ones."""
+
+    logprobs: list[float | None]
+    top_logprobs: list[dict[int, float]]  # most likely first
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a stream; `text` may lag behind by a part of a character or of a stop string."""
+    """What one or more steps added to a stream; `text` may lag behind by a part of a character or of a stop string."""
 
     tokens: list[int]
     text: str
     finish_reason: str | None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # per token, with logprobs > 0
+    error: str | None = None
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """Make one of several that followed each other."""
+    last = deltas[-1]
+    chain = lambda name: [x for d in deltas for x in getattr(d, name)]
+    said = "".join(d.text for d in deltas)
+    return Delta(chain("tokens"), said, last.finish_reason, chain("logprobs"), chain("top_logprobs"), last.error)
 
 
 @dataclass
@@ -45,19 +68,35 @@ class Reply:
     said: list[str] = field(default_factory=list)
     held: str = ""  # text that may be the beginning of a stop string
     finish_reason: str | None = None
+    error: str | None = None
 
-    def push(self, token: int, logprob: float, top: Iterable[tuple[int, float]] = ()) -> Delta:
-        """Take the next token; says what can be shown now."""
+    def push(
+        self, token: int, logprob: float, likely: Sequence[tuple[int, float]] = (), *, last: bool = False
+    ) -> Delta:
+        """Take the next token; says what can be shown now. `last`: a grammar ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.request.logprobs:
-            self.top.append(dict(top))
+        top = [dict(likely[: self.request.logprobs])] if self.request.logprobs else []
+        self.top += top
+        shown = self._say(token, last)
+        return Delta([token], shown, self.finish_reason, [logprob], top)
+
+    def end(self, reason: str, error: str | None = None) -> Delta:
+        """End here, whatever the tokens are; shows what was held back."""
+        self.finish_reason, self.error = reason, error
+        held = "" if self.detokenizer is None else self.held + text.flush(self.detokenizer)
+        self.said.append(held)
+        self.held = ""
+        return Delta([], held, reason, error=error)
+
+    def _say(self, token: int, last: bool) -> str:
+        """Find out whether the output ends, and what of its text can be shown."""
         stopped = token in self.ends
-        over = stopped or len(self.tokens) >= self.room
+        over = stopped or last or len(self.tokens) >= self.room
         if over:
-            self.finish_reason = "stop" if stopped else "length"
+            self.finish_reason = "stop" if stopped or last else "length"
         if self.detokenizer is None:
-            return Delta([token], "", self.finish_reason)
+            return ""
         new = ""
         if not stopped:
             self.detokenizer, new = text.step(self.detokenizer, [token])
@@ -69,13 +108,14 @@ class Reply:
             self.finish_reason = "stop"
         shown, self.held = self.held[:end], self.held[end:]
         self.said.append(shown)
-        return Delta([token], shown, self.finish_reason)
+        return shown
 
-    def generation(self) -> Generation:
+    def generation(self, prompt: Score | None = None, cached: int = 0) -> Generation:
         """The whole output."""
         said = None if self.detokenizer is None else "".join(self.said)
         top = self.top if self.request.logprobs else None
-        return Generation(self.tokens, self.logprobs, self.finish_reason or "length", said, top)
+        reason = self.finish_reason or "length"
+        return Generation(self.tokens, self.logprobs, reason, said, top, prompt, cached, self.error)
 
 
 def find_stop(said: str, stops: Sequence[str], *, final: bool = False) -> tuple[int, bool]:

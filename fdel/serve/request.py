@@ -1,13 +1,19 @@
 """What a request asks for, checked. Plain Python: the layers above the engine need no jax."""
 
+import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 TOP = 20  # top log-probabilities that are computed when any row asks for some, and the most that one can ask for
 BIASES = 300  # entries of logit_bias, OpenAI's limit
 STOPS = 32  # stop ids of one request, eos included
+BAD_WORDS, BAD_LENGTH = 32, 8  # bad words of one request, and the most tokens of one
+SAMPLES = 128  # the most outputs of one prompt, OpenAI's limit
+TRUNCATIONS = (None, "left", "right", "middle")
 NO_LIMIT = float("inf")
 
 # field -> (type, lowest, highest); what a number may be
@@ -23,6 +29,9 @@ LIMITS: Mapping[str, tuple[type, float, float]] = {
     "frequency_penalty": (float, -2, 2),
     "seed": (int, 0, 2**64 - 1),
     "logprobs": (int, 0, TOP),
+    "prompt_logprobs": (int, 0, TOP),
+    "n": (int, 1, SAMPLES),
+    "best_of": (int, 1, SAMPLES),
 }
 
 
@@ -34,8 +43,11 @@ class SamplingParams:
     fewest tokens whose probability reaches it (arXiv:1904.09751); min_p those with at least min_p times the highest
     probability (arXiv:2407.01082). repetition_penalty divides positive and multiplies negative logits of tokens in
     prompt or output (arXiv:1909.05858); presence and frequency penalties count the output only (OpenAI).
-    `allowed_tokens` bans all others. min_tokens bans every stop id before. The same seed and prompt give the same
-    tokens, whatever else runs; None draws one.
+    `allowed_tokens` bans all others, `bad_words` the last token of each of these token sequences after the others.
+    min_tokens bans every stop id before. The same seed and prompt give the same tokens, whatever else runs; None draws
+    one. `logprobs` and `prompt_logprobs` ask for that many most likely tokens. n outputs per prompt, with the seeds
+    seed, seed + 1, ...; of `best_of` outputs those n with the highest sum of log-probabilities. `truncate` cuts a prompt
+    that leaves no room for max_tokens at its "left", "right" or "middle"; None refuses it.
     """
 
     max_tokens: int = 256
@@ -49,16 +61,21 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_tokens: Sequence[int] | None = None
+    bad_words: Sequence[Sequence[int]] = ()
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int = 0
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    truncate: str | None = None
 
     def __post_init__(self) -> None:
         for name, (kind, low, high) in LIMITS.items():
             value = getattr(self, name)
-            if name == "seed" and value is None:
+            if name in ("seed", "prompt_logprobs", "best_of") and value is None:
                 continue
             integral = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if not (integral or (kind is float and isinstance(value, float | np.floating))):
@@ -78,6 +95,15 @@ class SamplingParams:
             raise ValueError(f"logit_bias {wrong} is out of range; expected -100 <= bias <= 100")
         if self.allowed_tokens is not None and not self.allowed_tokens:
             raise ValueError("allowed_tokens is empty, so no token could be drawn; use None to allow all")
+        if len(self.bad_words) > BAD_WORDS or any(not 0 < len(w) <= BAD_LENGTH for w in self.bad_words):
+            raise ValueError(
+                f"bad_words: expected at most {BAD_WORDS} sequences of 1 to {BAD_LENGTH} token ids, found "
+                f"{len(self.bad_words)} of lengths {sorted({len(w) for w in self.bad_words})}"
+            )
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of={self.best_of} is less than n={self.n}; raise it")
+        if self.truncate not in TRUNCATIONS:
+            raise ValueError(f"truncate={self.truncate!r}; expected one of {TRUNCATIONS}")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -88,3 +114,40 @@ class SamplingParams:
 def stop_ids(request: SamplingParams, eos: Collection[int]) -> frozenset[int]:
     """The ids that end a request's output."""
     return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos))
+
+
+def fit(prompt: Sequence[int], request: SamplingParams, limit: float) -> list[int]:
+    """Cut a prompt as the request's `truncate` says, so that prompt and max_tokens fit `limit` tokens together.
+
+    "left" loses the beginning, "right" the end, "middle" what is between. Without `truncate` nothing is cut.
+    """
+    keep = limit - request.max_tokens
+    if request.truncate is None or len(prompt) <= keep:
+        return list(prompt)
+    if keep < 1:
+        raise ValueError(f"max_tokens={request.max_tokens} leaves no room for a prompt in {limit} tokens; lower it")
+    head = {"left": 0, "right": int(keep), "middle": (int(keep) + 1) // 2}[request.truncate]
+    return [*prompt[:head], *prompt[len(prompt) - (int(keep) - head) :]]
+
+
+def default_eos(model: Any) -> tuple[int, ...]:
+    """The ids that config.json names as the end of a text."""
+    found = json.loads(model.cfg.source).get("eos_token_id")
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+def length_limit(model: Any, max_length: int | None) -> float:
+    """The most tokens of prompt and output: the model's context, `max_length` if that is less; infinity for neither."""
+    context = getattr(model.cfg, "max_positions", None)
+    return min(x for x in (max_length, context, math.inf) if x is not None)
+
+
+def check_prompt(prompt: Sequence[int], vocab: int, limit: float, name: str) -> None:
+    """Raise ValueError for a prompt that is empty, leaves no room for a token, or holds ids outside the vocabulary."""
+    if not len(prompt):
+        raise ValueError(f"{name} is empty; it needs at least one token, such as the tokenizer's bos")
+    if len(prompt) >= limit:
+        raise ValueError(f"{name} has {len(prompt)} tokens; prompt and output must fit {limit}, so shorten it")
+    wrong = [t for t in prompt if not (isinstance(t, int | np.integer) and 0 <= t < vocab)]
+    if wrong:
+        raise ValueError(f"{name} holds {wrong[:5]}; expected token ids from 0 to {vocab - 1}")

@@ -1,7 +1,7 @@
 """Choose the next token on the device: a pure function of a batch of logits rows and of what each row's request asks.
 
-Order: penalties, logit bias, allowed tokens and stop ids, temperature, top-k, top-p, min-p, draw. Every option is an
-array input, and what no row asks for is skipped by `lax.cond`: there is one program for all requests.
+Order: penalties, logit bias, allowed tokens, bad words, stop ids, temperature, top-k, top-p, min-p, draw. Every option
+is an array input, and what no row asks for is skipped by `lax.cond`: there is one program for all requests.
 """
 
 import secrets
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from fdel.serve.request import BIASES, STOPS, TOP, SamplingParams
+from fdel.serve.request import BAD_LENGTH, BAD_WORDS, BIASES, STOPS, TOP, SamplingParams
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,7 @@ class Sampling:
     bias: Float[Array, "B K"]
     masked: Bool[Array, " B"]  # whether `allowed` counts
     allowed: UInt[Array, "B W"]  # one bit per token, the lowest first
+    bad: Int[Array, "B M N"]  # bad words, at the end of their places; -1 before
     top: Int[Array, " B"]  # top log-probabilities wanted
 
 
@@ -77,7 +78,8 @@ def sampling_rows(
         scalar(np.float32), scalar(np.int32), scalar(np.float32, 1), scalar(np.float32), scalar(np.float32, 1),
         scalar(np.float32), scalar(np.float32), np.zeros((n, 2), np.uint32), scalar(np.int32), scalar(np.int32),
         scalar(np.int32), np.full((n, STOPS), vocab, np.int32), np.full((n, BIASES), vocab, np.int32),
-        np.zeros((n, BIASES), np.float32), scalar(bool), np.zeros((n, -(-vocab // 32)), np.uint32), scalar(np.int32),
+        np.zeros((n, BIASES), np.float32), scalar(bool), np.zeros((n, -(-vocab // 32)), np.uint32),
+        np.full((n, BAD_WORDS, BAD_LENGTH), -1, np.int32), scalar(np.int32),
     )  # fmt: skip
     for i, (r, length, stops, most) in enumerate(zip(requests, prompts, ends, room, strict=True)):
         s.temperature[i], s.top_k[i], s.top_p[i], s.min_p[i] = r.temperature, min(r.top_k, vocab), r.top_p, r.min_p
@@ -94,6 +96,8 @@ def sampling_rows(
             allowed = np.zeros(s.allowed.shape[1] * 32, np.uint8)
             allowed[_ids("allowed_tokens", r.allowed_tokens, vocab)] = 1
             s.masked[i], s.allowed[i] = True, np.packbits(allowed, bitorder="little").view("<u4")
+        for j, word in enumerate(r.bad_words):
+            s.bad[i, j, BAD_LENGTH - len(word) :] = _ids("bad_words", word, vocab)
     return s
 
 
@@ -139,6 +143,7 @@ def process(
         (penalised, lambda z: _penalise(z, s, history, length, rows)),
         (s.bias != 0, lambda z: z.at[here, s.bias_ids].add(s.bias, mode="drop")),
         (s.masked, lambda z: jnp.where(_bits(s, z.shape[1]), z, -jnp.inf)),
+        (s.bad[:, :, -1] >= 0, lambda z: _ban(z, s, history, length, rows)),
         (early, lambda z: z.at[here, banned].set(-jnp.inf, mode="drop")),
         (s.temperature > 0, lambda z: _scale(z, s)),
     )
@@ -161,6 +166,15 @@ def _penalise(z: Array, s: Sampling, history: Array, length: Array, rows: Array)
 def _bits(s: Sampling, vocab: int) -> Bool[Array, "B V"]:
     bits = (s.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return (bits.reshape(bits.shape[0], -1)[:, :vocab] == 1) | ~s.masked[:, None]
+
+
+def _ban(z: Array, s: Sampling, history: Array, length: Array, rows: Array) -> Array:
+    """Ban the last token of every bad word whose other tokens are the newest of its row."""
+    before = length[:, None] - jnp.arange(s.bad.shape[2] - 1, 0, -1)
+    newest = jnp.where(before < 0, -1, history.at[rows[:, None], before].get(mode="clip"))
+    said = ((s.bad[:, :, :-1] < 0) | (s.bad[:, :, :-1] == newest[:, None])).all(-1) & (s.bad[:, :, -1] >= 0)
+    here = jnp.arange(z.shape[0])[:, None]
+    return z.at[here, jnp.where(said, s.bad[:, :, -1], z.shape[1])].set(-jnp.inf, mode="drop")
 
 
 def _scale(z: Array, s: Sampling) -> Array:

@@ -1,40 +1,57 @@
-"""The device side of generation: prefill and decode, each forward, head and draw, over rows that stay there."""
+"""The device side of serving: prefill chunks and decode, each forward, head and draw, over rows that stay there."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from fdel import ops
 from fdel import params as P
-from fdel.serve.sample import Sampled, Sampling, sample
+from fdel.serve.request import TOP
+from fdel.serve.sample import Sampling, sample, sampling_rows
 
 PAGE = 64  # tokens per page
+NGRAM = 3  # tokens that must have been there before for their continuation to be a draft
+SCORED = 64  # tokens whose logits are in memory at once in `score`
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Sequences under way, donated from step to step. Row i owns the same pages and the same slot throughout."""
+    """Sequences under way, donated from step to step. Tokens past `length` mean nothing."""
 
-    state: ops.State
-    tokens: Int[Array, "B L"]  # prompt and output
-    length: Int[Array, " B"]  # tokens of the row that are known; all but the last are in `state`
-    running: Bool[Array, " B"]
+    tokens: Int[Array, "R L"]  # prompt and output
+    length: Int[Array, " R"]  # tokens that are known; all but the last are in the cache
+    running: Bool[Array, " R"]  # decode continues it
+    sampling: Sampling  # what each row asks for
+
+
+class Out(NamedTuple):
+    """What a step drew, for the rows of its plan. The top log-probabilities are of row i // k and its draw i % k."""
+
+    drawn: Int[Array, "B 1_2k"]  # how many tokens; the tokens; the bits of their log-probabilities
+    top_ids: Int[Array, "Bk n"]
+    top_logprobs: Float[Array, "Bk n"]
 
 
 class Programs(NamedTuple):
     """The jitted functions of one model on one mesh."""
 
-    begin: Callable[..., Rows]  # (tokens[B L], length[B], pages=, dtype=)
-    extend: Callable[..., tuple[Rows, Sampled]]  # (params, rows, sampling, tokens[T], Paged, last[B])
-    decode: Callable[..., tuple[Rows, Sampled]]  # (params, rows, sampling, table[B W])
+    begin: Callable[..., tuple[ops.State, Rows]]  # (rows=, length=, pages=, dtype=)
+    admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, Sampling of one row)
+    extend: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[blocks 4+W], masks, block=)
+    decode: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[B 2+W], masks, drafts=)
+    score: Callable[..., tuple[Array, Array, Array]]  # (params, tokens[T], length)
+    embed: Callable[..., Array]  # (params, tokens[T], length)
+    traces: Counter  # how often each was traced, and so compiled
 
 
 def mesh_of(params: Any) -> Mesh | None:
@@ -44,66 +61,174 @@ def mesh_of(params: Any) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
+def compute_dtype(params: Any) -> np.dtype:
+    """The dtype that activations have, and so keys, values and recurrent inputs."""
+    return jax.eval_shape(lambda table: ops.embed(table, jnp.zeros(1, jnp.int32)), params["embed"]).dtype
+
+
 @functools.lru_cache(maxsize=16)
 def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None) -> Programs:
     """Make the jitted functions of a model.
 
     They are cached because jax keeps compiled programs with the jitted function: a new one would compile everything
-    again at each call of `generate`. The result depends on the arguments alone, so the cache cannot be observed but
-    in time.
+    again for each engine. The result depends on the arguments alone, so the cache cannot be observed but in time.
     """
-    rows_sharding, replicated = None, None
+    traces: Counter = Counter()
+    state_sharding, replicated = None, None
     if mesh is not None:  # fixed, so that no step hands the next one another layout, which would compile again
         replicated = NamedSharding(mesh, PartitionSpec())
-        state = P.shardings(family.state_spec(cfg, pages=1, page=PAGE, rows=1), mesh, P.SERVE)
-        rows_sharding = Rows(state, replicated, replicated, replicated)
+        state_sharding = P.shardings(family.state_spec(cfg, pages=1, page=PAGE, rows=1), mesh, P.SERVE)
 
-    def begin(tokens: Array, length: Array, *, pages: int, dtype: Any) -> Rows:
-        spec = family.state_spec(cfg, pages=pages, page=PAGE, rows=tokens.shape[0])
-        return Rows(P.init(spec, jax.random.key(0), dtype), tokens, length, jnp.zeros(length.shape, bool))
+    def begin(*, rows: int, length: int, pages: int, dtype: Any) -> tuple[ops.State, Rows]:
+        spec = family.state_spec(cfg, pages=pages, page=PAGE, rows=rows)
+        sampling = jax.tree.map(jnp.asarray, sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows))
+        tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
+        return P.init(spec, jax.random.key(0), dtype), Rows(tokens, known, known > 0, sampling)
 
-    def extend(params, rows: Rows, s: Sampling, tokens: Array, batch: ops.Paged, last: Array) -> tuple[Rows, Sampled]:
-        logits, state = prefill_logits(family, cfg, params, rows.state, tokens, batch, last)
-        return advance(rows, state, logits, s, last < len(tokens))
+    def admit(rows: Rows, row: Array, tokens: Array, length: Array, sampling: Sampling) -> Rows:
+        new = Rows(tokens[None], length[None], jnp.zeros(1, bool), sampling)
+        return jax.tree.map(lambda every, one: every.at[row].set(one[0]), rows, new)
 
-    def decode(params, rows: Rows, s: Sampling, table: Array) -> tuple[Rows, Sampled]:
-        position = rows.length - 1
-        newest = jnp.take_along_axis(rows.tokens, position[:, None], 1)[:, 0]
-        position = jnp.where(rows.running, position, -1)
-        logits, state = decode_logits(family, cfg, params, rows.state, newest, position, table)
-        return advance(rows, state, logits, s, rows.running)
+    def extend(params, state, rows: Rows, plan: Array, masks: Array, *, block: int) -> tuple[ops.State, Rows, Out]:
+        return _extend(family, cfg, params, state, rows, plan, masks, block)
 
-    steps = functools.partial(jax.jit, donate_argnums=1, out_shardings=mesh and (rows_sharding, replicated))
+    def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int) -> tuple[ops.State, Rows, Out]:
+        return _decode(family, cfg, params, state, rows, plan, masks, drafts)
+
+    def embed(params, tokens: Array, length: Array) -> Float[Array, "T D"]:
+        return family.hidden(params, tokens[None], cfg, ops.packed(tokens[None], length[None]))[0][0]
+
+    def score(params, tokens: Array, length: Array) -> tuple[Array, Array, Array]:
+        return _score(embed(params, tokens, length), family.head(params, cfg), tokens)
+
+    def jit(f: Callable, donate: tuple = (), static: tuple = (), out: Any = replicated) -> Callable:
+        @functools.wraps(f)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            traces[f.__name__] += 1  # a body runs when jax traces it
+            return f(*args, **kwargs)
+
+        return jax.jit(traced, donate_argnums=donate, static_argnames=static, out_shardings=mesh and out)
+
+    moved = (state_sharding, replicated, replicated)
     return Programs(
-        jax.jit(begin, static_argnames=("pages", "dtype"), out_shardings=rows_sharding), steps(extend), steps(decode)
+        jit(begin, static=("rows", "length", "pages", "dtype"), out=moved[:2]),
+        jit(admit, donate=(0,)),
+        jit(extend, donate=(1, 2), static=("block",), out=moved),
+        jit(decode, donate=(1, 2), static=("drafts",), out=moved),
+        jit(score),
+        jit(embed),
+        traces,
     )
 
 
-def prefill_logits(
-    family: ModuleType, cfg: Any, params: Any, state: ops.State, tokens: Array, batch: ops.Paged, last: Int[Array, " B"]
-) -> tuple[Float[Array, "B V"], ops.State]:
-    """Run prompt tokens; only those at indices `last` go through the head (the last one for indices out of range)."""
-    x, state = family.hidden(params, tokens, cfg, batch, state)
-    return ops.logits(x.at[last].get(mode="clip"), family.head(params, cfg)), state
+def _extend(
+    family: ModuleType, cfg: Any, params: Any, state: ops.State, rows: Rows, plan: Array, masks: Array, block: int
+) -> tuple[ops.State, Rows, Out]:
+    """Run blocks of known tokens; plan: (row, start, count, 1 to draw after it + 2 if masked, pages...) per block."""
+    row, start, count, flags = (plan[:, i] for i in range(4))
+    offset = jnp.arange(block)
+    positions = jnp.where(offset < count[:, None], start[:, None] + offset, -1)
+    tokens = rows.tokens.at[row[:, None], positions].get(mode="clip")
+    x, state = family.hidden(
+        params, tokens.reshape(-1), cfg, ops.Paged(positions.reshape(-1), plan[:, 4:], row, block), state
+    )
+    x = x.reshape(-1, block, x.shape[-1])[jnp.arange(len(row)), jnp.maximum(count - 1, 0)]
+    nothing = jnp.zeros((len(row), 0), jnp.int32)
+    rows, out = _advance(
+        rows, ops.logits(x, family.head(params, cfg)), row, flags & 1 > 0, nothing, nothing > 0, flags & 2 > 0, masks
+    )
+    return state, rows, out
 
 
-def decode_logits(
-    family: ModuleType, cfg: Any, params: Any, state: ops.State, tokens: Array, positions: Array, table: Array
-) -> tuple[Float[Array, "B V"], ops.State]:
-    """Run one token per row; rows with position -1 are left alone and their logits mean nothing."""
-    batch = ops.Paged(positions, table, jnp.arange(table.shape[0]), 1)
-    x, state = family.hidden(params, tokens, cfg, batch, state)
-    return ops.logits(x, family.head(params, cfg)), state
+def _decode(
+    family: ModuleType, cfg: Any, params: Any, state: ops.State, rows: Rows, plan: Array, masks: Array, drafts: int
+) -> tuple[ops.State, Rows, Out]:
+    """Run each row's newest token, and drafts of what may follow; plan: (row, 1 if masked, pages...) per row."""
+    row, masked = plan[:, 0], plan[:, 1] > 0
+    length = rows.length.at[row].get(mode="clip")
+    running = rows.running.at[row].get(mode="fill", fill_value=False)
+    tokens = rows.tokens.at[row, length - 1].get(mode="clip")[:, None]
+    found = jnp.zeros((len(row), 0), bool)
+    if drafts:
+        draft, found = propose(rows.tokens.at[row].get(mode="clip"), length, drafts)
+        tokens, found = jnp.concatenate([tokens, draft], 1), found & (running & ~masked)[:, None]
+    positions = length[:, None] - 1 + jnp.arange(drafts + 1)
+    most = rows.sampling.max_length.at[row].get(mode="clip")
+    live = jnp.concatenate([running[:, None], found], 1) & (positions < most[:, None])
+    batch = ops.Paged(jnp.where(live, positions, -1).reshape(-1), plan[:, 2:], row, drafts + 1)
+    x, state = family.hidden(params, tokens.reshape(-1), cfg, batch, state)
+    logits = ops.logits(x, family.head(params, cfg))
+    rows, out = _advance(rows, logits, row, running, tokens[:, 1:], found, masked, masks)
+    return state, rows, out
 
 
-def advance(
-    rows: Rows, state: ops.State, logits: Array, s: Sampling, active: Bool[Array, " B"]
-) -> tuple[Rows, Sampled]:
-    """Draw the next token of active rows, append it, and stop rows at a stop id or their greatest length."""
-    every = jnp.arange(logits.shape[0])
-    out = sample(logits, s, rows.tokens, rows.length, every)
-    at = jnp.where(active, rows.length, rows.tokens.shape[1])
-    tokens = rows.tokens.at[every, at].set(out.tokens, mode="drop")
-    length = rows.length + active
-    stopped = (out.tokens[:, None] == s.stop_ids).any(-1) | (length >= s.max_length)
-    return Rows(state, tokens, length, jnp.where(active, ~stopped, rows.running)), out
+def _advance(
+    rows: Rows,
+    logits: Float[Array, "Bk V"],
+    row: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    drafts: Int[Array, "B k_1"],
+    found: Bool[Array, "B k_1"],
+    masked: Bool[Array, " B"],
+    masks: UInt[Array, "B W"],
+) -> tuple[Rows, Out]:
+    """Draw the next tokens of active rows, append them, and stop rows at a stop id or their greatest length.
+
+    A draft is kept while it equals what is drawn in its place. So every kept token is drawn as it would be without
+    drafts, with the same key: greedy or sampled, drafts change no output.
+    """
+    k, none = drafts.shape[1] + 1, rows.tokens.shape[1]
+    length = rows.length.at[row].get(mode="clip")
+    places = length[:, None] + jnp.arange(k)
+    guessed = rows.tokens.at[row[:, None], jnp.where(found, places[:, :-1], none)].set(drafts, mode="drop")
+    s = jax.tree.map(lambda x: x.at[row].get(mode="clip"), rows.sampling)
+    allowed = masks & jnp.where(s.masked[:, None], s.allowed, ~jnp.uint32(0))
+    s = replace(s, masked=s.masked | masked, allowed=jnp.where(masked[:, None], allowed, s.allowed))
+    every = lambda x: x if k == 1 else jnp.repeat(x, k, 0)
+    out = sample(logits, jax.tree.map(every, s), guessed, places.reshape(-1), every(jnp.minimum(row, len(guessed) - 1)))
+    drawn = out.tokens.reshape(-1, k)
+    ends = (drawn[:, :, None] == s.stop_ids[:, None]).any(-1) | (places + 1 >= s.max_length[:, None])
+    right = found & (drawn[:, :-1] == drafts) & ~ends[:, :-1]
+    keep = jnp.concatenate([active[:, None], active[:, None] & (jnp.cumprod(right, 1) > 0)], 1)
+    count = keep.sum(1)
+    tokens = rows.tokens.at[row[:, None], jnp.where(keep, places, none)].set(drawn, mode="drop")
+    rows = Rows(
+        tokens,
+        rows.length.at[row].add(count, mode="drop"),
+        rows.running.at[jnp.where(active, row, len(tokens))].set(~(keep & ends).any(1), mode="drop"),
+        rows.sampling,
+    )
+    bits = jax.lax.bitcast_convert_type(out.logprobs.reshape(-1, k), jnp.int32)
+    return rows, Out(jnp.concatenate([count[:, None], drawn, bits], 1), out.top_ids, out.top_logprobs)
+
+
+def propose(
+    tokens: Int[Array, "B L"], length: Int[Array, " B"], k: int
+) -> tuple[Int[Array, "B k"], Bool[Array, "B k"]]:
+    """Draft what followed the last time that a row had its newest NGRAM tokens: (drafts, which of them there are).
+
+    The idea is prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding).
+    """
+    at = jnp.arange(tokens.shape[1])
+    same = (at >= NGRAM - 1) & (at < length[:, None] - 1)
+    for i in range(NGRAM):
+        newest = jnp.take_along_axis(tokens, length[:, None] - 1 - i, 1, mode="clip")
+        same &= jnp.roll(tokens, i, 1) == newest
+    last = jnp.where(same, at, -1).max(1, keepdims=True)
+    places = last + 1 + jnp.arange(k)
+    return jnp.take_along_axis(tokens, places, 1, mode="clip"), (last >= 0) & (places < length[:, None])
+
+
+def _score(x: Float[Array, "T D"], head: ops.Head, tokens: Int[Array, " T"]) -> tuple[Array, Array, Array]:
+    """Give the log-probability of every next token, and the most likely ones: ([T], ids [T n], [T n])."""
+
+    def some(args: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        x, following = args
+        logits = ops.logits(x, head)
+        total = jax.nn.logsumexp(logits, -1, keepdims=True)
+        best, ids = jax.lax.top_k(logits, min(TOP, logits.shape[1]))
+        return (jnp.take_along_axis(logits, following[:, None], 1) - total)[:, 0], ids, best - total
+
+    cut = lambda a: a.reshape(-1, min(SCORED, len(tokens)), *a.shape[1:])
+    out = jax.lax.map(some, (cut(x), cut(jnp.roll(tokens, -1))))
+    return jax.tree.map(lambda a: a.reshape(len(tokens), *a.shape[2:]), out)

@@ -1,68 +1,21 @@
 """Cached generation against transformers, against the naive generator, and against itself in other company."""
 
-import importlib
 import logging
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import models, ops, params, serve, text
+from fdel import params, serve, text
 from fdel.models import llama
 from fdel.serve import step
 from fdel.serve.reply import find_stop
 from tests.models import tiny
+from tests.serve.small import CFG, CONTEXT, EOS, VOCAB, scores
 
-module = importlib.import_module("fdel.serve.generate")  # the name in fdel.serve is the function
-VOCAB, CONTEXT, EOS = 300, 96, 7
-CFG = llama.Config.from_hf(
-    dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, eos_token_id=EOS,
-    )
-)  # fmt: skip
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(8, VOCAB, n).tolist() for n in (3, 1, 12, 40, 64, 9)]
-
-
-@pytest.fixture(scope="module")
-def model() -> models.Model:
-    """A llama with listed layers and weights large enough to make some tokens likely."""
-    p = params.unstack(params.init(llama.spec(CFG), jax.random.key(0)))
-    return models.Model(llama, CFG, jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, p))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> text.Tokenizer:
-    return text.train_bpe(["stop the music, stop it"], VOCAB)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """name -> (torch model, fdel model) of a tiny checkpoint."""
-    pytest.importorskip("torch", reason="needs the torch extra")
-
-    @lru_cache
-    def make(name: str):
-        path = tmp_path_factory.mktemp(name)
-        return tiny.checkpoint(name, path), models.load(path, stacked=False)
-
-    return make
-
-
-def scores(model: models.Model, prompt: list[int], output: list[int]) -> np.ndarray:
-    """log_softmax of a full forward at the output's tokens."""
-    tokens = np.zeros((1, CONTEXT), np.int32)
-    tokens[0, : len(prompt + output)] = prompt + output
-    logprobs = jax.nn.log_softmax(full_forward(model.family, model.cfg)(model.params, tokens)[0])
-    return np.asarray(logprobs[np.arange(len(output)) + len(prompt) - 1, np.array(output)])
-
-
-@lru_cache
-def full_forward(family, cfg):
-    return jax.jit(lambda p, tokens: family.forward(p, tokens, cfg)[0])
 
 
 # ---- greedy --------------------------------------------------------------------------------------------------------
@@ -72,10 +25,8 @@ FAMILIES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_equals_naive(pair, name: str, monkeypatch) -> None:
-    """Mixed lengths, calls of 32 tokens in blocks of 16: the naive tokens, log-probabilities within 1e-5."""
-    monkeypatch.setattr(module, "PREFILL", 32)
-    monkeypatch.setattr(module, "BLOCKS", (16,))
+def test_every_family_equals_naive(pair, name: str) -> None:
+    """Mixed lengths: the naive tokens, log-probabilities within 1e-5."""
     model = pair(name)[1]
     prompts = [np.random.default_rng(n).integers(3, 128, n).tolist() for n in (5, 50, 12)]
     for prompt, got in zip(prompts, serve.generate(model, prompts, max_tokens=8, eos=()), strict=True):
@@ -169,8 +120,9 @@ def test_config_names_eos(model) -> None:
 
 def test_context_limit(model) -> None:
     """Output ends where the model's context does, or at max_length."""
-    got = serve.generate(model, [PROMPTS[0], PROMPTS[4]], max_tokens=50, ignore_eos=True)
-    assert [len(g.tokens) for g in got] == [50, CONTEXT - 64] and got[1].finish_reason == "length"
+    long = PROMPTS[4] * 3
+    got = serve.generate(model, [PROMPTS[0], long], max_tokens=50, ignore_eos=True)
+    assert [len(g.tokens) for g in got] == [50, CONTEXT - 192] and got[1].finish_reason == "length"
     (got,) = serve.generate(model, [PROMPTS[3]], max_tokens=50, max_length=43, ignore_eos=True)
     assert len(got.tokens) == 3 and got.finish_reason == "length"
 
@@ -242,90 +194,23 @@ def test_nothing_compiles_after_the_first_call(model, caplog) -> None:
     assert not compiled(caplog, lambda: run(2, logprobs=20, logit_bias={3: 1.0}, allowed_tokens=[3, 4, 5], **options))
 
 
-def test_steps_update_the_cache_in_place(model) -> None:
-    """The state is donated and no program keeps a second copy of even one layer's cache."""
-    b, width = 2, 512
-    program = step.programs(llama, CFG)
-    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
-    dtype = module.compute_dtype(model.params)
-    state = params.abstract(llama.state_spec(CFG, pages=b * width, page=step.PAGE, rows=b), dtype)
-    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    running = jax.ShapeDtypeStruct((b,), bool)
-    rows = step.Rows(state, integers(b, width * step.PAGE), integers(b), running)
-    sampling = shapes(serve.sampling_rows([], [], [], [], vocab=VOCAB, rows=b))
-    batch = ops.Paged(integers(64), integers(1, width), integers(1), 64)
-    extend = program.extend.lower(shapes(model.params), rows, sampling, integers(64), batch, integers(b))
-    decode = program.decode.lower(shapes(model.params), rows, sampling, integers(b, width))
-    cache = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    for lowered in (extend, decode):
-        memory = lowered.compile().memory_analysis()
-        assert memory.alias_size_in_bytes >= cache
-        assert memory.temp_size_in_bytes < cache / CFG.layers
-
-
-def test_a_stopped_row_stays_as_it_is(model) -> None:
-    """On the device: a stop id or the last token ends a row; it then draws, writes and grows no more."""
-    requests = [serve.SamplingParams(logit_bias={EOS: 100.0}), serve.SamplingParams()]
-    prompts, program, table = [PROMPTS[0], PROMPTS[1]], step.programs(llama, CFG), module.cache_table(2, 64)
-    s = serve.sampling_rows(requests, [3, 1], [[EOS], []], [9, 3], vocab=VOCAB)
-    tokens = np.array([prompts[0] + [0] * 61, prompts[1] + [0] * 63], np.int32)
-    rows = program.begin(tokens, np.array([3, 1], np.int32), pages=2, dtype=jnp.dtype("float32"))
-    ((_, *chunk),) = module.prefill_batches(prompts, table)
-    rows, _ = program.extend(model.params, rows, s, *chunk)
-    seen = [(rows.running.tolist(), rows.length.tolist(), np.array(rows.state.k[:, 0]))]
-    for _ in range(3):
-        rows, _ = program.decode(model.params, rows, s, table)
-        seen.append((rows.running.tolist(), rows.length.tolist(), np.array(rows.state.k[:, 0])))
-    assert [x[0] for x in seen] == [[False, True], [False, True], [False, False], [False, False]]
-    assert [x[1] for x in seen] == [[4, 2], [4, 3], [4, 4], [4, 4]]
-    assert all((x[2] == seen[0][2]).all() for x in seen) and (seen[0][2] != 0).any()
-    assert rows.tokens[0, :5].tolist() == prompts[0] + [EOS, 0] and not rows.tokens[1, 4:].any()
-
-
-def test_reads_one_step_late(model) -> None:
-    """Every output but the last is read after the next program has been started."""
-    order = []
-
-    def launched():
-        for i in range(4):
-            order.append(f"start {i}")
-            yield i, serve.Sampled(*[np.array([i])] * 4)
-
-    for i, _ in module._late(launched()):
-        order.append(f"read {i}")
-    assert order == ["start 0", "start 1", "read 0", "start 2", "read 1", "start 3", "read 2", "read 3"]
-
-
 def test_bfloat16_and_stacked_layers(model) -> None:
     """Stacked layers are accepted; keys and values are kept in the activations' dtype."""
     stacked = params.restack(model.params, llama.spec(CFG))
     want = serve.generate(model, PROMPTS, max_tokens=4)
     assert serve.generate(model._replace(params=stacked), PROMPTS, max_tokens=4) == want
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
-    assert module.compute_dtype(half) == jnp.bfloat16
+    assert step.compute_dtype(half) == jnp.bfloat16
     got = serve.generate(model._replace(params=half), PROMPTS[:1], max_tokens=4, eos=())
     for prompt, g in zip(PROMPTS, got, strict=False):
         np.testing.assert_allclose(g.logprobs, scores(model._replace(params=half), prompt, g.tokens), atol=0.1)
-
-
-def test_on_a_mesh(model) -> None:
-    """With weights over tp=2 x dp=4 devices: the same tokens, and a cache that is sharded too."""
-    mesh = params.make_mesh({"tp": 2, "dp": 4})
-    spec = params.unstack(llama.spec(CFG))
-    sharded = model._replace(params=jax.device_put(model.params, params.shardings(spec, mesh, params.SERVE)))
-    options = dict(max_tokens=8, temperature=1.0, seed=3)
-    want, got = serve.generate(model, PROMPTS[:1], **options), serve.generate(sharded, PROMPTS[:1], **options)
-    assert [g.tokens for g in got] == [w.tokens for w in want]
-    begin = step.programs(llama, CFG, step.mesh_of(sharded.params)).begin
-    state = begin(np.zeros((2, 64), np.int32), np.ones(2, np.int32), pages=2, dtype=jnp.dtype("float32")).state
-    assert state.k.sharding.spec[2] == "tp"
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 FAULTS = [
     ([[]], {}, "prompt 0 is empty"),
-    ([[9], list(range(10, 10 + CONTEXT))], {}, "prompt 1 has 96 tokens; prompt and output must fit 96"),
+    ([[9], list(range(10, 10 + CONTEXT))], {}, "prompt 1 has 200 tokens; prompt and output must fit 200"),
     ([[9] * 8], dict(max_length=8), "prompt 0 has 8 tokens; prompt and output must fit 8"),
     ([[1, VOCAB]], {}, "prompt 0 holds [300]; expected token ids from 0 to 299"),
     ([[1, -1]], {}, "prompt 0 holds [-1]"),

@@ -1,43 +1,88 @@
-"""The exposition against Prometheus' own parser."""
+"""Metrics: what is written is what Prometheus' own parser reads, and labels are closed sets."""
+
+import random
+import re
 
 import pytest
 
-from fdel.serve import metrics
+from fdel.serve.metrics import SECONDS, Metric, Metrics, serving
 
-parser = pytest.importorskip("prometheus_client.parser", reason="the oracle is prometheus_client (extra `test`)")
+parser = pytest.importorskip("prometheus_client.parser", reason="the oracle")
 
-
-def samples(registry):
-    found = {}
-    for family in parser.text_string_to_metric_families(registry.text()):
-        for s in family.samples:
-            found[s.name, *sorted(s.labels.items())] = s.value
-    return found
+MODELS, ROUTES = ["org/model", 'odd "name"\\\n'], ["/v1/chat/completions", "/metrics"]
 
 
-def test_text_is_read_back():
-    odd = 'a "quoted" \\ name\nin two lines'
-    registry = metrics.server_metrics([odd, "b"], ["/v1/models"])
-    registry.add("fdel_prompt_tokens_total", 3, model=odd)
-    registry.add("fdel_prompt_tokens_total", 4, model=odd)
-    registry.set("fdel_kv_cache_usage_ratio", 0.1 + 0.2, model="b")
-    registry.add("fdel_http_requests_total", route="/v1/models", status="2xx")
-    for value in (0.0005, 0.001, 0.2, 1e9):
-        registry.observe("fdel_time_to_first_token_seconds", value, model="b")
-    found = samples(registry)
-    assert found["fdel_prompt_tokens_total", ("model", odd)] == 7
-    assert found["fdel_kv_cache_usage_ratio", ("model", "b")] == 0.1 + 0.2
-    assert found["fdel_http_requests_total", ("route", "/v1/models"), ("status", "2xx")] == 1
+def read(metrics: Metrics) -> dict:
+    """(sample name, labels) -> value, and name -> type."""
+    families = list(parser.text_string_to_metric_families(metrics.text()))
+    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+    return samples | {f.name: f.type for f in families}
+
+
+def test_values_arrive() -> None:
+    metrics = Metrics(serving(MODELS, ROUTES))
+    metrics.set("fdel_num_requests_running", 3)
+    metrics.set("fdel_num_requests_running", 2)
+    metrics.add("fdel_prompt_tokens_total", 5, model=MODELS[1])
+    metrics.add("fdel_prompt_tokens_total", 2**53, model=MODELS[0])
+    metrics.add("fdel_requests_total", model=MODELS[0], finished_reason="abort")
+    found = read(metrics)
+    assert found["fdel_num_requests_running", ()] == 2 and found["fdel_num_requests_running"] == "gauge"
+    assert found["fdel_prompt_tokens_total", (("model", MODELS[1]),)] == 5
+    assert found["fdel_prompt_tokens_total", (("model", MODELS[0]),)] == 2**53
+    assert found["fdel_requests_total", (("finished_reason", "abort"), ("model", MODELS[0]))] == 1
+    assert found["fdel_requests_total", (("finished_reason", "stop"), ("model", MODELS[0]))] == 0
+    assert found["fdel_prompt_tokens"] == "counter" and found["fdel_num_preemptions_total", ()] == 0
+
+
+def test_histogram() -> None:
+    metrics, rng = Metrics(serving(MODELS, ROUTES)), random.Random(0)
+    values = [*SECONDS, 0.0, 1e9, *(rng.expovariate(1.0) for _ in range(200))]
+    for value in values:
+        metrics.observe("fdel_time_to_first_token_seconds", value)
+    found = read(metrics)
     name = "fdel_time_to_first_token_seconds"
-    bucket = lambda le: found[f"{name}_bucket", ("le", le), ("model", "b")]
-    assert [bucket("0.001"), bucket("0.1"), bucket("0.25"), bucket("300"), bucket("+Inf")] == [2, 2, 3, 3, 4]
-    assert found[f"{name}_count", ("model", "b")] == 4 and found[f"{name}_sum", ("model", "b")] == 1e9 + 0.2015
+    for bound in (*SECONDS, float("inf")):
+        label = "+Inf" if bound == float("inf") else str(bound)
+        assert found[f"{name}_bucket", (("le", label),)] == sum(v <= bound for v in values)
+    assert found[f"{name}_count", ()] == len(values) and found[f"{name}_sum", ()] == pytest.approx(
+        sum(values), rel=1e-12
+    )
+    assert found[name] == "histogram" and found["fdel_iteration_tokens_bucket", (("le", "5"),)] == 0
 
 
-def test_no_client_can_add_series():
-    registry = metrics.server_metrics(["m"], ["/health"])
-    before = len(registry.text())
-    for labels in (dict(model="FOO1"), dict(model="m", method="BREW"), {}):
-        with pytest.raises(ValueError, match="its labels are"):
-            registry.add("fdel_prompt_tokens_total", **labels)
-    assert len(registry.text()) == before
+WRONG = [
+    ("add", "fdel_nothing_total", 1, {}, "not declared"),
+    ("add", "fdel_num_requests_running", 1, {}, "a gauge; expected a counter"),
+    ("set", "fdel_num_preemptions_total", 1, {}, "a counter; expected a gauge"),
+    ("observe", "fdel_num_preemptions_total", 1, {}, "expected a histogram"),
+    ("add", "fdel_num_preemptions_total", -1, {}, "cannot go down"),
+    ("add", "fdel_prompt_tokens_total", 1, {}, "found the labels"),
+    ("add", "fdel_prompt_tokens_total", 1, {"model": "other"}, "found the labels"),
+    ("add", "fdel_prompt_tokens_total", 1, {"model": MODELS[0], "user": "a"}, "found the labels"),
+    ("add", "fdel_http_requests_total", 1, {"route": "/v1/FOO1", "status": "2xx"}, "found the labels"),
+    ("add", "fdel_http_requests_total", 1, {"route": "/metrics", "status": "200"}, "found the labels"),
+]
+
+
+@pytest.mark.parametrize(("method", "name", "value", "labels", "why"), WRONG)
+def test_closed_sets(method: str, name: str, value: float, labels: dict, why: str) -> None:
+    metrics = Metrics(serving(MODELS, ROUTES))
+    before = metrics.text()
+    with pytest.raises(ValueError, match=why):
+        getattr(metrics, method)(name, value, **labels)
+    assert metrics.text() == before
+
+
+def test_names_follow_prometheus() -> None:
+    """The rules of `promtool check metrics`: help texts, base units, _total on counters and on nothing else."""
+    for m in serving(MODELS, ROUTES):
+        assert re.fullmatch("fdel_[a-z0-9_]+", m.name) and m.help.endswith(".") and "\n" not in m.help
+        assert m.name.endswith("_total") == (m.kind == "counter")
+        assert not re.search("_(ms|milliseconds|percent|perc|bucket|count|sum|info)$", m.name)
+        assert list(m.buckets) == sorted(set(m.buckets)) and bool(m.buckets) == (m.kind == "histogram")
+    size = len(Metrics(serving(MODELS, ROUTES)).text())
+    assert size < 20_000
+    assert (
+        Metrics([Metric("a_total", "counter", "A.")]).text() == "# HELP a_total A.\n# TYPE a_total counter\na_total 0\n"
+    )

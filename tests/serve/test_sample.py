@@ -101,6 +101,28 @@ def test_bias_allowed_and_order() -> None:
     np.testing.assert_array_equal(run(process, [r, SamplingParams()])[1], LOGITS[1])
 
 
+def test_bad_words_equal_transformers() -> None:
+    """Single tokens are banned always, the last token of a longer word after the others; whole words are compared."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    from transformers.generation import logits_process as hf
+
+    for i in range(6):
+        newest = HISTORY[i, : LENGTH[i]].tolist()
+        words = [
+            [7],
+            [*newest[-2:], 11],
+            [*newest[-1:], 12],
+            [newest[-1] + 1, 13],
+            [*newest[-7:], 14],
+            [1, *newest[-3:], 15],
+        ]
+        got = run(process, [SamplingParams(bad_words=words)] * 6)[i]
+        chain = hf.NoBadWordsLogitsProcessor(words, eos_token_id=None)
+        want = chain(torch.tensor([newest]), torch.tensor(LOGITS[i : i + 1]))[0].numpy()
+        np.testing.assert_array_equal(got, want)
+        assert np.isneginf(want).sum() >= 3
+
+
 def test_truncate_at_the_edges() -> None:
     """Ties with the last token kept stay; top_p 1 keeps all, however small; a tiny top_p keeps the best."""
     x = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2], [0.5, 0.3, 0.2, 0.0], [1 - 3e-9, 1e-9, 1e-9, 1e-9]]))

@@ -1,0 +1,230 @@
+"""The engine against transformers on one checkpoint in one run: a Llama of 125M parameters, CPU, float32.
+
+    python benchmarks/engine.py [--only MEASURE ...] [--out benchmarks/results/FILE.md] [--scale 0.25]
+
+Each measure runs in a process of its own, sides alternating. `decode`: output tokens/s of 1 and 8 sequences after
+prompts of 128; `load`: 32 requests at once, prompts of 64 to 256, 64 new ones (transformers: generate_batch, its continuous
+batching); `latency`: time to the first token and between tokens with 1, 8 and 32 readers; `host`: time of a step outside
+the device at batch 32; `start`: from the weights to the first token, cold and with jax's compilation cache; `prefix`: a
+second prompt that shares 1024 tokens; `drafts`: repetitive text with and without n-gram drafts. `--scale` shrinks the
+model, prompts and outputs, to try the script out.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from model import CONFIG
+
+MEASURES = ("decode1", "decode8", "load", "latency", "host", "start", "start_cached", "prefix", "drafts")
+
+
+def workload(n: int, scale: float) -> list[list[int]]:
+    """Random prompts of 64 to 256 tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 32000, max(2, int(scale * rng.integers(64, 257)))).tolist() for _ in range(n)]
+
+
+def same_length(n: int, scale: float) -> list[list[int]]:
+    return np.random.default_rng(0).integers(3, 32000, (n, int(128 * scale))).tolist()
+
+
+def torch_side(measure: str, directory: str, scale: float) -> dict:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    attention = "sdpa" if measure != "load" else "paged|sdpa"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(directory, dtype=torch.float32, attn_implementation=attention).eval()
+    new = max(2, int(64 * scale))
+    if measure == "load":
+        prompts = workload(32, scale)
+        options = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        begin = time.perf_counter()
+        out = model.generate_batch(inputs=prompts, generation_config=options)
+        count = sum(len(r.generated_tokens) for r in out.values())
+        return {"load_tok_s": count / (time.perf_counter() - begin)}
+    tokens = torch.tensor(same_length(int(measure[6:]), scale))
+
+    def run(n: int) -> float:
+        begin = time.perf_counter()
+        with torch.no_grad():
+            model.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - begin
+
+    run(2)
+    return {measure + "_tok_s": len(tokens) * new / (run(1 + new) - run(1))}
+
+
+def fdel_side(measure: str, directory: str, scale: float) -> dict:
+    import jax
+
+    if measure == "start_cached":
+        jax.config.update("jax_compilation_cache_dir", directory + "/xla_cache")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    from fdel import models
+    from fdel.serve import Engine, SamplingParams, Settings
+
+    model = models.load(directory, stacked=False)
+    jax.block_until_ready(model.params)
+    if measure.startswith("start"):
+        begin = time.perf_counter()
+        engine = Engine(model, Settings(rows=32))
+        engine.start()
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        return {measure + "_s": time.perf_counter() - begin, "programs": engine.stats()["compiled"]}
+    new = max(2, int(64 * scale))
+    sampling = SamplingParams(max_tokens=new, ignore_eos=True)
+    if measure == "drafts":
+        return drafts(model, scale)
+    engine = Engine(model, Settings(rows=32))
+    if measure == "host":
+        return {"host_ms": host(engine)}
+    if measure == "prefix":
+        engine.core.device.warm_up()
+        prompt = np.random.default_rng(0).integers(3, 32000, max(130, int(1024 * scale))).tolist()
+        first = SamplingParams(max_tokens=1)
+        cold, warm = (
+            seconds(lambda: engine.generate([prompt], first)),
+            seconds(lambda: engine.generate([prompt], first)),
+        )
+        return {"prefix_cold_ms": 1e3 * cold, "prefix_hit_ms": 1e3 * warm}
+    engine.start()
+    if measure == "latency":
+        return latency(engine, sampling, scale)
+    if measure == "load":
+        prompts = workload(32, scale)
+        return {"load_tok_s": 32 * new / seconds(lambda: engine.generate(prompts, sampling))}
+    prompts = same_length(int(measure[6:]), scale)
+    engine.generate(prompts, sampling)  # the prompts' pages stay in the cache, so both calls below hit them
+    spent = [
+        seconds(lambda n=n: engine.generate(prompts, SamplingParams(max_tokens=n, ignore_eos=True)))
+        for n in (1, 1 + new)
+    ]
+    return {measure + "_tok_s": len(prompts) * new / (spent[1] - spent[0])}
+
+
+def seconds(run) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def latency(engine, sampling, scale: float) -> dict:
+    """Percentiles over the tokens of all readers, in milliseconds."""
+
+    async def read(prompt: list[int]) -> list[float]:
+        times = [time.perf_counter()]
+        async for delta in engine.stream(prompt, sampling):
+            times += [time.perf_counter()] * len(delta.tokens)
+        return times
+
+    async def together(n: int) -> list[list[float]]:
+        return await asyncio.gather(*(read(p) for p in workload(n, scale)))
+
+    out = {}
+    for n in (1, 8, 32):
+        engine.core.schedule.pool.forget()
+        times = asyncio.run(together(n))
+        first = [t[1] - t[0] for t in times]
+        between = np.concatenate([np.diff(t[1:]) for t in times])
+        for name, x in (("ttft", first), ("itl", between)):
+            for q in (50, 99):
+                out[f"{name}{n}_p{q}_ms"] = 1e3 * float(np.percentile(x, q))
+    return out
+
+
+def host(engine) -> float:
+    """Median milliseconds of a step at batch 32 whose programs return at once: planning, packing, handing out."""
+    from fdel.serve import SamplingParams
+    from fdel.serve.step import Out
+
+    def nothing(program, requests, plan, *args, **static):
+        drawn = np.zeros((len(plan), 3), np.int32)
+        drawn[:, :2] = 1, 9
+        return Out(drawn, None, None)
+
+    engine.core.device._run, engine.core.device.admit = nothing, lambda r, sampling: None
+    for prompt in workload(32, 0.5):
+        engine.submit(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
+    for _ in range(30):
+        engine.loop.turn()
+    return 1e3 * float(np.median([seconds(engine.loop.turn) for _ in range(200)]))
+
+
+def drafts(model, scale: float) -> dict:
+    """Output tokens/s of one sequence that is made to repeat itself."""
+    from fdel.serve import Engine, SamplingParams, Settings
+
+    out, new = {}, max(32, int(256 * scale))
+    loop = np.random.default_rng(0).integers(3, 32000, 16).tolist()
+    sampling = SamplingParams(max_tokens=new, ignore_eos=True, logit_bias={loop[0]: 100.0})
+    for n in (0, 3):
+        engine = Engine(model, Settings(rows=1, drafts=n))
+        engine.start()
+        engine.generate([loop * 8], sampling)
+        out[f"drafts{n}_tok_s"] = new / seconds(lambda e=engine: e.generate([loop * 8], sampling))
+        engine.close()
+    return out
+
+
+def table(results: dict) -> str:
+    """Format both sides, one row per number."""
+    lines = ["| measure | transformers | fdel | fdel / transformers |", "|---|---|---|---|"]
+    for key, ours in results["fdel"].items():
+        theirs = results["torch"].get(key)
+        ratio = "" if theirs is None else f"{ours / theirs:.2f}"
+        lines.append(f"| {key} | {'' if theirs is None else f'{theirs:.4g}'} | {ours:.4g} | {ratio} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
+    cli.add_argument("--out", type=Path, help="also write the table here")
+    cli.add_argument("--scale", type=float, default=1.0, help="1 for the numbers, less to try it out")
+    cli.add_argument("--side", choices=("torch", "fdel"), help=argparse.SUPPRESS)
+    cli.add_argument("--directory", help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.side:
+        side = torch_side if args.side == "torch" else fdel_side
+        print(json.dumps(side(args.only[0], args.directory, args.scale)))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        import torch
+        import transformers
+
+        torch.manual_seed(0)
+        config = CONFIG | {"num_hidden_layers": max(1, int(12 * args.scale))}
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(directory)
+        results: dict[str, dict] = {"torch": {}, "fdel": {}}
+        for measure in args.only:
+            for side in ("torch", "fdel") if measure in ("decode1", "decode8", "load") else ("fdel",):
+                for _ in range(2 if measure == "start_cached" else 1):  # the first run fills the cache
+                    command = [sys.executable, __file__, "--side", side, "--directory", directory, "--only", measure]
+                    command += ["--scale", str(args.scale)]
+                    done = subprocess.run(command, capture_output=True, text=True, check=False)
+                    if done.returncode:
+                        sys.exit(f"{side} {measure} failed:\n{done.stderr}")
+                found = json.loads(done.stdout.splitlines()[-1])
+                results[side] |= found
+                print(side, measure, found, file=sys.stderr, flush=True)
+        import jax
+
+        versions = f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+        text = f"{time.strftime('%Y-%m-%d')}, {versions}, CPU float32, 125M Llama\n\n{table(results)}\n"
+        print(text)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Serve the model that a recipe names, or that it has just trained."""
+
+import logging
+from pathlib import Path
+
+from fdel import models, params
+from fdel.recipe import check, parse
+from fdel.recipe.build import build_mesh, build_tokenizer
+from fdel.recipe.read import Recipe
+from fdel.recipe.schema import DTYPES, METHODS, ServeAction
+from fdel.serve import engine, launch
+
+
+def serve(recipe: Recipe, action: ServeAction, trained: models.Model | None = None) -> None:
+    """Answer requests until SIGTERM. RecipeError for what cannot be served as it is asked."""
+    parse.fail(faults(recipe, action))
+    settings = options(recipe, action)
+    launch.check(settings)
+    model, tok = load(recipe) if trained is None else trained, build_tokenizer(recipe)
+    logging.getLogger("fdel").setLevel("ERROR" if recipe.esurge.silent_mode else action.log_level.upper())
+    launch.listen(launch.served(model, tok, Path(str(recipe.model.name_or_path)).name, settings), settings)
+
+
+def faults(recipe: Recipe, action: ServeAction) -> list[str]:
+    """List what serving cannot honour."""
+    found = []
+    if action.require_api_key and action.api_key_file is None:
+        found.append("actions.serve.api_key_file: missing; require_api_key needs one, see `fdel keys`")
+    if recipe.trainer.trainer_type == "reward" and any(a.name == "train" for a in recipe.actions):
+        found.append("actions.serve: a reward model writes no text; remove it")
+    if recipe.loader.precision is not None:
+        found.append("loader.precision: training alone reads it; remove it")
+    if recipe.base_config.values:
+        found.append("base_config.values: training alone reads them; remove them")
+    if recipe.quantization.kv_cache.quantization_method is not None:
+        found.append("quantization.kv_cache: keys and values are kept in the model's dtype in this version; remove it")
+    return found
+
+
+def options(recipe: Recipe, action: ServeAction) -> launch.Options:
+    """Translate the keys of serving."""
+    e, keys = recipe.esurge, action.api_key_file
+    return launch.Options(
+        host=action.host, port=action.port, memory=e.hbm_utilization, insecure=action.require_api_key is False,
+        tool_parser=action.tool_parser_name if action.enable_function_calling else "none",
+        key_file=None if keys is None or action.require_api_key is False else Path(keys),
+        settings=engine.Settings(
+            rows=e.max_num_seqs, max_length=e.max_model_len, cache=None if e.enable_prefix_caching else False,
+            overlap=e.overlap_execution,
+        ),
+    )  # fmt: skip
+
+
+def load(recipe: Recipe) -> models.Model:
+    """Load the model onto the mesh of `sharding`, quantized if it is so."""
+    m, names, mesh = recipe.model, recipe.loader, build_mesh(recipe)
+    dtype = DTYPES.get(names.param_dtype or names.dtype or "")
+    model = models.load(
+        str(m.name_or_path), dtype=dtype, mesh=mesh if mesh.size > 1 else None, rules=params.SERVE, stacked=False,
+        revision=m.extra_kwargs.revision,
+    )  # fmt: skip
+    if method := check.weights_format(recipe):
+        spec = params.unstack(model.family.spec(model.cfg))
+        group = recipe.quantization.model.group_size
+        model = model._replace(params=params.quantize(model.params, METHODS[method], spec=spec, group=group))
+    return model

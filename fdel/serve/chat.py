@@ -1,0 +1,137 @@
+"""Chat completions and responses: from a parsed body to an answer, whole or as a stream of events."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from fdel.serve import grammar, openai
+from fdel.serve.openai import APIError, body, responses
+from fdel.serve.runs import Run
+from fdel.serve.served import Prompt, Reader, Served
+from fdel.serve.state import Call
+from fdel.serve.stream import FAILED, PING, Frames, stream
+
+# ---- chat completions ----------------------------------------------------------------------------------------------
+
+
+async def chat(call: Call) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    served = call.served()
+    asked = openai.parse_chat(call.body, served.limits)
+    prompt, run = await _chat_run(call, served, asked)
+    meta = body.meta("chatcmpl", time.time(), asked.model, asked.usage)
+    if asked.stream:
+        return await stream(call, _chat_frames(run, prompt, meta))
+    readers, reasons = await _whole(run, prompt)
+    choices = []
+    for i in run.best():
+        said, reply = readers[i].message(), run.jobs[i].reply
+        logprobs = _chat_logprobs(prompt, reply.tokens, reply.logprobs, reply.top)
+        reason = body.finish(reasons[i], bool(said.calls), asked.tool_choice)
+        choices.append(body.Choice(said, reason, logprobs))
+    return call.json(body.chat(meta, choices, run.usage()))
+
+
+async def _chat_run(call: Call, served: Served, asked: openai.Chat) -> tuple[Prompt, Run]:
+    """Render, tokenize, compile the grammar and queue: all that can be refused."""
+
+    def prepare() -> tuple[Prompt, grammar.Matcher | None]:
+        prompt = served.chat(asked)
+        return prompt, matcher_of(served, prompt.spec())
+
+    prompt, matcher = await call.aside(prepare)
+    sampling = openai.fit(asked.sampling, len(prompt.ids), served.engine.limit)
+    return prompt, call.run(served, [prompt.ids], sampling, matcher, asked.salt)
+
+
+def matcher_of(served: Served, spec: grammar.Spec | None) -> grammar.Matcher | None:
+    """Compile a grammar; an APIError if that fails."""
+    if spec is None:
+        return None
+    try:
+        return grammar.compile(served.vocabulary, spec, served.grammars)
+    except ValueError as e:
+        raise APIError(str(e), param="response_format") from e
+
+
+async def _whole(run: Run, prompt: Prompt) -> tuple[list[Reader], list[str]]:
+    """Read all outputs to their ends."""
+    readers, reasons = [prompt.reader() for _ in run.jobs], [""] * len(run.jobs)
+    async for item in run.deltas():
+        if item is not None:
+            i, delta = item
+            readers[i].push(delta)
+            reasons[i] = delta.finish_reason or reasons[i]
+    return readers, reasons
+
+
+def _chat_logprobs(prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[dict]) -> Any:
+    asked = prompt.asked
+    if not asked.logprobs:
+        return None
+    return body.chat_logprobs(prompt.served.tokenizer, ids, logprobs, top, asked.sampling.logprobs)
+
+
+async def _chat_frames(run: Run, prompt: Prompt, meta: body.Meta) -> Frames:
+    asked, readers = prompt.asked, [prompt.reader() for _ in run.jobs]
+    for i in range(len(run.jobs)):
+        yield body.sse(body.chat_chunk(meta, i, body.FIRST))
+    async for item in run.deltas(PING):
+        if item is None:
+            yield body.PING
+            continue
+        i, delta = item
+        logprobs = _chat_logprobs(prompt, delta.tokens, delta.logprobs, delta.top_logprobs) if delta.tokens else None
+        for new in readers[i].push(delta):
+            yield body.sse(body.chat_chunk(meta, i, body.chat_delta(new), logprobs=logprobs))
+            logprobs = None
+        if logprobs is not None:  # of tokens whose text is held back
+            yield body.sse(body.chat_chunk(meta, i, {"content": ""}, logprobs=logprobs))
+        if delta.finish_reason:
+            calls = any(d.kind == "call" for d in readers[i].found)
+            reason = body.finish(delta.finish_reason, calls, asked.tool_choice)
+            yield body.sse(body.chat_chunk(meta, i, {}, reason))
+    if meta.usage:
+        yield body.sse(body.usage_chunk(meta, run.usage()))
+    yield body.DONE
+
+
+# ---- responses -----------------------------------------------------------------------------------------------------
+
+
+async def respond(call: Call) -> web.StreamResponse:
+    """POST /v1/responses."""
+    served = call.served()
+    request = responses.parse(call.body, served.limits)
+    prompt, run = await _chat_run(call, served, request.chat)
+    meta = body.meta("resp", time.time(), request.chat.model)
+    if request.chat.stream:
+        answer = responses.Answer(meta, request.echo)
+        return await stream(call, _response_frames(run, prompt, answer), body.sse(answer.fail(FAILED)[0], "error"))
+    readers, reasons = await _whole(run, prompt)
+    return call.json(responses.answer(meta, request.echo, readers[0].message(), reasons[0], run.usage()))
+
+
+async def _response_frames(run: Run, prompt: Prompt, answer: responses.Answer) -> Frames:
+    reader, reason = prompt.reader(), "stop"
+    frame = lambda events: b"".join(body.sse(e, e["type"]) for e in events)
+    yield frame(answer.start())
+    try:
+        async for item in run.deltas(PING):
+            if item is None:
+                yield body.PING
+                continue
+            _, delta = item
+            logprobs = (
+                _chat_logprobs(prompt, delta.tokens, delta.logprobs, delta.top_logprobs) if delta.tokens else None
+            )
+            events = answer.push(reader.push(delta), logprobs["content"] if logprobs else ())
+            reason = delta.finish_reason or reason
+            if events:
+                yield frame(events)
+    except APIError as e:
+        yield frame(answer.fail(e))
+        return
+    yield frame(answer.finish(reason, run.usage()))

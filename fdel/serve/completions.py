@@ -1,0 +1,197 @@
+"""Completions, embeddings, scores, tokens: from a parsed body to an answer."""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from fdel import text
+from fdel.serve import grammar, openai
+from fdel.serve.chat import matcher_of
+from fdel.serve.openai import APIError, body
+from fdel.serve.reply import Delta, Score
+from fdel.serve.runs import Run
+from fdel.serve.served import Served
+from fdel.serve.state import Call
+from fdel.serve.stream import PING, Frames, stream
+
+# ---- completions ---------------------------------------------------------------------------------------------------
+
+
+async def completions(call: Call) -> web.StreamResponse:
+    """POST /v1/completions."""
+    served = call.served()
+    asked = openai.parse_completion(call.body, served.limits)
+
+    def prepare() -> tuple[list[list[int]], grammar.Matcher | None]:
+        ids = [served.encode(p, asked.special) if isinstance(p, str) else list(p) for p in asked.prompts]
+        return ids, matcher_of(served, asked.grammar)
+
+    prompts, matcher = await call.aside(prepare)
+    meta = body.meta("cmpl", time.time(), asked.model, asked.usage)
+    if asked.scored:
+        run = call.idle(served, prompts, asked.sampling)
+    else:
+        openai.fit(asked.sampling, max(map(len, prompts)), served.engine.limit)
+        run = call.run(served, prompts, asked.sampling, matcher, asked.salt)
+    try:
+        scores = await _echoed(call, served, prompts, asked)
+    except BaseException:
+        run.abort()
+        raise
+    writer = _Written(served, asked, prompts, scores)
+    if asked.stream:
+        return await stream(call, _completion_frames(run, writer, meta))
+    said, reasons = [""] * len(run.jobs), [""] * len(run.jobs)
+    async for item in run.deltas():
+        if item is not None:
+            i, delta = item
+            said[i] += delta.text
+            reasons[i] = delta.finish_reason or reasons[i]
+    if asked.scored:
+        choices = [writer.prompt(i, "length") for i in range(len(prompts))]
+    else:
+        choices = [
+            writer.choice(index, i // run.each, said[i], run.jobs[i].reply, reasons[i])
+            for index, i in enumerate(run.best())
+        ]
+    return call.json(body.completion(meta, choices, run.usage()))
+
+
+async def _echoed(
+    call: Call, served: Served, prompts: Sequence[Sequence[int]], asked: openai.Completion
+) -> list[Score] | None:
+    """Score the prompts, if the answer repeats them with log-probabilities."""
+    if not asked.echo or asked.logprobs is None:
+        return None
+    engine, most = served.engine, asked.logprobs
+    return await call.aside(lambda: [engine.score(p, most, adapter=served.adapter) for p in prompts])
+
+
+class _Written:
+    """Writes the choices of a completion."""
+
+    def __init__(
+        self, served: Served, asked: openai.Completion, prompts: Sequence[Sequence[int]], scores: list[Score] | None
+    ):
+        self.served, self.asked, self.prompts, self.scores = served, asked, prompts, scores
+        self.said = [p if isinstance(p, str) else text.decode(served.tokenizer, p) for p in asked.prompts]
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence, top: Sequence[dict], offset: int = 0) -> Any:
+        if self.asked.logprobs is None:
+            return None
+        return body.completion_logprobs(self.served.tokenizer, ids, logprobs, top, self.asked.logprobs, offset)
+
+    def choice(self, index: int, prompt: int, said: str, reply: Any, reason: str) -> dict[str, Any]:
+        """A whole output, with its prompt if that is echoed."""
+        ids, logprobs, top = list(reply.tokens), list(reply.logprobs), list(reply.top)
+        if self.asked.echo:
+            said = self.said[prompt] + said
+        if self.scores is not None:
+            score = self.scores[prompt]
+            ids, logprobs = [*self.prompts[prompt], *ids], [*score.logprobs, *logprobs]
+            top = [*score.top_logprobs, *(top or [{}] * len(reply.tokens))]
+        return body.completion_choice(index, said, reason, self._logprobs(ids, logprobs, top))
+
+    def prompt(self, i: int, reason: str | None, index: int | None = None) -> dict[str, Any]:
+        """The prompt alone."""
+        logprobs = None
+        if self.scores is not None:
+            logprobs = self._logprobs(self.prompts[i], self.scores[i].logprobs, self.scores[i].top_logprobs)
+        return body.completion_choice(i if index is None else index, self.said[i], reason, logprobs)
+
+    def piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
+        """What a step added; its text begins at `offset`."""
+        logprobs = self._logprobs(delta.tokens, delta.logprobs, delta.top_logprobs, offset) if delta.tokens else None
+        return body.completion_choice(index, delta.text, delta.finish_reason, logprobs)
+
+
+async def _completion_frames(run: Run, writer: _Written, meta: body.Meta) -> Frames:
+    asked = writer.asked
+    count = len(run.jobs) or len(writer.prompts)
+    offsets = [len(writer.said[i // run.each]) if asked.echo else 0 for i in range(count)]
+    if asked.echo:
+        for i in range(count):
+            reason = "length" if asked.scored else None
+            yield body.sse(body.completion(meta, [writer.prompt(i // run.each, reason, i)], None))
+    async for item in run.deltas(PING):
+        if item is None:
+            yield body.PING
+            continue
+        i, delta = item
+        yield body.sse(body.completion(meta, [writer.piece(i, delta, offsets[i])], None))
+        offsets[i] += len(delta.text)
+    if meta.usage:
+        yield body.sse(body.usage_chunk(meta, run.usage(), "text_completion"))
+    yield body.DONE
+
+
+# ---- the others ----------------------------------------------------------------------------------------------------
+
+
+async def embeddings(call: Call) -> web.Response:
+    """POST /v1/embeddings: the last token's final hidden state, of unit length."""
+    served = call.served()
+    asked = openai.parse_embeddings(call.body, served.limits)
+    width = served.engine.model.cfg.embed
+    if asked.dimensions not in (None, width):
+        raise APIError(f"dimensions: found {asked.dimensions}, this model has {width}", param="dimensions")
+    ids = await call.aside(lambda: [served.encode(x) if isinstance(x, str) else list(x) for x in asked.inputs])
+    vectors = await _embed(call, served, ids)
+    return call.json(body.embeddings(asked.model, vectors, asked.base64, sum(map(len, ids))))
+
+
+async def _embed(call: Call, served: Served, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    for x in ids:
+        openai.fit(openai.request.SamplingParams(max_tokens=1), len(x) - 1, served.engine.limit)
+    call.admit(sum(map(len, ids)))
+    unit = lambda v: v / max(float(np.linalg.norm(v)), 1e-12)
+    return await call.aside(lambda: [unit(served.engine.embed(x, adapter=served.adapter)) for x in ids])
+
+
+def ranker(parse: Callable, write: Callable) -> Callable[[Call], Awaitable[web.Response]]:
+    """Make the route of scores or of a ranking: the cosine of the two texts' embeddings."""
+
+    async def rank(call: Call) -> web.Response:
+        served = call.served()
+        asked = parse(call.body, served.limits)
+        texts = list(dict.fromkeys(t for pair in asked.pairs for t in pair))
+        ids = await call.aside(lambda: [served.encode(t) for t in texts])
+        vectors = dict(zip(texts, await _embed(call, served, ids), strict=True))
+        values = [float(vectors[a] @ vectors[b]) for a, b in asked.pairs]
+        meta = body.meta("score", time.time(), asked.model)
+        return call.json(write(meta, asked, values, sum(map(len, ids))))
+
+    return rank
+
+
+score = ranker(openai.parse_score, lambda meta, asked, values, used: body.scores(meta, values, used))
+rerank = ranker(
+    openai.parse_rerank,
+    lambda meta, asked, values, used: body.ranking(
+        meta, values, [d for _, d in asked.pairs] if asked.documents else None, asked.top, used
+    ),
+)
+
+
+async def tokenize(call: Call) -> web.Response:
+    """POST /tokenize."""
+    served = call.served(optional=True)
+    asked = openai.parse_tokenize(call.body, served.limits)
+
+    def ids() -> Sequence[int]:
+        if isinstance(asked, openai.Chat):
+            return served.chat(asked).ids
+        said, special = asked
+        return served.plain.encode(said, add_special_tokens=special).ids
+
+    return call.json(body.tokens(await call.aside(ids), served.engine.limit))
+
+
+async def detokenize(call: Call) -> web.Response:
+    """POST /detokenize."""
+    served = call.served(optional=True)
+    ids = openai.parse_detokenize(call.body, served.limits)
+    return call.json(body.detokenized(await call.aside(lambda: text.decode(served.tokenizer, ids))))

@@ -1,0 +1,281 @@
+"""One engine's steps, as a plain synchronous loop: plan, launch, read what was launched before, hand it out.
+
+With overlap, step N + 1 is launched before N is read: the tokens of N feed it on the device. Without, each step is read
+before the next is planned; that is the oracle. What a request's own step raises fails that request alone.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+
+from fdel.serve.reply import Delta, Reply, join
+from fdel.serve.schedule import Chunk, Plan, Request, Schedule
+from fdel.serve.step import NGRAM
+
+# What a step may raise because of what it was asked: jax's own errors are RuntimeErrors.
+FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+
+
+class MaskSource(Protocol):
+    """Structured output of one request: which tokens may come next."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the output is complete, so that generation stops after the newest token."""
+
+    def mask(self) -> np.ndarray:
+        """One bit per token of the vocabulary, the lowest first: uint32[ceil(V / 32)]."""
+
+    def commit(self, token: int) -> None:
+        """Take a token that was drawn."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One request with all that steps need to know of it."""
+
+    request: Request
+    reply: Reply
+    sampling: Any  # a Sampling of one row
+    mask: MaskSource | None = None
+    box: Any = None  # of who reads it
+    seen: set[tuple[int, ...]] = field(default_factory=set)  # for drafts: the NGRAMs before the newest
+    repeats: bool = False  # the newest NGRAM was there before, so that there is a draft
+
+    def see(self, start: int) -> None:
+        """Note the tokens from `start` on, for drafts."""
+        tokens = self.request.tokens
+        for end in range(max(start + 1, NGRAM), len(tokens) + 1):
+            newest = tuple(tokens[end - NGRAM : end])
+            self.repeats = newest in self.seen
+            self.seen.add(newest)
+
+
+Told = list[tuple[Job, Delta]]  # what to tell whom
+Drawn = tuple[int, float, Sequence[tuple[int, float]]]  # a token, its log-probability, and the most likely ones
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A call under way: its requests with their place in what it draws (None: nothing) and where their chunk ends."""
+
+    out: Any
+    places: Sequence[tuple[Request, int | None, int | None]]
+    waits: bool  # the next plan needs to know what it draws
+
+
+class Core:
+    """A device, a schedule, and the requests on their way through both."""
+
+    def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True):
+        self.device, self.schedule, self.overlap = device, schedule, overlap
+        self.jobs: dict[int, Job] = {}
+        self.flights: list[Flight] = []
+        self.counts: Counter = Counter()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.jobs and not self.flights
+
+    def add(self, job: Job) -> None:
+        """Queue a request; see `Schedule.add`."""
+        self.schedule.add(job.request)
+        self.jobs[job.request.id] = job
+        if self.schedule.width > 1:
+            job.see(0)
+
+    def end(self, id: int, reason: str, error: str | None = None) -> Told:
+        """End a request now, if it has not ended: what to tell."""
+        job = self.jobs.pop(id, None)
+        if job is None:
+            return []
+        self.schedule.finish(job.request)
+        self.counts[reason] += 1
+        return [(job, job.reply.end(reason, error))]
+
+    def step(self) -> Told:
+        """Do one step; returns what to tell."""
+        told: Told = []
+        if not self.overlap or self.schedule.suspects or any(f.waits for f in self.flights):
+            told += self.settle()
+        plan = self.schedule.plan()
+        before, self.flights = self.flights, []
+        fault = self._launch(plan, told)
+        landed = self._land(before, told)
+        if fault and landed:
+            self._recover(*fault, told)
+        self.counts["steps"] += 1
+        return told if self.overlap else told + self.settle()
+
+    def settle(self) -> Told:
+        """Read all that is under way."""
+        told: Told = []
+        flights, self.flights = self.flights, []
+        self._land(flights, told)
+        return told
+
+    def replace_weights(self, adapter: str, weights: Any) -> Told:
+        """Change weights between steps; what was computed with the old ones is computed again."""
+        told = self.settle()
+        self.device.weights[adapter] = weights
+        self.schedule.pool.forget()
+        self.schedule.recall([job.request for job in self.jobs.values()])
+        return told
+
+    def drop_adapter(self, adapter: str) -> Told:
+        """Forget an adapter; requests that still use it fail at their next step."""
+        told = self.settle()
+        self.device.weights.pop(adapter, None)
+        return told
+
+    # ---- launching ----
+
+    def _launch(self, plan: Plan, told: Told) -> tuple[Exception, list[Request]] | None:
+        """Start a plan's calls; if one raises: (the error, whom it was for)."""
+        masks = self._masks([*(c.request for c in plan.chunks if c.last), *plan.decodes], told)
+        for r in [*(c.request for c in plan.chunks), *plan.decodes]:
+            if r.adapter not in self.device.weights:
+                told += self.end(r.id, "error", f"adapter {r.adapter!r} is not loaded any more")
+        calls: list[tuple[list[Request], Callable[[], None]]] = []
+        for r in plan.admitted:
+            if not r.done:
+                calls.append(([r], partial(self.device.admit, r, self.jobs[r.id].sampling)))
+        by_adapter = lambda items, of: groupby(sorted(items, key=lambda i: of(i).adapter), lambda i: of(i).adapter)
+        for _, group in by_adapter((c for c in plan.chunks if not c.request.done), lambda c: c.request):
+            chunks = list(group)
+            calls.append(([c.request for c in chunks], partial(self._extend, chunks, masks)))
+        for _, group in by_adapter((r for r in plan.decodes if not r.done), lambda r: r):
+            requests = list(group)
+            calls.append((requests, partial(self._decode, requests, masks)))
+        for requests, call in calls:
+            try:
+                call()
+            except FAULTS as e:
+                return e, requests
+        return None
+
+    def _masks(self, requests: Iterable[Request], told: Told) -> dict[int, np.ndarray]:
+        """Ask each request with structured output what it allows; one that allows nothing is at its end."""
+        masks = {}
+        for r in requests:
+            job = self.jobs[r.id]
+            if job.mask is None:
+                continue
+            try:
+                mask = job.mask.mask()
+            except FAULTS as e:
+                told += self.end(r.id, "error", _say(e))
+                continue
+            if mask.any():
+                masks[r.id] = mask
+            else:
+                told += self.end(r.id, "stop")
+        return masks
+
+    def _extend(self, chunks: Sequence[Chunk], masks: dict[int, np.ndarray]) -> None:
+        out, at = self.device.extend(chunks, masks)
+        self.counts["prompt tokens"] += sum(c.count for c in chunks)
+        places = [(c.request, i if c.last else None, c.start + c.count) for c, i in zip(chunks, at, strict=True)]
+        self.flights.append(Flight(out, places, bool(masks)))
+
+    def _decode(self, requests: Sequence[Request], masks: dict[int, np.ndarray]) -> None:
+        draft = self.schedule.width > 1 and any(self.jobs[r.id].repeats for r in requests)
+        out, at = self.device.decode(requests, masks, draft)
+        self.counts["drafting steps"] += draft
+        self.flights.append(Flight(out, [(r, i, None) for r, i in zip(requests, at, strict=True)], bool(masks)))
+
+    # ---- reading ----
+
+    def _land(self, flights: Sequence[Flight], told: Told) -> bool:
+        """Read calls and hand out their tokens; False if that failed, and all was recalled."""
+        for flight in flights:
+            try:
+                drawn = self._read(flight)
+            except FAULTS as e:
+                self._recover(e, [r for r, _, _ in flight.places], told, lost=True)
+                return False
+            for r, at, end in flight.places:
+                most = 0 if at is None else self.schedule.width if end is None else 1
+                if at is None or r.done:
+                    self.schedule.land(r, [], end or 0, most)
+                else:
+                    self._take(r, drawn[at], end, most, told)
+        return True
+
+    def _read(self, flight: Flight) -> list[list[Drawn]]:
+        """Wait for a call; the most likely tokens only if somebody wants them: each array costs time."""
+        wanted = any(
+            at is not None and not r.done and self.jobs[r.id].reply.request.logprobs for r, at, _ in flight.places
+        )
+        drawn = np.asarray(flight.out[0])
+        k = drawn.shape[1] // 2
+        likely: list[Sequence[tuple[int, float]]] = [()] * (len(drawn) * k)
+        if wanted:
+            tops = (np.asarray(x).tolist() for x in flight.out[1:])
+            likely = [list(zip(ids, values, strict=True)) for ids, values in zip(*tops, strict=True)]
+        rows = zip(drawn[:, : 1 + k].tolist(), drawn[:, 1 + k :].view(np.float32).tolist(), strict=True)
+        return [
+            list(zip(row[1 : 1 + row[0]], logprobs, likely[i * k : i * k + k], strict=False))
+            for i, (row, logprobs) in enumerate(rows)
+        ]
+
+    def _take(self, r: Request, drawn: Sequence[Drawn], end: int | None, most: int, told: Told) -> None:
+        """Hand a request its tokens, up to where it ends."""
+        job, known = self.jobs[r.id], len(r.tokens)
+        reply, deltas = job.reply, []
+        for token, logprob, likely in drawn:
+            if math.isnan(logprob):
+                at = len(reply.tokens)
+                deltas.append(
+                    reply.end("error", f"logits are not finite at output token {at}; check weights and dtype")
+                )
+                break
+            last = False
+            try:
+                if job.mask is not None:
+                    job.mask.commit(token)
+                    last = job.mask.done
+            except FAULTS as e:
+                deltas.append(reply.end("error", _say(e)))
+                break
+            deltas.append(reply.push(token, logprob, likely, last=last))
+            if reply.finish_reason:
+                break
+        if reply.finish_reason == "error":
+            self.schedule.finish(r)  # before landing, so that its pages are not shared
+        tokens = [t for d in deltas for t in d.tokens]
+        self.schedule.land(r, tokens, known + len(tokens) - 1 if end is None else end, most)
+        self.counts["generated tokens"] += len(tokens)
+        if reply.finish_reason:
+            self.schedule.finish(r)
+            self.counts[reply.finish_reason] += 1
+            del self.jobs[r.id]
+        elif self.schedule.width > 1:
+            job.see(known)
+        if deltas:
+            told.append((job, join(deltas) if len(deltas) > 1 else deltas[0]))
+
+    # ---- faults ----
+
+    def _recover(self, error: Exception, requests: list[Request], told: Told, *, lost: bool = False) -> None:
+        """Compute everybody's state again, but find out on whose account the step raised, and end that request."""
+        self.flights = []
+        self.counts["faults"] += 1
+        if lost or self.device.lost():
+            self.device.reset()
+            self.schedule.pool.forget()
+        self.schedule.recall([job.request for job in self.jobs.values()])
+        guilty = self.schedule.accuse(requests)
+        if guilty is not None:
+            told += self.end(guilty.id, "error", _say(error))
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,224 @@
+"""The HTTP server: routes and who may use them, limits, errors as OpenAI's clients expect them, graceful ends.
+
+Every route is closed but those without a scope. What is known to be wrong is refused before a stream begins.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from fdel.serve import about, auth, chat, completions, openai, openapi
+from fdel.serve.core import FAULTS
+from fdel.serve.openai import APIError, body
+from fdel.serve.state import Call, Server
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("fdel.audit")  # one JSON object per call, without texts and secrets
+
+BODY = 2**23  # bytes
+SLOW = 30.0  # seconds for a client to send its body
+
+
+# ---- the table of routes -------------------------------------------------------------------------------------------
+
+
+async def describe(call: Call) -> web.Response:
+    """GET /openapi.json: this server's routes."""
+    return call.json(openapi.document(ROUTES, call.server.models))
+
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+# (method, path, scope that a key needs, or None if the route is open, handler)
+ROUTES: tuple[tuple[str, str, str | None, Handler], ...] = (
+    ("GET", "/", "infer", about.page),
+    ("GET", "/health", None, about.health),
+    ("GET", "/ready", None, about.ready),
+    ("GET", "/version", "models", about.version),
+    ("GET", "/openapi.json", "models", describe),
+    ("GET", "/metrics", "metrics", about.metrics),
+    ("GET", "/v1/models", "models", about.models),
+    ("GET", "/v1/models/{id:.+}", "models", about.model),
+    ("GET", "/tokenizer_info", "infer", about.tokenizer_info),
+    ("POST", "/tokenize", "infer", completions.tokenize),
+    ("POST", "/detokenize", "infer", completions.detokenize),
+    ("POST", "/v1/chat/completions", "infer", chat.chat),
+    ("POST", "/v1/completions", "infer", completions.completions),
+    ("POST", "/v1/responses", "infer", chat.respond),
+    ("POST", "/v1/embeddings", "infer", completions.embeddings),
+    ("POST", "/score", "infer", completions.score),
+    ("POST", "/v1/score", "infer", completions.score),
+    ("POST", "/rerank", "infer", completions.rerank),
+    ("POST", "/v1/rerank", "infer", completions.rerank),
+    ("GET", "/admin/keys", "admin", about.list_keys),
+    ("POST", "/admin/keys", "admin", about.add_key),
+    ("DELETE", "/admin/keys/{id}", "admin", about.remove_key),
+    ("POST", "/admin/drain", "admin", about.drain),
+)
+_SCOPES = {(method, re.sub(":[^}]*}", "}", path)): scope for method, path, scope, _ in ROUTES}  # by aiohttp's names
+PATHS = (*dict.fromkeys(path for _, path in _SCOPES), "other")  # for metrics
+
+
+def application(server: Server) -> web.Application:
+    """Build the aiohttp application. Run it with `handler_cancellation=True`, or `run`."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        call = Call(server, request, "req_" + secrets.token_hex(12), None)
+        server.active += 1
+        status = 499  # the client has gone
+        try:
+            response = await _answer(call, handler)
+            status = response.status
+        finally:
+            server.active -= 1
+            call.finish()
+            _note(call, status)
+        if not response.prepared:
+            response.headers["x-request-id"] = call.id
+        return response
+
+    app = web.Application(middlewares=[guard], client_max_size=BODY)
+    for method, path, _, handler in ROUTES:
+        app.router.add_route(method, path, handler)  # type: ignore[arg-type]
+    return app
+
+
+async def _answer(call: Call, handler: Any) -> web.StreamResponse:
+    """Let a call in, run its handler, and turn whatever it raises into an answer."""
+    try:
+        _enter(call)
+        route = call.request.match_info.route
+        if getattr(route, "resource", None) is None:
+            return await handler(call.request)  # raises 404 or 405
+        if call.request.method == "POST":
+            call.body = await _read(call.request)
+        async with asyncio.timeout(call.server.timeout):
+            return await handler(call)
+    except APIError as e:
+        return _refusal(call, e)
+    except web.HTTPException as e:
+        code = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}.get(e.status, "bad_request")
+        return _refusal(call, APIError(e.reason, status=e.status, code=code, headers=_allow(e)))
+    except TimeoutError:
+        return _refusal(call, APIError("this request took too long", status=408, code="timeout"))
+    except FAULTS:
+        log.exception("%s failed", call.id)
+        never = {"x-should-retry": "false"}
+        return _refusal(
+            call, APIError("the server failed", status=500, type="server_error", code="internal", headers=never)
+        )
+
+
+def _allow(e: web.HTTPException) -> dict[str, str]:
+    return {"Allow": e.headers["Allow"]} if "Allow" in e.headers else {}
+
+
+def _scope(call: Call) -> str | None:
+    """Say what a call's route asks for; of an unknown one the scope that every role has."""
+    resource = getattr(call.request.match_info.route, "resource", None)
+    if resource is None:
+        return "models"
+    return _SCOPES[call.request.method, resource.canonical]
+
+
+def _enter(call: Call) -> None:
+    """Refuse who may not do this, and work while the server drains."""
+    server, scope = call.server, _scope(call)
+    if server.keys is not None and scope is not None:
+        call.key = auth.authenticate(server.keys, call.request.headers.get("Authorization"))
+        auth.authorize(call.key, scope)
+    if server.draining and scope == "infer":
+        said = "the server is shutting down"
+        raise APIError(said, status=503, type="server_error", code="draining", headers={"Retry-After": "5"})
+
+
+async def _read(request: web.Request) -> dict[str, Any]:
+    """Read a body of JSON."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise APIError("the body must not be compressed", status=415, code="unsupported_encoding")
+    if not request.can_read_body:
+        return {}
+    if request.content_type != "application/json":
+        raise APIError("the body must be application/json", status=415, code="unsupported_media_type")
+    async with asyncio.timeout(SLOW):
+        raw = await request.read()
+    return openai.load(raw)
+
+
+def _refusal(call: Call, e: APIError) -> web.Response:
+    if e.status == 401 and call.request.path == "/" and call.request.method == "GET":
+        return about.send_page("login.html", 401)
+    return web.Response(
+        body=body.dump(body.error(e)),
+        status=e.status,
+        headers=e.headers,
+        content_type="application/json",
+        charset="utf-8",
+    )
+
+
+def _note(call: Call, status: int) -> None:
+    """Count a call, and write it down."""
+    resource = getattr(call.request.match_info.route, "resource", None)
+    path = "other" if resource is None else resource.canonical
+    call.server.metrics.add("fdel_http_requests_total", route=path, status=f"{min(status, 599) // 100}xx")
+    facts = {"time": round(time.time(), 3), "request": call.id, "route": path, "status": status, **call.facts}
+    if call.key is not None:
+        facts |= {"key": call.key.id, "role": call.key.role}
+    audit.info(auth.audit(facts | {"remote": call.request.remote}))
+
+
+# ---- running it ----------------------------------------------------------------------------------------------------
+
+
+def check_host(host: str, keys: Any, insecure: bool) -> None:
+    """Refuse to listen beyond this machine without keys: ValueError."""
+    if host not in ("127.0.0.1", "::1", "localhost") and not keys and not insecure:
+        raise ValueError(
+            f"host {host} can be reached from elsewhere and no API key is asked for; give --api-key-file, or --insecure"
+        )
+
+
+async def run(
+    server: Server, host: str, port: int, grace: float = 30.0, started: Callable[[int], None] = print
+) -> None:
+    """Serve until SIGTERM or SIGINT; then answer what is under way for `grace` seconds. A second signal ends it at once.
+
+    `started` is called with the port once it listens.
+    """
+    runner = web.AppRunner(application(server), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def told(number: int) -> None:
+        signals.append(number)
+        server.draining = True
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told, number)
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        started(runner.addresses[0][1])
+        await stop.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while server.active and len(signals) < 2:
+                    await asyncio.sleep(0.05)
+    finally:
+        for s in server.engines().values():
+            await loop.run_in_executor(None, s.engine.close)  # tells the readers of what is left
+        await runner.cleanup()
+        server.pool.shutdown(wait=False, cancel_futures=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

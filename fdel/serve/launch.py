@@ -1,0 +1,119 @@
+"""Start a server: load checkpoints, compile, listen. What `fdel serve` does."""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fdel import models, params, text
+from fdel.serve import auth, grammar, http, metrics, reasoning, tools
+from fdel.serve.engine import Engine, Settings
+from fdel.serve.served import Served
+from fdel.serve.state import Server
+from fdel.serve.step import PAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to serve and where.
+
+    names: one for each directory; by default the directories' own. adapters: PEFT directories by the names under which
+    the first model answers with them. dtype None: the checkpoint's. quantize: "int8", "fp8" or "nf4" for the matrices in
+    the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
+    the chat template. grace: seconds for answers under way when the server is told to end. memory: the share of a device's
+    memory that weights and cache may take, where the device tells its size and `settings.pages` is None.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: Sequence[str] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    dtype: Any = None
+    quantize: str | None = None
+    tool_parser: str | None = None
+    key_file: Path | None = None
+    insecure: bool = False
+    grace: float = 30.0
+    memory: float = 0.85
+    settings: Settings = Settings()
+
+
+def main(directories: Sequence[str | Path], options: Options) -> None:
+    """Serve checkpoints until SIGTERM. ValueError for options that do not fit, before anything is loaded."""
+    check(options)
+    names = list(options.names) or [Path(d).resolve().name for d in directories]
+    every = [*names, *options.adapters]
+    if len(names) != len(directories) or len(set(every)) < len(every):
+        raise ValueError(
+            f"the names {', '.join(every)} for {len(directories)} models; expected one for each, none twice"
+        )
+    found: list[Served] = []
+    for name, directory in zip(names, directories, strict=True):
+        directory = params.resolve(directory)
+        model = models.load(directory, dtype=options.dtype, stacked=False)
+        if options.quantize is not None:
+            spec = params.unstack(model.family.spec(model.cfg))
+            model = model._replace(params=params.quantize(model.params, options.quantize, spec=spec))
+        found += served(model, text.load(directory), name, options, {} if found else options.adapters)
+    listen(found, options)
+
+
+def check(options: Options) -> None:
+    """Raise ValueError for an address that needs keys, and for a key file or a tool parser that is none."""
+    keys = None if options.key_file is None else auth.load(options.key_file)
+    http.check_host(options.host, keys, options.insecure)
+    if options.tool_parser not in (None, "none", "harmony", *tools.FORMATS):
+        known = ", ".join([*tools.FORMATS, "harmony", "none"])
+        raise ValueError(f"tool_parser={options.tool_parser!r} is unknown; use one of {known}")
+
+
+def served(
+    model: models.Model, tok: text.Tokenizer, name: str, options: Options, adapters: Mapping[str, str] | None = None
+) -> list[Served]:
+    """Make an engine of a model: what it serves under its name, and under those of adapters. Nothing is started."""
+    model = model._replace(params=params.unstack(model.params))
+    spec = params.unstack(model.family.spec(model.cfg))
+    adapted = {n: params.load_peft(spec, model.params, path) for n, path in (adapters or {}).items()}
+    settings = options.settings
+    if settings.pages is None:
+        settings = replace(settings, pages=pages_that_fit(model, options.memory))
+    engine = Engine(model, settings, tokenizer=tok, adapters=adapted)
+    template = tok.templates.get("default", "")
+    first = Served(
+        name, engine, tok, time.time(), grammar.Vocabulary(tok, model.cfg.vocab),
+        format=tools.detect(template) if options.tool_parser is None else options.tool_parser,
+        thinking=reasoning.detect(template),
+    )  # fmt: skip
+    return [first, *(first.under(n) for n in adapted)]
+
+
+def listen(found: Sequence[Served], options: Options) -> None:
+    """Compile, then answer requests until SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    for s in found:
+        s.engine.start()
+    named = {s.name: s for s in found}
+    keys = None if options.key_file is None else auth.load(options.key_file)
+    server = Server(named, metrics.Metrics(metrics.serving(list(named), http.PATHS)), keys, options.key_file)
+
+    def started(port: int) -> None:
+        print(f"serving {', '.join(named)} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
+
+    asyncio.run(http.run(server, options.host, options.port, options.grace, started))
+
+
+def pages_that_fit(model: models.Model, share: float) -> int | None:
+    """Count the cache pages for which a share of the device's memory has room; None if the device does not tell."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    size = lambda pages: params.nbytes(model.family.state_spec(model.cfg, pages=pages, page=PAGE, rows=1))
+    page = size(2) - size(1)
+    free = share * stats["bytes_limit"] - stats["bytes_in_use"]
+    return max(1, int(free // page)) if page else None

@@ -1,0 +1,169 @@
+"""One model behind a server: its engine, and how texts become its tokens and its tokens texts."""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import tokenizers
+
+from fdel import text
+from fdel.serve import grammar, openai, reasoning, tools
+from fdel.serve.engine import Engine
+from fdel.serve.reply import Delta
+
+# What stands for a special token that somebody wrote into a message, until the template has run; no characters.
+_MARK = "\ufdd0{}\ufdd1"
+_MARKED = re.compile("\ufdd0([0-9]+)\ufdd1")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A name that clients ask for: an engine with a tokenizer, or an adapter of one (`adapter`, of the model `parent`).
+
+    `format` is how the model writes calls of tools: a key of `tools.FORMATS`, "harmony", or None (or "none").
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: text.Tokenizer
+    created: float  # seconds since 1970
+    vocabulary: grammar.Vocabulary
+    grammars: grammar.Cache = field(default_factory=grammar.Cache)
+    format: str | None = None
+    thinking: reasoning.Thinking | None = None
+    adapter: str = ""
+    parent: str | None = None
+
+    def under(self, adapter: str) -> "Served":
+        """The same with an adapter of the engine, under the adapter's name."""
+        return replace(self, name=adapter, adapter=adapter, parent=self.name)
+
+    @functools.cached_property
+    def limits(self) -> openai.Limits:
+        """What one request may ask for."""
+        return openai.Limits(self.engine.model.cfg.vocab, self.engine.limit)
+
+    @functools.cached_property
+    def specials(self) -> tuple[str, ...]:
+        """The texts of special tokens, the longest first."""
+        texts = {self.tokenizer.backend.id_to_token(i) for i in self.tokenizer.special_ids}
+        return tuple(sorted(filter(None, texts), key=lambda t: (-len(t), t)))
+
+    @functools.cached_property
+    def plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer to which special tokens are text as any other."""
+        backend = tokenizers.Tokenizer.from_str(self.tokenizer.json)
+        backend.encode_special_tokens = True
+        return backend
+
+    @property
+    def syntax(self) -> tools.Format | str | None:
+        """How calls are written, for `tools.Output`."""
+        return tools.FORMATS.get(self.format or "", self.format if self.format == "harmony" else None)
+
+    def encode(self, said: str, special: bool = True) -> list[int]:
+        """Tokenize a client's text; special tokens in it stay text. `special`: the tokenizer adds its own around it."""
+        ids = self.plain.encode(said, add_special_tokens=special).ids
+        if not ids:
+            raise openai.APIError("the prompt is empty; it needs at least one token", param="prompt")
+        return ids
+
+    def chat(self, asked: openai.Chat) -> "Prompt":
+        """Render and tokenize a chat. Only the template writes special tokens: those in messages stay text."""
+        found = re.compile("|".join(map(re.escape, self.specials))) if self.specials else None
+        mark = lambda s: found.sub(lambda m: _MARK.format(self.specials.index(m[0])), s) if found else s
+        marked: Any = _mapped([dict(m) for m in asked.messages], mark)
+        shown = _mapped([dict(t.spec) for t in asked.tools], mark) or None
+        try:
+            said = text.render_chat(self.tokenizer, marked, tools=shown, add_generation_prompt=True, **asked.template)
+        except text.ChatError as e:
+            raise openai.APIError(f"the messages do not fit this model's chat template: {e}", param="messages") from e
+        ids: list[int] = []
+        for i, part in enumerate(_MARKED.split(said)):  # text and numbers of special tokens take turns
+            if i % 2:
+                ids += self.plain.encode(self.specials[int(part)], add_special_tokens=False).ids
+            else:
+                ids += text.encode(self.tokenizer, part, special=False)
+        return Prompt(self, asked, said, ids)
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """Change every string inside a value, keys left alone."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: v if k in ("role", "type") else _mapped(v, change) for k, v in value.items()}
+    return [_mapped(v, change) for v in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A chat that is ready to run."""
+
+    served: Served
+    asked: openai.Chat
+    said: str
+    ids: Sequence[int]
+
+    @property
+    def inside(self) -> bool:
+        """Whether the prompt ends inside of the reasoning."""
+        thinking = self.served.thinking
+        return thinking is not None and reasoning.opened(thinking, self.said)
+
+    def spec(self) -> grammar.Spec | None:
+        """The grammar that the output has to follow: the client's, or that of calls which must come or be strict."""
+        asked, served = self.asked, self.served
+        strict = any(t.strict for t in asked.tools if t.name in asked.callable)
+        if not asked.callable or (asked.tool_choice == "auto" and not strict):
+            return asked.grammar
+        if served.syntax is None:
+            raise openai.APIError(f"{served.name} has no known format of tool calls", param="tool_choice")
+        parameters = {t.name: t.parameters for t in asked.tools if t.name in asked.callable}
+        try:
+            return tools.grammar(
+                served.syntax, parameters, served.tokenizer, required=asked.tool_choice != "auto",
+                several=asked.parallel, thinking=served.thinking, inside=self.inside,
+            )  # fmt: skip
+        except ValueError as e:
+            raise openai.APIError(f"tools: {e}", param="tools") from e
+
+    def reader(self) -> "Reader":
+        """Read one output of this prompt."""
+        asked, served = self.asked, self.served
+        thinking = served.thinking if asked.grammar is None else None  # a grammar leaves no room to think
+        syntax = served.syntax if asked.callable or served.format == "harmony" else None
+        parameters = {t.name: t.parameters for t in asked.tools}
+        out = tools.Output(
+            syntax, parameters, thinking, self.inside and thinking is not None, 128 if asked.parallel else 1
+        )
+        marks = syntax == "harmony" or getattr(syntax, "special", False) or getattr(thinking, "special", False)
+        return Reader(served, out, text.Detokenizer(served.tokenizer, skip_special=False) if marks else None)
+
+
+@dataclass
+class Reader:
+    """Splits one output into reasoning, content and calls. `raw` reads tokens itself where markers are special tokens."""
+
+    served: Served
+    output: tools.Output
+    raw: text.Detokenizer | None
+    found: list[tools.Delta] = field(default_factory=list)
+
+    def push(self, delta: Delta) -> list[tools.Delta]:
+        """Take what a step added; the last one ends the output."""
+        said = delta.text
+        if self.raw is not None:
+            last = delta.finish_reason == "stop" and delta.tokens[-1:] and delta.tokens[-1] in self.served.engine.eos
+            self.raw, said = text.step(self.raw, delta.tokens[:-1] if last else delta.tokens)
+            said += text.flush(self.raw) if delta.finish_reason else ""
+        new = self.output.push(said) if said else []
+        new += self.output.finish() if delta.finish_reason else []
+        self.found += new
+        return new
+
+    def message(self) -> tools.Message:
+        """The whole output."""
+        return tools.message(self.found)

@@ -1,0 +1,114 @@
+"""What a server holds, and one call to it: who asks, what is left of their rate, where the work runs."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from fdel.serve import auth, grammar
+from fdel.serve.metrics import Metrics
+from fdel.serve.openai import APIError
+from fdel.serve.openai.body import Usage, dump
+from fdel.serve.request import SamplingParams
+from fdel.serve.runs import Run
+from fdel.serve.served import Served
+
+T = TypeVar("T")
+
+
+@dataclass
+class Server:
+    """Models by name, keys by hash (None: no key is asked for), and what is going on."""
+
+    models: Mapping[str, Served]
+    metrics: Metrics
+    keys: dict[str, auth.Key] | None = None
+    key_file: Any = None  # where changes of `keys` are written
+    rates: auth.Rates = field(default_factory=auth.Rates)
+    counted: dict[str, float] = field(default_factory=dict)  # the engines' own counters, as last exported
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fdel-serve"))
+    timeout: float = 600.0  # seconds for a whole answer
+    draining: bool = False
+    active: int = 0  # calls under way
+
+    def engines(self) -> dict[str, Served]:
+        """One name for each engine."""
+        return {name: s for name, s in self.models.items() if s.parent is None}
+
+
+@dataclass
+class Call:
+    """One request that was let in; `body` is its JSON."""
+
+    server: Server
+    request: web.Request
+    id: str
+    key: auth.Key | None
+    body: dict[str, Any] = field(default_factory=dict)
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # for the audit log
+
+    def served(self, optional: bool = False) -> Served:
+        """Find the model that is asked for; with `optional`, the first one if none is named."""
+        name = self.body.get("model")
+        if name is None:
+            if not optional:
+                raise APIError("model: missing", param="model", code="missing_required_parameter")
+            return next(iter(self.server.models.values()))
+        found = self.server.models.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise APIError(
+                f"the model {str(name)[:64]!r} does not exist here", param="model", code="model_not_found", status=404
+            )
+        self.facts["model"] = found.name
+        return found
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do work that takes a while, so that other calls go on."""
+        return await asyncio.get_running_loop().run_in_executor(self.server.pool, work)
+
+    def admit(self, tokens: int) -> None:
+        """Count a request and its tokens against the key's rate; an APIError if that is used up."""
+        if self.key is not None:
+            self.server.rates.admit(self.key, tokens, time.monotonic())
+
+    def run(
+        self,
+        served: Served,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        matcher: grammar.Matcher | None,
+        salt: str,
+    ) -> Run:
+        """Queue a request's outputs."""
+        key = (self.key.id if self.key else "") + (f" {salt}" if salt else "")
+        run = Run(served, prompts, sampling, key, self.server.metrics, matcher)
+        most = sum(len(p) + run.each * run.room(p) for p in prompts)
+        self.admit(most)
+        self.on_end += [run.abort, lambda: self._settle(most, run.usage())]
+        run.submit()
+        return run
+
+    def idle(self, served: Served, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Run:
+        """Take a request that needs no output."""
+        self.admit(sum(map(len, prompts)))
+        return Run(served, prompts, replace(sampling, n=1, best_of=None), "", self.server.metrics)
+
+    def _settle(self, admitted: int, used: Usage) -> None:
+        self.facts |= {"prompt_tokens": used.prompt, "completion_tokens": used.completion}
+        if self.key is not None:
+            self.server.rates.settle(self.key, admitted, used.prompt + used.completion, time.monotonic())
+
+    def finish(self) -> None:
+        """End what is left, and count what was used; once."""
+        todo, self.on_end = self.on_end, []
+        for end in todo:
+            end()
+
+    def json(self, value: Mapping[str, Any], status: int = 200) -> web.Response:
+        """Answer with JSON."""
+        return web.Response(body=dump(value), status=status, content_type="application/json", charset="utf-8")

@@ -1,0 +1,123 @@
+"""A device without a model: token = f(all tokens that the pages hold), so that a wrong page gives a wrong token."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from fdel import serve
+from fdel.serve.core import Core, Job
+from fdel.serve.pages import Pool
+from fdel.serve.reply import Reply
+from fdel.serve.schedule import Chunk, Request, Schedule
+
+SIZE, VOCAB, EOS = 4, 50, 0
+
+
+def following(tokens: list[int]) -> int:
+    """The model: any function of all tokens will do, if it also gives EOS sometimes."""
+    return hash((7, *tokens)) % VOCAB
+
+
+def solo(prompt: list[int], limit: int) -> list[int]:
+    """What a request gives alone."""
+    tokens = list(prompt)
+    while len(tokens) < limit and (len(tokens) == len(prompt) or tokens[-1] != EOS):
+        tokens.append(following(tokens))
+    return tokens[len(prompt) :]
+
+
+class Raises:
+    """An output whose computation fails when it is read."""
+
+    def __array__(self, *args, **kwargs):
+        raise RuntimeError("the device failed")
+
+
+@dataclasses.dataclass
+class FakeDevice:
+    """What `Device` does, with page contents kept as token ids."""
+
+    width: int = 1
+    poison: Callable[[list[int]], str | None] = lambda tokens: None  # "raise", "lose" or "read" at these tokens
+    weights: dict = dataclasses.field(default_factory=lambda: {"": None})
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.pages, self.rows, self.broken, self.calls = {}, {}, False, []
+
+    def lost(self) -> bool:
+        return self.broken
+
+    def admit(self, r: Request, sampling: object) -> None:
+        self.rows[r.row] = [list(r.tokens), r.limit, False]
+
+    def _check(self, requests: list[Request]) -> bool:
+        found = {self.poison(self.rows[r.row][0]) for r in requests}
+        self.broken |= "lose" in found
+        if found & {"raise", "lose"}:
+            raise RuntimeError("a step failed")
+        return "read" in found
+
+    def _write(self, r: Request, start: int, tokens: list[int]) -> None:
+        for i, t in enumerate(tokens, start):
+            self.pages[r.pages[i // SIZE], i % SIZE] = t
+
+    def _draw(self, r: Request) -> int:
+        row = self.rows[r.row]
+        held = [self.pages[r.pages[i // SIZE], i % SIZE] for i in range(len(row[0]))]
+        token = following(held)
+        row[0].append(token)
+        row[2] = token != EOS and len(row[0]) < row[1]
+        return token
+
+    def _out(self, drawn: list[list[int]], fails: bool) -> tuple:
+        packed = np.zeros((len(drawn), 1 + 2 * self.width), np.int32)
+        for line, tokens in zip(packed, drawn, strict=True):
+            line[0], line[1 : 1 + len(tokens)] = len(tokens), tokens
+        return (Raises() if fails else packed,)
+
+    def extend(self, chunks: list[Chunk], masks: dict) -> tuple:
+        fails, drawn = self._check([c.request for c in chunks]), []
+        self.calls.append((sum(c.count for c in chunks), 0))
+        for c in chunks:
+            self._write(c.request, c.start, self.rows[c.request.row][0][c.start : c.start + c.count])
+            drawn.append([self._draw(c.request)] if c.last else [])
+        return self._out(drawn, fails), list(range(len(chunks)))
+
+    def decode(self, requests: list[Request], masks: dict, draft: bool) -> tuple:
+        fails, drawn = self._check(requests), []
+        self.calls.append((0, len(requests)))
+        for r in requests:
+            tokens, _, _ = row = self.rows[r.row]
+            new: list[int] = []
+            while row[2] and len(new) < 1 + following(tokens[:-1]) % self.width:  # some drafts are right
+                self._write(r, len(tokens) - 1, tokens[-1:])
+                new.append(self._draw(r))
+            drawn.append(new)
+        return self._out(drawn, fails), list(range(len(requests)))
+
+
+def make_core(
+    pages: int = 12, rows: int = 3, budget: int = 6, *, overlap: bool = True, width: int = 1, **options
+) -> Core:
+    schedule = Schedule(Pool(pages, SIZE), rows, budget, 2, width)
+    return Core(FakeDevice(width, **options), schedule, overlap=overlap)
+
+
+def make_job(id: int, prompt: list[int], room: int = 8, **where) -> Job:
+    request = Request(id, list(prompt), len(prompt), len(prompt) + room, **where)
+    asked = serve.SamplingParams(max_tokens=room)
+    return Job(request, Reply(asked, frozenset([EOS]), room, None), None)
+
+
+def run(core: Core, most: int = 2000) -> list:
+    """Step until nothing is left to do."""
+    told = []
+    for _ in range(most):
+        if core.idle:
+            return told
+        told += core.step()
+    raise RuntimeError(f"still busy after {most} steps")

@@ -1,0 +1,435 @@
+"""The engine against the naive generator and the trainer, under chunks, cache hits, preemption, drafts and company."""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import models, ops, params, serve, train
+from fdel.models import llama
+from fdel.serve import step
+from fdel.serve.engine import Engine, Settings, unsupported
+from fdel.serve.pages import Pool
+from fdel.serve.request import fit
+from fdel.serve.schedule import QueueFull
+from tests.models import tiny
+from tests.serve.small import CFG, CONTEXT, EOS, VOCAB, scores
+
+rng = np.random.default_rng(0)
+PROMPTS = [rng.integers(8, VOCAB, n).tolist() for n in (70, 3, 60, 12, 130)]
+# One set of shapes for most tests, so that they share programs.
+SHAPE = dict(rows=4, pages=9, budget=64, batches=(4,))
+MIXED = [
+    serve.SamplingParams(max_tokens=12, temperature=1.0, seed=1),
+    serve.SamplingParams(max_tokens=20),
+    serve.SamplingParams(max_tokens=15, temperature=0.7, top_p=0.9, top_k=50, seed=2, logprobs=2, ignore_eos=True),
+    serve.SamplingParams(max_tokens=12, repetition_penalty=1.4, frequency_penalty=0.5),
+    serve.SamplingParams(max_tokens=12, temperature=1.4, min_p=0.01, presence_penalty=1.0, seed=1),
+]
+
+
+def engine(model: models.Model, total: int = SHAPE["pages"], **changes) -> Engine:
+    """An engine that may use `total` of its pages."""
+    e = Engine(model, Settings(**SHAPE | changes))
+    e.core.schedule.pool = Pool(total, step.PAGE, e.core.schedule.pool.cache)
+    return e
+
+
+def tokens(generations: list) -> list[list[int]]:
+    return [g.tokens for g in generations]
+
+
+@pytest.fixture(scope="module")
+def solo(model) -> list[serve.Generation]:
+    """MIXED, each alone."""
+    return [engine(model).generate([p], [s])[0] for p, s in zip(PROMPTS, MIXED, strict=True)]
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+FAST = ("llama", "mamba2")
+FAMILIES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in tiny.TINY if ":" not in n]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_equals_naive(pair, name: str) -> None:
+    """Chunks of 1, 7 and 64 tokens; too few pages, so that one request is preempted; and pages found in the cache."""
+    model = pair(name)[1]
+    lengths = (40, 30, 12) if name == "gpt2" else (70, 63, 12)
+    prompts = [np.random.default_rng(n).integers(3, 128, n).tolist() for n in lengths]
+    want = [serve.naive_generate(model, p, 8) for p in prompts]
+    shared = 64 if name not in ("gpt2", "mamba2", "qwen3_next") else 0  # gpt2's context is one page
+    for budget, total in ((1, 3), (7, 3), (64, 3), (64, 8)):
+        e = engine(model, total, rows=2, pages=8, budget=budget, batches=(2,))
+        for again in range(1 + (total == 8)):
+            got = e.generate(prompts, serve.SamplingParams(max_tokens=8, ignore_eos=True))
+            assert tokens(got) == tokens(want)
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_allclose(g.logprobs, w.logprobs, atol=1e-5)
+            assert got[0].cached == again * shared and e.stats()["free pages"] == total
+        assert e.stats()["preempted"] == ((budget, total) == (64, 3) and name != "gpt2")
+
+
+OTHERWISE = [
+    dict(),
+    dict(overlap=False),
+    dict(budget=7),
+    dict(total=4),
+    dict(cache=False, budget=33),
+    dict(drafts=3),
+    dict(drafts=3, total=4, overlap=False),
+]
+
+
+@pytest.mark.parametrize("options", OTHERWISE, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain")
+def test_answers_do_not_depend_on_company(model, solo, options: dict) -> None:
+    """Greedy, sampled and penalised requests: in one batch, in any order, they answer what each answers alone."""
+    e = engine(model, **options)
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
+        got = e.generate([PROMPTS[i] for i in order], [MIXED[i] for i in order])
+        for i, g in zip(order, got, strict=True):
+            assert g.tokens == solo[i].tokens and g.finish_reason == solo[i].finish_reason
+            np.testing.assert_allclose(g.logprobs, solo[i].logprobs, atol=1e-5)
+            assert [list(t) for t in g.top_logprobs or ()] == [list(t) for t in solo[i].top_logprobs or ()]
+    assert e.stats()["preempted"] >= (options.get("total") == 4)
+    assert e.stats()["found"] == (128 + 64 if options in ({}, dict(overlap=False)) else e.stats()["found"])
+
+
+def test_drafts_save_steps_and_change_nothing(model) -> None:
+    """On repetitive text most drafts are right; a repeating prompt's sampled continuation is the same, too."""
+    loop = [9, 10, 11, 12, 13] * 8
+    bias = {9: 30.0, 10: 30.0, 11: 30.0}
+    for s in (
+        serve.SamplingParams(max_tokens=40, ignore_eos=True, logit_bias=bias),
+        serve.SamplingParams(max_tokens=40, ignore_eos=True, logit_bias=bias, temperature=3.0, seed=4, logprobs=3),
+        serve.SamplingParams(max_tokens=40, ignore_eos=True, logit_bias=bias, presence_penalty=2.0),
+    ):
+        e, plain = engine(model, drafts=3), engine(model)
+        got, want = e.generate([loop], s)[0], plain.generate([loop], s)[0]
+        assert got.tokens == want.tokens and len(got.tokens) == 40
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+        assert e.stats()["drafting steps"] > 0
+        if s.temperature == 0 and not s.presence_penalty:
+            assert e.stats()["steps"] < 0.7 * plain.stats()["steps"]
+
+
+def test_proposals() -> None:
+    """The continuation of the newest three tokens' last earlier occurrence, as far as it is known."""
+    rows = jnp.array([[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 0], [1, 2, 3, 1, 2, 3, 9, 9, 9, 9, 9, 9], [5] * 12])
+    drafts, found = step.propose(rows, jnp.array([11, 6, 2]), 4)
+    assert drafts[0].tolist() == [5, 1, 2, 3] and found.tolist() == [[True] * 4, [True] * 3 + [False], [False] * 4]
+    assert drafts[1, :3].tolist() == [1, 2, 3]
+
+
+def test_logprobs_equal_the_trainers(model) -> None:
+    """One truth: what a rollout reports is what the trainer computes on the same tokens."""
+    got = engine(model).generate(
+        PROMPTS[:4], serve.SamplingParams(max_tokens=20, temperature=1.0, seed=3, prompt_logprobs=2)
+    )
+    score = jax.jit(train.losses.score(llama, CFG))
+    for prompt, g in zip(PROMPTS, got, strict=False):
+        padded, n = np.zeros((1, CONTEXT), np.int32), len(prompt) + len(g.tokens)
+        padded[0, :n] = prompt + g.tokens
+        stats, _ = score(model.params, {"tokens": padded, "lengths": np.array([n])})
+        np.testing.assert_allclose(g.logprobs, stats.logp[0, len(prompt) - 1 : n - 1], atol=1e-5)
+        np.testing.assert_allclose(g.prompt.logprobs[1:], stats.logp[0, : len(prompt) - 1], atol=1e-5)
+        assert g.prompt.logprobs[0] is None and g.prompt.top_logprobs[0] == {}
+        best = [max(t.values()) for t in g.prompt.top_logprobs[1:]]
+        right = np.isclose(best, g.prompt.logprobs[1:], atol=1e-6)
+        assert right.tolist() == (stats.top1[0, : len(prompt) - 1] == 1).tolist()
+
+
+def test_embed(model) -> None:
+    e, prompt = engine(model), PROMPTS[0]
+    x = llama.hidden(model.params, jnp.array([prompt]), CFG)[0][0]
+    np.testing.assert_allclose(e.embed(prompt), x[-1], atol=1e-5)
+    np.testing.assert_allclose(e.embed(prompt, "mean"), x.mean(0), atol=1e-5)
+    with pytest.raises(ValueError, match="pool='first'"):
+        e.embed(prompt, "first")
+
+
+def test_samples_of_one_prompt(model) -> None:
+    """n outputs have their own seeds and share the prompt's pages; best_of keeps the likeliest."""
+    s = serve.SamplingParams(max_tokens=6, temperature=1.5, seed=10, ignore_eos=True)
+    e = engine(model)
+    got = e.generate(PROMPTS[:2], dataclasses.replace(s, n=3))
+    alone = [e.generate([p], dataclasses.replace(s, seed=10 + i))[0] for p in PROMPTS[:2] for i in range(3)]
+    assert tokens(got) == tokens(alone) and len({tuple(g.tokens) for g in got}) == 6
+    assert [g.cached for g in got] == [0, 64, 64, 0, 0, 0]
+    best = e.generate(PROMPTS[1:2], dataclasses.replace(s, n=2, best_of=3))
+    order = sorted(got[3:], key=lambda g: -sum(g.logprobs))
+    assert tokens(best) == tokens(order[:2])
+
+
+def test_truncation() -> None:
+    ask = lambda how, n: fit(list(range(10)), serve.SamplingParams(max_tokens=n, truncate=how), 12)
+    assert ask(None, 8) == list(range(10)) and ask("left", 2) == list(range(10))
+    assert ask("left", 8) == [6, 7, 8, 9] and ask("right", 8) == [0, 1, 2, 3] and ask("middle", 7) == [0, 1, 2, 8, 9]
+    with pytest.raises(ValueError, match="max_tokens=12 leaves no room for a prompt in 12 tokens"):
+        ask("left", 12)
+
+
+def test_a_cut_prompt_is_answered(model) -> None:
+    e, long = engine(model), PROMPTS[4] * 2
+    with pytest.raises(ValueError, match="the prompt has 260 tokens; prompt and output must fit 200"):
+        e.generate([long])
+    got = e.generate([long], serve.SamplingParams(max_tokens=8, truncate="left"))
+    assert tokens(got) == tokens(e.generate([long[-192:]], serve.SamplingParams(max_tokens=8)))
+
+
+# ---- several models in one ----------------------------------------------------------------------------------------
+
+
+def test_adapters(model) -> None:
+    """Requests for adapters and for the base run together; each answers as its own weights do."""
+    spec = params.unstack(llama.spec(CFG))
+    base = model.params
+    trees = {n: params.lora.add(base, 4, 8.0, key=jax.random.key(i), spec=spec) for i, n in enumerate("ab")}
+    trees = {n: jax.tree.map(lambda x: x + 0.05 if x.ndim and x.shape[-1] == 4 else x, t) for n, t in trees.items()}
+    e = Engine(model, Settings(**SHAPE), adapters={"a": trees["a"]}, eos=())
+    e.update_params(trees["b"], "b")
+    s = serve.SamplingParams(max_tokens=6)
+    jobs = [e.submit(PROMPTS[0], s, adapter=name) for name in ("", "a", "b")]
+    e.loop.wait(lambda: all(j.reply.finish_reason for j in jobs))
+    want = [serve.naive_generate(model._replace(params=t), PROMPTS[0], 6) for t in (base, trees["a"], trees["b"])]
+    assert [j.reply.tokens for j in jobs] == tokens(want) and len({tuple(w.tokens) for w in want}) == 3
+    assert [j.request.cached for j in jobs] == [0, 0, 0]
+    with pytest.raises(ValueError, match="adapter 'c' is not loaded; loaded are: a, b"):
+        e.submit(PROMPTS[0], adapter="c")
+    job = e.submit(PROMPTS[0], s, adapter="a")
+    e.loop.turn()
+    e.remove_adapter("a")
+    e.loop.turn()
+    assert job.reply.finish_reason == "error" and "not loaded any more" in job.reply.error
+
+
+def test_new_weights_between_steps(model) -> None:
+    """After update_params the cache is forgotten, and running requests continue as the new weights would."""
+    other = jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, model.params)
+    e, s = engine(model), serve.SamplingParams(max_tokens=10, ignore_eos=True)
+    old = e.generate(PROMPTS[:1], s)[0]
+    job = e.submit(PROMPTS[0], s)
+    while len(job.reply.tokens) < 4:
+        e.loop.turn()
+    e.update_params(other)
+    kept = list(job.reply.tokens)
+    e.loop.wait(lambda: job.reply.finish_reason is not None)
+    rest = serve.naive_generate(model._replace(params=other), PROMPTS[0] + kept, 10 - len(kept)).tokens
+    assert kept == old.tokens[: len(kept)] and job.reply.tokens == kept + rest != old.tokens
+    assert (
+        e.generate(PROMPTS[:1], s)[0].tokens
+        == serve.naive_generate(model._replace(params=other), PROMPTS[0], 10).tokens
+    )
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+
+def test_logits_that_are_not_finite_fail_their_row_alone(model) -> None:
+    broken = model._replace(params=model.params | {"embed": model.params["embed"].at[299].set(jnp.nan)})
+    prompts = [PROMPTS[1], [*PROMPTS[3], 299], PROMPTS[3]]
+    e = engine(broken)
+    for _ in range(2):  # the second time nothing comes from the broken request's pages
+        got = e.generate(prompts, serve.SamplingParams(max_tokens=8, logit_bias={299: -100.0}))
+        assert [g.finish_reason == "error" for g in got] == [False, True, False]
+        assert got[1].error == "logits are not finite at output token 0; check weights and dtype"
+        for g, prompt in ((got[0], PROMPTS[1]), (got[2], PROMPTS[3])):
+            assert g.tokens == engine(model).generate([prompt], serve.SamplingParams(max_tokens=8))[0].tokens
+
+
+@pytest.mark.parametrize("lose", [False, True], ids=["kept", "lost"])
+def test_a_step_that_raises(model, solo, lose: bool) -> None:
+    """The guilty request fails with the reason; the others give their solo answers, also if the cache is gone."""
+    e = engine(model)
+    run = e.core.device._run
+
+    def failing(program, requests, plan, at, masks, **static):
+        if any(r.tokens[:3] == PROMPTS[1][:3] and len(r.tokens) > 5 for r in requests):
+            if lose:
+                jax.tree.map(lambda x: x.delete(), e.core.device.state)
+            raise RuntimeError("RESOURCE_EXHAUSTED: made up")
+        return run(program, requests, plan, at, masks, **static)
+
+    e.core.device._run = failing
+    got = e.generate(PROMPTS, MIXED)
+    assert [g.finish_reason == "error" for g in got] == [False, True, False, False, False]
+    assert got[1].error == "RuntimeError: RESOURCE_EXHAUSTED: made up" and got[1].tokens == solo[1].tokens[:4]
+    assert [g.tokens for i, g in enumerate(got) if i != 1] == [g.tokens for i, g in enumerate(solo) if i != 1]
+    assert e.stats()["free pages"] == 9
+
+
+def test_slots_are_clean(model) -> None:
+    """Who gets a row after somebody else sees nothing of it: penalties, seeds and tokens are its own."""
+    e = engine(model)  # a free row is the one that was freed last
+    first = e.generate([PROMPTS[1]], serve.SamplingParams(max_tokens=9))[0]
+    e.generate(
+        [PROMPTS[4]],
+        serve.SamplingParams(max_tokens=30, temperature=2.0, bad_words=[first.tokens[:1]], ignore_eos=True),
+    )
+    assert e.generate([PROMPTS[1]], serve.SamplingParams(max_tokens=9))[0].tokens == first.tokens
+
+
+def test_limits_are_named(model, pair) -> None:
+    e = engine(model, total=2, queue=1)
+    with pytest.raises(ValueError, match="may take 150 tokens, the cache holds 128; lower max_tokens"):
+        e.submit(PROMPTS[4], serve.SamplingParams(max_tokens=20))
+    e.submit([1], MIXED[1])
+    with pytest.raises(QueueFull):
+        e.submit([1], MIXED[1])
+    mamba = pair("mamba2")[1]
+    assert unsupported(model, Settings()) is None and unsupported(mamba, Settings()) is None
+    assert "cannot be shared" in unsupported(mamba, Settings(cache=True))
+    with pytest.raises(ValueError, match="drafts=2, but mamba2 keeps recurrent state"):
+        Engine(mamba, Settings(drafts=2))
+    with pytest.raises(ValueError, match="rows=0; expected at least 1"):
+        Engine(model, Settings(rows=0))
+
+
+# ---- threads and asyncio ------------------------------------------------------------------------------------------
+
+
+async def read(e: Engine, prompt: list[int], s: serve.SamplingParams, most: int = 1000) -> tuple[list[int], str | None]:
+    """Read a stream to its end, or leave it after `most` deltas."""
+    out: list[int] = []
+    stream = e.stream(prompt, s)
+    try:
+        async for delta in stream:
+            out += delta.tokens
+            most -= 1
+            if delta.finish_reason or not most:
+                return out, delta.finish_reason
+    finally:
+        await stream.aclose()
+    raise RuntimeError("a stream without an end")
+
+
+def test_streams(model, solo) -> None:
+    """Streams, a caller in another thread and one that leaves, all at once; nothing compiles after the start."""
+    e = engine(model)
+    e.start()
+    compiled = e.stats()["compiled"]
+    from_thread: list = []
+    thread = threading.Thread(target=lambda: from_thread.extend(e.generate(PROMPTS[2:3], MIXED[2:3])))
+
+    async def everybody() -> list:
+        thread.start()
+        long = serve.SamplingParams(max_tokens=180, ignore_eos=True)
+        return await asyncio.gather(read(e, PROMPTS[1], long, 3), *map(read, [e] * 5, PROMPTS, MIXED))
+
+    left, *got = asyncio.run(everybody())
+    thread.join()
+    assert got == [(g.tokens, g.finish_reason) for g in solo] and tokens(from_thread) == tokens(solo[2:3])
+    e.pause()
+    waits = e.submit(PROMPTS[1], MIXED[1])
+    assert e.stats()["abort"] == 1 and left[1] is None and len(left[0]) < 180
+    e.resume()
+    assert tokens(e.generate(PROMPTS[3:4], MIXED[3:4])) == tokens(solo[3:4])
+    e.loop.wait(lambda: waits.reply.finish_reason is not None)
+    assert waits.reply.tokens == solo[1].tokens and e.stats()["free pages"] == 9
+    assert e.stats()["compiled"] == compiled and e.stats()["running"] == e.stats()["waiting"] == 0
+    e.close()
+    with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
+        e.submit([1])
+
+
+def test_a_thread_that_dies_tells_everybody(model) -> None:
+    e = engine(model)
+    e.core.device.warm_up = lambda: None
+    e.core.step = lambda: (_ for _ in ()).throw(KeyboardInterrupt("made up"))
+    job = e.submit([1, 2])
+    hook, threading.excepthook = threading.excepthook, lambda args: None
+    e.start()
+    e.loop.thread.join()
+    threading.excepthook = hook
+    assert job.reply.finish_reason == "error" and "made up" in job.reply.error
+    with pytest.raises(RuntimeError, match="closed after KeyboardInterrupt"):
+        e.submit([1])
+
+
+# ---- programs ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_compiles_after_warm_up(model, caplog) -> None:
+    """Every sampling option, mask, preemption and cache hit runs the programs of the start: jax's own log is empty."""
+
+    class Mask:
+        done = False
+
+        def mask(self) -> np.ndarray:
+            return np.full(-(-VOCAB // 32), 0xFFFF, np.uint32)
+
+        def commit(self, token: int) -> None:
+            self.token = token
+
+    e = engine(model, drafts=3, total=4)
+    e.core.device.warm_up()
+    everything = dict(temperature=0.9, top_k=9, top_p=0.8, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.1)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        e.generate(PROMPTS, MIXED)
+        e.generate(PROMPTS, serve.SamplingParams(max_tokens=9, logprobs=20, logit_bias={3: 1.0}, **everything))
+        e.generate(PROMPTS[:2], serve.SamplingParams(max_tokens=9, allowed_tokens=[3, 4], bad_words=[[3, 4]], n=2))
+        e.generate(PROMPTS[1:2], serve.SamplingParams(max_tokens=9), mask=Mask)
+    assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
+    assert e.stats()["preempted"] and e.stats()["drafting steps"] and e.stats()["found"]
+
+
+def test_steps_update_the_cache_in_place(model) -> None:
+    """The state is donated and no program keeps a second copy of even one layer's cache."""
+    program = step.programs(llama, CFG)
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
+    state, rows = jax.eval_shape(lambda: program.begin(rows=2, length=512 * step.PAGE, pages=1024, dtype=jnp.float32))
+    words = jax.ShapeDtypeStruct((2, -(-VOCAB // 32)), jnp.uint32)
+    plan = lambda columns: jax.ShapeDtypeStruct((2, columns + 512), jnp.int32)
+    extend = program.extend.lower(shapes(model.params), state, rows, plan(4), words, block=32)
+    decode = program.decode.lower(shapes(model.params), state, rows, plan(2), words, drafts=0)
+    cache = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    for lowered in (extend, decode):
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= cache
+        assert memory.temp_size_in_bytes < cache / CFG.layers
+
+
+def test_a_stopped_row_stays_as_it_is(model) -> None:
+    """On the device: a stop id or the last token ends a row; it then draws, writes and grows no more."""
+    program = step.programs(llama, CFG)
+    requests = [serve.SamplingParams(logit_bias={EOS: 100.0}), serve.SamplingParams()]
+    state, rows = program.begin(rows=4, length=256, pages=9, dtype=jnp.dtype("float32"))
+    for i, (prompt, ends, room) in enumerate((([5, 6, 8], [EOS], 9), ([9], [], 3))):
+        s = serve.sampling_rows(requests[i : i + 1], [len(prompt)], [ends], [room], vocab=VOCAB)
+        padded = np.array(prompt + [0] * (256 - len(prompt)), np.int32)
+        rows = program.admit(rows, np.int32(i), padded, np.int32(len(prompt)), s)
+    none = np.iinfo(np.int32).max
+    plan = np.array([[0, 0, 3, 1, 0] + [none] * 3, [1, 0, 1, 1, 1] + [none] * 3], np.int32)
+    masks = jnp.zeros((2, -(-VOCAB // 32)), jnp.uint32)
+    state, rows, out = program.extend(model.params, state, rows, plan, masks, block=32)
+    plan, masks = np.concatenate([plan[:, :1], plan[:, 3:]], 1), jnp.zeros((4, masks.shape[1]), jnp.uint32)
+    plan = np.concatenate([plan, np.array([[4, 0] + [none] * 4] * 2, np.int32)])
+    plan[:, 1] = 0
+    seen = []
+    for _ in range(4):
+        pages = np.array(state.k[:, :2])
+        seen.append((rows.running[:2].tolist(), rows.length[:2].tolist(), out.drawn[:2, 0].tolist(), pages))
+        state, rows, out = program.decode(model.params, state, rows, plan, masks, drafts=0)
+    assert [x[0] for x in seen] == [[False, True], [False, True], [False, False], [False, False]]
+    assert [x[1] for x in seen] == [[4, 2], [4, 3], [4, 4], [4, 4]]
+    assert [x[2] for x in seen] == [[1, 1], [0, 1], [0, 1], [0, 0]]
+    assert all((x[3][:, 0] == seen[0][3][:, 0]).all() for x in seen) and (seen[0][3][:, 0] != 0).any()
+    assert (seen[2][3] == seen[3][3]).all() and rows.tokens[0, :5].tolist() == [5, 6, 8, EOS, 0]
+
+
+def test_on_a_mesh(model, solo) -> None:
+    """With weights over tp=2 x dp=4 devices: the same tokens, and a cache that is sharded too."""
+    mesh = params.make_mesh({"tp": 2, "dp": 4})
+    spec = params.unstack(llama.spec(CFG))
+    sharded = model._replace(params=jax.device_put(model.params, params.shardings(spec, mesh, params.SERVE)))
+    e = engine(sharded)
+    got = e.generate(PROMPTS, MIXED)
+    assert tokens(got) == tokens(solo)
+    assert e.core.device.state.k.sharding.spec[2] == "tp" and isinstance(e.core.device.state, ops.Pages)
+    for prompt, g in zip(PROMPTS, got, strict=True):
+        np.testing.assert_allclose(g.logprobs, scores(model, prompt, g.tokens), atol=1e-5)

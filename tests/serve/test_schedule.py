@@ -1,0 +1,285 @@
+"""Scheduling over a fake model: every output equals its solo run, whatever happens to others; pages are never confused."""
+
+import collections
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fdel.serve.schedule import NO_ROW, QueueFull
+from tests.serve.fake import VOCAB, make_core, make_job, run, solo
+
+PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 9, 9, 9, 9, 2], [8, 8, 8, 8, 8, 8, 8]]
+
+
+# ---- the state machine ---------------------------------------------------------------------------------------------
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests come, are aborted, preempted, and make steps raise, in any order."""
+
+    overlap, width = True, 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.poisoned: dict[tuple[int, ...], str] = {}  # beginnings of tokens, and what steps with them do
+        fault = lambda t: next((how for p, how in self.poisoned.items() if tuple(t[: len(p)]) == p), None)
+        self.core = make_core(overlap=self.overlap, width=self.width, poison=fault)
+        self.jobs, self.told = {}, collections.defaultdict(list)
+
+    def tell(self, told: list) -> None:
+        for job, delta in told:
+            self.told[job.request.id].append(delta)
+
+    @rule(prompt=st.sampled_from(PROMPTS), room=st.integers(1, 14), priority=st.sampled_from([0, 0, 1]),
+          key=st.sampled_from("ab"), fault=st.sampled_from([None] * 8 + ["raise", "lose", "read"]))  # fmt: skip
+    def add(self, prompt, room, priority, key, fault) -> None:
+        id = len(self.jobs)
+        leader = self.jobs[id - 1].request if id % 5 == 4 else None
+        prompt = [*prompt, VOCAB + id] if fault else prompt
+        job = self.jobs[id] = make_job(id, prompt, room, priority=priority, key=key, salt=key.encode(), after=leader)
+        if fault:
+            own = solo(prompt, len(prompt) + room)
+            self.poisoned[tuple(prompt + own[: len(own) // 2])] = fault
+            job.poisoned = len(own) // 2
+        self.core.add(job)
+
+    @rule()
+    def step(self) -> None:
+        self.tell(self.core.step())
+
+    @rule(n=st.integers(1, 6))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.tell(self.core.step())
+
+    @precondition(lambda self: self.core.jobs)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        self.tell(self.core.end(data.draw(st.sampled_from(sorted(self.core.jobs))), "abort"))
+
+    @precondition(lambda self: self.core.schedule.running)
+    @rule(data=st.data())
+    def preempt(self, data) -> None:
+        self.core.schedule.preempt(data.draw(st.sampled_from(self.core.schedule.running)))
+
+    @rule()
+    def new_weights(self) -> None:
+        self.tell(self.core.replace_weights("", None))
+
+    @invariant()
+    def pages_and_owners_agree(self) -> None:
+        schedule, pool = self.core.schedule, self.core.schedule.pool
+        owners = collections.Counter(p for r in schedule.running for p in r.pages)
+        assert [owners[p] for p in range(pool.total)] == pool.owners
+        parts = [*pool.free, *pool.idle, *owners]
+        assert sorted(parts) == list(range(pool.total))
+        rows = [r.row for r in schedule.running]
+        assert sorted([*rows, *schedule.free]) == list(range(schedule.rows))
+        for r in schedule.running:
+            for i, p in enumerate(r.pages):
+                assert owners[p] == 1 or (p in pool.digests and i < len(r.digests))
+        assert all(r.row == NO_ROW and not r.pages for r in schedule.waiting)
+
+    @invariant()
+    def outputs_are_solo(self) -> None:
+        for id, job in self.jobs.items():
+            own = solo(job.request.tokens[: job.request.prompt], job.request.limit)
+            tokens = [t for d in self.told[id] for t in d.tokens]
+            ends = [d.finish_reason for d in self.told[id] if d.finish_reason]
+            assert tokens == job.reply.tokens == own[: len(tokens)]
+            assert len(ends) == (id not in self.core.jobs)
+            if ends and ends[0] in ("stop", "length"):
+                assert tokens == own
+            if ends == ["error"]:
+                assert job.reply.error.startswith("RuntimeError") and hasattr(job, "poisoned")
+
+    def teardown(self) -> None:
+        self.tell(run(self.core))
+        self.outputs_are_solo()
+        pool = self.core.schedule.pool
+        assert pool.available == pool.total and not any(pool.owners)
+        for id, job in self.jobs.items():
+            if (end := self.told[id][-1].finish_reason) != "abort":
+                assert end == ("error" if hasattr(job, "poisoned") else end)
+
+
+class Plain(Serving):
+    overlap = False
+
+
+class Drafting(Serving):
+    width = 3
+
+
+LIMITS = settings(max_examples=60, stateful_step_count=40, phases=[Phase.explicit, Phase.generate])
+TestOverlap, TestPlain, TestDrafting = Serving.TestCase, Plain.TestCase, Drafting.TestCase
+for case in (TestOverlap, TestPlain, TestDrafting):
+    case.settings = LIMITS
+
+
+# ---- who is next ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_respect_the_budget_and_decode_goes_on() -> None:
+    core = make_core(pages=40, rows=4, budget=6)
+    core.add(make_job(0, [1, 2, 3], 12))
+    core.step()
+    core.add(make_job(1, list(range(1, 31)), 4))
+    told = [core.step() for _ in range(6)]
+    assert all(any(job.request.id == 0 for job, _ in t) for t in told)
+    assert max(n for n, _ in core.device.calls) == 6 and [n for n, _ in core.device.calls if n] == [3, 6, 6, 6, 6, 6]
+
+
+def test_priorities_come_first_and_take_pages() -> None:
+    core = make_core(pages=4, rows=3, budget=20)
+    for id, priority in ((0, 0), (1, 0), (2, 5)):
+        core.add(make_job(id, [id + 1] * 7, 5, priority=priority))
+    told = run(core)
+    ends = [job.request.id for job, d in told if d.finish_reason]
+    assert ends[0] == 2 and core.schedule.counts["preempted"] == 0
+    core = make_core(pages=6, rows=3, budget=20)
+    core.add(make_job(0, [3] * 7, 14))
+    core.add(make_job(1, [4] * 7, 14))
+    core.step(), core.step()
+    core.add(make_job(2, [1] * 11, 9, priority=1))
+    ends = [job.request.id for job, d in run(core) if d.finish_reason]
+    assert ends == [2, 0, 1] and core.schedule.counts["preempted"] >= 1
+
+
+def test_the_youngest_yields() -> None:
+    core = make_core(pages=5, rows=3, budget=20)
+    jobs = [make_job(i, [i + 2] * 4, 12) for i in range(2)]
+    for job in jobs:
+        core.add(job)
+    victims, preempt = [], core.schedule.preempt
+    core.schedule.preempt = lambda r: (victims.append(r.id), preempt(r))
+    run(core)
+    assert set(victims) == {1}
+    assert all(job.reply.tokens == solo([i + 2] * 4, 16) for i, job in enumerate(jobs))
+
+
+def test_keys_share_fairly() -> None:
+    """One key with many requests does not keep another's few waiting; neither does it gain by having been away."""
+    core = make_core(pages=40, rows=1, budget=8)
+    for i in range(6):
+        core.add(make_job(i, [i + 1] * 8, 1, key="many"))
+    core.step()
+    for i in range(6, 8):
+        core.add(make_job(i, [i + 1] * 8, 1, key="few"))
+    ends = [job.request.id for job, d in run(core) if d.finish_reason]
+    assert ends == [0, 1, 6, 2, 7, 3, 4, 5]
+
+
+def test_a_prefix_is_found_and_siblings_wait_for_it() -> None:
+    core = make_core(pages=30, rows=4, budget=40)
+    leader = make_job(0, list(range(1, 14)), 3)
+    others = [make_job(i, list(range(1, 14)), 3, after=leader.request) for i in (1, 2)]
+    stranger = make_job(3, list(range(1, 14)), 3, salt=b"other")
+    for job in (leader, *others, stranger):
+        core.add(job)
+    run(core)
+    assert [j.request.cached for j in (leader, *others, stranger)] == [0, 12, 12, 0]
+    assert core.counts["prompt tokens"] == 13 + 1 + 1 + 13
+    assert len({tuple(j.reply.tokens) for j in (leader, *others, stranger)}) == 1
+
+
+def test_limits_are_named() -> None:
+    core = make_core(pages=3)
+    with pytest.raises(ValueError, match="may take 13 tokens, the cache holds 12; lower max_tokens"):
+        core.schedule.check(make_job(0, [1] * 5, 8).request)
+    core.schedule.queue = 2
+    for i in range(2):
+        core.schedule.check(make_job(i, [1], 2).request)
+        core.add(make_job(i, [1], 2))
+    with pytest.raises(QueueFull, match="2 requests wait, the most is 2"):
+        core.schedule.check(make_job(2, [1], 2).request)
+    run(core)
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("how", ["raise", "lose", "read"])
+def test_the_guilty_request_fails_alone(how: str, overlap: bool) -> None:
+    bad = [9, 9, 9, 9, 9]
+    poison = lambda t: how if t[:5] == bad and len(t) == 8 else None
+    core = make_core(pages=40, rows=6, budget=30, overlap=overlap, poison=poison)
+    jobs = [make_job(i, p, 12) for i, p in enumerate([*PROMPTS[:3], bad, PROMPTS[4]])]
+    for job in jobs:
+        core.add(job)
+    told = run(core)
+    assert [j.reply.finish_reason for j in jobs].count("error") == 1 and jobs[3].reply.finish_reason == "error"
+    assert jobs[3].reply.error == f"RuntimeError: {'the device failed' if how == 'read' else 'a step failed'}"
+    assert jobs[3].reply.tokens == solo(bad, 17)[:3]
+    for job in (*jobs[:3], jobs[4]):
+        prompt = job.request.tokens[: job.request.prompt]
+        assert job.reply.tokens == solo(prompt, len(prompt) + 12)
+    assert sum(d.finish_reason is not None for _, d in told) == 5
+    assert core.counts["faults"] <= 5 and not core.schedule.suspects
+
+
+def test_an_adapter_that_is_gone() -> None:
+    core = make_core(pages=40, rows=4, budget=30)
+    core.device.weights["a"] = None
+    jobs = [make_job(0, [1, 2], 9), make_job(1, [1, 2], 9, adapter="a", salt=b"a")]
+    for job in jobs:
+        core.add(job)
+    for _ in range(3):
+        core.step()
+    core.drop_adapter("a")
+    run(core)
+    assert jobs[1].reply.error == "adapter 'a' is not loaded any more" and jobs[0].reply.tokens == solo([1, 2], 11)
+
+
+class Fixed:
+    """A mask source that wants given tokens."""
+
+    def __init__(self, wanted: list[int], fault: int | None = None) -> None:
+        self.wanted, self.taken, self.fault = wanted, [], fault
+
+    done = property(lambda self: len(self.taken) == len(self.wanted))
+
+    def mask(self):
+        import numpy as np
+
+        if self.fault == len(self.taken):
+            raise ValueError("the grammar failed")
+        bits = np.zeros(64, np.uint8)
+        bits[self.wanted[len(self.taken)]] = self.wanted[len(self.taken)] >= 0
+        return np.packbits(bits, bitorder="little").view("<u4")
+
+    def commit(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def test_masks_are_asked_and_told_in_order() -> None:
+    """Never a mask before the token that it depends on is known; ends and failures of a grammar are the request's own."""
+    own = solo([1, 2], 12)
+    core = make_core(pages=40, rows=6, budget=30)
+    sources = [Fixed(own[:4]), Fixed(own, fault=2), Fixed([*own[:3], -1, 1])]
+    jobs = [make_job(i, [1, 2], 10) for i in range(4)]
+    for job, job.mask in zip(jobs, [*sources, None], strict=True):
+        core.add(job)
+    run(core)
+    reasons = [(j.reply.tokens, j.reply.finish_reason) for j in jobs]
+    assert reasons[:3] == [(own[:4], "stop"), (own[:2], "error"), (own[:3], "stop")]
+    assert reasons[3][0] == own and jobs[1].reply.error == "ValueError: the grammar failed"
+    assert [s.taken for s in sources] == [own[:4], own[:2], own[:3]]
+
+
+def test_the_fake_model_notices_a_wrong_page() -> None:
+    """The oracle itself: with two owners of one writable page, outputs differ."""
+    core = make_core(pages=40, rows=2, budget=30)
+    jobs = [make_job(i, [i + 1] * 5, 6) for i in range(2)]
+    for job in jobs:
+        core.add(job)
+    core.step()
+    jobs[1].request.pages[1] = jobs[0].request.pages[1]
+    try:
+        run(core)
+    except KeyError:
+        return
+    assert any(j.reply.tokens != solo([i + 1] * 5, 11) for i, j in enumerate(jobs))
