@@ -10,14 +10,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
 
 .PHONY: help demo test test-fast lint bench clean
 help:
-	@echo "make demo       train a small Llama on real text and let it complete a sentence (at most 4 minutes)"
+	@echo "make demo       train a small Llama on real text and let it complete a sentence and answer over HTTP (at most 4 minutes)"
 	@echo "make test       run every test (GPU tests are skipped without a GPU)"
 	@echo "make test-fast  leave out the slow tests (under 3 minutes)"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make bench      run every benchmark of benchmarks/ (compares with transformers and torch)"
 	@echo "make clean      remove .venv and all caches"
 
-demo: $(VENV)/core
+demo: $(VENV)/demo
 	$(BIN)/fdel demo $(ARGS)
 
 test: $(VENV)/test
@@ -43,10 +43,10 @@ $(BIN)/pip:
 	  + ": run make with PYTHON=python3.11 (or newer)" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/core: pyproject.toml | $(BIN)/pip
-	$(INSTALL) -e .
+$(VENV)/demo: pyproject.toml | $(BIN)/pip
+	$(INSTALL) -e '.[demo]'
 	touch $@
 
 $(VENV)/test: pyproject.toml | $(BIN)/pip
 	$(INSTALL) -e '.[test]'
-	touch $(VENV)/core $@
+	touch $(VENV)/demo $@

@@ -20,7 +20,7 @@ def demo(args: argparse.Namespace) -> int:
     """Train a small Llama on real text, save it, load it back and let it complete a sentence."""
     from fdel import demo
 
-    demo.main(args.out, args.prompt, args.steps, args.seconds, args.max_tokens)
+    demo.main(args.out, args.prompt, args.steps, args.seconds, args.max_tokens, args.serve)
     return 0
 
 
@@ -159,22 +159,21 @@ def keys(args: argparse.Namespace) -> int:
     """Make, list and remove API keys of a server. The secret of a new key is shown once."""
     from fdel.serve import auth
 
-    known = auth.load(args.file) if args.file.exists() else {}
+    file = Path(args.file)
+    known = auth.load(file) if file.exists() else {}
     if args.do == "list":
         for key in known.values():
             print(key.id, key.role, key.name)
     elif args.do == "add":
         rates = {name: getattr(args, name) for name in ("requests_per_minute", "tokens_per_minute")}
         key, secret = auth.create(args.name, args.role, time.time(), **rates)
-        auth.save(args.file, [*known.values(), key])
+        auth.save(file, [*known.values(), key])
         print(secret)
     else:
         rest = [key for key in known.values() if key.id != args.name]
         if len(rest) == len(known):
-            raise ValueError(
-                f"{args.file} has no key with the id {args.name!r}; `fdel keys {args.file} list` shows them"
-            )
-        auth.save(args.file, rest)
+            raise ValueError(f"{file} has no key with the id {args.name!r}; `fdel keys {file} list` shows them")
+        auth.save(file, rest)
     return 0
 
 
@@ -203,8 +202,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--prompt", default="The following", help="text to complete (default: %(default)r)")
     p.add_argument("--steps", type=int, default=300, help="training steps at the most (default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=60, help="training time at the most (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=45, help="training time at the most (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=80, help="tokens to write (default: %(default)s)")
+    p.add_argument("--serve", action="store_true", help="keep the server and its playground running until Ctrl-C")
     options.generate(command(generate, checkpoint, ("prompt", "text to continue")), dtype)
     p = command(info, checkpoint)
     p.add_argument("--mesh", help="also print the shards on a mesh, such as fsdp=2,tp=4")

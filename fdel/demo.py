@@ -3,6 +3,9 @@
 The library in one page: a spec, a composed step, a checkpoint in hub layout, and a stream of tokens.
 """
 
+import dataclasses
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from fdel.models import llama
 from fdel.train import loop, metrics
 
 VOCAB, LENGTH, ROWS = 2048, 256, 8
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # it has not learnt to chat, only to go on
 
 
 def corpus() -> str:
@@ -64,10 +68,11 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, out: Path, s
     return models.Model(llama, cfg, state.params)
 
 
-def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int) -> None:
-    """Run the demo and leave tokenizer, checkpoint, losses and their curve in `out`."""
+def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int, stay: bool = False) -> None:
+    """Run the demo and leave tokenizer, checkpoint, losses and their curve in `out`; `stay` keeps the server running."""
     words = corpus()
     tok = text.train_bpe([words], VOCAB)
+    tok = dataclasses.replace(tok, templates={"default": TEMPLATE})
     tokens = np.asarray(text.encode(tok, words), np.int32)
     size = params.count(llama.spec(config(VOCAB)))
     print(f"text: {len(words):,} characters, {len(tokens):,} tokens; model: llama, {size / 1e6:.1f} M parameters")
@@ -84,6 +89,33 @@ def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int) ->
     model, tok = models.load(out, stacked=False), text.load(out)
     print(f"checkpoint: {out} (saved and loaded back)\n\n{prompt}", end="")
     speak(model, tok, prompt, max_tokens=max_tokens, temperature=0.7, top_k=40, seed=0, ignore_eos=True)
+    ask(out, prompt, max_tokens, stay)
+
+
+def ask(out: Path, prompt: str, max_tokens: int, stay: bool) -> None:
+    """Serve the checkpoint in a process of its own and ask it through OpenAI's client. Needs the extra `demo`."""
+    try:
+        import openai
+    except ImportError:
+        print("\nthe server was left out: it needs the extra `demo`, pip install 'fdel[demo]'")
+        return
+    command = [sys.executable, "-m", "fdel", "serve", str(out), "--port", "0", "--rows", "2", "--max-length", "256"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said: Any = server.stderr or []
+    try:
+        address = next((found[0] for line in said if (found := re.search(r"http://\S+", line))), None)
+        if address is None:
+            raise OSError(f"the server ended with exit code {server.wait()}; run it alone: {' '.join(command)}")
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+        options: Any = {"max_tokens": max_tokens, "temperature": 0.7, "seed": 0, "extra_body": {"ignore_eos": True}}
+        answer = client.completions.create(model=out.resolve().name, prompt=prompt, **options)
+        print(f"\nOpenAI's client, from {address}:\n{prompt}{answer.choices[0].text}")
+        print(f"playground: {address.removesuffix('/v1')}/" + ("" if stay else "   (while it runs: fdel demo --serve)"))
+        if stay:
+            server.wait()
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def speak(model: models.Model, tok: text.Tokenizer, prompt: str | list[int], **options: Any) -> None:

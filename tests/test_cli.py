@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import urllib.request
 import xml.etree.ElementTree as ET
 
 import jax
@@ -11,6 +15,7 @@ import pytest
 
 from fdel import cli, models, ops, params, report, serve, text
 from fdel.models import llama
+from fdel.serve import auth
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=3, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
 SIZE = 2 * 300 * 32 + 3 * (2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32
@@ -109,7 +114,7 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, c
 
 
 def test_help_of_every_command(capsys):
-    for command in ("demo", "generate", "info", "convert", "diff", "bench"):
+    for command in ("demo", "generate", "info", "convert", "diff", "run", "plan", "bench", "serve", "keys", "plot"):
         with pytest.raises(SystemExit) as e:
             cli.main([command, "--help"])
         assert e.value.code == 0 and getattr(cli, command).__doc__[:30] in capsys.readouterr().out
@@ -125,6 +130,7 @@ def test_demo_learns_saves_and_speaks(tmp_path, capsys):
     assert len(points) == 12
     shown = capsys.readouterr()
     assert "The following" in shown.out and "tokens/s after the first" in shown.err
+    assert "OpenAI's client, from http://127.0.0.1:" in shown.out and "playground: http://127.0.0.1:" in shown.out
     model = models.load(out)
     assert params.count(model.params) == params.count(llama.spec(model.cfg))
     assert np.isfinite(np.asarray(llama.forward(model.params, jnp.arange(4)[None], model.cfg)[0])).all()
@@ -137,3 +143,57 @@ def test_bench_measures_a_checkpoint(checkpoint, capsys):
     names = ["load", "prefill 512", "decode batch 1", "decode batch 8", "train step 4x512"]
     assert [line.split(":")[0] for line in lines] == names
     assert all(float(re.search(r": ([\d,.]+) ", line)[1].replace(",", "")) >= 0 for line in lines)
+
+
+def test_keys_are_made_listed_and_removed(tmp_path, capsys):
+    file = str(tmp_path / "keys.json")
+    said = lambda *args: (cli.main(["keys", file, *args]), capsys.readouterr())
+    code, shown = said("add", "bot", "--role", "service", "--requests-per-minute", "5")
+    secret = shown.out.strip()
+    (key,) = auth.load(file).values()
+    assert code == 0 and auth.authenticate(auth.load(file), f"Bearer {secret}") == key
+    assert (key.name, key.role, key.requests_per_minute) == ("bot", "service", 5)
+    code, shown = said("list")
+    assert shown.out.split() == [key.id, "service", "bot"] and secret not in shown.out
+    assert said("remove", "nobody")[0] == 2 and said("add", "x", "--role", "root")[0] == 2
+    assert said("remove", key.id)[0] == 0 and auth.load(file) == {}
+
+
+def test_serving_beyond_this_machine_needs_keys(checkpoint, capsys):
+    assert cli.main(["serve", str(checkpoint), "--host", "0.0.0.0"]) == 2
+    assert "give --api-key-file" in capsys.readouterr().err
+    assert cli.main(["serve", str(checkpoint), "--tool-parser", "hermess"]) == 2
+    assert "use one of hermes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_ends_when_it_is_told_to(checkpoint, tmp_path):
+    """As its own process: it answers while it runs, finishes what is under way after SIGTERM, and exits with 0."""
+    command = [
+        sys.executable,
+        "-m",
+        "fdel",
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--rows",
+        "2",
+        "--max-length",
+        "128",
+    ]
+    server = subprocess.Popen([*command, "--name", "tiny"], stderr=subprocess.PIPE, text=True)
+    try:
+        address = next(found[1] for line in server.stderr if (found := re.search(r"(http://\S+)/v1", line)))
+        with urllib.request.urlopen(address + "/v1/models") as answer:
+            assert json.load(answer)["data"][0]["id"] == "tiny"
+        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True})
+        asked = urllib.request.Request(address + "/v1/completions", body.encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as stream:
+            first = stream.readline()
+            server.send_signal(signal.SIGTERM)
+            rest = stream.read()
+        assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+        assert server.wait(60) == 0
+    finally:
+        server.kill()

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from fdel import models
+from fdel import cli, models, recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,13 +21,22 @@ def test_the_table_names_every_family_and_no_other():
 
 
 def test_the_tour_runs(tmp_path):
-    code = README.split("<!-- tour -->")[1].split("```python\n")[1].split("```")[0]
+    code, engine = (
+        README.split(f"<!-- {mark} -->")[1].split("```python\n")[1].split("```")[0] for mark in ("tour", "engine")
+    )
     assert len([line for line in code.splitlines() if line.strip()]) <= 20 + 1  # the blank line between is free
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code + engine], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    loss, tokens = done.stdout.splitlines()
+    loss, *tokens = done.stdout.splitlines()
     assert re.fullmatch(r"loss 6\.\d\d over 248 tokens", loss)
-    assert len(tokens.split(",")) == 8
+    assert [len(t.split(",")) for t in tokens] == [8, 126]
+
+
+def test_the_run_file_is_valid():
+    wanted = recipe.from_dict(yaml.safe_load(README.split("```yaml\n")[1].split("```")[0]))
+    assert recipe.faults(wanted) == [] and [a.name for a in wanted.actions] == ["validate", "train"]
 
 
 def test_links_lead_somewhere():
@@ -36,13 +46,13 @@ def test_links_lead_somewhere():
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`(fdel [a-z]+) [A-Z]", README)) - {"fdel COMMAND"}))
-def test_the_commands_exist(command):
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split(), "--help"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and "usage: " + command in done.stdout
+def test_the_commands_exist(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split()[1:], "--help"])
+    assert ended.value.code == 0 and "usage: " + command in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_custom_loop_learns():
     """Thirty lines on public functions, on the eight devices of these tests."""
     file = ROOT / "examples" / "custom_loop.py"

@@ -36,8 +36,18 @@ ARROWS = {
     "train": ["train", "params", "ops", "models", "serve", "text"],
 }
 HOST_ONLY = {"text", "serve.pages", "serve.schedule", "serve.openai"}  # run without jax and aiohttp
-OPTIONAL = {"accelerate", "huggingface_hub", "llguidance", "matplotlib", "orbax", "peft", "pyarrow", "tensorboardX", "torch"}
-OPTIONAL |= {"transformers", "wandb"}  # not in the core install
+OPTIONAL = {
+    "accelerate",
+    "huggingface_hub",
+    "llguidance",
+    "matplotlib",
+    "orbax",
+    "peft",
+    "pyarrow",
+    "tensorboardX",
+    "torch",
+}
+OPTIONAL |= {"openai", "transformers", "wandb"}  # not in the core install
 DEVICE_WORK = (
     r"jax\.(numpy|random|lax|nn)\.|jax\.(jit|pmap|vmap|grad|device_put|devices|local_devices|default_backend)$"
 )

@@ -5,6 +5,7 @@ import importlib
 import json
 import pkgutil
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def load(
     *,
     dtype: Any = None,
     mesh: Mesh | None = None,
-    rules: dict | None = None,
+    rules: Mapping | None = None,
     stacked: bool = True,
     revision: str | None = None,
 ) -> Model:

@@ -106,7 +106,7 @@ class _Search:
         """Run the prompt in row 0; the best first tokens."""
         params, table, n = self.model.params, self.table, len(self.table)
         begin = programs(self.model.family, self.model.cfg, mesh_of(params)).begin
-        self.state, _ = begin(rows=n, length=1, pages=table.size, dtype=compute_dtype(params))
+        (self.state,), _ = begin(rows=n, length=1, pages=table.size, dtypes=(compute_dtype(params),))
         for tokens, batch, last in prefill_batches(self.prompt, table):
             self.state, *best = self.first(params, self.state, tokens, batch, np.full(n, last, np.int32), scores)
         return self._read(best)

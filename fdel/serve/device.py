@@ -42,7 +42,8 @@ class Device:
     """What runs on the accelerators. `rows` sequences at a time, of at most `length` tokens, in `pages` pages.
 
     weights: the parameters of each adapter, "" for none. blocks, batches: the numbers of prefill blocks and of decode
-    rows that programs are compiled for. drafts: tokens guessed ahead in `decode`, if it is asked to.
+    rows that programs are compiled for. drafts: tokens guessed ahead in `decode`, if it is asked to; by `draft`, then
+    always, so that this model's cache has no gaps.
     """
 
     model: Model
@@ -52,13 +53,16 @@ class Device:
     blocks: Sequence[int]
     batches: Sequence[int]
     drafts: int = 0
+    draft: Model | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         listed = {name: P.unstack(tree) for name, tree in self.adapters.items()}
         self.weights = {"": P.unstack(self.model.params), **listed}
-        self.programs = programs(self.model.family, self.model.cfg, mesh_of(self.model.params))
-        mesh = mesh_of(self.model.params)
+        mesh, small = mesh_of(self.model.params), self.draft
+        net = None if small is None else (small.family, small.cfg)
+        self.small = () if small is None else (P.unstack(small.params),)
+        self.programs = programs(self.model.family, self.model.cfg, mesh, net)
         put = partial(jax.device_put, device=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
         words = -(-self.model.cfg.vocab // 32)
         self.unmasked = {n: put(np.zeros((n, words), np.uint32)) for n in {*self.blocks, *self.batches}}
@@ -72,8 +76,8 @@ class Device:
         """Start with an empty cache and empty rows."""
         self.state = self.held = None  # free the old ones first
         options = dict(rows=self.rows, length=self.table.shape[1] * PAGE, pages=self.pages)
-        dtype = compute_dtype(self.weights[""])
-        self.state, self.held = self.programs.begin(**options, dtype=dtype)
+        dtypes = tuple(compute_dtype(w) for w in (self.weights[""], *self.small))
+        self.state, self.held = self.programs.begin(**options, dtypes=dtypes)
 
     def lost(self) -> bool:
         """Tell whether a step that raised took the cache or the rows with it: they had been donated to it."""
@@ -111,22 +115,25 @@ class Device:
             self._pages(r)
         plan[:n, 0], plan[:n, 1] = [r.row for r in requests], [r.id in masks for r in requests]
         plan[:n, 2:] = self.table[plan[:n, 0]]
-        return self._run(self.programs.decode, requests, plan, at, masks, drafts=self.drafts if draft else 0), at
+        drafts = self.drafts if draft or self.draft else 0
+        return self._run(self.programs.decode, requests, plan, at, masks, drafts=drafts), at
 
     def warm_up(self) -> None:
         """Compile every program that steps may need, several at a time, and run each once over nothing."""
         weights, some = next(iter(self.weights.values())), self.unmasked
         calls = [(self.programs.extend, self._blank(n, 4), some[n], {"block": BLOCK}) for n in self.blocks]
-        drafts = {0, self.drafts}
+        drafts = {0, self.drafts} if self.draft is None else {self.drafts}
         calls += [
             (self.programs.decode, self._blank(n, 2), some[n], {"drafts": d}) for n in self.batches for d in drafts
         ]
         with ThreadPoolExecutor() as threads:  # a run takes what was compiled ahead from the jitted function's cache
-            compiling = lambda c: c[0].lower(weights, self.state, self.held, c[1], c[2], **c[3]).compile()
+            compiling = lambda c: (
+                c[0].lower((weights, *self.small), self.state, self.held, c[1], c[2], **c[3]).compile()
+            )
             list(threads.map(compiling, calls))
         for adapted in self.weights.values():
             for program, plan, masks, static in calls:
-                self.state, self.held, _ = program(adapted, self.state, self.held, plan, masks, **static)
+                self.state, self.held, _ = program((adapted, *self.small), self.state, self.held, plan, masks, **static)
         one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
         tokens = np.zeros(self.table.shape[1] * PAGE, np.int32)
         self.held = self.programs.admit(self.held, np.int32(self.rows), tokens, np.int32(0), one)
@@ -155,7 +162,7 @@ class Device:
             mask = np.zeros(mask.shape, np.uint32)
             for i, r in zip(at, requests, strict=True):
                 mask[i] = masks.get(r.id, 0)
-        weights = self.weights[requests[0].adapter]
+        weights = (self.weights[requests[0].adapter], *self.small)
         self.state, self.held, out = program(weights, self.state, self.held, plan, mask, **static)
         out.drawn.copy_to_host_async()
         return out

@@ -34,9 +34,10 @@ class Settings:
     rows: sequences that run at a time. pages: cache pages of 64 tokens; None: for all rows at 1024 tokens each, or at
     max_length if that is less. max_length: the most tokens of prompt and output; None: the model's context. budget:
     prompt tokens computed in one step, which bounds how long running sequences wait. queue: waiting requests before
-    `QueueFull`. cache: share pages between prompts that begin alike; None: where the model allows it. drafts: tokens
-    guessed ahead from earlier occurrences of the newest three; 0: none. batches: the numbers of rows that decode is
-    compiled for, the largest last; None: 1, 8, 64, ..., rows.
+    `QueueFull`. overlap: launch a step before the last one is read. cache: share pages between prompts that begin
+    alike; None: where the model allows it. drafts: tokens guessed ahead, by a draft model or from earlier occurrences
+    of the newest three; 0: none. batches: the numbers of rows that decode is compiled for, the largest last; None: 1,
+    8, 64, ..., rows.
     """
 
     rows: int = 32
@@ -50,14 +51,20 @@ class Settings:
     batches: Sequence[int] | None = None
 
 
-def unsupported(model: Model, settings: Settings) -> str | None:
-    """Say why an engine cannot serve a model with these settings; None if it can."""
+def unsupported(model: Model, settings: Settings, draft: Model | None = None) -> str | None:
+    """Say why an engine cannot serve a model with these settings and this draft model; None if it can."""
     for name in ("rows", "pages", "max_length", "budget", "queue"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             return f"{name}={value}; expected at least 1"
     if settings.drafts < 0:
         return f"drafts={settings.drafts}; expected 0 or more"
+    if draft is not None and not settings.drafts:
+        return "a draft model with drafts=0; say how many tokens it guesses ahead, such as drafts=3"
+    if draft is not None and (draft.cfg.vocab != model.cfg.vocab or recurrent(draft)):
+        return (
+            f"the draft model needs attention and the vocabulary of {model.cfg.vocab} ids; found {draft.cfg.vocab} ids"
+        )
     kept = f"but {model.family.MODEL_TYPE} keeps recurrent state of whole sequences, which"
     if recurrent(model) and settings.cache:
         return f"cache=True, {kept} cannot be shared by their beginnings; use cache=None"
@@ -70,9 +77,11 @@ class Engine:
     """Serves one model: many requests at a time, whose answers do not depend on their company.
 
     `generate`, `score` and `embed` can be called from any thread, `stream` in asyncio. A background thread runs the steps
-    from `start` (which `stream` calls) to `close`; without it, `generate` runs them itself. `adapters` are parameters
-    with LoRA adapters (share the base arrays with `model.params`), by name. Raises ValueError with the reason if
-    `unsupported` has one.
+    from `start` (which `stream` calls) to `close`; without it, `generate` runs them itself.
+
+    `adapters` are parameters with LoRA adapters (share the base arrays with `model.params`), by name. `draft` is a
+    smaller model that guesses `settings.drafts` tokens ahead; guesses change no output. Raises ValueError with the
+    reason if `unsupported` has one.
     """
 
     def __init__(
@@ -83,9 +92,10 @@ class Engine:
         tokenizer: text.Tokenizer | None = None,
         eos: Sequence[int] | None = None,
         adapters: Mapping[str, Any] | None = None,
+        draft: Model | None = None,
     ):
         self.settings = s = Settings() if settings is None else settings
-        if reason := unsupported(model, s):
+        if reason := unsupported(model, s, draft):
             raise ValueError(reason)
         self.model, self.tokenizer = model, tokenizer
         self.eos = tuple(eos) if eos is not None else default_eos(model) if tokenizer is None else tokenizer.eos_ids
@@ -94,7 +104,7 @@ class Engine:
         width = -(-self.limit // PAGE)
         pages = s.pages or max(width, s.rows * min(width, 1024 // PAGE))
         blocks, batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
-        device = Device(model, s.rows, self.limit, pages, blocks, batches, s.drafts, adapters or {})
+        device = Device(model, s.rows, self.limit, pages, blocks, batches, s.drafts, draft, adapters or {})
         cache = not recurrent(model) if s.cache is None else s.cache
         schedule = Schedule(Pool(pages, PAGE, cache), s.rows, s.budget, BLOCK, s.drafts + 1, s.queue)
         self.core = Core(device, schedule, overlap=s.overlap)

@@ -32,7 +32,8 @@ SLOW = 30.0  # seconds for a client to send its body
 
 async def describe(call: Call) -> web.Response:
     """GET /openapi.json: this server's routes."""
-    return call.json(openapi.document(ROUTES, call.server.models))
+    first = next(iter(call.server.models.values()))
+    return call.json(openapi.document(ROUTES, call.server.models, first.limits))
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]

@@ -117,28 +117,29 @@ class Prompt:
         """The grammar that the output has to follow: the client's, or that of calls which must come or be strict."""
         asked, served = self.asked, self.served
         strict = any(t.strict for t in asked.tools if t.name in asked.callable)
-        if not asked.callable or (asked.tool_choice == "auto" and not strict):
-            return asked.grammar
-        if served.syntax is None:
-            raise openai.APIError(f"{served.name} has no known format of tool calls", param="tool_choice")
-        parameters = {t.name: t.parameters for t in asked.tools if t.name in asked.callable}
+        calls = asked.callable and (asked.tool_choice != "auto" or strict)
+        thoughts: Any = {"thinking": served.thinking, "inside": self.inside}
         try:
+            if not calls:
+                harmony, wanted = served.format == "harmony", asked.grammar
+                return wanted and tools.answer(wanted, served.tokenizer, harmony=harmony, **thoughts)
+            if served.syntax is None:
+                raise ValueError(f"{served.name} has no known format of tool calls; set tool_choice to none")
+            parameters = {t.name: t.parameters for t in asked.tools if t.name in asked.callable}
+            several, required = asked.parallel, asked.tool_choice != "auto"
             return tools.grammar(
-                served.syntax, parameters, served.tokenizer, required=asked.tool_choice != "auto",
-                several=asked.parallel, thinking=served.thinking, inside=self.inside,
-            )  # fmt: skip
+                served.syntax, parameters, served.tokenizer, required=required, several=several, **thoughts
+            )
         except ValueError as e:
-            raise openai.APIError(f"tools: {e}", param="tools") from e
+            raise openai.APIError(str(e), param="tools" if calls else "response_format") from e
 
     def reader(self) -> "Reader":
         """Read one output of this prompt."""
         asked, served = self.asked, self.served
-        thinking = served.thinking if asked.grammar is None else None  # a grammar leaves no room to think
+        thinking = served.thinking
         syntax = served.syntax if asked.callable or served.format == "harmony" else None
         parameters = {t.name: t.parameters for t in asked.tools}
-        out = tools.Output(
-            syntax, parameters, thinking, self.inside and thinking is not None, 128 if asked.parallel else 1
-        )
+        out = tools.Output(syntax, parameters, thinking, self.inside, 128 if asked.parallel else 1)
         marks = syntax == "harmony" or getattr(syntax, "special", False) or getattr(thinking, "special", False)
         return Reader(served, out, text.Detokenizer(served.tokenizer, skip_special=False) if marks else None)
 

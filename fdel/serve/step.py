@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,15 +42,18 @@ class Out(NamedTuple):
     top_logprobs: Float[Array, "Bk n"]
 
 
-class Programs(NamedTuple):
-    """The jitted functions of one model on one mesh."""
+Net = tuple[ModuleType, Any]  # a family and its Config
 
-    begin: Callable[..., tuple[ops.State, Rows]]  # (rows=, length=, pages=, dtype=)
+
+class Programs(NamedTuple):
+    """The jitted functions of one model on one mesh. Params and state are tuples: the model's, and the draft model's."""
+
+    begin: Callable[..., tuple[ops.State, Rows]]  # (rows=, length=, pages=, dtypes=)
     admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, Sampling of one row)
     extend: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[blocks 4+W], masks, block=)
     decode: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[B 2+W], masks, drafts=)
-    score: Callable[..., tuple[Array, Array, Array]]  # (params, tokens[T], length)
-    embed: Callable[..., Array]  # (params, tokens[T], length)
+    score: Callable[..., tuple[Array, Array, Array]]  # (the model's params, tokens[T], length)
+    embed: Callable[..., Array]  # (the model's params, tokens[T], length)
     traces: Counter  # how often each was traced, and so compiled
 
 
@@ -67,33 +70,35 @@ def compute_dtype(params: Any) -> np.dtype:
 
 
 @functools.lru_cache(maxsize=16)
-def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None) -> Programs:
-    """Make the jitted functions of a model.
+def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net | None = None) -> Programs:
+    """Make the jitted functions of a model, and of a smaller one if that is to make drafts for it.
 
     They are cached because jax keeps compiled programs with the jitted function: a new one would compile everything
     again for each engine. The result depends on the arguments alone, so the cache cannot be observed but in time.
     """
     traces: Counter = Counter()
+    nets: tuple[Net, ...] = ((family, cfg),) if draft is None else ((family, cfg), draft)
+    specs = lambda **sizes: [f.state_spec(c, page=PAGE, **sizes) for f, c in nets]
     state_sharding, replicated = None, None
     if mesh is not None:  # fixed, so that no step hands the next one another layout, which would compile again
         replicated = NamedSharding(mesh, PartitionSpec())
-        state_sharding = P.shardings(family.state_spec(cfg, pages=1, page=PAGE, rows=1), mesh, P.SERVE)
+        state_sharding = tuple(P.shardings(spec, mesh, P.SERVE) for spec in specs(pages=1, rows=1))
 
-    def begin(*, rows: int, length: int, pages: int, dtype: Any) -> tuple[ops.State, Rows]:
-        spec = family.state_spec(cfg, pages=pages, page=PAGE, rows=rows)
+    def begin(*, rows: int, length: int, pages: int, dtypes: tuple) -> tuple[ops.State, Rows]:
+        made = (P.init(s, jax.random.key(0), d) for s, d in zip(specs(pages=pages, rows=rows), dtypes, strict=True))
         sampling = jax.tree.map(jnp.asarray, sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows))
         tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
-        return P.init(spec, jax.random.key(0), dtype), Rows(tokens, known, known > 0, sampling)
+        return tuple(made), Rows(tokens, known, known > 0, sampling)
 
     def admit(rows: Rows, row: Array, tokens: Array, length: Array, sampling: Sampling) -> Rows:
         new = Rows(tokens[None], length[None], jnp.zeros(1, bool), sampling)
         return jax.tree.map(lambda every, one: every.at[row].set(one[0]), rows, new)
 
     def extend(params, state, rows: Rows, plan: Array, masks: Array, *, block: int) -> tuple[ops.State, Rows, Out]:
-        return _extend(family, cfg, params, state, rows, plan, masks, block)
+        return _extend(nets, params, state, rows, plan, masks, block)
 
     def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int) -> tuple[ops.State, Rows, Out]:
-        return _decode(family, cfg, params, state, rows, plan, masks, drafts)
+        return _decode(nets, params, state, rows, plan, masks, drafts)
 
     def embed(params, tokens: Array, length: Array) -> Float[Array, "T D"]:
         return family.hidden(params, tokens[None], cfg, ops.packed(tokens[None], length[None]))[0][0]
@@ -111,7 +116,7 @@ def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None) -> Programs
 
     moved = (state_sharding, replicated, replicated)
     return Programs(
-        jit(begin, static=("rows", "length", "pages", "dtype"), out=moved[:2]),
+        jit(begin, static=("rows", "length", "pages", "dtypes"), out=moved[:2]),
         jit(admit, donate=(0,)),
         jit(extend, donate=(1, 2), static=("block",), out=moved),
         jit(decode, donate=(1, 2), static=("drafts",), out=moved),
@@ -121,45 +126,56 @@ def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None) -> Programs
     )
 
 
+def _run(nets: Sequence[Net], params: tuple, tokens: Array, batch: ops.Paged, state: tuple) -> tuple[Array, tuple]:
+    """Run every model over the same tokens and pages: the first one's hidden states, and all their states."""
+    ran = [f.hidden(p, tokens, c, batch, s) for (f, c), p, s in zip(nets, params, state, strict=True)]
+    return ran[0][0], tuple(s for _, s in ran)
+
+
 def _extend(
-    family: ModuleType, cfg: Any, params: Any, state: ops.State, rows: Rows, plan: Array, masks: Array, block: int
-) -> tuple[ops.State, Rows, Out]:
+    nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: Array, masks: Array, block: int
+) -> tuple[tuple, Rows, Out]:
     """Run blocks of known tokens; plan: (row, start, count, 1 to draw after it + 2 if masked, pages...) per block."""
     row, start, count, flags = (plan[:, i] for i in range(4))
     offset = jnp.arange(block)
     positions = jnp.where(offset < count[:, None], start[:, None] + offset, -1)
     tokens = rows.tokens.at[row[:, None], positions].get(mode="clip")
-    x, state = family.hidden(
-        params, tokens.reshape(-1), cfg, ops.Paged(positions.reshape(-1), plan[:, 4:], row, block), state
-    )
+    batch = ops.Paged(positions.reshape(-1), plan[:, 4:], row, block)
+    x, state = _run(nets, params, tokens.reshape(-1), batch, state)
     x = x.reshape(-1, block, x.shape[-1])[jnp.arange(len(row)), jnp.maximum(count - 1, 0)]
-    nothing = jnp.zeros((len(row), 0), jnp.int32)
-    rows, out = _advance(
-        rows, ops.logits(x, family.head(params, cfg)), row, flags & 1 > 0, nothing, nothing > 0, flags & 2 > 0, masks
-    )
+    family, cfg = nets[0]
+    logits, nothing = ops.logits(x, family.head(params[0], cfg)), jnp.zeros((len(row), 0), jnp.int32)
+    rows, out = _advance(rows, logits, row, flags & 1 > 0, nothing, nothing > 0, flags & 2 > 0, masks)
     return state, rows, out
 
 
 def _decode(
-    family: ModuleType, cfg: Any, params: Any, state: ops.State, rows: Rows, plan: Array, masks: Array, drafts: int
-) -> tuple[ops.State, Rows, Out]:
+    nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: Array, masks: Array, drafts: int
+) -> tuple[tuple, Rows, Out]:
     """Run each row's newest token, and drafts of what may follow; plan: (row, 1 if masked, pages...) per row."""
-    row, masked = plan[:, 0], plan[:, 1] > 0
+    row, masked, table = plan[:, 0], plan[:, 1] > 0, plan[:, 2:]
     length = rows.length.at[row].get(mode="clip")
     running = rows.running.at[row].get(mode="fill", fill_value=False)
     tokens = rows.tokens.at[row, length - 1].get(mode="clip")[:, None]
-    found = jnp.zeros((len(row), 0), bool)
-    if drafts:
-        draft, found = propose(rows.tokens.at[row].get(mode="clip"), length, drafts)
-        tokens, found = jnp.concatenate([tokens, draft], 1), found & (running & ~masked)[:, None]
-    positions = length[:, None] - 1 + jnp.arange(drafts + 1)
     most = rows.sampling.max_length.at[row].get(mode="clip")
-    live = jnp.concatenate([running[:, None], found], 1) & (positions < most[:, None])
-    batch = ops.Paged(jnp.where(live, positions, -1).reshape(-1), plan[:, 2:], row, drafts + 1)
-    x, state = family.hidden(params, tokens.reshape(-1), cfg, batch, state)
-    logits = ops.logits(x, family.head(params, cfg))
+    places = lambda n: length[:, None] - 1 + jnp.arange(n)
+    inside = lambda n: running[:, None] & (places(n) < most[:, None])
+    found = jnp.zeros((len(row), 0), bool)
+    if drafts and len(nets) > 1:
+        where = jnp.where(inside(drafts + 1), places(drafts + 1), -1)
+        draft, small = guess(nets[1], params[1], state[1], rows, row, where, table)
+        state, found = (state[0], small), jnp.ones((len(row), drafts), bool)
+    elif drafts:
+        draft, found = propose(rows.tokens.at[row].get(mode="clip"), length, drafts)
+    if drafts:
+        tokens, found = jnp.concatenate([tokens, draft], 1), found & (running & ~masked)[:, None]
+    live = jnp.concatenate([running[:, None], found], 1) & inside(drafts + 1)
+    batch = ops.Paged(jnp.where(live, places(drafts + 1), -1).reshape(-1), table, row, drafts + 1)
+    x, (new,) = _run(nets[:1], params[:1], tokens.reshape(-1), batch, state[:1])
+    family, cfg = nets[0]
+    logits = ops.logits(x, family.head(params[0], cfg))
     rows, out = _advance(rows, logits, row, running, tokens[:, 1:], found, masked, masks)
-    return state, rows, out
+    return (new, *state[1:]), rows, out
 
 
 def _advance(
@@ -200,6 +216,30 @@ def _advance(
     )
     bits = jax.lax.bitcast_convert_type(out.logprobs.reshape(-1, k), jnp.int32)
     return rows, Out(jnp.concatenate([count[:, None], drawn, bits], 1), out.top_ids, out.top_logprobs)
+
+
+def guess(
+    net: Net, params: Any, state: ops.State, rows: Rows, row: Array, places: Int[Array, "B k1"], table: Array
+) -> tuple[Int[Array, "B k"], ops.State]:
+    """Draft with a smaller model from the newest token (at places[:, 0]) on; it draws with the same keys.
+
+    The noise that the model itself will draw with makes both choose the same token wherever their distributions agree.
+    The last draft is computed too, so that its keys and values are there if all are kept.
+    """
+    family, cfg = net
+    s = jax.tree.map(lambda x: x.at[row].get(mode="clip"), rows.sampling)
+    s, here = replace(s, top=jnp.zeros_like(s.top)), jnp.minimum(row, len(rows.tokens) - 1)
+
+    def one(carry: tuple, place: Int[Array, " B"]) -> tuple[tuple, Array]:
+        known, state = carry
+        newest = known.at[here, place].get(mode="clip")
+        x, state = family.hidden(params, newest, cfg, ops.Paged(place, table, row, 1), state)
+        drawn = sample(ops.logits(x, family.head(params, cfg)), s, known, place + 1, here).tokens
+        known = known.at[jnp.where(place < 0, len(known), row), place + 1].set(drawn, mode="drop")
+        return (known, state), drawn
+
+    (_, state), drawn = jax.lax.scan(one, (rows.tokens, state), places.T)
+    return drawn[:-1].T, state
 
 
 def propose(

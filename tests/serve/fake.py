@@ -39,14 +39,14 @@ class FakeDevice:
     """What `Device` does, with page contents kept as token ids."""
 
     width: int = 1
-    poison: Callable[[list[int]], str | None] = lambda tokens: None  # "raise", "lose" or "read" at these tokens
+    poison: Callable[[list[int]], str | None] = lambda tokens: None  # "raise", "lose", "read" or "nan"
     weights: dict = dataclasses.field(default_factory=lambda: {"": None})
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.pages, self.rows, self.broken, self.calls = {}, {}, False, []
+        self.pages, self.rows, self.broken, self.calls, self.wrong = {}, {}, False, [], []
 
     def lost(self) -> bool:
         return self.broken
@@ -54,12 +54,12 @@ class FakeDevice:
     def admit(self, r: Request, sampling: object) -> None:
         self.rows[r.row] = [list(r.tokens), r.limit, False]
 
-    def _check(self, requests: list[Request]) -> bool:
-        found = {self.poison(self.rows[r.row][0]) for r in requests}
+    def _check(self, requests: list[Request]) -> list[str | None]:
+        found = [self.poison(self.rows[r.row][0]) for r in requests]
         self.broken |= "lose" in found
-        if found & {"raise", "lose"}:
+        if {*found} & {"raise", "lose"}:
             raise RuntimeError("a step failed")
-        return "read" in found
+        return found
 
     def _write(self, r: Request, start: int, tokens: list[int]) -> None:
         for i, t in enumerate(tokens, start):
@@ -73,22 +73,31 @@ class FakeDevice:
         row[2] = token != EOS and len(row[0]) < row[1]
         return token
 
-    def _out(self, drawn: list[list[int]], fails: bool) -> tuple:
+    def _out(self, drawn: list[list[int]], faults: list[str | None]) -> tuple:
         packed = np.zeros((len(drawn), 1 + 2 * self.width), np.int32)
-        for line, tokens in zip(packed, drawn, strict=True):
+        for line, tokens, fault in zip(packed, drawn, faults, strict=True):
             line[0], line[1 : 1 + len(tokens)] = len(tokens), tokens
-        return (Raises() if fails else packed,)
+            line[1 + self.width :] = np.float32(np.nan if fault == "nan" else 0).view(np.int32)
+        if "read" in faults:
+            self.pages.clear()  # whatever failed may have written anything
+        return (Raises() if "read" in faults else packed,)
+
+    def _compare(self, r: Request, token: int, masks: dict) -> None:
+        """Note a mask that was not made for this token."""
+        if r.id in masks and not masks[r.id][token // 32] >> np.uint32(token % 32) & 1:
+            self.wrong.append((r.id, token))
 
     def extend(self, chunks: list[Chunk], masks: dict) -> tuple:
-        fails, drawn = self._check([c.request for c in chunks]), []
+        faults, drawn = self._check([c.request for c in chunks]), []
         self.calls.append((sum(c.count for c in chunks), 0))
         for c in chunks:
             self._write(c.request, c.start, self.rows[c.request.row][0][c.start : c.start + c.count])
             drawn.append([self._draw(c.request)] if c.last else [])
-        return self._out(drawn, fails), list(range(len(chunks)))
+            self._compare(c.request, *drawn[-1], masks) if c.last else None
+        return self._out(drawn, faults), list(range(len(chunks)))
 
     def decode(self, requests: list[Request], masks: dict, draft: bool) -> tuple:
-        fails, drawn = self._check(requests), []
+        faults, drawn = self._check(requests), []
         self.calls.append((0, len(requests)))
         for r in requests:
             tokens, _, _ = row = self.rows[r.row]
@@ -97,7 +106,8 @@ class FakeDevice:
                 self._write(r, len(tokens) - 1, tokens[-1:])
                 new.append(self._draw(r))
             drawn.append(new)
-        return self._out(drawn, fails), list(range(len(requests)))
+            self._compare(r, *new, masks) if r.id in masks and new else None
+        return self._out(drawn, faults), list(range(len(requests)))
 
 
 def make_core(

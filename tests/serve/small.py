@@ -17,9 +17,9 @@ CFG = llama.Config.from_hf(
 )  # fmt: skip
 
 
-def make_model() -> models.Model:
+def make_model(seed: int = 0) -> models.Model:
     """A llama with listed layers and weights large enough to make some tokens likely."""
-    p = params.unstack(params.init(llama.spec(CFG), jax.random.key(0)))
+    p = params.unstack(params.init(llama.spec(CFG), jax.random.key(seed)))
     return models.Model(llama, CFG, jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, p))
 
 

@@ -18,6 +18,7 @@ from fdel.serve.pages import Pool
 from fdel.serve.request import fit
 from fdel.serve.schedule import QueueFull
 from tests.models import tiny
+from tests.serve import small
 from tests.serve.small import CFG, CONTEXT, EOS, VOCAB, scores
 
 rng = np.random.default_rng(0)
@@ -116,6 +117,24 @@ def test_drafts_save_steps_and_change_nothing(model) -> None:
         assert e.stats()["drafting steps"] > 0
         if s.temperature == 0 and not s.presence_penalty:
             assert e.stats()["steps"] < 0.7 * plain.stats()["steps"]
+
+
+def test_a_draft_model_changes_nothing(model, solo) -> None:
+    """Neither a poor draft model nor the model itself; that one is right always, greedy or sampled, under preemption."""
+    other = small.make_model(seed=1)
+    steps = []
+    for draft, total in ((other, 9), (model, 9), (model, 4)):
+        e = Engine(model, Settings(**SHAPE, drafts=3), draft=draft)
+        e.core.schedule.pool = Pool(total, step.PAGE)
+        got = e.generate(PROMPTS, MIXED)
+        assert tokens(got) == tokens(solo)
+        for g, want in zip(got, solo, strict=True):
+            np.testing.assert_allclose(g.logprobs, want.logprobs, atol=1e-5)
+        assert e.stats()["preempted"] >= (total == 4)
+        steps.append(e.stats()["steps"])
+        e.generate(PROMPTS[1:2], serve.SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True))
+        steps.append(e.stats()["steps"] - steps[-1])
+    assert steps[3] <= 40 / 4 + 4 < steps[1]
 
 
 def test_proposals() -> None:
@@ -286,6 +305,10 @@ def test_limits_are_named(model, pair) -> None:
     assert "cannot be shared" in unsupported(mamba, Settings(cache=True))
     with pytest.raises(ValueError, match="drafts=2, but mamba2 keeps recurrent state"):
         Engine(mamba, Settings(drafts=2))
+    with pytest.raises(ValueError, match="a draft model with drafts=0"):
+        Engine(model, draft=model)
+    with pytest.raises(ValueError, match="the draft model needs attention and the vocabulary of 300 ids; found 128"):
+        Engine(model, Settings(drafts=2), draft=mamba)
     with pytest.raises(ValueError, match="rows=0; expected at least 1"):
         Engine(model, Settings(rows=0))
 
@@ -382,11 +405,13 @@ def test_steps_update_the_cache_in_place(model) -> None:
     """The state is donated and no program keeps a second copy of even one layer's cache."""
     program = step.programs(llama, CFG)
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
-    state, rows = jax.eval_shape(lambda: program.begin(rows=2, length=512 * step.PAGE, pages=1024, dtype=jnp.float32))
+    state, rows = jax.eval_shape(
+        lambda: program.begin(rows=2, length=512 * step.PAGE, pages=1024, dtypes=(jnp.dtype("float32"),))
+    )
     words = jax.ShapeDtypeStruct((2, -(-VOCAB // 32)), jnp.uint32)
     plan = lambda columns: jax.ShapeDtypeStruct((2, columns + 512), jnp.int32)
-    extend = program.extend.lower(shapes(model.params), state, rows, plan(4), words, block=32)
-    decode = program.decode.lower(shapes(model.params), state, rows, plan(2), words, drafts=0)
+    extend = program.extend.lower((shapes(model.params),), state, rows, plan(4), words, block=32)
+    decode = program.decode.lower((shapes(model.params),), state, rows, plan(2), words, drafts=0)
     cache = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     for lowered in (extend, decode):
         memory = lowered.compile().memory_analysis()
@@ -398,7 +423,7 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     """On the device: a stop id or the last token ends a row; it then draws, writes and grows no more."""
     program = step.programs(llama, CFG)
     requests = [serve.SamplingParams(logit_bias={EOS: 100.0}), serve.SamplingParams()]
-    state, rows = program.begin(rows=4, length=256, pages=9, dtype=jnp.dtype("float32"))
+    state, rows = program.begin(rows=4, length=256, pages=9, dtypes=(jnp.dtype("float32"),))
     for i, (prompt, ends, room) in enumerate((([5, 6, 8], [EOS], 9), ([9], [], 3))):
         s = serve.sampling_rows(requests[i : i + 1], [len(prompt)], [ends], [room], vocab=VOCAB)
         padded = np.array(prompt + [0] * (256 - len(prompt)), np.int32)
@@ -406,15 +431,15 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     none = np.iinfo(np.int32).max
     plan = np.array([[0, 0, 3, 1, 0] + [none] * 3, [1, 0, 1, 1, 1] + [none] * 3], np.int32)
     masks = jnp.zeros((2, -(-VOCAB // 32)), jnp.uint32)
-    state, rows, out = program.extend(model.params, state, rows, plan, masks, block=32)
+    state, rows, out = program.extend((model.params,), state, rows, plan, masks, block=32)
     plan, masks = np.concatenate([plan[:, :1], plan[:, 3:]], 1), jnp.zeros((4, masks.shape[1]), jnp.uint32)
     plan = np.concatenate([plan, np.array([[4, 0] + [none] * 4] * 2, np.int32)])
     plan[:, 1] = 0
     seen = []
     for _ in range(4):
-        pages = np.array(state.k[:, :2])
+        pages = np.array(state[0].k[:, :2])
         seen.append((rows.running[:2].tolist(), rows.length[:2].tolist(), out.drawn[:2, 0].tolist(), pages))
-        state, rows, out = program.decode(model.params, state, rows, plan, masks, drafts=0)
+        state, rows, out = program.decode((model.params,), state, rows, plan, masks, drafts=0)
     assert [x[0] for x in seen] == [[False, True], [False, True], [False, False], [False, False]]
     assert [x[1] for x in seen] == [[4, 2], [4, 3], [4, 4], [4, 4]]
     assert [x[2] for x in seen] == [[1, 1], [0, 1], [0, 1], [0, 0]]
@@ -430,6 +455,7 @@ def test_on_a_mesh(model, solo) -> None:
     e = engine(sharded)
     got = e.generate(PROMPTS, MIXED)
     assert tokens(got) == tokens(solo)
-    assert e.core.device.state.k.sharding.spec[2] == "tp" and isinstance(e.core.device.state, ops.Pages)
+    (state,) = e.core.device.state
+    assert state.k.sharding.spec[2] == "tp" and isinstance(state, ops.Pages)
     for prompt, g in zip(PROMPTS, got, strict=True):
         np.testing.assert_allclose(g.logprobs, scores(model, prompt, g.tokens), atol=1e-5)

@@ -33,7 +33,7 @@ class Serving(RuleBasedStateMachine):
             self.told[job.request.id].append(delta)
 
     @rule(prompt=st.sampled_from(PROMPTS), room=st.integers(1, 14), priority=st.sampled_from([0, 0, 1]),
-          key=st.sampled_from("ab"), fault=st.sampled_from([None] * 8 + ["raise", "lose", "read"]))  # fmt: skip
+          key=st.sampled_from("ab"), fault=st.sampled_from([None] * 8 + ["raise", "lose", "read", "nan"]))  # fmt: skip
     def add(self, prompt, room, priority, key, fault) -> None:
         id = len(self.jobs)
         leader = self.jobs[id - 1].request if id % 5 == 4 else None
@@ -93,7 +93,7 @@ class Serving(RuleBasedStateMachine):
             if ends and ends[0] in ("stop", "length"):
                 assert tokens == own
             if ends == ["error"]:
-                assert job.reply.error.startswith("RuntimeError") and hasattr(job, "poisoned")
+                assert job.reply.error.startswith(("RuntimeError", "logits")) and hasattr(job, "poisoned")
 
     def teardown(self) -> None:
         self.tell(run(self.core))
@@ -267,7 +267,14 @@ def test_masks_are_asked_and_told_in_order() -> None:
     reasons = [(j.reply.tokens, j.reply.finish_reason) for j in jobs]
     assert reasons[:3] == [(own[:4], "stop"), (own[:2], "error"), (own[:3], "stop")]
     assert reasons[3][0] == own and jobs[1].reply.error == "ValueError: the grammar failed"
-    assert [s.taken for s in sources] == [own[:4], own[:2], own[:3]]
+    assert [s.taken for s in sources] == [own[:4], own[:2], own[:3]] and not core.device.wrong
+
+
+def test_what_is_not_finite_is_not_shared() -> None:
+    core = make_core(pages=40, rows=2, budget=30, poison=lambda t: "nan")
+    core.add(make_job(0, list(range(1, 14)), 3))
+    ((job, delta),) = run(core)
+    assert delta.finish_reason == "error" and job.reply.tokens == [] and not core.schedule.pool.cached
 
 
 def test_the_fake_model_notices_a_wrong_page() -> None:
