@@ -20,6 +20,7 @@ def test_the_table_names_every_family_and_no_other():
     assert rows == [[name, models.family(name).MODEL_TYPE] for name in models.families()]
 
 
+@pytest.mark.slow
 def test_the_tour_runs(tmp_path):
     code, engine = (
         README.split(f"<!-- {mark} -->")[1].split("```python\n")[1].split("```")[0] for mark in ("tour", "engine")

@@ -58,6 +58,7 @@ def run_plan(directory, *args):
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.slow
 def test_plan_for_devices_that_nobody_has(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     args = "--devices 32 --mesh dp=2,fsdp=4,tp=4 --rows 32 --length 64 --microbatches 2 --dtype float32".split()
@@ -73,6 +74,7 @@ def test_plan_for_devices_that_nobody_has(tmp_path):
     assert calls == "1" and share <= float(sent) <= 1.2 * share
 
 
+@pytest.mark.slow
 def test_plan_says_what_does_not_fit_and_what_is_wrong(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     base = ["--devices", "4", "--rows", "8", "--length", "64"]

@@ -141,6 +141,7 @@ def test_the_guides_server_means_what_it_says():
     assert serving.faults(found.set("quantization.kv_cache.quantization_method", "8bit"), action)
 
 
+@pytest.mark.slow
 def test_a_recipe_serves_what_it_names(checkpoint, monkeypatch):
     served = []
     monkeypatch.setattr(launch, "listen", lambda found, options: served.append((found, options)))
@@ -424,6 +425,7 @@ def test_the_command_line_prints_checks_and_writes(tmp_path, capsys):
     assert read.load(out) == wanted
 
 
+@pytest.mark.slow
 def test_python_m_fdel_takes_a_run_file(tmp_path):
     file = tmp_path / "r.yaml"
     made().to_yaml(file)

@@ -7,11 +7,11 @@ from typing import Any
 from aiohttp import web
 
 from fdel.serve import grammar, openai
+from fdel.serve.frames import FAILED, PING, Frames, stream
 from fdel.serve.openai import APIError, body, responses
 from fdel.serve.runs import Run
 from fdel.serve.served import Prompt, Reader, Served
 from fdel.serve.state import Call
-from fdel.serve.stream import FAILED, PING, Frames, stream
 
 # ---- chat completions ----------------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from aiohttp import web
 from fdel import text
 from fdel.serve import grammar, openai
 from fdel.serve.chat import matcher_of
+from fdel.serve.frames import PING, Frames, stream
 from fdel.serve.openai import APIError, body
 from fdel.serve.reply import Delta, Score
 from fdel.serve.runs import Run
 from fdel.serve.served import Served
 from fdel.serve.state import Call
-from fdel.serve.stream import PING, Frames, stream
 
 # ---- completions ---------------------------------------------------------------------------------------------------
 

@@ -109,8 +109,10 @@ class Core:
         before, self.flights = self.flights, []
         fault = self._launch(plan, told)
         landed = self._land(before, told)
-        if fault and landed:
-            self._recover(*fault, told)
+        if fault and landed:  # the call that raised may have got what an earlier one spoilt: read that first
+            flights, self.flights = self.flights, []
+            if self._land(flights, told):
+                self._recover(*fault, told)
         self.counts["steps"] += 1
         return told if self.overlap else told + self.settle()
 
@@ -199,7 +201,7 @@ class Core:
             try:
                 drawn = self._read(flight)
             except FAULTS as e:
-                self._recover(e, [r for r, _, _ in flight.places], told, lost=True)
+                self._recover(e, [r for r, _, _ in flight.places], told)
                 return False
             for r, at, end in flight.places:
                 most = 0 if at is None else self.schedule.width if end is None else 1
@@ -264,13 +266,15 @@ class Core:
 
     # ---- faults ----
 
-    def _recover(self, error: Exception, requests: list[Request], told: Told, *, lost: bool = False) -> None:
-        """Compute everybody's state again, but find out on whose account the step raised, and end that request."""
+    def _recover(self, error: Exception, requests: list[Request], told: Told) -> None:
+        """Begin with an empty cache, but find out on whose account the step raised, and end that request.
+
+        A failed call has taken what was donated to it, or written nobody knows what: nothing on the device is kept.
+        """
         self.flights = []
         self.counts["faults"] += 1
-        if lost or self.device.lost():
-            self.device.reset()
-            self.schedule.pool.forget()
+        self.device.reset()
+        self.schedule.pool.forget()
         self.schedule.recall([job.request for job in self.jobs.values()])
         guilty = self.schedule.accuse(requests)
         if guilty is not None:

@@ -79,10 +79,6 @@ class Device:
         dtypes = tuple(compute_dtype(w) for w in (self.weights[""], *self.small))
         self.state, self.held = self.programs.begin(**options, dtypes=dtypes)
 
-    def lost(self) -> bool:
-        """Tell whether a step that raised took the cache or the rows with it: they had been donated to it."""
-        return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.held)))
-
     def admit(self, r: Request, sampling: Sampling) -> None:
         """Give a request its row."""
         self.table[r.row], self.known[r.row] = NOWHERE, 0

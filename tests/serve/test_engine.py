@@ -163,6 +163,7 @@ def test_logprobs_equal_the_trainers(model) -> None:
         assert right.tolist() == (stats.top1[0, : len(prompt) - 1] == 1).tolist()
 
 
+@pytest.mark.slow
 def test_embed(model) -> None:
     e, prompt = engine(model), PROMPTS[0]
     x = llama.hidden(model.params, jnp.array([prompt]), CFG)[0][0]
@@ -447,6 +448,7 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     assert (seen[2][3] == seen[3][3]).all() and rows.tokens[0, :5].tolist() == [5, 6, 8, EOS, 0]
 
 
+@pytest.mark.slow
 def test_on_a_mesh(model, solo) -> None:
     """With weights over tp=2 x dp=4 devices: the same tokens, and a cache that is sharded too."""
     mesh = params.make_mesh({"tp": 2, "dp": 4})

@@ -30,6 +30,7 @@ def test_equals_naive(pair) -> None:
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_equals_transformers(pair) -> None:
     import torch
 
@@ -47,6 +48,7 @@ def test_greedy_equals_transformers(pair) -> None:
 # ---- sampled -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_company(model) -> None:
     """Greedy, sampled and penalised requests of mixed lengths: one at a time they give what they give in a batch of 6."""
     requests = [
@@ -175,6 +177,7 @@ def compiled(caplog, f) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_first_call(model, caplog) -> None:
     """Other prompts of the same bucket and every sampling option run the programs that a greedy call has made."""
 
@@ -188,6 +191,7 @@ def test_nothing_compiles_after_the_first_call(model, caplog) -> None:
     assert not compiled(caplog, lambda: run(2, logprobs=20, logit_bias={3: 1.0}, allowed_tokens=[3, 4, 5], **options))
 
 
+@pytest.mark.slow
 def test_bfloat16_and_stacked_layers(model) -> None:
     """Stacked layers are accepted; keys and values are kept in the activations' dtype."""
     stacked = params.restack(model.params, llama.spec(CFG))
@@ -271,6 +275,7 @@ def test_beam_search_equals_transformers(pair, options: dict, ends) -> None:
     np.testing.assert_allclose([b.score for b in got], want.sequences_scores.numpy(), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_beam_scores_equal_a_full_forward(pair, name: str) -> None:
     """Beams keep their own cache, pages and recurrent slots alike, while they are reordered."""

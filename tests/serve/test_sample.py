@@ -175,6 +175,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_a_row_does_not_depend_on_its_company(rows: int) -> None:
     """Each request alone, among empty rows, gives bitwise the token it gives among all others."""

@@ -33,7 +33,7 @@ class Serving(RuleBasedStateMachine):
             self.told[job.request.id].append(delta)
 
     @rule(prompt=st.sampled_from(PROMPTS), room=st.integers(1, 14), priority=st.sampled_from([0, 0, 1]),
-          key=st.sampled_from("ab"), fault=st.sampled_from([None] * 8 + ["raise", "lose", "read", "nan"]))  # fmt: skip
+          key=st.sampled_from("ab"), fault=st.sampled_from([None] * 8 + ["raise", "read", "nan"]))  # fmt: skip
     def add(self, prompt, room, priority, key, fault) -> None:
         id = len(self.jobs)
         leader = self.jobs[id - 1].request if id % 5 == 4 else None
@@ -202,7 +202,7 @@ def test_limits_are_named() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("how", ["raise", "lose", "read"])
+@pytest.mark.parametrize("how", ["raise", "read"])
 def test_the_guilty_request_fails_alone(how: str, overlap: bool) -> None:
     bad = [9, 9, 9, 9, 9]
     poison = lambda t: how if t[:5] == bad and len(t) == 8 else None

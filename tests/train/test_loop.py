@@ -315,6 +315,7 @@ def curve(*values):
     return lambda state: {"eval_loss": values[int(state.step) // 2 - 1]}
 
 
+@pytest.mark.slow
 def test_training_stops_early_and_stays_stopped(step, start, tmp_path):
     chosen = loop(tmp_path, eval_every=2, patience=2, save_every=3)
     evaluate = curve(3.0, 2.0, 2.5, 1.0, 1.0, float("nan"))
