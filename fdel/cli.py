@@ -148,7 +148,7 @@ def serve(args: argparse.Namespace) -> int:
     from fdel.serve import engine, launch
 
     sizes = {name: getattr(args, name) for name in ("rows", "pages", "max_length", "budget", "queue", "drafts")}
-    names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "insecure", "grace")
+    names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace")
     given = {name: getattr(args, name) for name in names}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     launch.main(args.models, launch.Options(**given, adapters=adapters, settings=engine.Settings(**sizes)))

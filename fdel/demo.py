@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,7 @@ def ask(out: Path, prompt: str, max_tokens: int, stay: bool) -> None:
         address = next((found[0] for line in said if (found := re.search(r"http://\S+", line))), None)
         if address is None:
             raise OSError(f"the server ended with exit code {server.wait()}; run it alone: {' '.join(command)}")
+        threading.Thread(target=lambda: [*said], daemon=True).start()  # a full pipe would stop the server
         client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
         options: Any = {"max_tokens": max_tokens, "temperature": 0.7, "seed": 0, "extra_body": {"ignore_eos": True}}
         answer = client.completions.create(model=out.resolve().name, prompt=prompt, **options)

@@ -71,6 +71,7 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
         "--name", dest="names", action="append", default=[], help="a model's name (default: its directory's)"
     )
     p.add_argument("--api-key-file", dest="key_file", type=Path, help="keys that may ask; see `fdel keys`")
+    p.add_argument("--audit-log", dest="audit", type=Path, help="append a line of JSON for every call to this file")
     p.add_argument("--insecure", action="store_true", help="listen beyond this machine without keys")
     p.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=DIR", help="a PEFT adapter of the first model"

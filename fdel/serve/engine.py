@@ -211,7 +211,7 @@ class Engine:
     ) -> AsyncIterator[Delta]:
         """Continue one prompt (n = 1) and yield what each step adds, or several together if the reader is slow.
 
-        Leaving the loop aborts the request.
+        Leaving the loop aborts the request. The first stream of an engine waits for `start`, which compiles.
         """
         self.start()
         box = Mailbox(asyncio.get_running_loop())

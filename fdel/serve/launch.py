@@ -26,8 +26,9 @@ class Options:
     names: one for each directory; by default the directories' own. adapters: PEFT directories by the names under which
     the first model answers with them. dtype None: the checkpoint's. quantize: "int8", "fp8" or "nf4" for the matrices in
     the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
-    the chat template. grace: seconds for answers under way when the server is told to end. memory: the share of a device's
-    memory that weights and cache may take, where the device tells its size and `settings.pages` is None.
+    the chat template. audit: a file to which every call is appended, without texts and secrets. grace: seconds for
+    answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
+    take, where the device tells its size and `settings.pages` is None.
     """
 
     host: str = "127.0.0.1"
@@ -38,6 +39,7 @@ class Options:
     quantize: str | None = None
     tool_parser: str | None = None
     key_file: Path | None = None
+    audit: Path | None = None
     insecure: bool = False
     grace: float = 30.0
     memory: float = 0.85
@@ -96,6 +98,9 @@ def served(
 def listen(found: Sequence[Served], options: Options) -> None:
     """Compile, then answer requests until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    http.audit.propagate = False
+    if options.audit is not None:
+        http.audit.addHandler(logging.FileHandler(options.audit))
     for s in found:
         s.engine.start()
     named = {s.name: s for s in found}

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import re
 import threading
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from fdel import models, ops, params, serve, train
 from fdel.models import llama
-from fdel.serve import step
+from fdel.serve import grammar, step
 from fdel.serve.engine import Engine, Settings, unsupported
 from fdel.serve.pages import Pool
 from fdel.serve.request import fit
@@ -184,6 +185,25 @@ def test_samples_of_one_prompt(model) -> None:
     best = e.generate(PROMPTS[1:2], dataclasses.replace(s, n=2, best_of=3))
     order = sorted(got[3:], key=lambda g: -sum(g.logprobs))
     assert tokens(best) == tokens(order[:2])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_grammars(model, solo, tokenizer, overlap: bool) -> None:
+    """Rows with a grammar keep to it, sampled or greedy, drafts or not; rows beside them answer as alone."""
+    pytest.importorskip("llguidance", reason="needs the serve extra")
+    vocabulary = grammar.Vocabulary(tokenizer, VOCAB)
+    matchers = [
+        grammar.compile(vocabulary, s) for s in (grammar.Spec("regex", "[a-f]{5}x"), grammar.choice(["stop", "st"]))
+    ]
+    e = Engine(model, Settings(**SHAPE, overlap=overlap, drafts=3), tokenizer=tokenizer, eos=(EOS,))
+    hot = serve.SamplingParams(max_tokens=30, temperature=2.0, seed=5)
+    jobs = [e.submit(PROMPTS[1], hot, mask=matchers[0].copy()), e.submit(PROMPTS[0], MIXED[0])]
+    jobs += [e.submit(PROMPTS[3], hot, mask=matchers[1].copy()), e.submit(PROMPTS[2], hot, mask=matchers[0].copy())]
+    e.loop.wait(lambda: all(j.reply.finish_reason for j in jobs))
+    found = [j.reply.generation() for j in jobs]
+    assert re.fullmatch("[a-f]{5}x", found[0].text) and re.fullmatch("[a-f]{5}x", found[3].text)
+    assert found[2].text in ("stop", "st") and {found[i].finish_reason for i in (0, 2, 3)} == {"stop"}
+    assert found[1].tokens == solo[0].tokens and found[0].text != found[3].text
 
 
 def test_truncation() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from fdel import serve, text
-from fdel.serve import auth, grammar, http as server_http, metrics
+from fdel.serve import auth, grammar, metrics
+from fdel.serve import http as server_http
 from fdel.serve.engine import Engine, Settings
 from fdel.serve.openai.schema import SCHEMAS
 from fdel.serve.served import Served
@@ -171,8 +172,8 @@ def test_best_of_returns_the_likeliest(client):
 
 
 def test_structured_output(client):
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}, "required": ["a", "b"],
-              "additionalProperties": False}  # fmt: skip
+    properties = {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "ab", "schema": schema}}
     for seed in range(3):
         said = client.chat.completions.create(
@@ -287,7 +288,7 @@ WRONG = {
     "template": (CHAT | {"chat_template": "{{ 1 }}"}, 400),
     "shadowed": (CHAT | {"chat_template_kwargs": {"tokenize": False}}, 400),
     "regex": (CHAT | {"guided_regex": "(("}, 400),
-    "schema": (CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}}, 400),
+    "schema": (CHAT | {"guided_json": {"type": "x"}}, 400),
     "media": (CHAT | {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]}, 400),
     "NaN": ('{"model": "small", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),

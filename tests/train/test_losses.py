@@ -59,7 +59,7 @@ def value_and_grads(loss, params, *args):
 
 # A family whose parameters are its hidden states, so that gradients in them can be compared.
 given_states = SimpleNamespace(
-    hidden=lambda params, tokens, cfg, packed, state=None: (params["hidden"], state),
+    hidden=lambda params, tokens, cfg, packed: (params["hidden"], None),
     head=lambda params, cfg: ops.Head(params["head"]),
 )
 

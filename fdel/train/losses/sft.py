@@ -70,8 +70,8 @@ def sft(
 
     def next_token(params: Any, batch: Batch) -> tuple[Array, Sums]:
         tokens, packed, labels = rows(batch)
-        load = ops.router_load(cfg.experts) if router_aux_loss_coef else None
-        x, load = family.hidden(params, tokens, cfg, packed, load, **options)
+        watched = (ops.router_load(cfg.experts),) if router_aux_loss_coef else ()
+        x, load = family.hidden(params, tokens, cfg, packed, *watched, **options)
         weights = (labels >= 0).astype(jnp.float32)
         total, sums = token_sum(loss, x, family.head(params, cfg), labels, weights, chunk=chunk)
         if not router_aux_loss_coef:
