@@ -28,7 +28,8 @@ class Options:
     the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
     the chat template. audit: a file to which every call is appended, without texts and secrets. grace: seconds for
     answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
-    take, where the device tells its size and `settings.pages` is None.
+    take, where the device tells its size and `settings.pages` is None. programs: where compiled programs are kept for the
+    next start; None: nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +44,7 @@ class Options:
     insecure: bool = False
     grace: float = 30.0
     memory: float = 0.85
+    programs: Path | None = Path.home() / ".cache" / "fdel"
     settings: Settings = Settings()
 
 
@@ -101,6 +103,12 @@ def listen(found: Sequence[Served], options: Options) -> None:
     http.audit.propagate = False
     if options.audit is not None:
         http.audit.addHandler(logging.FileHandler(options.audit))
+    if options.programs is not None:
+        options.programs.mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )  # what lies there is run: it is the user's alone
+        jax.config.update("jax_compilation_cache_dir", str(options.programs))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     for s in found:
         s.engine.start()
     named = {s.name: s for s in found}

@@ -1,6 +1,7 @@
 """Run the outputs of one request in an engine, from asyncio: all prompts times n, as they come."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from fdel.serve.request import SamplingParams
 from fdel.serve.schedule import QueueFull
 from fdel.serve.served import Served
 
+log = logging.getLogger(__name__)
 BUSY = {"Retry-After": "1"}
 
 
@@ -110,6 +112,9 @@ class Run:
                     if delta.finish_reason:
                         live.discard(i)
                     if delta.finish_reason in ("error", "abort"):
+                        log.warning(
+                            "%s: an output ended with %s: %s", self.served.name, delta.finish_reason, delta.error
+                        )
                         raise failed(delta)
                     yield i, delta
         finally:
