@@ -35,6 +35,7 @@ TRAIN: Rules = MappingProxyType(
         "inner": "tp",  # channels of a recurrent mixer
         "state": None,
         "kernel": None,
+        "labels": None,  # of a reward model's head
         "groups": None,
         "channels": None,
         "pages": None,

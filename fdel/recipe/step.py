@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,6 @@ from fdel.train import parallel
 from fdel.train.evaluation import evaluator
 from fdel.train.metrics import Row, reporting
 from fdel.train.steps import Metrics, Step
-
-RULES = MappingProxyType({**params.TRAIN, "labels": None})  # a reward model's head is whole everywhere
 
 
 class Training(NamedTuple):
@@ -50,7 +47,7 @@ def build_step(recipe: Recipe, model: models.Model, steps: int, mesh: jax.shardi
     def fresh(trained: Any, reference: Any) -> train.TrainState:
         return train.init_state(trained, optimizer, **_extras(recipe, trained, reference))
 
-    at = parallel.state_shardings(jax.eval_shape(fresh, trained, reference), params.shardings(spec, mesh, RULES))
+    at = parallel.state_shardings(jax.eval_shape(fresh, trained, reference), params.shardings(spec, mesh))
     found = objective.build(
         t, model, teacher=teacher, adapted=adapted, own_reference=recipe.reference_model is not None,
         cast=_cast(recipe, spec), lay=lambda g: parallel.constrain(g, at.params),
