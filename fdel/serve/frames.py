@@ -18,6 +18,7 @@ PING = 15.0  # seconds of silence before a comment is sent
 STUCK = 60.0  # seconds that a reader may leave a write waiting
 
 
+LATE = APIError("this request took too long", status=408, code="timeout")
 FAILED = APIError("the server failed", status=500, type="server_error", code="internal")
 
 
@@ -26,13 +27,19 @@ async def stream(call: Call, frames: Frames, on_error: bytes = body.sse(body.err
     response = web.StreamResponse(headers={**body.EVENT_STREAM, "x-request-id": call.id})
     try:
         await response.prepare(call.request)
+        call.clock.reschedule(None)  # from here on a second answer, such as its 408, would land inside of this one
         try:
-            async for frame in frames:
-                await asyncio.wait_for(response.write(frame), STUCK)
+            async with asyncio.timeout(call.server.timeout) as clock:
+                async for frame in frames:
+                    async with asyncio.timeout(STUCK):  # `wait_for` may swallow a cancellation before Python 3.12
+                        await response.write(frame)
         except APIError as e:
             await response.write(body.sse(body.error(e)))
         except (TimeoutError, ConnectionError):
-            log.info("%s: the reader is gone or stuck", call.id)
+            if clock.expired():
+                await response.write(body.sse(body.error(LATE)))
+            else:
+                log.info("%s: the reader is gone or stuck", call.id)
         except FAULTS:
             log.exception("%s: a stream failed", call.id)
             await response.write(on_error)

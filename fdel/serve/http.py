@@ -17,6 +17,7 @@ from aiohttp import web
 
 from fdel.serve import about, auth, chat, completions, openai, openapi
 from fdel.serve.core import FAULTS
+from fdel.serve.frames import LATE
 from fdel.serve.openai import APIError, body
 from fdel.serve.state import Call, Server
 
@@ -101,7 +102,7 @@ async def _answer(call: Call, handler: Any) -> web.StreamResponse:
             return await handler(call.request)  # raises 404 or 405
         if call.request.method == "POST":
             call.body = await _read(call.request)
-        async with asyncio.timeout(call.server.timeout):
+        async with asyncio.timeout(call.server.timeout) as call.clock:
             return await handler(call)
     except APIError as e:
         return _refusal(call, e)
@@ -109,7 +110,7 @@ async def _answer(call: Call, handler: Any) -> web.StreamResponse:
         code = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}.get(e.status, "bad_request")
         return _refusal(call, APIError(e.reason, status=e.status, code=code, headers=_allow(e)))
     except TimeoutError:
-        return _refusal(call, APIError("this request took too long", status=408, code="timeout"))
+        return _refusal(call, LATE)
     except FAULTS:
         log.exception("%s failed", call.id)
         never = {"x-should-retry": "false"}

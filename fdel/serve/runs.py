@@ -96,7 +96,8 @@ class Run:
         try:
             while live:
                 try:
-                    await asyncio.wait_for(self.ready.wait(), every)
+                    async with asyncio.timeout(every):  # `wait_for` may swallow a cancellation before Python 3.12
+                        await self.ready.wait()
                 except TimeoutError:
                     yield None
                     continue

@@ -49,6 +49,7 @@ class Call:
     id: str
     key: auth.Key | None
     body: dict[str, Any] = field(default_factory=dict)
+    clock: Any = None  # the asyncio.Timeout of the whole call
     on_end: list[Callable[[], None]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # for the audit log
 

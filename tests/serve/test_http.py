@@ -359,6 +359,21 @@ def test_who_hangs_up_is_forgotten(running, stream):
     assert running.served.engine.stats()["abort"] > before
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_takes_too_long_is_ended(running, stream, monkeypatch):
+    """With a status, or in a stream with an error event and no [DONE]; nothing goes on in the engine."""
+    monkeypatch.setattr(running.state, "timeout", 0.05)
+    long = CHAT | {"max_tokens": 150, "ignore_eos": True, "stream": stream, "n": 4}
+    status, said, _ = call(running, "POST", "/v1/chat/completions", long)
+    if stream:
+        *_, last = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+        assert status == 200 and last["error"]["code"] == "timeout" and "[DONE]" not in said
+        assert said.count("HTTP/1.1") == 0
+    else:
+        assert status == 408 and said["error"]["code"] == "timeout"
+    wait_for(lambda: at_rest(running))
+
+
 def test_answers_do_not_depend_on_company(running, client):
     alone = client.chat.completions.create(**CHAT).choices[0].message.content
     answers = [None] * 8
