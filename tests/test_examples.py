@@ -80,6 +80,7 @@ def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "sft" else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES])
 def test_the_example_learns(name, tiny, taught, tmp_path):
     start = taught / "model" if "lora" in name else tiny

@@ -240,6 +240,7 @@ def findings(check: Callable, name: str, source: str) -> list[str]:
 # ---- the checks hold, and find what they should --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_house(check: Callable) -> None:
     files = sorted((ROOT / "fdel").rglob("*.py"))
@@ -348,6 +349,7 @@ def python(code: str, **env: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     """`import fdel`, with the parts that every model needs, adds at most 0.3 s to `import jax` (best of three)."""
     code = """
@@ -359,6 +361,7 @@ print(time.perf_counter() - start)
     assert min(float(python(code)) for _ in range(3)) < 0.3
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend() -> None:
     """Any use of a device fails under a platform that does not exist; the last lines prove that it would."""
     code = """

@@ -299,6 +299,7 @@ def test_lora_targets_are_the_modules_of_that_name():
         recipe.build.lora_targets(trainer.Lora(target_modules="q_prj"), llama.spec(CFG))
 
 
+@pytest.mark.slow
 def test_models_are_loaded_quantized_and_adapted(checkpoint):
     wanted = recipe.from_dict(QLORA).set("model.name_or_path", str(checkpoint)).set("sharding.axis_dims", [1] * 5)
     w = recipe.build_model(wanted).params["layers"]["q"]
@@ -376,6 +377,7 @@ def test_microbatches_change_no_loss(settings):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * scale), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpo", "simpo", "bco", "gkd", "dpo"])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_each_objective_takes_what_follows_the_batch(kind, adapted):

@@ -34,6 +34,7 @@ def test_every_family_is_here():
     assert {n.split(":")[0] for n in NAMES} == set(models.families())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_torch(case, name):
     assert suite.logits_error(case(name)) < 2e-5
@@ -43,6 +44,7 @@ def test_logits_equal_torch(case, name):
 SERVED = [n for n in NAMES if n not in ("llama:dynamic", "llama:longrope")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in SERVED])
 @pytest.mark.parametrize("first,block", [(7, 4), slow(20, 8), slow(1, 1)])
 def test_chunked_prefill_and_decode_equal_full_forward(case, name, first, block):
@@ -55,6 +57,7 @@ def test_packed_segments_equal_separate_calls(case, name):
     assert suite.packing_error(case(name)) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in PLAIN])
 def test_no_gradient_from_the_future(case, name):
     future, past = suite.future_gradient(case(name))

@@ -259,6 +259,7 @@ def test_wrong_axes(subscripts: str, message: str) -> None:
         einsum(subscripts, jnp.zeros((2, 3, 24)), jnp.zeros((4, 6, 24)))
 
 
+@pytest.mark.slow
 def test_embed() -> None:
     """Rows of the dense table, which `dense` gives whole; ids outside of it give NaN, never another row."""
     tables = {kind: weight(CASES["head, long"], kind) for kind in KINDS}

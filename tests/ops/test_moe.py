@@ -258,6 +258,7 @@ def adapted(p, rank=3):
     return {k: LowRank(w, factor(E, rank, w.shape[2]), factor(E, w.shape[1], rank), scale) for k, w in p.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form,rank", [("int8", 0), ("fp8", 0), ("nf4", 3)])
 def test_quantized_and_low_rank_experts_equal_their_dense_arrays(form, rank):
     p = params.quantize({"experts": weights()}, form, r"experts", spec=SPEC)["experts"]

@@ -63,6 +63,7 @@ def test_definition(t, chunk):
     assert_close(chunked(no_skip, chunk), recurrence(**no_skip, d=np.zeros(N)), 1e-5)
 
 
+@pytest.mark.slow
 def test_gradient():
     """Gradients, those of a and d too, equal those of the plain recurrence, token by token."""
     probe = np.random.default_rng(0).normal(size=draw(90)["x"].shape).astype(np.float32)

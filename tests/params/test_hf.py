@@ -731,6 +731,7 @@ spec = {"embed": Param("vocab embed", (8192, 1024), w, "e"), "layers": layers(la
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory counters")
 @pytest.mark.parametrize("way", ["plain", "sharded"])
 def test_peak_memory(way: str, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ error(P.resolve, "org/new", revision="v9")
     assert "org/gone is neither a local directory nor complete in the Hub cache, and the Hub is out of reach" in gone[1]
 
 
+@pytest.mark.slow
 def test_a_cache_made_by_hand_and_no_network(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub", reason="needs the hub extra")
     repo = tmp_path / "hub" / "models--org--hand"

@@ -95,6 +95,7 @@ def test_merge(listed: bool) -> None:
     np.testing.assert_allclose(merged["embed"], w.base + 2 * np.asarray(w.b, np.float64) @ w.a, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["", "int8", "nf4"])
 def test_training_reaches_adapters_only(format: str) -> None:
     """QLoRA: gradients have the structure of the trainable half, and descent moves the adapted weight to a target."""

@@ -58,6 +58,7 @@ FAST = ("llama", "mamba2")
 FAMILIES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in tiny.TINY if ":" not in n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_equals_naive(pair, name: str) -> None:
     """Chunks of 1, 7 and 64 tokens; too few pages, so that one request is preempted; and pages found in the cache."""
@@ -88,6 +89,7 @@ OTHERWISE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OTHERWISE, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain")
 def test_answers_do_not_depend_on_company(model, solo, options: dict) -> None:
     """Greedy, sampled and penalised requests: in one batch, in any order, they answer what each answers alone."""
@@ -102,6 +104,7 @@ def test_answers_do_not_depend_on_company(model, solo, options: dict) -> None:
     assert e.stats()["found"] == (128 + 64 if options in ({}, dict(overlap=False)) else e.stats()["found"])
 
 
+@pytest.mark.slow
 def test_drafts_save_steps_and_change_nothing(model) -> None:
     """On repetitive text most drafts are right; a repeating prompt's sampled continuation is the same, too."""
     loop = [9, 10, 11, 12, 13] * 8
@@ -120,6 +123,7 @@ def test_drafts_save_steps_and_change_nothing(model) -> None:
             assert e.stats()["steps"] < 0.7 * plain.stats()["steps"]
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_nothing(model, solo) -> None:
     """Neither a poor draft model nor the model itself; that one is right always, greedy or sampled, under preemption."""
     other = small.make_model(seed=1)
@@ -225,6 +229,7 @@ def test_a_cut_prompt_is_answered(model) -> None:
 # ---- several models in one ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapters(model) -> None:
     """Requests for adapters and for the base run together; each answers as its own weights do."""
     spec = params.unstack(llama.spec(CFG))
@@ -440,6 +445,7 @@ def test_steps_update_the_cache_in_place(model) -> None:
         assert memory.temp_size_in_bytes < cache / CFG.layers
 
 
+@pytest.mark.slow
 def test_a_stopped_row_stays_as_it_is(model) -> None:
     """On the device: a stop id or the last token ends a row; it then draws, writes and grows no more."""
     program = step.programs(llama, CFG)

@@ -114,6 +114,7 @@ def test_config_names_eos(model) -> None:
     assert serve.generate(model, PROMPTS[:1], eos=[EOS + 1], **bias)[0].tokens == [EOS] * 3
 
 
+@pytest.mark.slow
 def test_context_limit(model) -> None:
     """Output ends where the model's context does, or at max_length."""
     long = PROMPTS[4] * 3
@@ -256,6 +257,7 @@ BEAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", BEAMS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("ends", [(3,), range(5, 25)], ids=["rare", "frequent"])
 def test_beam_search_equals_transformers(pair, options: dict, ends) -> None:

@@ -247,6 +247,7 @@ TABLE = {"text": "completion", "embed": "embeddings", "respond": "response"}
 KEYS = ["type", "role", "content", "function", "name", "schema", "json_schema", "tools", "mode", "parameters", "1"]
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.data())
 def test_no_value_breaks_the_parser(data: st.DataObject) -> None:
@@ -279,6 +280,7 @@ def test_every_parameter_of_the_protocol_is_known() -> None:
     assert known(response_params.ResponseCreateParamsStreaming) <= listed("response")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PARSE)
 def test_schemas_of_requests(kind: str) -> None:
     """What is taken is valid by the published schema; most of what is refused is not."""
@@ -621,6 +623,7 @@ DELTAS = [Delta("reasoning", "h"), Delta("reasoning", "m"), Delta("content", "a"
           Delta("call", "now", 1, "call_2"), Delta("arguments", "{}", 1)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_response_events(reason: str) -> None:
     """Each event is one of the official types; put together by them, they are the body of the last event."""

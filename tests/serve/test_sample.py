@@ -123,6 +123,7 @@ def test_bad_words_equal_transformers() -> None:
         assert np.isneginf(want).sum() >= 3
 
 
+@pytest.mark.slow
 def test_truncate_at_the_edges() -> None:
     """Ties with the last token kept stay; top_p 1 keeps all, however small; a tiny top_p keeps the best."""
     x = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2], [0.5, 0.3, 0.2, 0.0], [1 - 3e-9, 1e-9, 1e-9, 1e-9]]))

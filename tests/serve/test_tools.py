@@ -122,6 +122,7 @@ arguments = st.fixed_dictionaries({"city": cities, "days": st.integers()}, optio
 all_calls = st.lists(st.tuples(st.just("weather"), arguments) | st.just(("now", {})), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(calls=all_calls, seed=st.integers(0, 2**32))
@@ -318,6 +319,7 @@ def hostile(name: str) -> list[str]:
     return [u for u in HOSTILE if any(m in u for m in marks)] + ["\n", " <", "\\"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_work_is_linear(name: str) -> None:
     for unit in hostile(name):

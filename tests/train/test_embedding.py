@@ -65,6 +65,7 @@ def test_loss_is_sentence_transformers(name: str) -> None:
     close(value_and_grad(LOSSES[name], fixture()["embeddings"][:, : want[1].shape[1]]), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_absent_negatives() -> None:
     """A row may have fewer hard negatives: the float64 formula over the documents that are there, 1e-5."""
     x = fixture()["embeddings"].astype(np.float64)
@@ -181,6 +182,7 @@ def test_gradient_does_not_depend_on_microbatches(name: str, n: int, lengths: li
         close(gradient(name, n)(tiny_params(), batch), gradient(name, 1)(tiny_params(), batch), 1e-11)
 
 
+@pytest.mark.slow
 def test_accumulation_would_lose_negatives() -> None:
     """The property is not empty: microbatches that do not see each other have another loss."""
     outputs, objective = MICRO["info_nce"]

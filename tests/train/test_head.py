@@ -136,6 +136,7 @@ def test_token_sum_equals_the_loss_of_token_stats(chunk: int) -> None:
     close(jax.jit(one)(x, head), want[0], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "chunk"), [(512, 1), (3, 257)])
 def test_bfloat16_weight_gradient_adds_up_in_float32(chunks: int, chunk: int) -> None:
     """Half a unit per token. In bfloat16, ones stick at 128, and a chunk of 257 tokens gives 128 instead of 128.5."""

@@ -102,6 +102,7 @@ def whole(step, start, tmp_path_factory):
 # ---- what is logged ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_hold_the_numbers_of_their_own_step(whole, step):
     """Against a plain loop that reads every metric at once."""
     state, rows, tokens = jax.jit(init)(), [], 0
@@ -226,6 +227,7 @@ def test_mfu_is_the_share_of_all_devices_peak(monkeypatch):
 # ---- going on ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_crashes_goes_on_bit_by_bit(step, start, tmp_path, whole):
     """It crashes twice, the second time before it comes to a new checkpoint."""
     for at in (7, 6):
@@ -240,6 +242,7 @@ def test_a_run_that_crashes_goes_on_bit_by_bit(step, start, tmp_path, whole):
     assert logged(tmp_path) == logged(whole[0]) and same(again, whole[1])
 
 
+@pytest.mark.slow
 def test_a_state_that_is_given_as_arrays_makes_room(step, start, tmp_path, whole):
     with pytest.raises(Crash):
         fit(step, start(), data(), loop(tmp_path), callbacks=[crash_at(5)])
@@ -248,6 +251,7 @@ def test_a_state_that_is_given_as_arrays_makes_room(step, start, tmp_path, whole
     assert all(x.is_deleted() for x in jax.tree.leaves(fresh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_saves_and_exits(step, start, tmp_path, whole, number, caplog):
     before = signal.getsignal(number)
@@ -280,6 +284,7 @@ def test_another_mesh_goes_on_within_rounding(step, start, tmp_path, whole):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_differs_from_the_saved_run_is_said(step, start, tmp_path, caplog):
     fit(step, start, data(), loop(tmp_path, steps=4), config={"trainer": {"rate": 1, "rows": (8, 4)}})
     fit(step, start, data(), loop(tmp_path, steps=5), config={"trainer": {"rate": 2, "rows": (8, 4)}})
@@ -330,6 +335,7 @@ def test_training_stops_early_and_stays_stopped(step, start, tmp_path):
     assert logged(tmp_path / "b")[-1]["eval_loss"] == 2.5
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_stay(step, start, tmp_path):
     chosen = loop(tmp_path, eval_every=2, save_every=0, keep=1, keep_best=2)
     fit(step, start, data(), chosen, evaluate=curve(3.0, 1.0, 2.5, 2.0, 4.0, 4.0))

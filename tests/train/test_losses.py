@@ -129,6 +129,7 @@ def test_bradley_terry_is_trls(name: str) -> None:
     close((got, grad), (want["mean_loss"], want["grad/rewards"]), 1e-5)
 
 
+@pytest.mark.slow
 def test_reward_is_trls(tmp_path: Path) -> None:
     """The same of a whole llama on ragged pairs, with a margin and centring, read under transformers' names: 1e-5."""
     _, params, cfg = of_transformers("trl116", "reward/params/", tmp_path)
@@ -313,6 +314,7 @@ def test_teacher_gets_no_gradient() -> None:
     assert all((g == 0).all() for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_matching_against_numpy() -> None:
     """Hidden states and attention weights, float64 formulas: 1e-6; no gradient in the teacher's."""
     r = np.random.default_rng(0)
@@ -438,6 +440,7 @@ def test_gradient_does_not_depend_on_microbatches(name: str, n: int, lengths: li
     close(in_float64(gradient(name, n), name, batch), in_float64(gradient(name, 1), name, batch), 1e-11)
 
 
+@pytest.mark.slow
 def test_mean_of_means_would_fail() -> None:
     """The property is not empty: normalising each microbatch first gives another gradient."""
     batch = batch_for("classic", [12, 3, 7, 0], 0)

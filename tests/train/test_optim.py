@@ -174,6 +174,7 @@ def test_lion() -> None:
     moved(got, want, START, 1e-5)
 
 
+@pytest.mark.slow
 def test_sophia() -> None:
     """On a quadratic whose Hessian is a diagonal the estimate is exact: the paper's algorithm 3 in float64, 1e-5.
 
@@ -348,6 +349,7 @@ def test_rates_and_freezing(name: str) -> None:
             change(bad())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_adapters(name: str) -> None:
     """Adapters alone are stepped and have state, by optimizers that know the whole tree's spec."""

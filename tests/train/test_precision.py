@@ -28,6 +28,7 @@ def test_rounding_is_unbiased() -> None:
     assert (np.abs((got - low).mean(0) / gap - p) < 5 * np.sqrt(p * (1 - p) / 4000) + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_rounding_guards_its_ends() -> None:
     """No finite value becomes infinite or NaN, and no NaN or infinity becomes finite; exact values stay."""
     top = float(jnp.finfo(jnp.float32).max)

@@ -161,6 +161,7 @@ def finite(loss, *args) -> bool:
     return all(np.isfinite(x).all() for x in jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(*args)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", DPO_OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_dpo_is_finite(options: dict) -> None:
     """Any two log-ratios, empty completions included."""
@@ -169,6 +170,7 @@ def test_dpo_is_finite(options: dict) -> None:
     assert finite(lambda c, r: f(c, r, zeros, zeros).sum(), *PAIRS_OF_EXTREMES)
 
 
+@pytest.mark.slow
 def test_the_others_are_finite() -> None:
     logps = -jnp.abs(PAIRS_OF_EXTREMES)
     for kind, alpha in itertools.product(preference.CPO, (0.0, 0.25, -0.5)):

@@ -55,6 +55,7 @@ def test_equals_transformers(name: str, theirs: str, options: dict, their_option
     np.testing.assert_allclose(got[:last], want[:last], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_corners() -> None:
     """By hand: the floor is a fraction of the peak and stays; a tenth of the steps decay by default; steps are counted."""
     at = lambda schedule, *steps: [float(schedule(s)) for s in steps]

@@ -117,6 +117,7 @@ def test_wrong_batches() -> None:
         train.grads(lambda p, b: (p, {"tokens": b}))(1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_the_batch_where_it_is() -> None:
     """Eight devices, batch over dp: no all-gather, and every device multiplies only its own rows."""
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))

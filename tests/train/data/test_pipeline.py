@@ -122,6 +122,7 @@ def test_packed(source: Source, tok: text.Tokenizer, packing: str, stream: bool)
         assert not {pair for pair in labelled(batches) - whole if pair[1] >= 0}
 
 
+@pytest.mark.slow
 def test_loss_does_not_see_packing(write: Write, tok: text.Tokenizer) -> None:
     """Through a model: the summed loss and weight of all batches, one example a row against packed ones."""
     cfg = llama.Config(vocab=97, embed=16, ffn=32, layers=1, heads=2, kv_heads=1, head_dim=8, rope=ops.Rope(8, 1e4))
