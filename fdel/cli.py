@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--prompt", default="The following", help="text to complete (default: %(default)r)")
     p.add_argument("--steps", type=int, default=300, help="training steps at the most (default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=45, help="training time at the most (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=60, help="training time at the most (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=80, help="tokens to write (default: %(default)s)")
     p.add_argument("--serve", action="store_true", help="keep the server and its playground running until Ctrl-C")
     options.generate(command(generate, checkpoint, ("prompt", "text to continue")), dtype)

@@ -20,7 +20,7 @@ from fdel import models, ops, params, plot, serve, text, train
 from fdel.models import llama
 from fdel.train import loop, metrics
 
-VOCAB, LENGTH, ROWS = 2048, 256, 8
+VOCAB, LENGTH, ROWS = 2048, 128, 8
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # it has not learnt to chat, only to go on
 
 
@@ -32,8 +32,8 @@ def corpus() -> str:
 
 
 def config(vocab: int) -> llama.Config:
-    """Choose a Llama of about five million parameters."""
-    return llama.Config(vocab=vocab, embed=256, ffn=688, layers=6, heads=8, kv_heads=4, head_dim=32, norm_eps=1e-5,
+    """Choose a Llama of about four million parameters."""
+    return llama.Config(vocab=vocab, embed=256, ffn=688, layers=4, heads=8, kv_heads=4, head_dim=32, norm_eps=1e-5,
                         max_positions=1024, rope=ops.Rope(32, 10000.0))  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, out: Path, s
     """Train from scratch for `steps` steps or about `seconds` seconds, whichever ends first; log to out/metrics.jsonl."""
     cfg = config(vocab)
     spec = llama.spec(cfg)
-    rate = train.cosine(3e-3, warmup=min(20, steps // 10 + 1), steps=steps, final=0.1)
+    rate = train.cosine(3e-3, warmup=min(10, steps // 10 + 1), steps=steps, final=0.1)
     optimizer = train.adamw(rate, b2=0.98, weight_decay=0.1, mask=train.decay_mask(spec))
     loss = train.losses.sft(llama, cfg)
     step = train.update(train.normalize(train.accumulate(train.grads(loss), 1)), optimizer)
