@@ -109,7 +109,8 @@ def ask(out: Path, prompt: str, max_tokens: int, stay: bool) -> None:
             raise OSError(f"the server ended with exit code {server.wait()}; run it alone: {' '.join(command)}")
         threading.Thread(target=lambda: [*said], daemon=True).start()  # a full pipe would stop the server
         client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
-        options: Any = {"max_tokens": max_tokens, "temperature": 0.7, "seed": 0, "extra_body": {"ignore_eos": True, "top_k": 40}}
+        more = {"ignore_eos": True, "top_k": 40}
+        options: Any = {"max_tokens": max_tokens, "temperature": 0.7, "seed": 0, "extra_body": more}
         answer = client.completions.create(model=out.resolve().name, prompt=prompt, **options)
         print(f"\nOpenAI's client, from {address}:\n{prompt}{answer.choices[0].text}")
         print(f"playground: {address.removesuffix('/v1')}/" + ("" if stay else "   (while it runs: fdel demo --serve)"))
