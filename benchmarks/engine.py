@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from model import CONFIG
+from model import CONFIG, publish
 
 MEASURES = ("decode1", "decode8", "load", "latency", "host", "start", "start_cached", "prefix", "drafts")
 
@@ -216,14 +216,7 @@ def main() -> None:
                 found = json.loads(done.stdout.splitlines()[-1])
                 results[side] |= found
                 print(side, measure, found, file=sys.stderr, flush=True)
-        import jax
-
-        versions = f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-        text = f"{time.strftime('%Y-%m-%d')}, {versions}, CPU float32, 125M Llama\n\n{table(results)}\n"
-        print(text)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(text)
+        publish("CPU float32, 125M Llama", table(results), args.out)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ markdown table: prefill 512, decode at batch 1 and 8, train step 4 x 512 (AdamW)
 """
 
 import argparse
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -144,6 +145,16 @@ def table(results: dict[str, dict[str, dict]]) -> str:
     return "\n".join([*lines, "", f"Weights: {weights:.0f} MiB in float32."])
 
 
+def publish(what: str, found: str, out: Path | None) -> None:
+    """Print a table under the date and the versions that it was measured with, and write it to a file."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "torch", "transformers"))
+    page = f"{time.strftime('%Y-%m-%d')}, {versions}, {what}\n\n{found}\n"
+    print(page)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page)
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
@@ -173,14 +184,7 @@ def main() -> None:
                         sys.exit(f"{side} {measure} failed:\n{done.stderr}")
                 results[side][measure] = json.loads(done.stdout.splitlines()[-1])
                 print(side, measure, results[side][measure], file=sys.stderr, flush=True)
-        import jax
-
-        versions = f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-        text = f"{time.strftime('%Y-%m-%d')}, {versions}, CPU float32, 125M Llama\n\n{table(results)}\n"
-        print(text)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(text)
+        publish("CPU float32, 125M Llama", table(results), args.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 from engine import workload
-from model import CONFIG
+from model import CONFIG, publish
 
 
 def checkpoint(directory: str, scale: float) -> None:
@@ -161,17 +161,7 @@ def main() -> None:
             f"Ready after {ready:.1f} s. Per second: " + ", ".join(f"{k} {v:.0f}" for k, v in rates.items()) + ".",
         ]
         lines += [f"Memory over {args.requests} short requests, MB: {json.dumps(memory)}."]
-    import jax
-
-    text = (
-        f"{time.strftime('%Y-%m-%d')}, jax {jax.__version__}, CPU float32, scale {args.scale}\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
-    print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
+    publish(f"CPU float32, scale {args.scale}", "\n".join(lines), args.out)
 
 
 if __name__ == "__main__":
