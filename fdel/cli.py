@@ -149,7 +149,7 @@ def serve(args: argparse.Namespace) -> int:
 
     sizes = {name: getattr(args, name) for name in ("rows", "pages", "max_length", "budget", "queue", "drafts")}
     names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace")
-    given = {name: getattr(args, name) for name in (*names, "programs")}
+    given = {name: getattr(args, name) for name in names} | ({"programs": args.programs} if "programs" in args else {})
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     launch.main(args.models, launch.Options(**given, adapters=adapters, settings=engine.Settings(**sizes)))
     return 0

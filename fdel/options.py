@@ -85,8 +85,12 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument("--budget", type=int, default=512, help="prompt tokens of one step (default: %(default)s)")
     p.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
     p.add_argument("--drafts", type=int, default=0, help="tokens guessed ahead from what was said (default: none)")
-    p.add_argument("--programs", type=Path, default=Path.home() / ".cache" / "fdel",
-                   help="where compiled programs are kept for the next start (default: %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--programs",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="where compiled programs are kept (default: ~/.cache/fdel)",
+    )
     p.add_argument("--grace", type=float, default=30.0, help="seconds to finish answers in at the end (%(default)s)")
 
 
