@@ -8,13 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
 
-.PHONY: help demo test test-fast lint bench clean
+.PHONY: help demo test test-fast lint bench clients clean
 help:
 	@echo "make demo       train a small Llama on real text and let it complete a sentence and answer over HTTP (at most 4 minutes)"
 	@echo "make test       run every test (GPU tests are skipped without a GPU)"
 	@echo "make test-fast  leave out the slow tests (about 4 minutes on two cores)"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make bench      run every benchmark of benchmarks/ (compares with transformers and torch)"
+	@echo "make clients    run clients that others wrote (pip and npm, each in its own environment) against a server"
 	@echo "make clean      remove .venv and all caches"
 
 demo: $(VENV)/demo
@@ -33,6 +34,9 @@ lint: $(VENV)/test
 
 bench: $(VENV)/test
 	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
+
+clients: $(VENV)/test
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,13 +1,14 @@
-"""The engine against transformers on one checkpoint in one run: a Llama of 125M parameters, CPU, float32.
+"""The engine against transformers and llama.cpp on one checkpoint in one run: 125M Llama, CPU, float32 or 8 bits.
 
-    python benchmarks/engine.py [--only MEASURE ...] [--out benchmarks/results/FILE.md] [--scale 0.25]
+    python benchmarks/engine.py [--only MEASURE ...] [--python PATH ...] [--out benchmarks/results/FILE.md] [--scale 0.25]
 
 Each measure runs in a process of its own, sides alternating. `decode`: output tokens/s of 1 and 8 sequences after
-prompts of 128; `load`: 32 requests at once, prompts of 64 to 256, 64 new ones (transformers: generate_batch, its continuous
-batching); `latency`: time to the first token and between tokens with 1, 8 and 32 readers; `host`: time of a step outside
-the device at batch 32; `start`: from the weights to the first token, cold and with jax's compilation cache; `prefix`: a
-second prompt that shares 1024 tokens; `drafts`: repetitive text with and without n-gram drafts. `--scale` shrinks the
-model, prompts and outputs, to try the script out.
+prompts of 128, and of 1 with weights of 8 bits (ours int8, llama.cpp's q8_0); `load`: 32 requests at once, prompts of 64
+to 256, 64 new ones (transformers: generate_batch, its continuous batching); `latency`: time to the first token and
+between tokens with 1, 8 and 32 readers; `host`: time of a step outside the device at batch 32; `start`: from the weights
+to the first token, cold and with jax's compilation cache; `prefix`: a prompt of 1024 tokens, then again; `drafts`:
+repetitive text with and without n-gram drafts. llama.cpp is looked for in the interpreters of --python as the module
+llama_cpp; its weights need the package gguf here. `--scale` shrinks the model, prompts and outputs, to try the script out.
 """
 
 import argparse
@@ -20,9 +21,21 @@ import time
 from pathlib import Path
 
 import numpy as np
+import peers
 from model import CONFIG, publish
 
-MEASURES = ("decode1", "decode8", "load", "latency", "host", "start", "start_cached", "prefix", "drafts")
+MEASURES = (
+    "decode1",
+    "decode1_int8",
+    "decode8",
+    "load",
+    "latency",
+    "host",
+    "start",
+    "start_cached",
+    "prefix",
+    "drafts",
+)
 
 
 def workload(n: int, scale: float) -> list[list[int]]:
@@ -63,16 +76,36 @@ def torch_side(measure: str, directory: str, scale: float) -> dict:
     return {measure + "_tok_s": len(tokens) * new / (run(1 + new) - run(1))}
 
 
+def llama_side(measure: str, directory: str, scale: float) -> dict:
+    import itertools
+
+    import llama_cpp
+
+    kind = "q8_0" if measure.endswith("int8") else "f32"
+    model = llama_cpp.Llama(f"{directory}/{kind}.gguf", n_ctx=512, verbose=False)
+    tokens, new = same_length(1, scale)[0], max(2, int(64 * scale))
+
+    def run(n: int) -> float:
+        model.reset()
+        return seconds(lambda: list(itertools.islice(model.generate(tokens, top_k=1, temp=0.0), n)))
+
+    run(2)
+    return {measure + "_tok_s": new / (run(1 + new) - run(1))}
+
+
 def fdel_side(measure: str, directory: str, scale: float) -> dict:
     import jax
 
     if measure == "start_cached":
         jax.config.update("jax_compilation_cache_dir", directory + "/xla_cache")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    from fdel import models
+    from fdel import models, params
     from fdel.serve import Engine, SamplingParams, Settings
 
     model = models.load(directory, stacked=False)
+    if measure.endswith("int8"):
+        spec = params.unstack(model.family.spec(model.cfg))
+        model = model._replace(params=params.quantize(model.params, "int8", spec=spec))
     jax.block_until_ready(model.params)
     if measure.startswith("start"):
         begin = time.perf_counter()
@@ -95,14 +128,14 @@ def fdel_side(measure: str, directory: str, scale: float) -> dict:
             seconds(lambda: engine.generate([prompt], first)),
             seconds(lambda: engine.generate([prompt], first)),
         )
-        return {"prefix_cold_ms": 1e3 * cold, "prefix_hit_ms": 1e3 * warm}
+        return {"prefix_cold_ms": 1e3 * cold, "prefix_hit_ms": 1e3 * warm, "prefix_speedup": cold / warm}
     engine.start()
     if measure == "latency":
         return latency(engine, sampling, scale)
     if measure == "load":
         prompts = workload(32, scale)
         return {"load_tok_s": 32 * new / seconds(lambda: engine.generate(prompts, sampling))}
-    prompts = same_length(int(measure[6:]), scale)
+    prompts = same_length(int(measure[6]), scale)
     engine.generate(prompts, sampling)  # the prompts' pages stay in the cache, so both calls below hit them
     spent = [
         seconds(lambda n=n: engine.generate(prompts, SamplingParams(max_tokens=n, ignore_eos=True)))
@@ -172,17 +205,38 @@ def drafts(model, scale: float) -> dict:
         engine.generate([loop * 8], sampling)
         out[f"drafts{n}_tok_s"] = new / seconds(lambda e=engine: e.generate([loop * 8], sampling))
         engine.close()
-    return out
+    return out | {"drafts_speedup": out["drafts3_tok_s"] / out["drafts0_tok_s"]}
 
 
 def table(results: dict) -> str:
-    """Format both sides, one row per number."""
-    lines = ["| measure | transformers | fdel | fdel / transformers |", "|---|---|---|---|"]
+    """Format all sides, one row per number."""
+    lines = [
+        "| measure | transformers | llama.cpp | fdel | fdel / transformers | fdel / llama.cpp |",
+        "|---|" + "---|" * 5,
+    ]
     for key, ours in results["fdel"].items():
-        theirs = results["torch"].get(key)
-        ratio = "" if theirs is None else f"{ours / theirs:.2f}"
-        lines.append(f"| {key} | {'' if theirs is None else f'{theirs:.4g}'} | {ours:.4g} | {ratio} |")
+        theirs = [results[side].get(key) for side in ("torch", "llama")]
+        shown = ["" if x is None else f"{x:.4g}" for x in (*theirs, ours)]
+        ratios = ["" if x is None else f"{ours / x:.2f}" for x in theirs]
+        lines.append(f"| {key} | {' | '.join(shown + ratios)} |")
     return "\n".join(lines)
+
+
+def prepare_llama(directory: str, interpreters: list[str]) -> str | None:
+    """Convert the checkpoint for llama.cpp: the interpreter that has it, if one does."""
+    from fdel import text
+
+    name = "llama-cpp-python server, f32"
+    python = peers.found([name], interpreters).get(name)
+    if python is not None:
+        text.save(text.train_bpe(["a few words"], 300), directory)
+        for kind in ("f32", "q8_0"):
+            peers.convert(directory, kind)
+    return python
+
+
+SIDES = {"torch": torch_side, "llama": llama_side, "fdel": fdel_side}
+MEASURED = {"decode1": ("torch", "llama"), "decode1_int8": ("llama",), "decode8": ("torch",), "load": ("torch",)}
 
 
 def main() -> None:
@@ -190,12 +244,12 @@ def main() -> None:
     cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
     cli.add_argument("--out", type=Path, help="also write the table here")
     cli.add_argument("--scale", type=float, default=1.0, help="1 for the numbers, less to try it out")
-    cli.add_argument("--side", choices=("torch", "fdel"), help=argparse.SUPPRESS)
+    cli.add_argument("--python", nargs="*", default=[], help="interpreters that have llama_cpp")
+    cli.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
     cli.add_argument("--directory", help=argparse.SUPPRESS)
     args = cli.parse_args()
     if args.side:
-        side = torch_side if args.side == "torch" else fdel_side
-        print(json.dumps(side(args.only[0], args.directory, args.scale)))
+        print(json.dumps(SIDES[args.side](args.only[0], args.directory, args.scale)))
         return
     with tempfile.TemporaryDirectory() as directory:
         import torch
@@ -204,11 +258,15 @@ def main() -> None:
         torch.manual_seed(0)
         config = CONFIG | {"num_hidden_layers": max(1, int(12 * args.scale))}
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(directory)
-        results: dict[str, dict] = {"torch": {}, "fdel": {}}
+        results: dict[str, dict] = {side: {} for side in SIDES}
+        llama = prepare_llama(directory, [sys.executable, *args.python])
         for measure in args.only:
-            for side in ("torch", "fdel") if measure in ("decode1", "decode8", "load") else ("fdel",):
+            for side in (*MEASURED.get(measure, ()), "fdel"):
+                if side == "llama" and llama is None:
+                    continue
                 for _ in range(2 if measure == "start_cached" else 1):  # the first run fills the cache
-                    command = [sys.executable, __file__, "--side", side, "--directory", directory, "--only", measure]
+                    python = llama if side == "llama" else sys.executable
+                    command = [python, __file__, "--side", side, "--directory", directory, "--only", measure]
                     command += ["--scale", str(args.scale)]
                     done = subprocess.run(command, capture_output=True, text=True, check=False)
                     if done.returncode:

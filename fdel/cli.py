@@ -147,11 +147,25 @@ def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints over HTTP, as OpenAI's API."""
     from fdel.serve import engine, launch
 
-    sizes = {name: getattr(args, name) for name in ("rows", "pages", "max_length", "budget", "queue", "drafts")}
-    names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace")
+    sizes = ("rows", "pages", "max_length", "budget", "queue", "drafts", "decode_steps", "kv_cache_dtype", "max_loras",
+             "max_lora_rank")  # fmt: skip
+    settings = engine.Settings(**{name: getattr(args, name) for name in sizes})
+    names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace",
+             "adapter_root")  # fmt: skip
     given = {name: getattr(args, name) for name in names} | ({"programs": args.programs} if "programs" in args else {})
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
-    launch.main(args.models, launch.Options(**given, adapters=adapters, settings=engine.Settings(**sizes)))
+    launch.main(args.models, launch.Options(**given, adapters=adapters, settings=settings))
+    return 0
+
+
+def eval(args: argparse.Namespace) -> int:
+    """Run lm_eval's benchmarks on a checkpoint; print a table of the scores and write them as JSON."""
+    from fdel.serve import evaluate
+
+    names = ("tasks", "include_path", "num_fewshot", "limit", "max_new_tokens", "temperature", "top_p", "batch",
+             "apply_chat_template", "system_instruction")  # fmt: skip
+    wanted = evaluate.Options(**{name: getattr(args, name) for name in names})
+    evaluate.main(args.model, wanted, args.output, dtype=args.dtype, quantize=args.quantize, max_length=args.max_length)
     return 0
 
 
@@ -223,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", **dtype)
     p.add_argument("--no-train", action="store_true", help="leave out the training step")
     options.serve(command(serve), dtype)
+    options.eval(command(eval, checkpoint), dtype)
     options.keys(command(keys, ("file", "the key file; made if it is not there")))
     p = command(plot)
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run, or its metrics.jsonl")

@@ -76,8 +76,12 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=DIR", help="a PEFT adapter of the first model"
     )
+    p.add_argument("--adapter-root", type=Path, help="directory below which admins may load adapters (default: none)")
     p.add_argument("--dtype", **dtype)
     p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
+    p.add_argument("--max-loras", type=int, default=0, help="adapters to make room for at the start (default: none)")
+    p.add_argument("--max-lora-rank", type=int, default=16, help="their greatest rank (default: %(default)s)")
+    p.add_argument("--kv-cache-dtype", choices=("int8", "fp8"), help="keep keys and values in 8 bits")
     p.add_argument("--tool-parser", help="how the models write calls of tools (default: by their chat template)")
     p.add_argument("--rows", type=int, default=32, help="sequences that run at a time (default: %(default)s)")
     p.add_argument("--pages", type=int, help="pages of 64 tokens for keys and values (default: 1024 tokens a row)")
@@ -85,6 +89,7 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument("--budget", type=int, default=512, help="prompt tokens of one step (default: %(default)s)")
     p.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
     p.add_argument("--drafts", type=int, default=0, help="tokens guessed ahead from what was said (default: none)")
+    p.add_argument("--decode-steps", type=int, default=1, help="tokens of a call while no prompt waits (%(default)s)")
     p.add_argument(
         "--programs",
         type=Path,
@@ -92,6 +97,24 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
         help="where compiled programs are kept (default: ~/.cache/fdel)",
     )
     p.add_argument("--grace", type=float, default=30.0, help="seconds to finish answers in at the end (%(default)s)")
+
+
+def eval(p: argparse.ArgumentParser, dtype: dict) -> None:
+    """Add the options of `fdel eval`."""
+    p.add_argument("--tasks", type=lambda names: names.split(","), required=True, help="names or patterns, as a,b")
+    p.add_argument("--include-path", type=Path, metavar="DIR", help="directory with tasks of your own (YAML)")
+    p.add_argument("--num-fewshot", type=int, metavar="K", help="examples in the prompt (default: the task's)")
+    p.add_argument("--limit", type=float, metavar="N", help="examples of each task, below 1 a share (default: all)")
+    p.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to a new file")
+    p.add_argument("--apply-chat-template", action="store_true", help="send prompts through the chat template")
+    p.add_argument("--system-instruction", metavar="TEXT", help="system message")
+    p.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the task's)")
+    p.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the task's)")
+    p.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass (default: the task's)")
+    p.add_argument("--batch", type=int, default=32, help="sequences at a time (default: %(default)s)")
+    p.add_argument("--max-length", type=int, help="tokens that the model reads (default: its context)")
+    p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
+    p.add_argument("--dtype", **dtype)
 
 
 def keys(p: argparse.ArgumentParser) -> None:

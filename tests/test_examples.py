@@ -22,7 +22,7 @@ CHAT = (
 )
 # A tiny model from nothing learns at other rates than a real one.
 RATES = {"sft": 3e-3, "chat": 3e-3, "distillation": 3e-3, "lora": 2e-2, "qlora": 2e-2} | dict.fromkeys(
-    ("dpo", "orpo", "kto", "reward"), 1e-3
+    ("dpo", "orpo", "kto", "reward", "prm", "embedding"), 1e-3
 )
 
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
@@ -32,7 +32,8 @@ LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins
 def tiny(tmp_path_factory) -> Path:
     """A llama of two layers with a BPE of the examples' data, and a chat template."""
     path = tmp_path_factory.mktemp("tiny")
-    words = [line for f in (ROOT / "examples" / "data").glob("*.jsonl") for line in f.read_text().splitlines()]
+    found = [ROOT / "examples" / "data" / f"{name}.jsonl" for name in ("chat", "pairs", "text")]
+    words = [line for f in found for line in f.read_text().splitlines()]
     tok = text.train_bpe(words, 512, ["<|im_start|>", "<|im_end|>"])
     text.save(dataclasses.replace(tok, templates={"default": CHAT}), path)
     cfg = llama.Config(vocab=512, embed=64, ffn=96, layers=2, heads=4, kv_heads=2, head_dim=16, rope=ops.Rope(16, 1e4))
@@ -74,7 +75,9 @@ def curve(out: Path, name: str) -> np.ndarray:
 
 
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
-    assert EXAMPLES == ["chat", "distillation", "dpo", "kto", "lora", "orpo", "qlora", "reward", "sft"]
+    assert EXAMPLES == [
+        "chat", "distillation", "dpo", "embedding", "kto", "lora", "orpo", "prm", "qlora", "reward", "sft",
+    ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
     assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 100_000
@@ -92,7 +95,7 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
         margin = curve(out, "margin" if name == "reward" else "rewards/chosen")
         margin = margin if name == "reward" else margin - curve(out, "rewards/rejected")
         assert margin[-5:].mean() > margin[:3].mean() + LEAST_GAIN[name]
-    {"lora": adapters, "qlora": adapters, "reward": rewards}.get(name, whole)(out, start)
+    {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps}.get(name, whole)(out, start)
 
 
 def whole(out: Path, begin: Path) -> None:
@@ -126,6 +129,18 @@ def rewards(out: Path, begin: Path) -> None:
     weights = params.load(losses.reward_spec(llama, cfg), out / "model")
     got = jax.jit(losses.score_rows(llama, cfg))(weights, {"tokens": tokens})
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def steps(out: Path, begin: Path) -> None:
+    """transformers reads the model as a token classifier of two classes."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForTokenClassification.from_pretrained(out / "model").eval()
+    backend, line = text.load(out / "model").backend, (ROOT / "examples" / "data" / "steps.jsonl").open().readline()
+    row = json.loads(line)
+    ids = [backend.encode(t + "\n", add_special_tokens=False).ids for t in (row["prompt"][:-1], *row["completions"])]
+    with torch.no_grad():
+        scores = model(torch.tensor([sum(ids, [])[:64]])).logits[0].softmax(-1)[:, 1]
+    assert scores.shape == (min(64, sum(map(len, ids))),) and bool(scores.isfinite().all())
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ OPTIONAL = {
     "tensorboardX",
     "torch",
 }
-OPTIONAL |= {"openai", "transformers", "wandb"}  # not in the core install
+OPTIONAL |= {"lm_eval", "openai", "transformers", "wandb"}  # not in the core install
 DEVICE_WORK = (
     r"jax\.(numpy|random|lax|nn)\.|jax\.(jit|pmap|vmap|grad|device_put|devices|local_devices|default_backend)$"
 )

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from fdel import cli, models, ops, params, recipe, text
-from fdel.models import llama
-from fdel.recipe import check, objective, read, schema, serving, trainer
+from fdel.models import llama, mixtral
+from fdel.recipe import check, evaluating, objective, read, schema, serving, trainer
 from fdel.serve import launch
 from fdel.train import data
 
@@ -105,9 +105,75 @@ def test_the_guides_distillation_takes_the_mixtures_batch():
     assert "teacher_model: missing" in recipe.faults(found.set("teacher_model", None))[0]
 
 
-def test_benchmarks_are_typed_but_refused():
+def test_the_guides_evaluation_means_what_it_says():
     found = recipe.from_dict(EVAL)
-    assert recipe.faults(found) == ["actions[1]: eval: evaluation with benchmarks is not in this version; remove it"]
+    assert recipe.faults(found) == []
+    (action,) = [a.settings for a in found.actions if a.name == "eval"]
+    o = evaluating.options(found, action)
+    assert o.tasks == ("hellaswag", "winogrande", "arc_easy", "arc_challenge") and o.num_fewshot == 0
+    assert (o.max_new_tokens, o.temperature, o.top_p, o.batch, o.limit) == (512, 0.0, None, 32, None)
+    assert (action.output_path, action.print_results, o.apply_chat_template) == ("./eval_results.json", True, False)
+    s = serving.settings(found)
+    assert (s.rows, s.max_length, s.cache) == (64, 4096, None)
+    whole = evaluating.options(recipe.from_dict({**EVAL, **GUIDE[10]}), action)
+    assert whole.cache_requests and whole.apply_chat_template and whole.progress and whole.top_p == 0.95
+    assert (whole.system_instruction, whole.max_new_tokens) == ("You are a helpful assistant.", 2048)
+    assert not evaluating.options(found.set("esurge.silent_mode", True), action).progress
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("eval.batch_size", 0, "found 0, expected 1 or more"), ("eval.top_p", 1.5, "found 1.5, expected 1e-09 to 1"),
+        ("eval.temperature", -0.1, "expected 0 to 100"), ("eval.limit", 0, "expected a positive number"),
+        ("eval.max_new_tokens", 0, "expected 1 or more"), ("model", None, "model.name_or_path: missing"),
+    ],
+)  # fmt: skip
+def test_evaluations_that_cannot_be_are_refused(path, value, message):
+    assert [message in f for f in recipe.faults(recipe.from_dict(EVAL).set(path, value))] == [True]
+
+
+def test_evaluation_needs_tasks():
+    found = recipe.from_dict({**EVAL, "actions": [{"eval": {"num_fewshot": -1}}]})
+    assert recipe.faults(found) == [
+        "actions[0].eval.tasks: missing; name some, such as [hellaswag]",
+        "actions[0].eval.num_fewshot: found -1, expected 0 or more",
+    ]
+
+
+@pytest.mark.slow
+def test_the_eval_action_scores_the_model(checkpoint, tmp_path, capsys):
+    """The perplexity of a text is that of a full forward; unknown tasks and old results are found before training."""
+    pytest.importorskip("lm_eval", reason="the extra eval")
+    said = "hello world hello"
+    (tmp_path / "rows.json").write_text(json.dumps([{"t": said}, {"t": "unread"}]))
+    task = {
+        "task": "said", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.json")}},
+        "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{t}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    }  # fmt: skip
+    (tmp_path / "said.yaml").write_text(json.dumps(task))
+    action = {"tasks": ["said"], "include_path": str(tmp_path), "output_path": str(tmp_path / "out" / "scores.json")}
+    document = {
+        "model": {"name_or_path": str(checkpoint)}, "sharding": {"axis_dims": [1] * 5}, "eval": {"limit": 1},
+        "esurge": {"max_num_seqs": 2, "silent_mode": True, "max_model_len": 64}, "actions": [{"eval": action}],
+    }  # fmt: skip
+    recipe.run(recipe.from_dict(document))
+    ids = [0, *text.encode(text.load(checkpoint), said)]
+    logits, _ = llama.forward(models.load(checkpoint).params, jnp.array([ids[:-1]]), models.load(checkpoint).cfg)
+    total = jnp.take_along_axis(jax.nn.log_softmax(logits[0]), jnp.array(ids[1:])[:, None], 1).sum()
+    found = json.loads((tmp_path / "out" / "scores.json").read_text())["results"]["said"]
+    np.testing.assert_allclose(found["byte_perplexity,none"], np.exp(-total / len(said)), rtol=1e-5)
+    assert "byte_perplexity" in capsys.readouterr().out
+    train = {"trainer": {"save_directory": str(tmp_path / "run")}, "mixture": {"informs": [{"data_files": "no.jsonl"}]}}
+    for wrong, message in [
+        ({}, "nothing is overwritten"),
+        ({"output_path": None, "include_path": "no"}, "is no directory"),
+    ]:
+        again = {**document, **train, "actions": ["train", {"eval": action | wrong}]}
+        with pytest.raises((OSError, ValueError), match=message):
+            recipe.run(recipe.from_dict(again))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("document", [EVAL, SERVE])
@@ -138,13 +204,18 @@ def test_the_guides_server_means_what_it_says():
     with pytest.raises(ValueError, match="--api-key-file"):
         launch.check(serving.options(found, dataclasses.replace(action, require_api_key=None)))
     assert "api_key_file: missing" in serving.faults(found, dataclasses.replace(action, require_api_key=True))[0]
-    assert serving.faults(found.set("quantization.kv_cache.quantization_method", "8bit"), action)
+    small = found.set("quantization.kv_cache.quantization_method", "8bit")
+    assert serving.faults(small, action) == [] and serving.options(small, action).settings.kv_cache_dtype == "int8"
+    assert o.settings.kv_cache_dtype is None and "nf4 is for weights" in "".join(
+        serving.faults(found.set("quantization.kv_cache.quantization_method", "nf4"), action)
+    )
+    assert "group_size" in serving.faults(found.set("quantization.kv_cache.group_size", 128), action)[0]
 
 
 @pytest.mark.slow
 def test_a_recipe_serves_what_it_names(checkpoint, monkeypatch):
     served = []
-    monkeypatch.setattr(launch, "listen", lambda found, options: served.append((found, options)))
+    monkeypatch.setattr(launch, "listen", lambda found, options, keys: served.append((found, options)))
     asked = {"model": {"name_or_path": str(checkpoint)}, "esurge": {"max_num_seqs": 4, "max_model_len": 32},
              "quantization": {"model": {"quantization_method": "8bit"}}, "actions": [{"serve": {"port": 1}}]}  # fmt: skip
     recipe.run(recipe.from_dict(asked))
@@ -268,10 +339,11 @@ def test_yaml_numbers_without_a_point_are_numbers():
 
 def test_every_key_has_a_reader():
     """A key that nothing reads would be ignored: all but those of serving and those refused are read in the code."""
-    files = [ROOT / "fdel" / "recipe" / f"{n}.py" for n in ("actions", "build", "check", "data", "objective", "step")]
-    code = "\n".join(f.read_text() for f in files)
+    names = ("actions", "build", "check", "data", "evaluating", "objective", "step")
+    code = "\n".join((ROOT / "fdel" / "recipe" / f"{n}.py").read_text() for n in names)
     sections = [schema.Model, schema.Loader, schema.Sharding, schema.Quantization, schema.BaseConfig, schema.Inform]
     sections += [schema.Mixture, schema.Tokenization, schema.Save, trainer.Trainer, trainer.Lora, schema.Extra]
+    sections.append(schema.Eval)
     keys = [(c, f) for c in sections for f in dataclasses.fields(c)]
     asked = [(c, f) for c, f in keys if not f.metadata["refuse"] and f.metadata["by"] != ("grpo",)]
     unread = [f"{c.__name__}.{f.name}" for c, f in asked if not re.search(rf"\.{f.name}\b", code)]
@@ -397,6 +469,37 @@ def test_each_objective_takes_what_follows_the_batch(kind, adapted):
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, trained)
     want = {"bco": "delta", "gkd": "divergence", "cpo": "nll_loss", "simpo": "nll_loss", "dpo": "mean_token_accuracy"}
     assert want[kind] in sums and jax.eval_shape(found.loss, trained, batch, *rest)[0].shape == ()
+
+
+def test_hidden_states_are_matched_where_asked_for():
+    """The keys reach the loss; models of two widths, and attention weights, are refused with the reason."""
+    model, wide = (
+        models.Model(llama, cfg, params.abstract(llama.spec(cfg), jnp.float32))
+        for cfg in (CFG, dataclasses.replace(CFG, embed=64))
+    )
+    keys = {"trainer_type": "distillation", "hidden_state_loss_weight": 0.5, "hidden_state_layers": [0, -1]}
+    asked = made(trainer=keys).trainer
+    found = objective.build(asked, model, teacher=model)
+    assert "hidden_loss" in jax.eval_shape(found.loss, model.params, rows(np.random.default_rng(0), 8), model.params)[1]
+    with pytest.raises(ValueError, match="the student's hidden states have 32 channels and the teacher's 64"):
+        objective.build(asked, model, teacher=wide)
+    (fault,) = [f for f in recipe.faults(made(trainer={"trainer_type": "distillation", "attention_loss_weight": 0.1}))
+                if "attention" in f]  # fmt: skip
+    assert "attention in blocks never holds its weights" in fault
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "distillation"])
+def test_every_type_can_balance_its_experts(kind):
+    cfg = mixtral.Config(vocab=300, embed=32, ffn=16, layers=1, heads=4, kv_heads=2, head_dim=8, experts=4,
+                                rope=ops.Rope(8, 1e4))  # fmt: skip
+    model = models.Model(mixtral, cfg, params.abstract(mixtral.spec(cfg), jnp.float32))
+    loss_type = {"loss_type": "apo_zero_unpaired"} if kind == "kto" else {}
+    asked = made(trainer={"trainer_type": kind, "router_aux_loss_coef": 0.01, **loss_type}).trainer
+    found = objective.build(asked, model, teacher=model, own_reference=True)
+    batch = rows(np.random.default_rng(0), 8, *[2] * (kind == "dpo")) | (
+        {"label": np.arange(8) % 2 > 0} if kind == "kto" else {}
+    )
+    assert "aux_loss" in jax.eval_shape(found.loss, model.params, batch, model.params)[1]
 
 
 def test_a_model_without_experts_has_no_load_to_balance():

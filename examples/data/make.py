@@ -39,7 +39,7 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    """Write text.jsonl (paragraphs), chat.jsonl (questions with answers) and pairs.jsonl (right and wrong answers)."""
+    """Write text.jsonl (paragraphs), chat.jsonl (questions), pairs.jsonl (right, wrong answers), steps.jsonl (judged)."""
     paragraphs = [re.sub(r"\s+", " ", p).strip() for name in sorted(topics) for p in topics[name].split("\n\n")]
     write("text.jsonl", [{"text": p} for p in paragraphs if 200 < len(p) < 600][::7])
     answers = dict(list(described().items())[::2])
@@ -50,13 +50,18 @@ def main() -> None:
         "chat.jsonl", [{"prompt": turn("user", ask(n)), "completion": turn("assistant", t)} for n, t in answers.items()]
     )
     wrong = texts[len(texts) // 2 :] + texts[: len(texts) // 2]
-    write(
-        "pairs.jsonl",
-        [
-            {"prompt": ask(n) + "\n", "chosen": t, "rejected": f"I am not sure, maybe it does this: {w}"}
-            for n, t, w in zip(names, texts, wrong, strict=True)
-        ],
-    )
+    pairs = [
+        {"prompt": ask(n) + "\n", "chosen": t, "rejected": f"I am not sure, maybe it does this: {w}"}
+        for n, t, w in zip(names, texts, wrong, strict=True)
+    ]
+    write("pairs.jsonl", pairs)
+    write("steps.jsonl", [judged(row, i % 2) for i, row in enumerate(pairs[::5])])
+
+
+def judged(row: dict, turned: int) -> dict:
+    """Make two steps of a pair, the right one first or last."""
+    steps = [(row["chosen"], True), (row["rejected"], False)][:: 1 - 2 * turned]
+    return {"prompt": row["prompt"], "completions": [s for s, _ in steps], "labels": [y for _, y in steps]}
 
 
 if __name__ == "__main__":

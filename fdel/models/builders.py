@@ -1,10 +1,13 @@
 """Spec builders for sub-trees that many families share: attention projections, feed-forwards, embeddings, caches."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fdel.ops import quantized_pages
 from fdel.ops.batch import Pages, Slots
 from fdel.params.spec import Param, normal, ones, stack, zeros
 
@@ -80,6 +83,30 @@ def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int
     """Spec of a paged key/value cache; a head's tokens lie together, as CPU dots and GPU tile copies want."""
     p = Param("layers pages kv_heads page head_dim", (layers, pages, kv_heads, page, head_dim), zeros)
     return Pages(p, p)
+
+
+def quantized(state_spec: Any, format: str | None) -> Any:
+    """Turn the spec of any family's state into one whose pages are in 8 bits, "int8" or "fp8"; None changes nothing.
+
+    Recurrent state stays as it is: it is read and written whole at each step, so that errors would add up.
+    """
+    if format is None:
+        return state_spec
+
+    def values(p: Param | None) -> Param | None:
+        return None if p is None else replace(p, dtype=quantized_pages.FORMATS[format][0])
+
+    def scales(p: Param | None) -> Param | None:
+        if p is None:
+            return None
+        layers, pages, heads, page, _ = p.axes.split()
+        shape = (*p.shape[:3], quantized_pages.scales(p.shape[-1]), p.shape[3])
+        return Param(f"{layers} {pages} {heads} scales {page}", shape, zeros, dtype="float32")
+
+    def one(x: Any) -> Any:
+        return Pages(values(x.k), values(x.v), scales(x.k), scales(x.v)) if isinstance(x, Pages) else x
+
+    return jax.tree.map(one, state_spec, is_leaf=lambda x: isinstance(x, Pages))
 
 
 def slots(layers: int, conv: tuple[int, int], ssm: tuple[int, int, int], *, rows: int) -> Slots:

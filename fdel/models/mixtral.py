@@ -32,6 +32,7 @@ class Config:
     max_positions: int = config.hf("max_position_embeddings", 131072)
     tied: bool = config.hf("tie_word_embeddings", False)
     window: int | None = config.hf("sliding_window", None)
+    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training only, see `losses.model`
     rope: ops.Rope = config.computed(
         lambda d: config.rope(d, d.get("head_dim") or config.head_dim(d), theta=1e6),
         lambda r: {"rope_parameters": config.rope_to_hf(r)},

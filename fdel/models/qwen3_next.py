@@ -190,7 +190,7 @@ def delta(h, slots, p, layer, cfg: Config, batch):
 def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None, *, remat: str | None = None):
     """Compute the final normalised hidden states: tokens int[B T] (Packed) or int[T] (Paged) -> [..., embed], state."""
     batch = ops.packed(tokens) if batch is None else batch
-    state = state if isinstance(state, Mapping) else {"pages": None, "slots": None, "load": state}
+    state = {"pages": None, "slots": None} | (dict(state) if isinstance(state, Mapping) else {"load": state})
     rot, mask, act = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5), ops.ACTIVATIONS[cfg.act]
     norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps, offset=1.0)
     pool = lambda mixer, layer: ops.pool_index(tuple(m for m, _ in cfg.kinds), {mixer}, layer)

@@ -5,9 +5,10 @@ from fdel.ops.balance import RouterLoad, load_balancing, router_load, watch_rout
 from fdel.ops.batch import Batch, Packed, Paged, Pages, Slots, State, pack, packed, paged
 from fdel.ops.conv import causal_conv
 from fdel.ops.delta import gated_delta_rule, l2norm
+from fdel.ops.dense import dense_attention
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
-from fdel.ops.flash import Mask, dense_attention, flash_attention
+from fdel.ops.flash import Mask, flash_attention
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
 from fdel.ops.head import Head, logits
 from fdel.ops.layers import layers, pool_index
@@ -17,11 +18,13 @@ from fdel.ops.moe import grouped_matmul, moe, route_sigmoid, route_softmax
 from fdel.ops.norm import layer_norm, rms_norm
 from fdel.ops.rope import Rope, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.ssd import ssd
+from fdel.ops.watch import HiddenStates
 
 __all__ = [
     "ACTIVATIONS",
     "Batch",
     "Head",
+    "HiddenStates",
     "Mask",
     "Packed",
     "Paged",

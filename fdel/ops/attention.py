@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from fdel.ops import dispatch, ring
+from fdel.ops import dispatch, quantized_pages, ring
 from fdel.ops.batch import Batch, Packed, Paged, Pages
-from fdel.ops.flash import Mask, begin, dense_attention, flash_attention, online, scores
+from fdel.ops.dense import dense_attention
+from fdel.ops.flash import Mask, begin, flash_attention, online, scores
 
-GROUP = 256  # keys per step of the paged loop: scores of a block stay in cache
+GROUP, CPU_GROUP = 512, 64  # keys per step of the paged loop; on CPU what is gathered must stay in the nearest cache
 
 
 def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
@@ -92,8 +93,29 @@ def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | Non
     table = jnp.repeat(batch.page_table, batch.block, axis=0, total_repeat_length=batch.positions.shape[0])
     page = jnp.take_along_axis(table, jnp.maximum(batch.positions, 0)[:, None] // size, 1, mode="clip")[:, 0]
     page = jnp.where(batch.positions < 0, state.k.shape[1], page)
-    put = lambda pages, x: pages.at[layer, page, :, batch.positions % size].set(x.astype(pages.dtype), mode="drop")
-    return Pages(put(state.k, k), state.v if state.v is None or v is None else put(state.v, v))
+    offset = batch.positions % size
+
+    def put(pages: Array, scales: Array | None, x: Array) -> tuple[Array, Array | None]:
+        if scales is None:
+            return pages.at[layer, page, :, offset].set(x.astype(pages.dtype), mode="drop"), None
+        values, scale = quantized_pages.encode(x, pages.dtype, scales.shape[3])
+        put = pages.at[layer, page, :, offset].set(values, mode="drop")
+        return put, scales.at[layer, page, :, :, offset].set(scale, mode="drop")
+
+    keys, k_scale = put(state.k, state.k_scale, k)
+    if state.v is None or v is None:
+        return Pages(keys, state.v, k_scale, state.v_scale)
+    values, v_scale = put(state.v, state.v_scale, v)
+    return Pages(keys, values, k_scale, v_scale)
+
+
+def _load(pages: Array, scales: Array | None, layer: Any, ids: Array, dtype: Any) -> Array:
+    """Read the pages `ids` [b p] of a layer as [b K p*page H]; those in 8 bits become numbers of `dtype`."""
+    x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
+    if scales is not None:
+        scale = scales.at[layer, ids].get(mode="clip").transpose(0, 2, 1, 4, 3)
+        x = quantized_pages.decode(x, scale, dtype)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _oldest(qi: Array, window: int) -> Array:
@@ -115,23 +137,20 @@ def paged_attention(
 ) -> Float[Array, "T N Hv"]:
     """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
 
-    The loop runs from the first group that any query's window reaches to the longest context in the batch; on CPU each
-    block of a prefill has a loop of its own, which ends at its last token. Without `v` pages, values are the first
-    `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    The loop runs from the first group that any query's window reaches to the longest context in the batch. On CPU each
+    block has a loop of its own, which ends at its last token: what it gathers stays in the nearest cache. Without `v`
+    pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
     """
     _, total_pages, kv_heads, size, _ = state.k.shape
     blocks, width = batch.page_table.shape
-    per_step = min(max(1, GROUP // size), width)
+    on_cpu = jax.default_backend() == "cpu"
+    per_step = min(max(1, (CPU_GROUP if on_cpu else GROUP) // size), width)
     keys, steps = per_step * size, -(-width // per_step)
     table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
     qi = batch.positions.reshape(blocks, 1, 1, batch.block)
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
     v_dim = state.k.shape[-1] if v_dim is None else v_dim
-
-    def load(pages: Array, ids: Array) -> Array:  # [b K s H]
-        x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
-        return x.reshape(len(ids), kv_heads, keys, x.shape[-1])
 
     def some(q: Array, qi: Array, table: Array) -> Array:
         """Attend from some of the blocks."""
@@ -140,8 +159,8 @@ def paged_attention(
         def step(j: Any, carry: tuple) -> tuple:
             ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
             ki = j * keys + jnp.arange(keys)
-            k = load(state.k, ids)
-            v = k[..., :v_dim] if state.v is None else load(state.v, ids)
+            k = _load(state.k, state.k_scale, layer, ids, q.dtype)
+            v = k[..., :v_dim] if state.v is None else _load(state.v, state.v_scale, layer, ids, q.dtype)
             v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
             seen = ki <= qi[..., None]
             if mask.window is not None:
@@ -156,7 +175,7 @@ def paged_attention(
             _, total, out = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
         return (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
 
-    if batch.block > 1 and steps > 1 and jax.default_backend() == "cpu":
+    if steps > 1 and on_cpu:
         out = jax.lax.map(lambda x: some(*x)[0], jax.tree.map(lambda x: x[:, None], (q, qi, table)))
     else:
         out = some(q, qi, table)

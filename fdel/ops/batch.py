@@ -47,10 +47,15 @@ class Paged:
 @register
 @dataclass(frozen=True)
 class Pages:
-    """Key/value cache of all attention layers. `v` is None where values are a prefix of keys (MLA latents)."""
+    """Key/value cache of all attention layers. `v` is None where values are a prefix of keys (MLA latents).
+
+    A cache in 8 bits has scales for each token and head (`ops.quantized_pages`); other caches have none.
+    """
 
     k: Float[Array, "layers pages kv_heads page head_dim"]
     v: Float[Array, "layers pages kv_heads page head_dim"] | None
+    k_scale: Float[Array, "layers pages kv_heads scales page"] | None = None
+    v_scale: Float[Array, "layers pages kv_heads scales page"] | None = None
 
 
 @register

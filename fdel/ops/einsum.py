@@ -1,4 +1,4 @@
-"""Contract activations with a weight of any kind: array, `Quantized` or `LowRank`."""
+"""Contract activations with a weight of any kind: array, `Quantized`, `LowRank` or `Adapters`."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from fdel.ops.weights import LowRank, Quantized, Weight, decode, dense, merge, scaled, split
+from fdel.ops.weights import Adapters, LowRank, Quantized, Weight, decode, dense, merge, scaled, split
 
-RANK, ROWS = "~", "+"  # axes added here: no letters, so that they clash with none
+RANK, ROWS, EVERY = "~", "+", "^"  # axes added here: no letters, so that they clash with none
 TILE = 1 << 18  # most elements of a quantised weight that are decoded at once on CPU, so that they stay in cache
 FEW = range(2, 64)  # numbers of float32 rows that XLA:CPU multiplies up to three times faster as w x than as x w
 
@@ -51,7 +51,8 @@ def einsum(
     Weights have their outputs first and their inputs last; an array may have another order, which is slower on CPU.
     Products are of x's dtype, accumulated in float32 (float64 for float64); the result has x's dtype unless `out_dtype`
     is given. Quantized: x (scale * values + zero); no gradient reaches the weight. LowRank: x base + scale b (a x);
-    none reaches scale. Axes that do not fit are a ValueError.
+    none reaches scale. Adapters: as LowRank, with the update that each token chose. Axes that do not fit are a
+    ValueError.
     """
     return _contract(_plan(subscripts, x, w), x, w, jnp.dtype(out_dtype or x.dtype))
 
@@ -80,6 +81,8 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
 def _contract(plan: Plan, x: Array, w: Weight, dtype: jnp.dtype) -> Array:
     if isinstance(w, LowRank):
         return _low_rank(plan, x, w, dtype)
+    if isinstance(w, Adapters):
+        return _chosen(plan, x, w, dtype)
     if isinstance(w, Quantized):
         return _quantized(plan, x, jax.tree.map(lax.stop_gradient, w), dtype)
     return _dot(plan, x, w.astype(x.dtype), dtype)
@@ -141,6 +144,29 @@ def _low_rank(plan: Plan, x: Array, w: LowRank, dtype: jnp.dtype) -> Array:
     b = w.b * scale.reshape(*scale.shape, *[1] * (w.b.ndim - scale.ndim))
     outputs = plan.w.removesuffix(rest)
     return _contract(plan, x, w.base, dtype) + _contract(Plan(middle, outputs + RANK, plan.out), low, b, dtype)
+
+
+def _chosen(plan: Plan, x: Array, w: Adapters, dtype: jnp.dtype) -> Array:
+    """Multiply with the factors of all adapters and keep each token's: up to rank 64, no gather of factors is faster.
+
+    A token without adapter gets the base's result and an update of exactly zero.
+    """
+    outputs, inputs = plan.w[: w.b.ndim - 2], plan.w[w.b.ndim - 2 :]
+    if w.chosen is None or not set(plan.x[: w.chosen.ndim]) <= set(plan.out) - set(plan.w):
+        raise ValueError("a weight with several adapters needs each token's choice, tokens first; see lora.choose")
+    factors = [(EVERY + RANK + inputs, w.a), (outputs + EVERY + RANK, w.b)]
+    if not set(plan.contracted) <= set(inputs):  # latents (MLA) are multiplied from the other side
+        factors.reverse()
+    (first, f), (second, g) = factors
+    if not set(plan.contracted) <= set(first):
+        raise ValueError(f"einsum sums over {plan.contracted!r}, outputs and inputs of a weight with several adapters")
+    kept = "".join(c for c in plan.x if c not in plan.contracted)
+    middle = kept + "".join(c for c in first if c not in kept + plan.contracted + EVERY + RANK) + EVERY + RANK
+    low = _contract(Plan(plan.x, first, middle), x, f, x.dtype)
+    mine = w.chosen[..., None] == jnp.arange(w.a.shape[0])
+    mine = jnp.expand_dims(mine, (*range(w.chosen.ndim, len(middle) - 2), -1))
+    update = _contract(Plan(middle, second, plan.out), jnp.where(mine, low, 0), g, dtype)
+    return _contract(plan, x, w.base, dtype) + update
 
 
 def _quantized(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:

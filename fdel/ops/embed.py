@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.shard import context, divided, shard
-from fdel.ops.weights import LowRank, Quantized, Weight, dense
+from fdel.ops.weights import Adapters, LowRank, Quantized, Weight, dense
 
 
 def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -21,6 +21,7 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         return (embed(table.base, tokens) + update).astype(table.dtype)
     if isinstance(table, Quantized):
         return dense(jax.tree.map(take, table))
+    table = dense(table) if isinstance(table, Adapters) else table  # a TypeError
     # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
     table, tp = shard(table, "vocab embed"), context("tp").get("tp")
     if tp is None or table.shape[0] % tp:

@@ -1,8 +1,9 @@
 """Softmax attention in key blocks with an online softmax (arXiv:2205.14135): forward and backward never hold [T, S].
 
-Plain XLA, and the reference for every attention kernel. `dense_attention` states the formula and takes an additive bias.
+Plain XLA, and the reference for every attention kernel. `dense.dense_attention` states the formula.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+from fdel.ops.shard import context
 
 NEG = -1e30  # finite, so that rows without a visible key stay free of NaN
 
@@ -66,36 +69,6 @@ def scores(m: Mask, q: Array, k: Array, alibi: Array | None, qi: Array, ki: Arra
     if alibi is not None:
         s = s + alibi[:, :, None, None] * (ki - qi[..., None])
     return s
-
-
-def dense_attention(
-    q: Float[Array, "B K G T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
-    segments: Int[Array, "B T"],
-    *,
-    mask: Mask,
-    sinks: Float[Array, "K G"] | None = None,
-    alibi: Float[Array, "K G"] | None = None,
-    bias: Float[Array, "B K G T S"] | None = None,
-) -> Float[Array, "B K G T Hv"]:
-    """Compute softmax(softcap(scale q k^T) + bias) v over visible keys, with all scores in memory.
-
-    A sink is one more score per head in the denominator only (arXiv:2309.17453). A row that sees nothing gives 0.
-    """
-    index = jnp.arange(q.shape[3])
-    s = scores(mask, q, k, alibi, index, index)
-    if bias is not None:
-        s = s + bias
-    seen = visible(mask, index, index, segments, segments)[:, None, None]
-    s = jnp.where(seen, s, NEG)
-    top = jnp.max(s, -1, keepdims=True)
-    sink = jnp.full(top.shape[1:3], NEG) if sinks is None else sinks.astype(jnp.float32)
-    top = jax.lax.stop_gradient(jnp.maximum(top, sink[..., None, None]))
-    p = jnp.where(seen, jnp.exp(s - top), 0)
-    total = p.sum(-1, keepdims=True) + jnp.exp(sink[..., None, None] - top)
-    p = p / jnp.where(total == 0, 1, total)
-    return jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------
@@ -183,13 +156,29 @@ def named(forward: tuple[Array, Array]) -> tuple[Array, Array]:
     return checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_output")
 
 
+def _each_row(f: Callable, block: int, where: Where, q: Array, *arrays: Array) -> Any:
+    """Compute f(where, q, *arrays) for arrays [B ...], on CPU one row after the other: what a row needs stays in cache.
+
+    Not where a mesh divides the rows: a loop over them would gather them first.
+    """
+    if jax.default_backend() != "cpu" or len(q) == 1 or q.shape[3] <= block or context("dp", "fsdp", "ep", "tp", "sp"):
+        return f(where, q, *arrays)
+
+    def row(xs: tuple) -> Any:
+        qs, ks, *mine = (x[None] for x in xs)
+        return jax.tree.map(lambda x: x[0], f(replace(where, q_segments=qs, k_segments=ks), *mine))
+
+    return jax.lax.map(row, (where.q_segments, where.k_segments, q, *arrays))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
-    return flash_forward(m, block, q, k, v, where, sinks, alibi)
+    one = lambda where, q, k, v: flash_forward(m, block, q, k, v, where, sinks, alibi)
+    return _each_row(one, block, where, q, k, v)
 
 
 def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
-    out, lse = named(flash_forward(m, block, q, k, v, where, sinks, alibi))
+    out, lse = named(_flash(m, block, q, k, v, where, sinks, alibi))
     return (out, lse), (q, k, v, where, sinks, alibi, out, lse)
 
 
@@ -240,11 +229,30 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
     if sinks is not None:
         dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
     dalibi = None if alibi is None else jnp.zeros_like(alibi)
-    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
-    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), nothing, dsinks, dalibi
+    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), _nothing(where), dsinks, dalibi
 
 
-_flash.defvjp(_flash_fwd, flash_backward)
+def _nothing(where: Where) -> Where:
+    """Give the cotangent that JAX wants for integers."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
+
+
+def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
+    """Pull back; on CPU in blocks of half the size, since more arrays of a block's size are in use than forward."""
+    q, k, v, where, sinks, alibi, out, lse = saved
+    halve = jax.default_backend() == "cpu" and block % 2 == 0 and q.shape[3] > block
+    used = block // 2 if halve else block
+
+    def one(where: Where, q: Array, k: Array, v: Array, out: Array, lse: Array, *ct: Array) -> tuple:
+        dq, dk, dv, _, dsinks, _ = flash_backward(m, used, (q, k, v, where, sinks, alibi, out, lse), ct)
+        return dq, dk, dv, None if dsinks is None else dsinks[None]
+
+    dq, dk, dv, dsinks = _each_row(one, block, where, q, k, v, out, lse, *cotangents)
+    dsinks = None if sinks is None else dsinks.sum(0)
+    return dq, dk, dv, _nothing(where), dsinks, None if alibi is None else jnp.zeros_like(alibi)
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
 
 
 def flash_attention(

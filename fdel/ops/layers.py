@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fdel.ops.shard import shard
+from fdel.ops.watch import watch_hidden
 
 # block(x, state, params of one layer, layer index) -> (x, state)
 Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
@@ -90,8 +91,13 @@ def layers(
     if remat is not None:
         policy = remat_policy(remat)
         blocks = {k: jax.checkpoint(f, policy=policy, static_argnums=()) for k, f in blocks.items()}
+    blocks = {kind: _watched(f) for kind, f in blocks.items()}
     kind = lambda i: kinds[i] if kinds else next(iter(blocks))
+    state = watch_hidden(state, x, 0)
     if isinstance(tree, list):
+        if state is not None and isinstance(x, jax.core.Tracer):
+            # A serving program: trace and lower each kind of layer once, which halves the time that it takes to start.
+            blocks = {k: jax.jit(f) for k, f in blocks.items()}
         for i, p in enumerate(tree):
             x, state = blocks[kind(i)](x, state, p, i)
         return x, state
@@ -121,6 +127,14 @@ def _laid_out(block: Block) -> Block:
         return lay(x), state
 
     return laid_out
+
+
+def _watched(block: Block) -> Block:
+    def watched(x: jax.Array, state: Any, p: Any, layer: Any) -> tuple[jax.Array, Any]:
+        x, state = block(x, state, p, layer)
+        return x, watch_hidden(state, x, layer + 1)
+
+    return watched
 
 
 def pool_index(kinds: tuple, pool: set, layer: Any) -> Any:

@@ -3,10 +3,13 @@
 Each device holds T / n consecutive tokens of every row. `ring_attention` passes keys and values round, and holds one part
 at a time (arXiv:2310.01889); `gathered_attention` fetches them all at once, which is simpler, and cheaper where keys are
 few. Both skip what the causal mask or a window hides, and both are exact: parts are joined by their log-sum-exp.
+
+Under a causal mask the last device of a ring would have work at every hop and the first at none but its own, while all wait
+for the slowest. So devices first exchange halves: each gets one early and one late half, which together see as many keys on
+every device (zig-zag; arXiv:2311.09431 has the problem). The output goes back: no one else sees the exchange.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,11 +83,15 @@ def ring_attention(
     slopes = None if alibi is None else alibi.reshape(k.shape[2], -1)
 
     def part(rank: Array, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
-        length = q.shape[1]
-        circle = Circle(mask, min(BLOCK, length), n, length)
-        *qkv, where = blocked(circle.block, q, k, v, Where(segments, segments, rank * length, rank * length))
-        out, lse = _ring(circle, *qkv, where, slopes)
-        return unblocked(out, length), unblocked(lse, length)[..., 0]
+        pieces = 2 if mask.causal and mask.window is None and q.shape[1] % 2 == 0 else 1
+        length = q.shape[1] // pieces
+        circle = Circle(mask, min(BLOCK, -(-length // pieces)), n, pieces, length)
+        q, k, v, segments = (circle.deal(x) for x in (q, k, v, segments))
+        where = Where(segments, segments, circle.starts(rank), circle.starts(rank))
+        *qkv, where = jax.vmap(partial(blocked, circle.block))(q, k, v, where)
+        found = _ring(circle, *qkv, where, slopes)
+        out, lse = (circle.collect(jax.vmap(lambda x: unblocked(x, length))(x)) for x in found)
+        return out, lse[..., 0]
 
     return _divided(part, q, k, v, segments, sinks)
 
@@ -95,31 +102,63 @@ class Circle(NamedTuple):
     mask: Mask
     block: int
     devices: int
-    length: int  # tokens per device
+    pieces: int  # 1: each device holds consecutive tokens. 2: a half from the front and one from the back
+    length: int  # tokens of a piece
 
     def turn(self, tree: Any) -> Any:
         """Pass a tree of arrays on to the next device."""
         to = [(d, (d + 1) % self.devices) for d in range(self.devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, AXIS, to), tree)
 
-    def arrived(self, where: Where, segments: Array, hop: Array) -> Where:
-        """Say which keys are here at a hop; at hop 0 they are the device's own."""
-        start = (where.k_start - hop * self.length) % (self.devices * self.length)
-        return replace(where, k_segments=segments, k_start=start)
+    def starts(self, rank: Array) -> Array:
+        """Index in the row of the first token of each piece that a device holds, int[pieces]."""
+        if self.pieces == 1:
+            return rank[None] * self.length
+        pair = jnp.stack([rank, 2 * self.devices - 1 - rank])
+        return jnp.where(rank % 2 == 0, pair, pair[::-1]) * self.length
+
+    def deal(self, x: Array) -> Array:
+        """From consecutive tokens [B pieces*length ...] to the pieces that the device holds, [pieces B length ...]."""
+        x = jnp.stack(jnp.split(x, self.pieces, 1))
+        return x if self.pieces == 1 else jnp.stack([lax.ppermute(x[i], AXIS, self._route(i)) for i in (0, 1)])
+
+    def collect(self, x: Array) -> Array:
+        """Undo `deal`."""
+        if self.pieces == 2:
+            back = [[(to, d) for d, to in self._route(i)] for i in (0, 1)]
+            x = jnp.stack([lax.ppermute(x[i], AXIS, back[i]) for i in (0, 1)])
+        return jnp.concatenate(list(x), 1)
+
+    def _route(self, i: int) -> list[tuple[int, int]]:
+        """Where each device's half i goes: half h of the row to device h, or from the middle on counted from the end."""
+        halves = [2 * d + i for d in range(self.devices)]
+        return [(d, min(h, 2 * self.devices - 1 - h)) for d, h in enumerate(halves)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(c: Circle, q: Array, k: Array, v: Array, where: Where, slopes: Any) -> tuple:
-    """On one device, `flash_forward` over the keys of all, in its layout."""
+    """On one device, `flash_forward` of each piece over the keys of all, in its layout with the pieces in front."""
+    rank = lax.axis_index(AXIS)
 
     def hop(carry: tuple, i: Array) -> tuple[tuple, None]:
-        out, lse, (k, v, segments) = carry
-        new, new_lse = flash_forward(c.mask, c.block, q, k, v, c.arrived(where, segments, i), None, slopes)
-        both = jnp.logaddexp(lse, new_lse)
-        out = out * jnp.exp(lse - both) + new * jnp.exp(new_lse - both)
-        return (out, both, c.turn((k, v, segments))), None
+        out, lse, held = carry
 
-    empty = jnp.zeros((*q.shape[:4], v.shape[-1]), jnp.float32), jnp.full((*q.shape[:4], 1), NEG, jnp.float32)
+        def piece(xs: tuple) -> tuple:
+            q, segments, start, *found = xs
+
+            def join(found: list, keys: tuple) -> tuple[list, None]:
+                (out, lse), (k, v, k_segments, k_start) = found, keys
+                here = Where(segments, k_segments, start, k_start)
+                new, new_lse = flash_forward(c.mask, c.block, q, k, v, here, None, slopes)
+                both = jnp.logaddexp(lse, new_lse)
+                return [out * jnp.exp(lse - both) + new * jnp.exp(new_lse - both), both], None
+
+            return tuple(lax.scan(join, found, (*held, c.starts((rank - i) % c.devices)))[0])
+
+        out, lse = lax.map(piece, (q, where.q_segments, where.q_start, out, lse))
+        return (out, lse, c.turn(held)), None
+
+    empty = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full((*q.shape[:-1], 1), NEG, jnp.float32)
     (out, lse, _), _ = lax.scan(hop, (*empty, (k, v, where.k_segments)), jnp.arange(c.devices))
     return out.astype(q.dtype), lse
 
@@ -132,16 +171,30 @@ def _ring_forward(c: Circle, *args: Any) -> tuple:
 def _ring_backward(c: Circle, saved: tuple, cotangents: tuple) -> tuple:
     """Send keys and values round once more, and with them their gradients, which arrive where they belong."""
     q, k, v, where, slopes, out, lse = saved
+    rank = lax.axis_index(AXIS)
 
     def hop(carry: tuple, i: Array) -> tuple[tuple, None]:
-        dq, (k, v, segments, dk, dv) = carry
-        here = c.arrived(where, segments, i)
-        new = flash_backward(c.mask, c.block, (q, k, v, here, None, slopes, out, lse), cotangents)
-        return (dq + new[0], c.turn((k, v, segments, dk + new[1], dv + new[2]))), None
+        dq, held, sums = carry
+
+        def piece(sums: tuple, xs: tuple) -> tuple[tuple, Array]:
+            dq, q, segments, start, out, lse, dout, dlse = xs
+
+            def pull(dq: Array, keys: tuple) -> tuple[Array, tuple]:
+                k, v, k_segments, k_start, dk, dv = keys
+                here = Where(segments, k_segments, start, k_start)
+                saved = q, k, v, here, None, slopes, out, lse
+                new = flash_backward(c.mask, c.block, saved, (dout, dlse))
+                return dq + new[0], (dk + new[1], dv + new[2])
+
+            dq, sums = lax.scan(pull, dq, (*held, c.starts((rank - i) % c.devices), *sums))
+            return sums, dq
+
+        sums, dq = lax.scan(piece, sums, (dq, q, where.q_segments, where.q_start, out, lse, *cotangents))
+        return (dq, *c.turn((held, sums))), None
 
     zero = lambda x: jnp.zeros(x.shape, jnp.float32)
-    start = zero(q), (k, v, where.k_segments, zero(k), zero(v))
-    (dq, (*_, dk, dv)), _ = lax.scan(hop, start, jnp.arange(c.devices))
+    start = zero(q), (k, v, where.k_segments), (zero(k), zero(v))
+    (dq, _, (dk, dv)), _ = lax.scan(hop, start, jnp.arange(c.devices))
     nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
     no_slopes = None if slopes is None else jnp.zeros_like(slopes)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), nothing, no_slopes

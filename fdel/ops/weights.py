@@ -1,4 +1,4 @@
-"""Weight leaves that are not plain arrays: `Quantized` and `LowRank`. `einsum` and `embed` take all three kinds.
+"""Weight leaves that are not plain arrays: `Quantized`, `LowRank` and `Adapters`, which `einsum` takes like arrays.
 
 A weight's axes are batch axes (layers, experts), then its outputs, then its inputs, as torch stores a Linear. Every
 child array keeps the batch axes in front, and static fields describe trailing axes only. So `lax.scan`, and `x[i]`
@@ -70,12 +70,31 @@ class LowRank:
     batch = property(lambda self: self.a.ndim + self.b.ndim - 2 - self.base.ndim)  # number of batch axes
 
 
-Weight = Array | Quantized | LowRank
+@register
+@dataclass(frozen=True)
+class Adapters:
+    """A base weight and n low-rank updates (LoRA), of which each token chooses one, or none with an index below zero.
+
+    Their scales are in `b` already; ranks below the common one are filled with zeros. It has no batch axes.
+    `chosen` covers the leading axes of the activations, or is of size one there; `params.lora.choose` sets it.
+    """
+
+    base: Array | Quantized
+    a: Float[Array, "n rank inputs"]
+    b: Float[Array, "*outputs n rank"]
+    chosen: Int[Array, " T"] | None = None
+
+    shape = property(lambda self: self.base.shape)
+    ndim = property(lambda self: self.base.ndim)
+    dtype = property(lambda self: self.base.dtype)
+
+
+Weight = Array | Quantized | LowRank | Adapters
 
 
 def is_weight(x: object) -> bool:
     """Tell whether x is a weight leaf with children of its own: `is_leaf` for tree functions."""
-    return isinstance(x, Quantized | LowRank)
+    return isinstance(x, Quantized | LowRank | Adapters)
 
 
 def split(x: Array, n: int) -> Array:
@@ -88,12 +107,18 @@ def merge(x: Array, n: int = 2) -> Array:
     return x.reshape(*x.shape[:-n], math.prod(x.shape[-n:]))
 
 
+def from_e4m3(bits: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """Read the bits of float8_e4m3fn as numbers; NaN, which nothing here writes, becomes 480."""
+    # float16 has the same layout with more mantissa and an exponent bias greater by 8.
+    wide = bits.astype(jnp.uint16)
+    half = lax.bitcast_convert_type((wide & 0x80) << 8 | (wide & 0x7F) << 7, jnp.float16)
+    return half.astype(dtype) * 256
+
+
 def decode(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:
     """Read the stored values as numbers, unscaled and padded: all inputs, or of nf4 the halves of all groups."""
-    if w.format == "fp8":  # float16 has the same layout with more mantissa and an exponent bias greater by 8
-        bits = w.values.astype(jnp.uint16)
-        half = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
-        return [half.astype(dtype) * 256]
+    if w.format == "fp8":
+        return [from_e4m3(w.values, dtype)]
     if w.format == "nf4":
         return [jnp.array(NF4, dtype)[w.values >> shift & 15] for shift in (4, 0)]
     return [w.values.astype(dtype)]
@@ -117,6 +142,8 @@ def dense(w: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
     """Give the array that a weight of any kind stands for, low-rank update included; in its own dtype unless told."""
     if isinstance(w, Quantized):
         return dequantize(w, dtype)
+    if isinstance(w, Adapters):
+        raise TypeError("a weight with several adapters is another one for each token; use it in ops.einsum alone")
     if not isinstance(w, LowRank):
         return w if dtype is None else w.astype(dtype)
     a = w.a.reshape(*w.a.shape[: w.batch + 1], -1).astype(jnp.float32)

@@ -1,14 +1,16 @@
-"""Low-rank adapters (LoRA): add them to a params tree, train them alone, merge them into it or drop them."""
+"""Low-rank adapters (LoRA): add them to a params tree, train them alone, merge, drop, or serve several at a time."""
 
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
-from fdel.ops.weights import LowRank, dense, is_weight
+from fdel.ops.weights import Adapters, LowRank, dense, is_weight
 
 from .quantize import MATRICES, change, targets
 from .spec import named_leaves
@@ -59,6 +61,60 @@ def merge(params: Tree) -> Tree:
 def unload(params: Tree) -> Tree:
     """Drop every adapter; the weights are what they were before `add`."""
     return change(lambda _, w: w.base if isinstance(w, LowRank) else w, params)
+
+
+def unstackable(params: Tree, base: Tree) -> str | None:
+    """Say why `stack` cannot hold an adapter of this base; None if it can.
+
+    All other arrays have to be the base's own, and what is adapted a matrix of a layer: tokens are sorted by expert
+    before they reach the matrices of experts, and nobody knows their order there.
+    """
+    depth = 0 if isinstance(params["layers"], list) else 1
+    known = dict(named_leaves(base, is_leaf=is_weight))
+    arrays = lambda w: [id(x) for x in jax.tree.leaves(w)]
+    for path, w in named_leaves(params, is_leaf=is_weight):
+        low = isinstance(w, LowRank)
+        if path not in known or isinstance(known[path], LowRank) or arrays(w.base if low else w) != arrays(known[path]):
+            return f"{path} is not an array of the base"
+        if low and (w.batch > depth or path.partition(".")[0] != "layers"):
+            return f"{path} is adapted, which is not a matrix of a layer"
+    return None
+
+
+def stack(base: Tree, adapters: Mapping[int, Tree], slots: int, rank: int, also: Sequence[Tree] = ()) -> Tree:
+    """Put adapters of one base into one tree: what any of them adapts becomes an `Adapters` leaf of `slots` updates.
+
+    `adapters` are listed trees (`unstack`) by their slot, of `rank` at most; `also` are more trees, for whose adapters
+    leaves are made, but not filled. Give tokens their adapters with `choose`.
+    """
+    leaves = {slot: dict(named_leaves(tree, is_leaf=is_weight)) for slot, tree in adapters.items()}
+    others = [dict(named_leaves(tree, is_leaf=is_weight)) for tree in also]
+
+    def one(path: str, w: Any) -> Any:
+        found = [tree[path] for tree in (*leaves.values(), *others) if isinstance(tree.get(path), LowRank)]
+        if not found:
+            return w
+        _, *inputs = found[0].a.shape
+        *outputs, _ = found[0].b.shape
+        dtype = jnp.result_type(*(f.a.dtype for f in found))
+        a, b = jnp.zeros((slots, rank, *inputs), dtype), jnp.zeros((*outputs, slots, rank), dtype)
+        for slot, tree in leaves.items():
+            low = tree[path]
+            if isinstance(low, LowRank):
+                own = slice(low.a.shape[0])
+                a = a.at[slot, own].set(low.a.astype(dtype))
+                b = b.at[..., slot, own].set((low.b * low.scale.astype(low.b.dtype)).astype(dtype))
+        return Adapters(w, a, b)
+
+    return change(one, base)
+
+
+def choose(params: Tree, slots: Int[Array, " T"]) -> Tree:
+    """Give each token the adapter in its slot, none for slots below zero, in a tree that `stack` has made.
+
+    `slots` belongs to the leading axes of the activations: [T] tokens (Paged), or [1] for all of them.
+    """
+    return change(lambda _, w: replace(w, chosen=slots) if isinstance(w, Adapters) else w, params)
 
 
 def split(params: Tree) -> tuple[Tree, Tree]:

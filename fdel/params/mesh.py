@@ -40,6 +40,7 @@ TRAIN: Rules = MappingProxyType(
         "channels": None,
         "pages": None,
         "page": None,
+        "scales": None,  # of a token's keys or values in 8 bits
         "slots": None,
     }
 )

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import check, parse, serving
+from fdel.recipe import check, evaluating, parse, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
+from fdel.recipe.ref_logps import precompute
 from fdel.recipe.step import build_evaluate, build_step, final_params
-from fdel.recipe.trainer import RATES
+from fdel.recipe.trainer import HEADED, RATES
 from fdel.train import loop, metrics
 
 
@@ -44,6 +45,7 @@ def train(recipe: Recipe) -> Result:
     _may_begin(recipe, mesh)
     with jax.set_mesh(mesh):
         model = build_model(recipe, mesh)
+        dataset, evaluation = precompute(recipe, model, tok, mesh, dataset, evaluation)
         training = build_step(recipe, model, steps, mesh)
         settings = loop.Loop(
             steps=steps, directory=t.save_directory, log_every=t.log_steps, eval_every=t.evaluation_steps or 0,
@@ -98,8 +100,8 @@ def export(recipe: Recipe, model: models.Model, tok: text.Tokenizer) -> Path:
     """
     t, out = recipe.trainer, Path(recipe.trainer.save_directory) / "model"
     spec = spec_of(recipe, model)
-    if t.trainer_type == "reward":
-        save_reward(spec, model, tok, out)
+    if t.trainer_type in HEADED:
+        save_classifier(spec, model, tok, out)
     elif check.adapters(recipe):
         params.save_peft(spec, model.params, out, base_name=str(recipe.model.name_or_path))
         if t.lora is not None and t.lora.merge:
@@ -112,12 +114,16 @@ def export(recipe: Recipe, model: models.Model, tok: text.Tokenizer) -> Path:
     return out
 
 
-def save_reward(spec: Any, model: models.Model, tok: text.Tokenizer, path: Path) -> None:
-    """Save a reward model as transformers' ...ForSequenceClassification with one label."""
+def save_classifier(spec: Any, model: models.Model, tok: text.Tokenizer, path: Path) -> None:
+    """Save a model with a head of its own: as transformers' ...ForSequenceClassification, or, where it judges steps and the
+    head has a bias, ...ForTokenClassification."""
     params.save(spec, model.params, path)
     config = models.config_dict(model.family, model.cfg)
-    config["architectures"] = [model.family.ARCHITECTURE.replace("ForCausalLM", "ForSequenceClassification")]
-    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "dtype": str(model.params["score"].dtype)}
+    kind = "ForTokenClassification" if "score_bias" in spec else "ForSequenceClassification"
+    config["architectures"] = [model.family.ARCHITECTURE.replace("ForCausalLM", kind)]
+    names = {str(i): f"LABEL_{i}" for i in range(len(model.params["score"]))}
+    config |= {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
+    config["dtype"] = str(model.params["score"].dtype)
     config.pop("torch_dtype", None)
     if config.get("pad_token_id") is None:  # transformers finds the last token of a padded row by it
         config["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
@@ -131,8 +137,9 @@ def run(recipe: Recipe) -> None:
     """Do the recipe's actions one after the other. RecipeError if one of them cannot be done, before the first."""
     parse.fail([] if recipe.actions else ["actions: missing; write what to do, such as [validate, train]"])
     check.validate(recipe)
+    ready = [evaluating.prepare(recipe, a.settings) if a.name == "eval" else None for a in recipe.actions]
     trained = None
-    for action in recipe.actions:
+    for action, manager in zip(recipe.actions, ready, strict=True):
         if action.name == "train":
             trained, directory, _ = train(recipe)
             print(f"saved to {directory}")
@@ -144,6 +151,8 @@ def run(recipe: Recipe) -> None:
             print("the recipe is valid")
         elif action.name == "serve":
             serving.serve(recipe, action.settings, trained)
+        elif action.name == "eval":
+            evaluating.evaluate(recipe, action.settings, trained, manager)
         else:
             {"to_json": Recipe.to_json, "to_yaml": Recipe.to_yaml}[action.name](recipe, action.settings.path)
 

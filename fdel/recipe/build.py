@@ -18,7 +18,7 @@ from fdel.recipe import check, objective, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS
 from fdel.recipe.schema import Model as Source
-from fdel.recipe.trainer import RATES, Lora
+from fdel.recipe.trainer import HEADED, RATES, Lora
 from fdel.train import losses
 
 # ---- mesh and models -----------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def compute_dtype(recipe: Recipe) -> Any:
 def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models.Model:
     """Load the model that is trained onto `mesh`, by default that of `sharding`; quantized, with adapters, if it is so.
 
-    For trainer_type reward its params are those of `losses.reward_spec`, with a new head.
+    For trainer_types reward and prm its params are those of `losses.reward_spec`, with a new head.
     """
     t, load = recipe.trainer, recipe.loader
     frozen = check.adapters(recipe)
@@ -55,10 +55,12 @@ def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models
     mesh = build_mesh(recipe) if mesh is None else mesh
     model = _load(recipe, recipe.model, None if name is None else jnp.dtype(DTYPES[name]), mesh, "model")
     spec = spec_of(recipe, model)
-    if t.trainer_type == "reward":
+    if t.trainer_type in HEADED:
         inner = {k: v for k, v in model.params.items() if k in spec["model"]}
-        score = params.init({"score": spec["score"]}, jax.random.key(t.seed), dtype=inner["embed"].dtype)
-        return model._replace(params={"model": inner} | score)
+        head = {k: v for k, v in spec.items() if k != "model"}
+        return model._replace(
+            params={"model": inner} | params.init(head, jax.random.key(t.seed), dtype=inner["embed"].dtype)
+        )
     if method := check.weights_format(recipe):
         group = recipe.quantization.model.group_size
         model = model._replace(params=params.quantize(model.params, METHODS[method], spec=spec, group=group))
@@ -77,9 +79,12 @@ def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models
 
 
 def spec_of(recipe: Recipe, model: models.Model) -> Any:
-    """The spec tree of the model's parameters, for trainer_type reward with its head."""
+    """The spec tree of the model's parameters, for trainer_types reward and prm with their heads."""
     family, cfg = model.family, model.cfg
-    return losses.reward_spec(family, cfg) if recipe.trainer.trainer_type == "reward" else family.spec(cfg)
+    if recipe.trainer.trainer_type not in HEADED:
+        return family.spec(cfg)
+    steps = recipe.trainer.trainer_type == "prm"  # two classes with a bias, as transformers classifies tokens
+    return losses.reward_spec(family, cfg, 2 if steps else 1, bias=steps)
 
 
 def lora_targets(lora: Lora, spec: Any) -> str:
@@ -107,19 +112,36 @@ def build_teacher(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> mode
 def build_reference(recipe: Recipe, model: models.Model) -> Any:
     """Give the parameters to compare with: those of `reference_model`, or a copy of the model's as they are now.
 
-    None where trainer_type has no reference, and where it is the model without its adapters.
+    None where trainer_type has no reference, where it is the model without its adapters, and where its log-probabilities
+    were computed before (`ref_logps.precompute`).
     """
     dtype = compute_dtype(recipe)
+    if recipe.trainer.precompute_ref_log_probs:
+        return None
     if recipe.reference_model is not None:
-        mesh = build_mesh(recipe)
-        other = _load(recipe, recipe.reference_model, dtype, mesh, "reference_model")
-        if (other.family, other.cfg) != (model.family, model.cfg):
-            raise parse.RecipeError("reference_model: its config.json differs from the model's; give one of its kind")
-        return other.params
+        return load_reference(recipe, model)
     if recipe.trainer.trainer_type not in check.REFERENCE or check.adapters(recipe):
         return None
     copy: Callable = lambda p: jax.tree.map(jnp.copy, p)
     return jax.jit(copy if dtype is None else train.compute(copy, dtype, spec_of(recipe, model)))(model.params)
+
+
+def load_reference(recipe: Recipe, model: models.Model) -> Any:
+    """Load the parameters of `reference_model`, in the dtype of the computation; another kind is a RecipeError."""
+    other = _load(
+        recipe, recipe.reference_model or Source(), compute_dtype(recipe), build_mesh(recipe), "reference_model"
+    )
+    if (other.family, other.cfg) != (model.family, model.cfg):
+        raise parse.RecipeError("reference_model: its config.json differs from the model's; give one of its kind")
+    return other.params
+
+
+def cast(recipe: Recipe, spec: Any) -> Callable[[Callable], Callable]:
+    """Give what goes around functions of parameters, so that they compute in `loader.dtype`."""
+    dtype = compute_dtype(recipe)
+    if dtype is None or check.adapters(recipe):
+        return lambda f: f
+    return lambda f: train.compute(f, dtype, spec)
 
 
 def _given(path: str | None, section: str) -> str:

@@ -7,8 +7,8 @@ from fdel import train
 from fdel.ops.layers import remat_policy
 from fdel.recipe import objective, parse
 from fdel.recipe.read import Recipe
-from fdel.recipe.schema import LATER
-from fdel.recipe.trainer import REFERENCE, TEACHER, TEXT, TYPES, Trainer
+from fdel.recipe.schema import EvalAction
+from fdel.recipe.trainer import HEADED, REFERENCE, TEACHER, TEXT, TYPES, Trainer
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "moments")
 
@@ -40,10 +40,28 @@ def _refused(recipe: Recipe) -> Iterator[str]:
 
 def _actions(recipe: Recipe) -> Iterator[str]:
     for i, a in enumerate(recipe.actions):
-        if a.name in LATER:
-            yield f"actions[{i}]: {a.name}: {LATER[a.name]}; remove it"
+        if a.name in ("eval", "serve") and not recipe.model.name_or_path:
+            yield "model.name_or_path: missing; give a directory or a Hub id"
+        if a.name == "eval":
+            yield from _evaluation(recipe, a.settings, f"actions[{i}].eval")
         if a.name in ("to_json", "to_yaml") and not a.settings.path:
             yield f"actions[{i}]: {a.name}: no path; write `- {a.name}: FILE`"
+
+
+def _evaluation(recipe: Recipe, action: EvalAction, where: str) -> Iterator[str]:
+    e, few = recipe.eval, action.num_fewshot
+    if not action.tasks:
+        yield f"{where}.tasks: missing; name some, such as [hellaswag]"
+    if few is not None and few < 0:
+        yield f"{where}.num_fewshot: found {few}, expected 0 or more"
+    for name, low, high in (
+        ("batch_size", 1, None), ("max_new_tokens", 1, None), ("temperature", 0, 100), ("top_p", 1e-9, 1),
+    ):  # fmt: skip
+        value = getattr(e, name)
+        if value is not None and not (low <= value and (high is None or value <= high)):
+            yield f"eval.{name}: found {value}, expected {low:g}{' or more' if high is None else f' to {high:g}'}"
+    if e.limit is not None and e.limit <= 0:
+        yield f"eval.limit: found {e.limit}, expected a positive number"
 
 
 def adapters(recipe: Recipe) -> bool:
@@ -75,8 +93,8 @@ def _models(recipe: Recipe) -> Iterator[str]:
     if load.dtype in ("fp16", "float16") or load.param_dtype in ("fp16", "float16"):
         yield "loader: fp16 needs scaled losses (train.scaled), which no recipe has; use bf16"
     if adapters(recipe):
-        if kind == "reward":
-            yield "quantization.model: trainer_type reward trains all weights, which cannot be quantized; remove it"
+        if kind in HEADED:
+            yield f"quantization.model: trainer_type {kind} trains all weights, which cannot be quantized; remove it"
         if load.dtype and load.param_dtype and load.dtype[:2] != load.param_dtype[:2]:
             yield "loader.param_dtype: with adapters, the frozen weights are kept in loader.dtype; give one of the two"
         if t.sync_ref_model:
@@ -114,6 +132,8 @@ def _data(recipe: Recipe) -> Iterator[str]:
         yield "mixture.mixture_block_size: block_mixture is false; remove one of the two"
     if m.pack_on_the_fly and (m.block_mixture or m.mixture_block_size or m.save.path):
         yield "mixture.pack_on_the_fly: a stream keeps nothing and has no blocks; remove save and block_mixture, or this"
+    if m.pack_on_the_fly and t.precompute_ref_log_probs:
+        yield "trainer.precompute_ref_log_probs: a stream keeps nothing; remove it, or mixture.pack_on_the_fly"
     weighted = sum(x.weight is not None for x in m.informs)
     if 0 < weighted < len(m.informs):
         yield "mixture.informs: some data sets have a weight and some have none; give all one"
@@ -176,11 +196,20 @@ def _method(t: Trainer) -> Iterator[str]:
         yield "trainer.metric_for_best_model: nothing is evaluated; set evaluation_steps and mixture.eval_informs"
     if t.lambda_orpo is not None and t.beta is not None and t.lambda_orpo != t.beta:
         yield "trainer.lambda_orpo: differs from beta; they are one thing, give one"
+    if t.negatives < 0 or not t.step_separator:
+        yield f"trainer: negatives={t.negatives}, step_separator={t.step_separator!r}; expected 0 or more, and a text"
     if policy := objective.remat(t):
         try:
             remat_policy(policy)
         except ValueError as e:
             yield f"trainer.gradient_checkpointing: {e}"
+    if t.precompute_ref_log_probs and t.sync_ref_model:
+        yield "trainer.precompute_ref_log_probs: sync_ref_model changes the reference; remove one of the two"
+    if t.precompute_ref_log_probs and t.trainer_type == "kto" and "kto" in objective.loss_types(t):
+        yield (
+            "trainer.precompute_ref_log_probs: loss_type kto compares completions after other rows' prompts, drawn anew in "
+            "each epoch; remove it, or use loss_type apo_zero_unpaired"
+        )
     if t.trainer_type in TYPES:
         try:
             objective.check(t)

@@ -15,9 +15,13 @@ from fdel.recipe.trainer import TEXT
 from fdel.train import data
 
 FORMATS = ("json", "jsonl", "parquet", "arrow", "csv", "text")
-KINDS = {"kto": "unpaired", "bco": "unpaired"} | dict.fromkeys(TEXT, "sft")  # the others are "pairs"
+KINDS = {"kto": "unpaired", "bco": "unpaired", "prm": "process", "embedding": "embedding"}
+KINDS |= dict.fromkeys(TEXT, "sft")  # the others are "pairs"
 PACKING = {"bfd": "best_fit", "bfd_split": "best_fit_split", "wrapped": "wrapped"}
-COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "input_ids", "margin", "tools")
+COLUMNS = (
+    "text", "messages", "prompt", "completion", "chosen", "rejected", "label", "input_ids", "margin", "tools",
+    "completions", "labels", "anchor", "query", "positive", "negative",
+)  # fmt: skip
 BLOCK = 2048
 
 
@@ -37,17 +41,17 @@ def build_settings(recipe: Recipe) -> data.Settings:
         shuffle=m.pack_shuffle and m.shuffle_buffer_size != 0, seed=m.seed,
         epochs=None if endless else t.num_train_epochs or 3, window=m.shuffle_buffer_size or data.Settings.window,
         stop=m.stop_strategy, block=block, stream=m.pack_on_the_fly, prefetch=m.prefetch_buffer_size,
-        threads=m.prefetch_workers,
+        threads=m.prefetch_workers, negatives=t.negatives, separator=t.step_separator,
+        last_only=t.train_on_last_step_only,
     )  # fmt: skip
 
 
 def evaluation_settings(recipe: Recipe) -> data.Settings:
-    """Say how rows become batches of evaluation: once, in order, unpacked; where rows can be empty, all of them."""
-    padded = KINDS.get(recipe.trainer.trainer_type) == "sft" or recipe.trainer.trainer_type == "reward"
+    """Say how rows become batches of evaluation: all of them once, in order, unpacked."""
     rows = recipe.trainer.eval_batch_size or check.batch_rows(recipe)
     return dataclasses.replace(
         build_settings(recipe), batch=rows, packing=None, shuffle=False, epochs=1, block=None, stream=False,
-        partial="pad" if padded else "drop",
+        partial="pad", last_only=False,
     )  # fmt: skip
 
 
@@ -58,8 +62,13 @@ def build_dataset(recipe: Recipe, tok: text.Tokenizer) -> data.Data:
 
 def build_evaluation(recipe: Recipe, tok: text.Tokenizer) -> data.Data | None:
     """Read and tokenise the data of evaluation, None without any."""
-    informs = [dataclasses.replace(x, name=None, weight=None) for x in recipe.mixture.eval_informs]  # each row once
+    informs = evaluation_informs(recipe)
     return _dataset(recipe, informs, evaluation_settings(recipe), tok) if informs else None
+
+
+def evaluation_informs(recipe: Recipe) -> list[Inform]:
+    """The data sets of evaluation, of which each row comes once."""
+    return [dataclasses.replace(x, name=None, weight=None) for x in recipe.mixture.eval_informs]
 
 
 def _dataset(recipe: Recipe, informs: Sequence[Inform], settings: data.Settings, tok: text.Tokenizer) -> data.Data:
@@ -78,7 +87,8 @@ def _source(recipe: Recipe, inform: Inform, weight: float | None) -> data.Source
     rename = dict(inform.format_fields or {})
     field = inform.content_field
     if field is not None and field not in COLUMNS:
-        rename[field] = "text" if recipe.trainer.trainer_type in TEXT else "prompt"
+        kind = recipe.trainer.trainer_type
+        rename[field] = "text" if kind in TEXT else "anchor" if kind == "embedding" else "prompt"
     kept = None if field is None else (rename.get(field, field), *inform.additional_fields, *rename.values())
     files = (inform.data_files,) if isinstance(inform.data_files, str) else inform.data_files
     if inform.type not in FORMATS:

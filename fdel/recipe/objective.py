@@ -21,7 +21,7 @@ class Objective(NamedTuple):
 
 def loss_types(t: Trainer) -> tuple[str, ...]:
     """Give the variants of the loss, TRL's default where none is given."""
-    default = {"sft": "nll", "simpo": "simpo", "kto": "kto"}.get(t.trainer_type, "sigmoid")
+    default = {"sft": "nll", "simpo": "simpo", "kto": "kto", "embedding": "info_nce"}.get(t.trainer_type, "sigmoid")
     return t.loss_type if isinstance(t.loss_type, tuple) else (t.loss_type or default,)
 
 
@@ -44,6 +44,21 @@ def target(t: Trainer) -> Callable:
     if not 0 <= beta <= 1:
         raise ValueError(f"beta={beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
     return partial(losses.generalized_jsd, beta=beta, temperature=temperature)
+
+
+def similarity(t: Trainer) -> Callable:
+    """Choose the loss over embeddings of trainer_type embedding. What does not go together: ValueError."""
+    (kind,) = loss_types(t)
+    if kind not in ("info_nce", "triplet"):
+        raise ValueError(f"loss_type={kind!r}; expected info_nce or triplet")
+    if kind == "triplet" and (t.temperature is not None or not t.negatives):
+        raise ValueError("loss_type='triplet' has no temperature, and needs negatives of at least 1")
+    if kind == "info_nce" and t.margin != 0.2:
+        raise ValueError(f"margin={t.margin}: loss_type='info_nce' does not read it; remove it, or use triplet")
+    temperature = 0.05 if t.temperature is None else t.temperature
+    one = partial(losses.triplet, margin=t.margin) if kind == "triplet" else None
+    one = one or partial(losses.info_nce, temperature=temperature)
+    return one if t.matryoshka_dims is None else losses.matryoshka(one, t.matryoshka_dims)
 
 
 def _beta(t: Trainer) -> float:
@@ -93,6 +108,8 @@ def check(t: Trainer) -> None:
         token_loss(t)
     elif t.trainer_type == "gkd":
         target(t)
+    elif t.trainer_type == "embedding":
+        similarity(t)
 
 
 def coupled(t: Trainer) -> bool:
@@ -116,19 +133,28 @@ def build(
     """Build the objective of a trainer type; `adapted` makes its params the adapters of `lora.split`.
 
     After the batch come: bco's running mean; the frozen part of the model, if `adapted`; the reference (`own_reference`:
-    the model without its adapters is none) or the teacher. `cast` goes around what is called with params, `lay` around
-    gradient functions of a microbatch.
+    the model without its adapters is none, or the batch has its numbers) or the teacher. `cast` goes around what is called
+    with params, `lay` around gradient functions of a microbatch.
     """
     n, options = t.gradient_accumulation_steps, _options(t)
     alone = partial(losses.on_adapters, reference=False) if adapted else lambda f: f
+    if t.trainer_type == "embedding":
+        pool = losses.mean_token if t.pooling == "mean" else losses.last_token
+        embeddings, among = losses.embedding(*model[:2], loss=similarity(t), pool=pool, **options)
+        embeddings, objective = alone(cast(embeddings)), lambda x, batch, *_: among(x, batch)
+        loss = lambda params, batch, *rest: objective(embeddings(params, batch, *rest), batch)
+        return Objective(loss, lay(train.gradcache(embeddings, objective, n)))
     if t.trainer_type not in PREFERENCES:
         loss = alone(cast(_whole(t, model, teacher)))
         return Objective(loss, _apart(loss, n, lay))
-    outputs = cast(losses.likelihoods(model.family, model.cfg, ld_alpha=t.ld_alpha, **options))
+    router = t.router_aux_loss_coef != 0
+    outputs = cast(losses.likelihoods(model.family, model.cfg, ld_alpha=t.ld_alpha, router=router, **options))
     if adapted:
         base_is_reference = t.trainer_type in REFERENCE and not own_reference
         outputs = losses.on_adapters(outputs, reference=base_is_reference)
     objective = PREFERENCES[t.trainer_type](t)
+    if router:
+        objective = losses.with_balance(objective, t.router_aux_loss_coef)
     if t.trainer_type == "bco":  # the running mean comes first, the objective wants it alone
         outputs, objective = _after(outputs), lambda o, batch, mean, *_, f=objective: f(o, batch, mean)
     loss = lambda params, batch, *rest: objective(outputs(params, batch, *rest), batch, *rest)
@@ -156,10 +182,20 @@ def _whole(t: Trainer, model: models.Model, teacher: models.Model | None) -> Cal
         return losses.sft(family, cfg, loss=token_loss(t), router_aux_loss_coef=t.router_aux_loss_coef, **options)
     if t.trainer_type == "reward":
         return losses.reward(family, cfg, center_rewards_coefficient=t.center_rewards_coefficient, **options)
+    if t.trainer_type == "prm":
+        return losses.process_reward(family, cfg, **options)
     if teacher is None:
         raise ValueError(f"trainer_type {t.trainer_type} learns from a teacher; pass it")
     alpha = 1.0 if t.trainer_type == "gkd" else 0.9 if t.alpha is None else t.alpha
-    return losses.distill(family, cfg, teacher.family, teacher.cfg, target=target(t), alpha=alpha, **options)
+    if t.hidden_state_loss_weight and cfg.embed != teacher.cfg.embed:
+        raise ValueError(
+            f"hidden_state_loss_weight={t.hidden_state_loss_weight}: the student's hidden states have {cfg.embed} channels "
+            f"and the teacher's {teacher.cfg.embed}; set it to 0, or learn a projection with losses.distill"
+        )
+    layers = (-1,) if t.hidden_state_layers is None else t.hidden_state_layers
+    terms = losses.Terms(t.hidden_state_loss_weight, layers, t.router_aux_loss_coef)
+    pair = family, cfg, teacher.family, teacher.cfg
+    return losses.distill(*pair, target=target(t), alpha=alpha, terms=terms, **options)
 
 
 def _apart(loss: Callable, n: int, lay: Callable) -> Callable:

@@ -138,15 +138,18 @@ class Esurge:
 
 @dataclass(frozen=True)
 class Eval:
-    """Evaluation with benchmarks."""
+    """Evaluation with lm_eval's benchmarks."""
 
-    max_new_tokens: int = key(2048, "longest answer")
-    temperature: float = key(0.0, "0 takes the likeliest token")
-    top_p: float = key(0.95, "draw from the likeliest tokens of this mass")
-    batch_size: int = key(32, "requests at a time")
+    max_new_tokens: int | None = key(None, "longest answer; default: the task's")
+    temperature: float | None = key(None, "0 takes the likeliest token; default: the task's, mostly 0")
+    top_p: float | None = key(None, "draw from the likeliest tokens of this mass; default: the task's, mostly all")
+    batch_size: int = key(32, "sequences at a time, at most esurge.max_num_seqs of them when they are generated")
     use_tqdm: bool = key(True, "show progress")
-    limit: int | float | None = key(None, "examples per task; default: all")
-    cache_requests: bool = key(True, "keep the requests of a task")
+    limit: int | float | None = key(None, "examples per task, below 1 a share of them; default: all")
+    cache_requests: bool = key(
+        False,
+        "keep the prompts of a task for the next run: lm_eval pickles them beside its code, and sees no change of it",
+    )
     apply_chat_template: bool = key(False, "send prompts through the chat template")
     system_instruction: str | None = key(None, "system message")
 
@@ -222,12 +225,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class EvalAction:
-    """Run benchmarks."""
+    """Run lm_eval's benchmarks."""
 
-    tasks: tuple[str, ...] = key((), "names of tasks")
+    tasks: tuple[str, ...] = key((), "names or patterns of tasks; required")
+    include_path: str | None = key(None, "directory with tasks of your own, in lm_eval's YAML")
     engine: str = key("esurge", "what generates", choices=("esurge",))
     num_fewshot: int | None = key(None, "examples in the prompt; default: the task's")
-    output_path: str | None = key(None, "file for the results")
+    output_path: str | None = key(None, "new file for the results, as JSON")
     print_results: bool = key(True, "show the results")
 
 
@@ -257,7 +261,6 @@ ACTIONS: dict[str, type | None] = {
     "to_json": FileAction, "to_yaml": FileAction,
 }  # fmt: skip
 ALIASES = {"server": "serve", "show": "print", "config": "dump_config", "save_json": "to_json", "save_yaml": "to_yaml"}
-LATER = {"eval": "evaluation with benchmarks is not in this version"}
 
 
 @dataclass(frozen=True)

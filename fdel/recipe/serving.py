@@ -14,26 +14,35 @@ from fdel.serve import engine, launch
 def serve(recipe: Recipe, action: ServeAction, trained: models.Model | None = None) -> None:
     """Answer requests until SIGTERM. RecipeError for what cannot be served as it is asked."""
     parse.fail(faults(recipe, action))
-    settings = options(recipe, action)
-    launch.check(settings)
+    how = options(recipe, action)
+    keys = launch.check(how)
     model, tok = load(recipe) if trained is None else trained, build_tokenizer(recipe)
     logging.getLogger("fdel").setLevel("ERROR" if recipe.esurge.silent_mode else action.log_level.upper())
-    launch.listen(launch.served(model, tok, Path(str(recipe.model.name_or_path)).name, settings), settings)
+    launch.listen(launch.served(model, tok, Path(str(recipe.model.name_or_path)).name, how), how, keys)
 
 
 def faults(recipe: Recipe, action: ServeAction) -> list[str]:
     """List what serving cannot honour."""
-    found = []
+    found = engine_faults(recipe, "serve")
     if action.require_api_key and action.api_key_file is None:
         found.append("actions.serve.api_key_file: missing; require_api_key needs one, see `fdel keys`")
-    if recipe.trainer.trainer_type == "reward" and any(a.name == "train" for a in recipe.actions):
-        found.append("actions.serve: a reward model writes no text; remove it")
     if recipe.loader.precision is not None:
-        found.append("loader.precision: training alone reads it; remove it")
-    if recipe.base_config.values:
+        found.append("loader.precision: the server does not read it; remove it")
+    return found
+
+
+def engine_faults(recipe: Recipe, action: str) -> list[str]:
+    """List what no engine can honour, whatever the action does with it."""
+    found, trained = [], any(a.name == "train" for a in recipe.actions)
+    if recipe.trainer.trainer_type == "reward" and trained:
+        found.append(f"actions.{action}: a reward model writes no text; remove it")
+    if recipe.base_config.values and not trained:
         found.append("base_config.values: training alone reads them; remove them")
-    if recipe.quantization.kv_cache.quantization_method is not None:
-        found.append("quantization.kv_cache: keys and values are kept in the model's dtype in this version; remove it")
+    cache = recipe.quantization.kv_cache
+    if cache.quantization_method == "nf4":
+        found.append("quantization.kv_cache.quantization_method: nf4 is for weights; use 8bit or fp8")
+    if cache.group_size is not None:
+        found.append("quantization.kv_cache.group_size: each token and head has a scale of its own; remove it")
     return found
 
 
@@ -44,10 +53,16 @@ def options(recipe: Recipe, action: ServeAction) -> launch.Options:
         host=action.host, port=action.port, memory=e.hbm_utilization, insecure=action.require_api_key is False,
         tool_parser=action.tool_parser_name if action.enable_function_calling else "none",
         key_file=None if keys is None or action.require_api_key is False else Path(keys),
-        settings=engine.Settings(
-            rows=e.max_num_seqs, max_length=e.max_model_len, cache=None if e.enable_prefix_caching else False,
-            overlap=e.overlap_execution,
-        ),
+        settings=settings(recipe),
+    )  # fmt: skip
+
+
+def settings(recipe: Recipe) -> engine.Settings:
+    """Translate the keys of the engine."""
+    e, kv = recipe.esurge, recipe.quantization.kv_cache.quantization_method
+    return engine.Settings(
+        rows=e.max_num_seqs, max_length=e.max_model_len, cache=None if e.enable_prefix_caching else False,
+        overlap=e.overlap_execution, kv_cache_dtype=None if kv is None else METHODS[kv],
     )  # fmt: skip
 
 

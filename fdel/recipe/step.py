@@ -49,8 +49,9 @@ def build_step(recipe: Recipe, model: models.Model, steps: int, mesh: jax.shardi
 
     at = parallel.state_shardings(jax.eval_shape(fresh, trained, reference), params.shardings(spec, mesh))
     found = objective.build(
-        t, model, teacher=teacher, adapted=adapted, own_reference=recipe.reference_model is not None,
-        cast=_cast(recipe, spec), lay=lambda g: parallel.constrain(g, at.params),
+        t, model, teacher=teacher, adapted=adapted,
+        own_reference=recipe.reference_model is not None or t.precompute_ref_log_probs,
+        cast=build.cast(recipe, spec), lay=lambda g: parallel.constrain(g, at.params),
     )  # fmt: skip
     reads = [name for name in ("reference", "bco") if name in at.extra]
     fixed = (
@@ -81,13 +82,6 @@ def _extras(recipe: Recipe, trained: Any, reference: Any) -> dict[str, Any]:
     if t.ema_decay is not None:
         extras["ema"] = jax.tree.map(widen, trained)
     return extras
-
-
-def _cast(recipe: Recipe, spec: Any) -> Callable:
-    dtype = build.compute_dtype(recipe)
-    if dtype is None or check.adapters(recipe):
-        return lambda f: f
-    return lambda f: train.compute(f, dtype, spec)
 
 
 def _around(recipe: Recipe, step: Step, rate: Callable) -> Step:

@@ -8,7 +8,7 @@ from typing import Any
 # Default learning rates, those of TRL.
 RATES = {
     "sft": 2e-5, "dpo": 1e-6, "cpo": 1e-6, "simpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "bco": 5e-7, "reward": 1e-4,
-    "distillation": 2e-5, "gkd": 2e-5,
+    "distillation": 2e-5, "gkd": 2e-5, "prm": 1e-5, "embedding": 2e-5,
 }  # fmt: skip
 TYPES = tuple(RATES)
 LATER = ("grpo",)
@@ -16,6 +16,7 @@ PAIRS = ("dpo", "cpo", "simpo", "orpo")
 REFERENCE = ("dpo", "kto", "bco")  # compare with a reference model
 TEACHER = ("distillation", "gkd")
 TEXT = ("sft", *TEACHER)
+HEADED = ("reward", "prm")  # have a head of their own in place of the output projection, and train all weights
 
 
 def key(
@@ -81,7 +82,7 @@ class Trainer:
         None, "what a backward pass saves of a layer, by the policy's name; true: nothing"
     )
     lora: Lora | None = key(
-        None, "train adapters only; {} has all defaults", by=tuple(t for t in TYPES if t != "reward")
+        None, "train adapters only; {} has all defaults", by=tuple(t for t in TYPES if t not in HEADED)
     )
     # Logging and saving.
     log_steps: int = key(10, "steps between two lines of metrics")
@@ -103,7 +104,9 @@ class Trainer:
     packing: bool | None = key(None, "several texts in a row", by=TEXT)
     packing_strategy: str = key("bfd", "how texts share rows", choices=("bfd", "bfd_split", "wrapped"), by=TEXT)
     # The losses.
-    loss_type: str | tuple[str, ...] | None = key(None, "variant of the loss, as in TRL", by=("sft", *PAIRS[:3], "kto"))
+    loss_type: str | tuple[str, ...] | None = key(
+        None, "variant of the loss, as in TRL", by=("sft", *PAIRS[:3], "kto", "embedding")
+    )
     loss_weights: tuple[float, ...] | None = key(None, "weights of several loss types; default: 1", by=("dpo",))
     beta: float | None = key(
         None, "strength of the preference, default 0.1; gkd: from forward (0) to reverse KL (1), default 0.5",
@@ -112,12 +115,27 @@ class Trainer:
     lambda_orpo: float | None = key(None, "another name of orpo's beta", by=("orpo",))
     label_smoothing: float = key(0.0, "share of wrong labels", by=("sft", "dpo", "cpo", "simpo"))
     z_loss: float = key(0.0, "weight of the squared log of the softmax's denominator", by=("sft",))
-    router_aux_loss_coef: float = key(0.0, "weight of the load balancing of experts", by=("sft",))
+    router_aux_loss_coef: float = key(
+        0.0,
+        "weight of the load balancing of experts",
+        by=tuple(t for t in TYPES if t not in (*HEADED, "embedding")),
+    )
     alpha: float | None = key(
         None, "distillation: the teacher's share of the loss, default 0.9; cpo, simpo: AlphaPO's shape, default 0",
         by=("cpo", "simpo", "distillation"),
     )  # fmt: skip
-    temperature: float | None = key(None, "of both models' distributions; default: 2, gkd: 1", by=TEACHER)
+    temperature: float | None = key(
+        None, "of both models' distributions, default: 2, gkd: 1; embedding: of the cosines, default: 0.05",
+        by=(*TEACHER, "embedding"),
+    )  # fmt: skip
+    hidden_state_loss_weight: float = key(0.0, "weight of the squared distance of hidden states", by=("distillation",))
+    hidden_state_layers: tuple[int, ...] | None = key(
+        None, "which: 0 enters layer 0, i leaves layer i - 1, -1 is the last, the default", by=("distillation",)
+    )
+    attention_loss_weight: float = key(
+        0.0, "weight of the distance of attention weights", by=("distillation",),
+        refuse="attention in blocks never holds its weights, [heads T T] for each layer; match hidden states instead",
+    )  # fmt: skip
     lmbda: float = key(0.0, "share of the student's own samples", by=("gkd",), refuse="samples are not in this version")
     cpo_alpha: float = key(1.0, "weight of the chosen completions' likelihood", by=("cpo",))
     simpo_gamma: float = key(0.5, "margin of loss_type simpo", by=("cpo", "simpo"))
@@ -126,11 +144,20 @@ class Trainer:
     discopop_tau: float = key(0.05, "of loss_type discopop", by=("dpo",))
     ld_alpha: float | None = key(None, "weight of the tokens past the shorter completion", by=("dpo",))
     use_weighting: bool = key(False, "weigh pairs by their probability (WPO)", by=("dpo",))
+    precompute_ref_log_probs: bool = key(
+        False, "compute the reference's log-probabilities once before training, not in every step", by=REFERENCE
+    )
     sync_ref_model: bool = key(False, "let the reference follow the model (TR-DPO)", by=("dpo", "kto"))
     ref_model_mixup_alpha: float = key(0.6, "share of the model in a move of the reference", by=("dpo", "kto"))
     ref_model_sync_steps: int = key(512, "steps between two moves of the reference", by=("dpo", "kto"))
     desirable_weight: float = key(1.0, "weight of desirable rows", by=("kto",))
     undesirable_weight: float = key(1.0, "weight of undesirable rows", by=("kto",))
     center_rewards_coefficient: float = key(0.0, "keeps rewards around 0", by=("reward",))
+    step_separator: str = key("\n", "text after each step, at whose end it is judged", by=("prm",))
+    train_on_last_step_only: bool = key(False, "learn the last step's label alone; evaluation has all", by=("prm",))
+    negatives: int = key(1, "hard negatives of a row, at the most", by=("embedding",))
+    pooling: str = key("last", "which hidden states embed a text", choices=("last", "mean"), by=("embedding",))
+    margin: float = key(0.2, "of loss_type triplet, in cosine distance", by=("embedding",))
+    matryoshka_dims: tuple[int, ...] | None = key(None, "learn prefixes of these sizes as well", by=("embedding",))
     group_size: int | None = key(None, "samples of a prompt", by=("grpo",))
     kl_coef: float | None = key(None, "weight of the divergence from the reference", by=("grpo",))

@@ -1,19 +1,17 @@
-"""Routes about the server itself: whether it is well, its models, metrics, pages, and administration."""
+"""Routes about the server itself: whether it is well, its models, metrics, pages."""
 
 import base64
+import functools
 import hashlib
 import importlib.metadata
 import re
-import time
-from dataclasses import asdict
 from importlib import resources
 
 from aiohttp import web
 
-from fdel.serve import auth
 from fdel.serve.metrics import CONTENT_TYPE
-from fdel.serve.openai import APIError, body
-from fdel.serve.state import Call, Server
+from fdel.serve.openai import body
+from fdel.serve.state import Call
 
 STALE = 30.0  # seconds without a turn of an engine's loop after which the server is not ready
 # The engines' counters and their names for Prometheus.
@@ -35,8 +33,9 @@ async def health(call: Call) -> web.Response:
 
 async def ready(call: Call) -> web.Response:
     """GET /ready: every engine's loop turns, and no drain has begun."""
-    beats = {name: s.engine.stats()["seconds since a turn"] for name, s in call.server.engines().items()}
-    fine = not call.server.draining and all(beat < STALE for beat in beats.values())
+    engines = [s.engine for s in call.server.engines().values()]
+    turn = all(not e.loop.closed and e.stats()["seconds since a turn"] < STALE for e in engines)
+    fine = turn and not call.server.draining
     return call.json(
         {"status": "ready" if fine else "draining" if call.server.draining else "stuck"}, 200 if fine else 503
     )
@@ -85,60 +84,24 @@ async def page(call: Call) -> web.Response:
     return send_page("playground.html")
 
 
-def send_page(name: str, status: int = 200) -> web.Response:
-    """Send a page of ours, which may run its own scripts and talk to this server, and nothing else."""
+@functools.cache
+def pages() -> tuple[dict[str, str], str]:
+    """Read our pages: their texts by name, and the policy under which they run their own scripts and no others."""
     web_files = resources.files("fdel.serve") / "web"
     texts = {n: (web_files / n).read_text("utf-8") for n in ("login.html", "playground.html")}
     # The login page writes the playground into itself, so that its policy is in force there too.
     scripts = [re.search("<script>(.*)</script>", t, re.DOTALL)[1] for t in texts.values()]  # type: ignore[index]
     digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     allowed = " ".join(f"'sha256-{d}'" for d in digests)
-    policy = f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src {allowed}"
-    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    closed = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return texts, f"{closed}; connect-src 'self'; style-src 'unsafe-inline'; script-src {allowed}"
+
+
+def send_page(name: str, status: int = 200) -> web.Response:
+    """Send a page of ours, which may talk to this server, and to nothing else."""
+    texts, policy = pages()
+    headers = {
+        "Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }  # fmt: skip
     return web.Response(text=texts[name], status=status, content_type="text/html", headers=headers)
-
-
-# ---- administration ------------------------------------------------------------------------------------------------
-
-
-async def list_keys(call: Call) -> web.Response:
-    """GET /admin/keys: all but the hashes."""
-    shown = [{k: v for k, v in asdict(key).items() if k != "hash"} for key in (call.server.keys or {}).values()]
-    return call.json({"object": "list", "data": shown})
-
-
-async def add_key(call: Call) -> web.Response:
-    """POST /admin/keys: a new key; its secret is in this answer and nowhere else."""
-    known = {"role", "name", "requests_per_minute", "tokens_per_minute"}
-    if unknown := sorted(set(call.body) - known):
-        raise APIError(f"unknown field; expected {', '.join(sorted(known))}", param=unknown[0][:64])
-    if call.server.keys is None:
-        raise APIError("this server asks for no keys; start it with a key file", status=409, code="no_keys")
-    try:
-        key, secret = auth.create(**{"name": "", "role": "user", **call.body}, now=time.time())
-    except ValueError as e:
-        raise APIError(f"this is no key: {e}") from e
-    _change_keys(call.server, {**call.server.keys, key.hash: key})
-    return call.json({"id": key.id, "secret": secret}, 201)
-
-
-async def remove_key(call: Call) -> web.Response:
-    """DELETE /admin/keys/{id}."""
-    id, keys = call.request.match_info["id"], call.server.keys or {}
-    rest = {h: k for h, k in keys.items() if k.id != id}
-    if len(rest) == len(keys):
-        raise APIError("there is no such key", status=404, code="not_found")
-    _change_keys(call.server, rest)
-    return call.json({"id": id, "deleted": True})
-
-
-def _change_keys(server: Server, keys: dict[str, auth.Key]) -> None:
-    if server.key_file is not None:
-        auth.save(server.key_file, keys.values())
-    server.keys = keys
-
-
-async def drain(call: Call) -> web.Response:
-    """POST /admin/drain: take no more requests; those under way go on."""
-    call.server.draining = True
-    return call.json({"status": "draining", "active": call.server.active - 1})

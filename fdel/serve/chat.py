@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -31,7 +32,7 @@ async def chat(call: Call) -> web.StreamResponse:
         logprobs = _chat_logprobs(prompt, reply.tokens, reply.logprobs, reply.top)
         reason = body.finish(reasons[i], bool(said.calls), asked.tool_choice)
         choices.append(body.Choice(said, reason, logprobs))
-    return call.json(body.chat(meta, choices, run.usage()))
+    return call.json(body.chat(meta, choices, _usage(run, readers)))
 
 
 async def _chat_run(call: Call, served: Served, asked: openai.Chat) -> tuple[Prompt, Run]:
@@ -67,6 +68,10 @@ async def _whole(run: Run, prompt: Prompt) -> tuple[list[Reader], list[str]]:
     return readers, reasons
 
 
+def _usage(run: Run, readers: Sequence[Reader]) -> body.Usage:
+    return replace(run.usage(), reasoning=sum(r.reasoning for r in readers))
+
+
 def _chat_logprobs(prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[dict]) -> Any:
     asked = prompt.asked
     if not asked.logprobs:
@@ -76,26 +81,27 @@ def _chat_logprobs(prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float]
 
 async def _chat_frames(run: Run, prompt: Prompt, meta: body.Meta) -> Frames:
     asked, readers = prompt.asked, [prompt.reader() for _ in run.jobs]
-    for i in range(len(run.jobs)):
-        yield body.sse(body.chat_chunk(meta, i, body.FIRST))
+    yield b"".join(body.sse(body.chat_chunk(meta, i, body.FIRST)) for i in range(len(run.jobs)))
     async for item in run.deltas(PING):
         if item is None:
             yield body.PING
             continue
         i, delta = item
         logprobs = _chat_logprobs(prompt, delta.tokens, delta.logprobs, delta.top_logprobs) if delta.tokens else None
+        chunks = []
         for new in readers[i].push(delta):
-            yield body.sse(body.chat_chunk(meta, i, body.chat_delta(new), logprobs=logprobs))
+            chunks.append(body.chat_chunk(meta, i, body.chat_delta(new), logprobs=logprobs))
             logprobs = None
         if logprobs is not None:  # of tokens whose text is held back
-            yield body.sse(body.chat_chunk(meta, i, {"content": ""}, logprobs=logprobs))
+            chunks.append(body.chat_chunk(meta, i, {"content": ""}, logprobs=logprobs))
         if delta.finish_reason:
             calls = any(d.kind == "call" for d in readers[i].found)
             reason = body.finish(delta.finish_reason, calls, asked.tool_choice)
-            yield body.sse(body.chat_chunk(meta, i, {}, reason))
-    if meta.usage:
-        yield body.sse(body.usage_chunk(meta, run.usage()))
-    yield body.DONE
+            chunks.append(body.chat_chunk(meta, i, {}, reason))
+        if chunks:  # one write: each costs as much as all else that a token takes here
+            yield b"".join(map(body.sse, chunks))
+    used = body.sse(body.usage_chunk(meta, _usage(run, readers))) if meta.usage else b""
+    yield used + body.DONE
 
 
 # ---- responses -----------------------------------------------------------------------------------------------------
@@ -111,7 +117,8 @@ async def respond(call: Call) -> web.StreamResponse:
         answer = responses.Answer(meta, request.echo)
         return await stream(call, _response_frames(run, prompt, answer), body.sse(answer.fail(FAILED)[0], "error"))
     readers, reasons = await _whole(run, prompt)
-    return call.json(responses.answer(meta, request.echo, readers[0].message(), reasons[0], run.usage()))
+    used = _usage(run, readers)
+    return call.json(responses.answer(meta, request.echo, readers[0].message(), reasons[0], used))
 
 
 async def _response_frames(run: Run, prompt: Prompt, answer: responses.Answer) -> Frames:
@@ -134,4 +141,4 @@ async def _response_frames(run: Run, prompt: Prompt, answer: responses.Answer) -
     except APIError as e:
         yield frame(answer.fail(e))
         return
-    yield frame(answer.finish(reason, run.usage()))
+    yield frame(answer.finish(reason, _usage(run, [reader])))

@@ -123,9 +123,8 @@ async def _completion_frames(run: Run, writer: _Written, meta: body.Meta) -> Fra
         i, delta = item
         yield body.sse(body.completion(meta, [writer.piece(i, delta, offsets[i])], None))
         offsets[i] += len(delta.text)
-    if meta.usage:
-        yield body.sse(body.usage_chunk(meta, run.usage(), "text_completion"))
-    yield body.DONE
+    used = body.sse(body.usage_chunk(meta, run.usage(), "text_completion")) if meta.usage else b""
+    yield used + body.DONE
 
 
 # ---- the others ----------------------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ rerank = ranker(
 
 
 async def tokenize(call: Call) -> web.Response:
-    """POST /tokenize."""
+    """POST /tokenize. Special tokens in a text stay text, but a text that is one of them alone is asked for its id."""
     served = call.served(optional=True)
     asked = openai.parse_tokenize(call.body, served.limits)
 
@@ -185,6 +184,8 @@ async def tokenize(call: Call) -> web.Response:
         if isinstance(asked, openai.Chat):
             return served.chat(asked).ids
         said, special = asked
+        if said in served.specials:  # as lm_eval asks for bos and eos
+            return text.encode(served.tokenizer, said, special=special)
         return served.plain.encode(said, add_special_tokens=special).ids
 
     return call.json(body.tokens(await call.aside(ids), served.engine.limit))

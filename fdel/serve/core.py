@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fdel.serve.drafts import NGRAM
 from fdel.serve.reply import Delta, Reply, join
 from fdel.serve.schedule import Chunk, Plan, Request, Schedule
-from fdel.serve.step import NGRAM
 
 # What a step may raise because of what it was asked: jax's own errors are RuntimeErrors.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -73,8 +73,8 @@ class Flight:
 class Core:
     """A device, a schedule, and the requests on their way through both."""
 
-    def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True):
-        self.device, self.schedule, self.overlap = device, schedule, overlap
+    def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True, drafts: bool = False):
+        self.device, self.schedule, self.overlap, self.drafts = device, schedule, overlap, drafts
         self.jobs: dict[int, Job] = {}
         self.flights: list[Flight] = []
         self.counts: Counter = Counter()
@@ -88,7 +88,7 @@ class Core:
         """Queue a request; see `Schedule.add`."""
         self.schedule.add(job.request)
         self.jobs[job.request.id] = job
-        if self.schedule.width > 1:
+        if self.drafts:
             job.see(0)
 
     def end(self, id: int, reason: str, error: str | None = None) -> Told:
@@ -149,7 +149,8 @@ class Core:
         for r in plan.admitted:
             if not r.done:
                 calls.append(([r], partial(self.device.admit, r, self.jobs[r.id].sampling)))
-        by_adapter = lambda items, of: groupby(sorted(items, key=lambda i: of(i).adapter), lambda i: of(i).adapter)
+        where = lambda of: lambda item: self.device.group(of(item).adapter)
+        by_adapter = lambda items, of: groupby(sorted(items, key=where(of)), where(of))
         for _, group in by_adapter((c for c in plan.chunks if not c.request.done), lambda c: c.request):
             chunks = list(group)
             calls.append(([c.request for c in chunks], partial(self._extend, chunks, masks)))
@@ -188,8 +189,9 @@ class Core:
         self.flights.append(Flight(out, places, bool(masks)))
 
     def _decode(self, requests: Sequence[Request], masks: dict[int, np.ndarray]) -> None:
-        draft = self.schedule.width > 1 and any(self.jobs[r.id].repeats for r in requests)
-        out, at = self.device.decode(requests, masks, draft)
+        draft = self.drafts and any(self.jobs[r.id].repeats for r in requests)
+        many = self.schedule.width > 1 and not (self.drafts or masks or self.schedule.prompts_wait)
+        out, at = self.device.decode(requests, masks, draft, many)
         self.counts["drafting steps"] += draft
         self.flights.append(Flight(out, [(r, i, None) for r, i in zip(requests, at, strict=True)], bool(masks)))
 
@@ -259,7 +261,7 @@ class Core:
             self.schedule.finish(r)
             self.counts[reply.finish_reason] += 1
             del self.jobs[r.id]
-        elif self.schedule.width > 1:
+        elif self.drafts:
             job.see(known)
         if deltas:
             told.append((job, join(deltas) if len(deltas) > 1 else deltas[0]))

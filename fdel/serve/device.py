@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -16,16 +16,10 @@ from fdel.models import Model
 from fdel.serve.sample import Sampling, sampling_rows
 from fdel.serve.schedule import Chunk, Request
 from fdel.serve.step import PAGE, Out, compute_dtype, mesh_of, programs
+from fdel.serve.weights import Weights
 
 BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
-
-
-def recurrent(model: Model) -> bool:
-    """Tell whether a model keeps recurrent state, which no two sequences can share and no step can take back."""
-    spec = model.family.state_spec(model.cfg, pages=1, page=PAGE, rows=1)
-    leaves = jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, ops.Slots))
-    return any(isinstance(x, ops.Slots) for x in leaves)
 
 
 def sizes(first: int, last: int, factor: int) -> list[int]:
@@ -41,9 +35,10 @@ def sizes(first: int, last: int, factor: int) -> list[int]:
 class Device:
     """What runs on the accelerators. `rows` sequences at a time, of at most `length` tokens, in `pages` pages.
 
-    weights: the parameters of each adapter, "" for none. blocks, batches: the numbers of prefill blocks and of decode
-    rows that programs are compiled for. drafts: tokens guessed ahead in `decode`, if it is asked to; by `draft`, then
-    always, so that this model's cache has no gaps.
+    weights: the parameters of each adapter, "" for none; `slots` adapters of a `rank` have room from the start. blocks,
+    batches: the numbers of prefill blocks and of decode rows that programs are compiled for. drafts: tokens guessed ahead
+    in `decode`, if it is asked to; by `draft`, then always, so that this model's cache has no gaps. kv: the cache's
+    format, "int8" or "fp8"; None: the activations' dtype. steps: tokens that `decode` adds where it may add `many`.
     """
 
     model: Model
@@ -55,14 +50,18 @@ class Device:
     drafts: int = 0
     draft: Model | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    kv: str | None = None
+    slots: int = 0
+    rank: int = 0
+    steps: int = 1
+    fixed: ClassVar[str | None] = None  # why weights stay as they are and nothing is scored, where that is so
 
     def __post_init__(self) -> None:
-        listed = {name: P.unstack(tree) for name, tree in self.adapters.items()}
-        self.weights = {"": P.unstack(self.model.params), **listed}
+        self.weights = Weights(self.model, self.adapters, self.slots, self.rank)
         mesh, small = mesh_of(self.model.params), self.draft
         net = None if small is None else (small.family, small.cfg)
         self.small = () if small is None else (P.unstack(small.params),)
-        self.programs = programs(self.model.family, self.model.cfg, mesh, net)
+        self.programs = programs(self.model.family, self.model.cfg, mesh, net, self.kv)
         put = partial(jax.device_put, device=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
         words = -(-self.model.cfg.vocab // 32)
         self.unmasked = {n: put(np.zeros((n, words), np.uint32)) for n in {*self.blocks, *self.batches}}
@@ -74,6 +73,35 @@ class Device:
 
     def reset(self) -> None:
         """Start with an empty cache and empty rows."""
+        self.launch("begin")
+
+    def warm_up(self) -> None:
+        """Compile every program that steps may need, several at a time, and run each once over nothing."""
+        self.launch("warm_up")
+
+    def close(self) -> None:
+        """Nothing here; see `serve.follow`."""
+
+    def launch(self, name: str, arrays: Sequence[Any] = (), adapter: str = "", **static: int) -> Any:
+        """Change the arrays here, by host arrays alone: what other processes need to know to do the same.
+
+        "extend" and "decode" take a plan, and masks if there are any; "admit" what the program takes after its rows.
+        """
+        if name == "begin":
+            self._begin()
+        elif name == "warm_up":
+            self._warm_up()
+        elif name == "admit":
+            self.held = self.programs.admit(self.held, *arrays)
+        else:
+            program = {"extend": self.programs.extend, "decode": self.programs.decode}[name]
+            plan, *masks = arrays
+            weights, mask = (self.weights.call(adapter), *self.small), masks[0] if masks else self.unmasked[len(plan)]
+            self.state, self.held, out = program(weights, self.state, self.held, plan, mask, **static)
+            return out
+        return None
+
+    def _begin(self) -> None:
         self.state = self.held = None  # free the old ones first
         options = dict(rows=self.rows, length=self.table.shape[1] * PAGE, pages=self.pages)
         dtypes = tuple(compute_dtype(w) for w in (self.weights[""], *self.small))
@@ -84,10 +112,15 @@ class Device:
         self.table[r.row], self.known[r.row] = NOWHERE, 0
         tokens = np.zeros(self.table.shape[1] * PAGE, np.int32)
         tokens[: len(r.tokens)] = r.tokens
-        self.held = self.programs.admit(self.held, np.int32(r.row), tokens, np.int32(len(r.tokens)), sampling)
+        slot = np.int32(self.weights.slot(r.adapter))
+        self.launch("admit", (np.int32(r.row), tokens, np.int32(len(r.tokens)), sampling, slot))
+
+    def group(self, adapter: str) -> str:
+        """Name the calls that an adapter's requests can be in: equal for all that share the base's arrays."""
+        return adapter if self.weights.slot(adapter) < 0 else ""
 
     def extend(self, chunks: Sequence[Chunk], masks: Mapping[int, np.ndarray]) -> tuple[Out, list[int]]:
-        """Compute chunks of one adapter: (what was drawn, the index there of each). Masks are by request id."""
+        """Compute chunks of one group of adapters: (what was drawn, the index there of each). Masks are by request id."""
         count = next(n for n in self.blocks if n >= sum(-(-c.count // BLOCK) for c in chunks))
         plan, at, end = self._blank(count, 4), [], 0
         for c in chunks:
@@ -99,12 +132,12 @@ class Device:
             plan[first:end, 4:] = self._pages(c.request)
             at.append(end - 1)
         requests = [c.request for c in chunks]
-        return self._run(self.programs.extend, requests, plan, at, masks, block=BLOCK), at
+        return self._run("extend", requests, plan, at, masks, block=BLOCK), at
 
     def decode(
-        self, requests: Sequence[Request], masks: Mapping[int, np.ndarray], draft: bool
+        self, requests: Sequence[Request], masks: Mapping[int, np.ndarray], draft: bool, many: bool = False
     ) -> tuple[Out, list[int]]:
-        """Continue sequences of one adapter by a token, or by some with drafts: as `extend` returns."""
+        """Continue sequences of one group of adapters by a token, with drafts or if `many` by some: as `extend` returns."""
         n = len(requests)
         plan, at = self._blank(next(b for b in self.batches if b >= n), 2), list(range(n))
         for r in requests:
@@ -112,27 +145,30 @@ class Device:
         plan[:n, 0], plan[:n, 1] = [r.row for r in requests], [r.id in masks for r in requests]
         plan[:n, 2:] = self.table[plan[:n, 0]]
         drafts = self.drafts if draft or self.draft else 0
-        return self._run(self.programs.decode, requests, plan, at, masks, drafts=drafts), at
+        return self._run("decode", requests, plan, at, masks, drafts=drafts, steps=self.steps if many else 1), at
 
-    def warm_up(self) -> None:
-        """Compile every program that steps may need, several at a time, and run each once over nothing."""
-        weights, some = next(iter(self.weights.values())), self.unmasked
+    def _warm_up(self) -> None:
+        some = self.unmasked
         calls = [(self.programs.extend, self._blank(n, 4), some[n], {"block": BLOCK}) for n in self.blocks]
-        drafts = {0, self.drafts} if self.draft is None else {self.drafts}
+        ways = {(0, 1), (self.drafts, 1), (0, self.steps)} if self.draft is None else {(self.drafts, 1)}
         calls += [
-            (self.programs.decode, self._blank(n, 2), some[n], {"drafts": d}) for n in self.batches for d in drafts
+            (self.programs.decode, self._blank(n, 2), some[n], {"drafts": drafts, "steps": steps})
+            for n in self.batches
+            for drafts, steps in ways
         ]
-        with ThreadPoolExecutor() as threads:  # a run takes what was compiled ahead from the jitted function's cache
-            compiling = lambda c: (
-                c[0].lower((weights, *self.small), self.state, self.held, c[1], c[2], **c[3]).compile()
-            )
-            list(threads.map(compiling, calls))
-        for adapted in self.weights.values():
-            for program, plan, masks, static in calls:
-                self.state, self.held, _ = program((adapted, *self.small), self.state, self.held, plan, masks, **static)
+        every = [(adapted, *call) for adapted in self.weights.calls() for call in calls]
+
+        def compiled(call: tuple) -> None:  # the jitted function's next call with such arguments finds the program
+            adapted, program, plan, masks, static = call
+            program.lower((adapted, *self.small), self.state, self.held, plan, masks, **static).compile()
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(compiled, every))
+        adapted, program, plan, masks, static = every[0]  # one run, so that memory and threads are there
+        self.state, self.held, _ = program((adapted, *self.small), self.state, self.held, plan, masks, **static)
         one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
         tokens = np.zeros(self.table.shape[1] * PAGE, np.int32)
-        self.held = self.programs.admit(self.held, np.int32(self.rows), tokens, np.int32(0), one)
+        self.held = self.programs.admit(self.held, np.int32(self.rows), tokens, np.int32(0), one, np.int32(-1))
         jax.block_until_ready(self.held)
 
     def _blank(self, n: int, columns: int) -> np.ndarray:
@@ -151,14 +187,13 @@ class Device:
         return self.table[r.row]
 
     def _run(
-        self, program: Any, requests: Sequence[Request], plan: np.ndarray, at: list[int], masks: Any, **static: Any
+        self, name: str, requests: Sequence[Request], plan: np.ndarray, at: list[int], masks: Any, **static: int
     ) -> Out:
-        mask = self.unmasked[len(plan)]
+        arrays = [plan]
         if any(r.id in masks for r in requests):
-            mask = np.zeros(mask.shape, np.uint32)
+            arrays.append(np.zeros(self.unmasked[len(plan)].shape, np.uint32))
             for i, r in zip(at, requests, strict=True):
-                mask[i] = masks.get(r.id, 0)
-        weights = (self.weights[requests[0].adapter], *self.small)
-        self.state, self.held, out = program(weights, self.state, self.held, plan, mask, **static)
+                arrays[1][i] = masks.get(r.id, 0)
+        out = self.launch(name, arrays, requests[0].adapter, **static)
         out.drawn.copy_to_host_async()
         return out

@@ -5,72 +5,45 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from fdel import params as P
 from fdel import text
 from fdel.models import Model
 from fdel.serve.core import Core, Job, MaskSource
-from fdel.serve.device import BLOCK, Device, recurrent, sizes
+from fdel.serve.device import BLOCK, Device, sizes
 from fdel.serve.loop import Loop, Mailbox
 from fdel.serve.pages import Pool
 from fdel.serve.reply import Delta, Generation, Reply, Score, join
 from fdel.serve.request import SamplingParams, check_prompt, default_eos, fit, length_limit, stop_ids
 from fdel.serve.sample import sampling_rows
 from fdel.serve.schedule import QueueFull, Request, Schedule
+from fdel.serve.settings import Settings, recurrent, unsupported
 from fdel.serve.step import PAGE
 
 COUNTED = ("steps", "prompt tokens", "generated tokens", "stop", "length", "abort", "error", "faults", "drafting steps")
 LENGTH = 4096  # most tokens of a sequence if neither the model nor the settings limit it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Sizes of an engine, fixed when it is made.
-
-    rows: sequences that run at a time. pages: cache pages of 64 tokens; None: for all rows at 1024 tokens each, or at
-    max_length if that is less. max_length: the most tokens of prompt and output; None: the model's context. budget:
-    prompt tokens computed in one step, which bounds how long running sequences wait. queue: waiting requests before
-    `QueueFull`. overlap: launch a step before the last one is read. cache: share pages between prompts that begin
-    alike; None: where the model allows it. drafts: tokens guessed ahead, by a draft model or from earlier occurrences
-    of the newest three; 0: none. batches: the numbers of rows that decode is compiled for, the largest last; None: 1,
-    8, 64, ..., rows.
-    """
-
-    rows: int = 32
-    pages: int | None = None
-    max_length: int | None = None
-    budget: int = 512
-    queue: int = 1024
-    overlap: bool = True
-    cache: bool | None = None
-    drafts: int = 0
-    batches: Sequence[int] | None = None
-
-
-def unsupported(model: Model, settings: Settings, draft: Model | None = None) -> str | None:
-    """Say why an engine cannot serve a model with these settings and this draft model; None if it can."""
-    for name in ("rows", "pages", "max_length", "budget", "queue"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            return f"{name}={value}; expected at least 1"
-    if settings.drafts < 0:
-        return f"drafts={settings.drafts}; expected 0 or more"
-    if draft is not None and not settings.drafts:
-        return "a draft model with drafts=0; say how many tokens it guesses ahead, such as drafts=3"
-    if draft is not None and (draft.cfg.vocab != model.cfg.vocab or recurrent(draft)):
-        return (
-            f"the draft model needs attention and the vocabulary of {model.cfg.vocab} ids; found {draft.cfg.vocab} ids"
-        )
-    kept = f"but {model.family.MODEL_TYPE} keeps recurrent state of whole sequences, which"
-    if recurrent(model) and settings.cache:
-        return f"cache=True, {kept} cannot be shared by their beginnings; use cache=None"
-    if recurrent(model) and settings.drafts:
-        return f"drafts={settings.drafts}, {kept} cannot take a rejected token back; use drafts=0"
-    return None
+def make_device(
+    model: Model,
+    settings: Settings,
+    adapters: Mapping[str, Any] | None = None,
+    draft: Model | None = None,
+    make: Callable[..., Device] = Device,
+) -> Device:
+    """Make the device of an engine with these settings; processes that follow one make the same."""
+    s, limit = settings, length_limit(model, settings.max_length)
+    length = LENGTH if limit == math.inf else int(limit)
+    width = -(-length // PAGE)
+    pages = s.pages or max(width, s.rows * min(width, 1024 // PAGE))
+    blocks, batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
+    return make(
+        model, s.rows, length, pages, blocks, batches, s.drafts, draft,
+        adapters or {}, s.kv_cache_dtype, s.max_loras, s.max_lora_rank, s.decode_steps,
+    )  # fmt: skip
 
 
 class Engine:
@@ -80,7 +53,8 @@ class Engine:
     from `start` (which `stream` calls) to `close`; without it, `generate` runs them itself.
 
     `adapters` are parameters with LoRA adapters (share the base arrays with `model.params`), by name. `draft` is a
-    smaller model that guesses `settings.drafts` tokens ahead; guesses change no output. Raises ValueError with the
+    smaller model that guesses `settings.drafts` tokens ahead; guesses change no output. `make` makes the device, here
+    (`Device`) or for several processes (`serve.follow.leading`). Raises ValueError with the
     reason if `unsupported` has one.
     """
 
@@ -93,21 +67,19 @@ class Engine:
         eos: Sequence[int] | None = None,
         adapters: Mapping[str, Any] | None = None,
         draft: Model | None = None,
+        make: Callable[..., Device] = Device,
     ):
         self.settings = s = Settings() if settings is None else settings
         if reason := unsupported(model, s, draft):
             raise ValueError(reason)
         self.model, self.tokenizer = model, tokenizer
         self.eos = tuple(eos) if eos is not None else default_eos(model) if tokenizer is None else tokenizer.eos_ids
-        limit = length_limit(model, s.max_length)
-        self.limit = LENGTH if limit == math.inf else int(limit)
-        width = -(-self.limit // PAGE)
-        pages = s.pages or max(width, s.rows * min(width, 1024 // PAGE))
-        blocks, batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
-        device = Device(model, s.rows, self.limit, pages, blocks, batches, s.drafts, draft, adapters or {})
+        device = make_device(model, s, adapters, draft, make)
+        self.limit = device.length
         cache = not recurrent(model) if s.cache is None else s.cache
-        schedule = Schedule(Pool(pages, PAGE, cache), s.rows, s.budget, BLOCK, s.drafts + 1, s.queue)
-        self.core = Core(device, schedule, overlap=s.overlap)
+        width = max(s.drafts + 1, s.decode_steps)
+        schedule = Schedule(Pool(device.pages, PAGE, cache), s.rows, s.budget, BLOCK, width, s.queue)
+        self.core = Core(device, schedule, overlap=s.overlap, drafts=s.drafts > 0)
         self.loop = Loop(self.core)
         self.ids = itertools.count()
 
@@ -142,6 +114,10 @@ class Engine:
         prompt = fit(prompt, sampling, self.limit)
         check_prompt(prompt, vocab, self.limit, "the prompt")
         ends, room = stop_ids(sampling, self.eos), min(sampling.max_tokens, self.limit - len(prompt))
+        if (
+            self.tokenizer is not None
+        ):  # a special token's text is never shown, so where it is a stop string its id ends
+            ends |= self.tokenizer.special_ids & {self.tokenizer.backend.token_to_id(s) for s in sampling.stops}
         arrays = sampling_rows([sampling], [len(prompt)], [ends], [room], vocab=vocab)
         salt = f"{len(key)} {key} {adapter}".encode()
         request = Request(
@@ -236,6 +212,7 @@ class Engine:
     def close(self) -> None:
         """Stop the thread and abort all requests."""
         self.loop.close()
+        self.core.device.close()
 
     def pause(self) -> None:
         """Do no steps until `resume`; requests are still queued."""
@@ -250,12 +227,17 @@ class Engine:
 
         Running requests go on with their tokens so far, whose keys and values are computed again.
         """
-        listed = P.unstack(params)
-        self.loop.between(lambda: self.core.replace_weights(adapter, listed))
+        self._check_free()
+        self.loop.between(lambda: self.core.replace_weights(adapter, params))
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; requests that still use it fail."""
+        self._check_free()
         self.loop.between(lambda: self.core.drop_adapter(name))
+
+    def _check_free(self) -> None:
+        if reason := self.core.device.fixed:
+            raise ValueError(reason)
 
     # ---- without a cache ----
 
@@ -278,6 +260,7 @@ class Engine:
 
     def _padded(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
         """Check tokens and pad them to one of few lengths."""
+        self._check_free()
         check_prompt(tokens, self.model.cfg.vocab, self.limit + 1, "the text")
         padded = np.zeros(max(PAGE, 1 << (len(tokens) - 1).bit_length()), np.int32)
         padded[: len(tokens)] = tokens

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fdel.serve import about, auth, chat, completions, openai, openapi
+from fdel.serve import about, admin, auth, chat, completions, openai, openapi
 from fdel.serve.core import FAULTS
 from fdel.serve.frames import LATE
 from fdel.serve.openai import APIError, body
@@ -26,6 +26,8 @@ audit = logging.getLogger("fdel.audit")  # one JSON object per call, without tex
 
 BODY = 2**23  # bytes
 SLOW = 30.0  # seconds for a client to send its body
+IDLE = 30.0  # seconds for a client to send the headers of its first request, or of the next
+BODIES = 256  # that may be on their way at a time
 
 
 # ---- the table of routes -------------------------------------------------------------------------------------------
@@ -59,17 +61,28 @@ ROUTES: tuple[tuple[str, str, str | None, Handler], ...] = (
     ("POST", "/v1/score", "infer", completions.score),
     ("POST", "/rerank", "infer", completions.rerank),
     ("POST", "/v1/rerank", "infer", completions.rerank),
-    ("GET", "/admin/keys", "admin", about.list_keys),
-    ("POST", "/admin/keys", "admin", about.add_key),
-    ("DELETE", "/admin/keys/{id}", "admin", about.remove_key),
-    ("POST", "/admin/drain", "admin", about.drain),
+    ("GET", "/admin/keys", "admin", admin.list_keys),
+    ("POST", "/admin/keys", "admin", admin.add_key),
+    ("DELETE", "/admin/keys/{id}", "admin", admin.remove_key),
+    ("POST", "/v1/load_lora_adapter", "admin", admin.load_adapter),
+    ("POST", "/v1/unload_lora_adapter", "admin", admin.unload_adapter),
+    ("POST", "/admin/drain", "admin", admin.drain),
 )
 _SCOPES = {(method, re.sub(":[^}]*}", "}", path)): scope for method, path, scope, _ in ROUTES}  # by aiohttp's names
 PATHS = (*dict.fromkeys(path for _, path in _SCOPES), "other")  # for metrics
 
 
+def runner(server: Server) -> web.AppRunner:
+    """Run the application: handlers end with their clients, and connections that say nothing are closed."""
+    return web.AppRunner(
+        application(server), handler_cancellation=True, keepalive_timeout=IDLE, lingering_time=1.0, access_log=None,
+        shutdown_timeout=1.0,
+    )  # fmt: skip
+
+
 def application(server: Server) -> web.Application:
-    """Build the aiohttp application. Run it with `handler_cancellation=True`, or `run`."""
+    """Build the aiohttp application; `runner` has the settings that it needs."""
+    about.pages()  # read once, before the first call
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -101,7 +114,7 @@ async def _answer(call: Call, handler: Any) -> web.StreamResponse:
         if getattr(route, "resource", None) is None:
             return await handler(call.request)  # raises 404 or 405
         if call.request.method == "POST":
-            call.body = await _read(call.request)
+            call.body = await _read(call)
         async with asyncio.timeout(call.server.timeout) as call.clock:
             return await handler(call)
     except APIError as e:
@@ -142,16 +155,24 @@ def _enter(call: Call) -> None:
         raise APIError(said, status=503, type="server_error", code="draining", headers={"Retry-After": "5"})
 
 
-async def _read(request: web.Request) -> dict[str, Any]:
+async def _read(call: Call) -> dict[str, Any]:
     """Read a body of JSON."""
+    request, server = call.request, call.server
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise APIError("the body must not be compressed", status=415, code="unsupported_encoding")
     if not request.can_read_body:
         return {}
     if request.content_type != "application/json":
         raise APIError("the body must be application/json", status=415, code="unsupported_media_type")
-    async with asyncio.timeout(SLOW):
-        raw = await request.read()
+    if server.reading >= BODIES:
+        said = "too many requests are on their way; try again"
+        raise APIError(said, status=503, type="server_error", code="overloaded", headers={"Retry-After": "1"})
+    server.reading += 1
+    try:
+        async with asyncio.timeout(SLOW):
+            raw = await request.read()
+    finally:
+        server.reading -= 1
     return openai.load(raw)
 
 
@@ -194,10 +215,9 @@ async def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; then answer what is under way for `grace` seconds. A second signal ends it at once.
 
-    `started` is called with the port once it listens.
+    `started` is called with the port once it listens. RuntimeError if an engine ends by itself.
     """
-    runner = web.AppRunner(application(server), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    running, stop, loop = runner(server), asyncio.Event(), asyncio.get_running_loop()
     signals: list[int] = []
 
     def told(number: int) -> None:
@@ -208,11 +228,16 @@ async def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told, number)
     try:
-        await runner.setup()
-        site = web.TCPSite(runner, host, port)
+        await running.setup()
+        site = web.TCPSite(running, host, port)
         await site.start()
-        started(runner.addresses[0][1])
-        await stop.wait()
+        started(running.addresses[0][1])
+        while not stop.is_set():
+            for s in server.engines().values():
+                s.engine.loop.check_open()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await stop.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while server.active and len(signals) < 2:
@@ -220,7 +245,7 @@ async def run(
     finally:
         for s in server.engines().values():
             await loop.run_in_executor(None, s.engine.close)  # tells the readers of what is left
-        await runner.cleanup()
+        await running.cleanup()
         server.pool.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 
 from fdel import models, params, text
+from fdel.models import builders
 from fdel.serve import auth, grammar, http, metrics, reasoning, tools
 from fdel.serve.engine import Engine, Settings
 from fdel.serve.served import Served
 from fdel.serve.state import Server
-from fdel.serve.step import PAGE
+from fdel.serve.step import PAGE, compute_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,8 @@ class Options:
     """What to serve and where.
 
     names: one for each directory; by default the directories' own. adapters: PEFT directories by the names under which
-    the first model answers with them. dtype None: the checkpoint's. quantize: "int8", "fp8" or "nf4" for the matrices in
+    the first model answers with them. adapter_root: the directory below which an admin may load more of them while the
+    server runs; None: nowhere. dtype None: the checkpoint's. quantize: "int8", "fp8" or "nf4" for the matrices in
     the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
     the chat template. audit: a file to which every call is appended, without texts and secrets. grace: seconds for
     answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
@@ -40,6 +42,7 @@ class Options:
     quantize: str | None = None
     tool_parser: str | None = None
     key_file: Path | None = None
+    adapter_root: Path | None = None
     audit: Path | None = None
     insecure: bool = False
     grace: float = 30.0
@@ -50,7 +53,7 @@ class Options:
 
 def main(directories: Sequence[str | Path], options: Options) -> None:
     """Serve checkpoints until SIGTERM. ValueError for options that do not fit, before anything is loaded."""
-    check(options)
+    keys = check(options)
     names = list(options.names) or [Path(d).resolve().name for d in directories]
     every = [*names, *options.adapters]
     if len(names) != len(directories) or len(set(every)) < len(every):
@@ -65,16 +68,19 @@ def main(directories: Sequence[str | Path], options: Options) -> None:
             spec = params.unstack(model.family.spec(model.cfg))
             model = model._replace(params=params.quantize(model.params, options.quantize, spec=spec))
         found += served(model, text.load(directory), name, options, {} if found else options.adapters)
-    listen(found, options)
+    listen(found, options, keys)
 
 
-def check(options: Options) -> None:
-    """Raise ValueError for an address that needs keys, and for a key file or a tool parser that is none."""
+def check(options: Options) -> dict[str, auth.Key] | None:
+    """Read the keys. ValueError for an address that needs some, and for a file, directory or parser that is none."""
     keys = None if options.key_file is None else auth.load(options.key_file)
     http.check_host(options.host, keys, options.insecure)
     if options.tool_parser not in (None, "none", "harmony", *tools.FORMATS):
         known = ", ".join([*tools.FORMATS, "harmony", "none"])
         raise ValueError(f"tool_parser={options.tool_parser!r} is unknown; use one of {known}")
+    if options.adapter_root is not None and not options.adapter_root.is_dir():
+        raise ValueError(f"adapter_root={options.adapter_root} is no directory")
+    return keys
 
 
 def served(
@@ -86,7 +92,7 @@ def served(
     adapted = {n: params.load_peft(spec, model.params, path) for n, path in (adapters or {}).items()}
     settings = options.settings
     if settings.pages is None:
-        settings = replace(settings, pages=pages_that_fit(model, options.memory))
+        settings = replace(settings, pages=pages_that_fit(model, options.memory, settings.kv_cache_dtype))
     engine = Engine(model, settings, tokenizer=tok, adapters=adapted)
     template = tok.templates.get("default", "")
     first = Served(
@@ -97,8 +103,8 @@ def served(
     return [first, *(first.under(n) for n in adapted)]
 
 
-def listen(found: Sequence[Served], options: Options) -> None:
-    """Compile, then answer requests until SIGTERM."""
+def listen(found: Sequence[Served], options: Options, keys: dict[str, auth.Key] | None) -> None:
+    """Compile, then answer requests until SIGTERM; `keys` are those of `check`."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     http.audit.propagate = False
     if options.audit is not None:
@@ -112,8 +118,8 @@ def listen(found: Sequence[Served], options: Options) -> None:
     for s in found:
         s.engine.start()
     named = {s.name: s for s in found}
-    keys = None if options.key_file is None else auth.load(options.key_file)
-    server = Server(named, metrics.Metrics(metrics.serving(list(named), http.PATHS)), keys, options.key_file)
+    counted = metrics.Metrics(metrics.serving(list(named), http.PATHS))
+    server = Server(named, counted, keys, options.key_file, options.adapter_root)
 
     def started(port: int) -> None:
         print(f"serving {', '.join(named)} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
@@ -121,12 +127,13 @@ def listen(found: Sequence[Served], options: Options) -> None:
     asyncio.run(http.run(server, options.host, options.port, options.grace, started))
 
 
-def pages_that_fit(model: models.Model, share: float) -> int | None:
+def pages_that_fit(model: models.Model, share: float, kv_cache_dtype: str | None = None) -> int | None:
     """Count the cache pages for which a share of the device's memory has room; None if the device does not tell."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
-    size = lambda pages: params.nbytes(model.family.state_spec(model.cfg, pages=pages, page=PAGE, rows=1))
+    spec = lambda pages: model.family.state_spec(model.cfg, pages=pages, page=PAGE, rows=1)
+    size = lambda pages: params.nbytes(builders.quantized(spec(pages), kv_cache_dtype), compute_dtype(model.params))
     page = size(2) - size(1)
     free = share * stats["bytes_limit"] - stats["bytes_in_use"]
     return max(1, int(free // page)) if page else None

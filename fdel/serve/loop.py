@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fdel.serve.core import Core, Told
+from fdel.serve.core import FAULTS, Core, Told
 from fdel.serve.reply import Delta
 
 
@@ -83,21 +83,26 @@ class Loop:
         self.changed.set()
 
     def between(self, change: Callable[[], Any]) -> None:
-        """Do something between two steps, and wait until it is done."""
+        """Do something between two steps, and wait until it is done; what it raises is raised here."""
         if self.thread is None or self.closed:
             with self.turning:
                 self._tell(change() or [])
             return
-        done = threading.Event()
+        done, failed = threading.Event(), []
 
         def act() -> Told | None:
             try:
                 return change()
+            except FAULTS as e:
+                failed.append(e)
+                return None
             finally:
                 done.set()
 
         self.post(act)
         done.wait()
+        if failed:
+            raise failed[0]
 
     def post(self, action: Callable[[], Any]) -> None:
         """Have something done before the next step."""

@@ -7,7 +7,7 @@ import bisect
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH = ("stop", "length", "abort", "error")
@@ -50,13 +50,9 @@ def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
         "inter_token_latency_seconds": "Between two tokens of a request.",
         "request_time_per_output_token_seconds": "Mean time per token of a request, without the first.",
         "e2e_request_latency_seconds": "From arrival to the end.",
-        "request_queue_time_seconds": "From arrival to the first step.",
-        "request_prefill_time_seconds": "From the first step to the first token.",
         "request_decode_time_seconds": "From the first token to the last.",
-        "request_inference_time_seconds": "From the first step to the last token.",
     }
     sizes = {
-        "iteration_tokens": "Tokens of one step.",
         "request_prompt_tokens": "Prompt tokens of a request.",
         "request_generation_tokens": "Tokens generated for a request.",
         "request_params_n": "n of a request.",
@@ -81,8 +77,21 @@ class Metrics:
             tuple[str, tuple[str, ...]], list[float]
         ] = {}  # a histogram's: counts per bucket, then the sum
         for m in declared:
-            for labels in itertools.product(*m.labels.values()):
-                self._values[m.name, labels] = [0.0] * (len(m.buckets) + 2 if m.kind == "histogram" else 1)
+            self._begin(m)
+
+    def extend(self, label: str, value: str) -> None:
+        """Declare one more value of a label, with its series at zero; nothing changes if it is declared already."""
+        with self._lock:
+            for name, m in self._metrics.items():
+                if label in m.labels and value not in m.labels[label]:
+                    m = replace(m, labels={**m.labels, label: [*m.labels[label], value]})
+                    self._metrics[name] = m
+                    self._begin(m)
+
+    def _begin(self, m: Metric) -> None:
+        for labels in itertools.product(*m.labels.values()):
+            zeros = [0.0] * (len(m.buckets) + 2 if m.kind == "histogram" else 1)
+            self._values.setdefault((m.name, labels), zeros)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         """Count; ValueError for less than 0, a metric that is no counter, or a label value that was not declared."""

@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fdel.serve import openai
+from fdel.serve import admin, openai
 from fdel.serve.openai.schema import SCHEMAS
 
 # path: (kind of request, schema of the answer)
@@ -33,7 +33,9 @@ def document(
         kind, answer = _KINDS.get(path, (None, {"/v1/models": "models"}.get(path)))
         about: dict[str, Any] = {
             "summary": (handler.__doc__ or path).strip(),
-            "responses": _answers(path, kind, answer, scope),
+            "responses": _answers(
+                path, kind, answer, scope, "201" if (method, path) == ("POST", "/admin/keys") else "200"
+            ),
         }
         if scope is not None:
             about["security"] = [{"key": []}]
@@ -42,7 +44,11 @@ def document(
             schema = {**schema, "properties": {**schema["properties"], "model": {"enum": list(models)}}}
             about["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         elif method == "POST":
-            about["requestBody"] = {"content": {"application/json": {"schema": {"type": "object"}}}}
+            schema = admin.BODIES[path].schema
+            about["requestBody"] = {
+                "required": bool(schema["required"]),
+                "content": {"application/json": {"schema": schema}},
+            }
         if "{id" in path:
             about["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
         paths.setdefault(path.replace(":.+", ""), {})[method.lower()] = about
@@ -57,12 +63,12 @@ def document(
     }
 
 
-def _answers(path: str, kind: str | None, answer: str | None, scope: str | None) -> dict[str, Any]:
+def _answers(path: str, kind: str | None, answer: str | None, scope: str | None, status: str) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     content: dict[str, Any] = {} if answer is None else {"application/json": {"schema": SCHEMAS[answer]}}
     content |= {"text/event-stream": {"schema": {}}} if kind in _STREAMS else {}
     content |= {_TEXTS[path]: {"schema": {"type": "string"}}} if path in _TEXTS else {}
-    answers = {"200": {"description": "the answer"} | ({"content": content} if content else {})}
+    answers = {status: {"description": "the answer"} | ({"content": content} if content else {})}
     if scope is not None:
         answers |= {
             "4XX": {"description": "refused", "content": error},

@@ -40,10 +40,12 @@ def think(family: Thinking, inside: bool, src: Source, sink: Sink) -> Reader[Non
     Without an end, all of it is reasoning: the output was cut off.
     """
     src.keep()
+    if inside:
+        sink.begin("reasoning")
     yield from src.skip()
     if (yield from src.accept(family.start)) or inside:
-        sink.boundary()
+        sink.begin("reasoning")
         yield from src.upto([family.end], sink.reasoning)
-        sink.boundary()
+        sink.begin("")
     else:
         sink.content(src.raw())

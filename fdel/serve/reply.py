@@ -48,6 +48,8 @@ class Delta:
 
 def join(deltas: Sequence[Delta]) -> Delta:
     """Make one of several that followed each other."""
+    if len(deltas) == 1:
+        return deltas[0]
     last = deltas[-1]
     chain = lambda name: [x for d in deltas for x in getattr(d, name)]
     said = "".join(d.text for d in deltas)

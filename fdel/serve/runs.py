@@ -37,6 +37,8 @@ class Run:
     jobs: list[Job] = field(default_factory=list)
     boxes: list[Mailbox] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    first: list[float] = field(default_factory=list)  # when each output's first token came; 0: not yet
+    counted: set[int] = field(default_factory=set)  # outputs whose end the metrics know
 
     @property
     def each(self) -> int:
@@ -65,15 +67,15 @@ class Run:
                         )
                     )
         except QueueFull as e:
-            self.abort()
+            self._drop()
             raise APIError(
                 "the server is busy; try again", status=503, type="server_error", code="overloaded", headers=BUSY
             ) from e
         except ValueError as e:
-            self.abort()
+            self._drop()
             raise APIError(str(e)) from e
         except RuntimeError as e:  # the engine is closed
-            self.abort()
+            self._drop()
             raise APIError(
                 "the server is shutting down", status=503, type="server_error", code="unavailable", headers=BUSY
             ) from e
@@ -85,13 +87,25 @@ class Run:
 
     def abort(self) -> None:
         """End what has not ended."""
-        for job in self.jobs:
-            if job.reply.finish_reason is None:
+        for i, job in enumerate(self.jobs):
+            if i not in self.counted:
+                self._end(i, "abort")
                 self.served.engine.abort(job)
+
+    def _drop(self) -> None:
+        """End what was queued of a request that is refused after all."""
+        for job in self.jobs:
+            self.served.engine.abort(job)
+        self.jobs.clear()
+
+    def _end(self, i: int, reason: str) -> None:
+        self.counted.add(i)
+        self.metrics.add("fdel_requests_total", model=self.served.name, finished_reason=reason)
 
     async def deltas(self, every: float | None = None) -> AsyncIterator[tuple[int, Delta] | None]:
         """Yield (index, what it added); None after `every` seconds without anything. APIError if an output failed."""
         live, before = set(range(len(self.jobs))), [self.began] * len(self.jobs)
+        self.first = [0.0] * len(self.jobs)
         first = True
         try:
             while live:
@@ -127,12 +141,18 @@ class Run:
             m.observe("fdel_time_to_first_token_seconds", now - self.began)
         elif delta.tokens and before[i] > self.began:
             m.observe("fdel_inter_token_latency_seconds", (now - before[i]) / len(delta.tokens))
+        if delta.tokens and not self.first[i]:
+            self.first[i] = now
         before[i] = now
         m.add("fdel_generation_tokens_total", len(delta.tokens), model=self.served.name)
         if delta.finish_reason:
             m.observe("fdel_e2e_request_latency_seconds", now - self.began)
-            m.observe("fdel_request_generation_tokens", len(self.jobs[i].reply.tokens))
-            m.add("fdel_requests_total", model=self.served.name, finished_reason=delta.finish_reason)
+            said, decode = len(self.jobs[i].reply.tokens), now - (self.first[i] or now)
+            m.observe("fdel_request_generation_tokens", said)
+            m.observe("fdel_request_decode_time_seconds", decode)
+            if said > 1:
+                m.observe("fdel_request_time_per_output_token_seconds", decode / (said - 1))
+            self._end(i, delta.finish_reason)
 
     def usage(self) -> body.Usage:
         """Count tokens: each prompt once, all outputs."""

@@ -181,6 +181,11 @@ class Sink:
         """Say that a marker stood here."""
         self.held, self.trim = [], True
 
+    def begin(self, kind: str) -> None:
+        """Say that a marker stood here, and of what kind the text after it is; "": not known."""
+        self.boundary()
+        self.kind = kind
+
     def take(self) -> list[Delta]:
         """Return what is new, neighbours of the same kind as one."""
         out: list[Delta] = []

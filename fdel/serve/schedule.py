@@ -143,6 +143,11 @@ class Schedule:
 
     # ---- planning ----
 
+    @property
+    def prompts_wait(self) -> bool:
+        """Whether there are prompts still to compute, or suspects: then steps are short."""
+        return bool(self.waiting or self.suspects) or not all(r.decoding for r in self.running)
+
     def plan(self) -> Plan:
         """Choose the next step's work and account for it as if it were done; every chunk and decode must `land`."""
         plan = Plan()

@@ -1,6 +1,7 @@
 """One model behind a server: its engine, and how texts become its tokens and its tokens texts."""
 
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,8 @@ class Served:
     @functools.cached_property
     def limits(self) -> openai.Limits:
         """What one request may ask for."""
-        return openai.Limits(self.engine.model.cfg.vocab, self.engine.limit)
+        limits = openai.Limits(self.engine.model.cfg.vocab, self.engine.limit)
+        return replace(limits, outputs=min(limits.outputs, self.engine.settings.queue))  # more could never be queued
 
     @functools.cached_property
     def specials(self) -> tuple[str, ...]:
@@ -65,10 +67,27 @@ class Served:
 
     def encode(self, said: str, special: bool = True) -> list[int]:
         """Tokenize a client's text; special tokens in it stay text. `special`: the tokenizer adds its own around it."""
+        self.look(said)
         ids = self.plain.encode(said, add_special_tokens=special).ids
         if not ids:
             raise openai.APIError("the prompt is empty; it needs at least one token", param="prompt")
         return ids
+
+    @functools.cached_property
+    def longest(self) -> float:
+        """A bound on the characters of a text that fits the context; infinite where one token may stand for any text."""
+        pieces = self.tokenizer.pieces
+        if not (pieces.byte_level or pieces.byte_fallback):
+            return math.inf
+        return 4 * self.engine.limit * max(map(len, self.tokenizer.backend.get_vocab()))  # normalizers may shorten
+
+    def look(self, said: str) -> None:
+        """Refuse a text that is too long by its characters already: to tokenize megabytes takes seconds."""
+        if len(said) > self.longest:
+            raise openai.APIError(
+                f"the prompt has {len(said)} characters, more than the model's context of {self.engine.limit} tokens holds",
+                param="messages", code="context_length_exceeded",
+            )  # fmt: skip
 
     def chat(self, asked: openai.Chat) -> "Prompt":
         """Render and tokenize a chat. Only the template writes special tokens: those in messages stay text."""
@@ -80,6 +99,7 @@ class Served:
             said = text.render_chat(self.tokenizer, marked, tools=shown, add_generation_prompt=True, **asked.template)
         except text.ChatError as e:
             raise openai.APIError(f"the messages do not fit this model's chat template: {e}", param="messages") from e
+        self.look(said)
         ids: list[int] = []
         for i, part in enumerate(_MARKED.split(said)):  # text and numbers of special tokens take turns
             if i % 2:
@@ -141,20 +161,31 @@ class Prompt:
         parameters = {t.name: t.parameters for t in asked.tools}
         out = tools.Output(syntax, parameters, thinking, self.inside, 128 if asked.parallel else 1)
         marks = syntax == "harmony" or getattr(syntax, "special", False) or getattr(thinking, "special", False)
-        return Reader(served, out, text.Detokenizer(served.tokenizer, skip_special=False) if marks else None)
+        words = text.Detokenizer(served.tokenizer, skip_special=False)
+        thoughts = None
+        if thinking is not None or syntax == "harmony":
+            thoughts = tools.Output(syntax if syntax == "harmony" else None, {}, thinking, self.inside)
+        return Reader(served, out, words if marks else None, thoughts, words)
 
 
 @dataclass
 class Reader:
-    """Splits one output into reasoning, content and calls. `raw` reads tokens itself where markers are special tokens."""
+    """Splits one output into reasoning, content and calls. `raw` reads tokens itself where markers are special tokens.
+
+    `thoughts` reads the output once more, token by token by `words`, to count those of the reasoning: `reasoning`.
+    """
 
     served: Served
     output: tools.Output
     raw: text.Detokenizer | None
+    thoughts: tools.Output | None
+    words: text.Detokenizer
+    reasoning: int = 0
     found: list[tools.Delta] = field(default_factory=list)
 
     def push(self, delta: Delta) -> list[tools.Delta]:
         """Take what a step added; the last one ends the output."""
+        self._count(delta.tokens)
         said = delta.text
         if self.raw is not None:
             last = delta.finish_reason == "stop" and delta.tokens[-1:] and delta.tokens[-1] in self.served.engine.eos
@@ -164,6 +195,20 @@ class Reader:
         new += self.output.finish() if delta.finish_reason else []
         self.found += new
         return new
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        """Count tokens between the marks of reasoning."""
+        for token in tokens:
+            if self.thoughts is None:
+                return
+            before = self.thoughts.sink.kind
+            self.words, said = text.step(self.words, [token])
+            if said:
+                self.thoughts.push(said)
+            now = self.thoughts.sink.kind
+            self.reasoning += before == now == "reasoning"
+            if now == "content" and self.thoughts.format is None:
+                self.thoughts = None  # what follows an answer is no reasoning
 
     def message(self) -> tools.Message:
         """The whole output."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -27,13 +28,16 @@ class Server:
     models: Mapping[str, Served]
     metrics: Metrics
     keys: dict[str, auth.Key] | None = None
-    key_file: Any = None  # where changes of `keys` are written
+    key_file: Path | None = None  # where changes of `keys` are written
+    adapter_root: Path | None = None  # below which adapters may be loaded
     rates: auth.Rates = field(default_factory=auth.Rates)
     counted: dict[str, float] = field(default_factory=dict)  # the engines' own counters, as last exported
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fdel-serve"))
     timeout: float = 600.0  # seconds for a whole answer
     draining: bool = False
     active: int = 0  # calls under way
+    reading: int = 0  # of them, those whose body is awaited
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `models`
 
     def engines(self) -> dict[str, Served]:
         """One name for each engine."""
@@ -86,12 +90,21 @@ class Call:
         salt: str,
     ) -> Run:
         """Queue a request's outputs."""
+        if matcher is not None and sampling.allowed_tokens is not None:  # together they may leave no token at all
+            said = (
+                "allowed_token_ids cannot be combined with a structure of the output, nor with calls that must be made"
+            )
+            raise APIError(said, param="allowed_token_ids")
         key = (self.key.id if self.key else "") + (f" {salt}" if salt else "")
         run = Run(served, prompts, sampling, key, self.server.metrics, matcher)
         most = sum(len(p) + run.each * run.room(p) for p in prompts)
         self.admit(most)
+        try:
+            run.submit()
+        except APIError:
+            self._settle(most, Usage(0))
+            raise
         self.on_end += [run.abort, lambda: self._settle(most, run.usage())]
-        run.submit()
         return run
 
     def idle(self, served: Served, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Run:

@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from fdel import ops
 from fdel import params as P
+from fdel.models import builders
+from fdel.serve.drafts import guess, propose
 from fdel.serve.request import TOP
 from fdel.serve.sample import Sampling, sample, sampling_rows
 
 PAGE = 64  # tokens per page
-NGRAM = 3  # tokens that must have been there before for their continuation to be a draft
 SCORED = 64  # tokens whose logits are in memory at once in `score`
 
 
@@ -32,6 +33,7 @@ class Rows:
     length: Int[Array, " R"]  # tokens that are known; all but the last are in the cache
     running: Bool[Array, " R"]  # decode continues it
     sampling: Sampling  # what each row asks for
+    adapter: Int[Array, " R"]  # the slot of its adapter in the weights; below zero: none
 
 
 class Out(NamedTuple):
@@ -49,9 +51,9 @@ class Programs(NamedTuple):
     """The jitted functions of one model on one mesh. Params and state are tuples: the model's, and the draft model's."""
 
     begin: Callable[..., tuple[ops.State, Rows]]  # (rows=, length=, pages=, dtypes=)
-    admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, Sampling of one row)
+    admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, Sampling of one row, slot of its adapter)
     extend: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[blocks 4+W], masks, block=)
-    decode: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[B 2+W], masks, drafts=)
+    decode: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[B 2+W], masks, drafts=, steps=)
     score: Callable[..., tuple[Array, Array, Array]]  # (the model's params, tokens[T], length)
     embed: Callable[..., Array]  # (the model's params, tokens[T], length)
     traces: Counter  # how often each was traced, and so compiled
@@ -70,15 +72,18 @@ def compute_dtype(params: Any) -> np.dtype:
 
 
 @functools.lru_cache(maxsize=16)
-def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net | None = None) -> Programs:
+def programs(
+    family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net | None = None, kv: str | None = None
+) -> Programs:
     """Make the jitted functions of a model, and of a smaller one if that is to make drafts for it.
 
+    `kv` is the format of keys and values in the cache, "int8" or "fp8"; None: the dtype of the activations.
     They are cached because jax keeps compiled programs with the jitted function: a new one would compile everything
     again for each engine. The result depends on the arguments alone, so the cache cannot be observed but in time.
     """
     traces: Counter = Counter()
     nets: tuple[Net, ...] = ((family, cfg),) if draft is None else ((family, cfg), draft)
-    specs = lambda **sizes: [f.state_spec(c, page=PAGE, **sizes) for f, c in nets]
+    specs = lambda **sizes: [builders.quantized(f.state_spec(c, page=PAGE, **sizes), kv) for f, c in nets]
     state_sharding, replicated = None, None
     if mesh is not None:  # fixed, so that no step hands the next one another layout, which would compile again
         replicated = NamedSharding(mesh, PartitionSpec())
@@ -88,17 +93,20 @@ def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net 
         made = (P.init(s, jax.random.key(0), d) for s, d in zip(specs(pages=pages, rows=rows), dtypes, strict=True))
         sampling = jax.tree.map(jnp.asarray, sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows))
         tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
-        return tuple(made), Rows(tokens, known, known > 0, sampling)
+        return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1)
 
-    def admit(rows: Rows, row: Array, tokens: Array, length: Array, sampling: Sampling) -> Rows:
-        new = Rows(tokens[None], length[None], jnp.zeros(1, bool), sampling)
+    def admit(rows: Rows, row: Array, tokens: Array, length: Array, sampling: Sampling, adapter: Any = -1) -> Rows:
+        new = Rows(tokens[None], length[None], jnp.zeros(1, bool), sampling, jnp.full(1, adapter, jnp.int32))
         return jax.tree.map(lambda every, one: every.at[row].set(one[0]), rows, new)
 
     def extend(params, state, rows: Rows, plan: Array, masks: Array, *, block: int) -> tuple[ops.State, Rows, Out]:
         return _extend(nets, params, state, rows, plan, masks, block)
 
-    def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int) -> tuple[ops.State, Rows, Out]:
-        return _decode(nets, params, state, rows, plan, masks, drafts)
+    def decode(
+        params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int
+    ) -> tuple[ops.State, Rows, Out]:
+        one = lambda state, rows: _decode(nets, params, state, rows, plan, masks, drafts)
+        return one(state, rows) if steps == 1 else _repeat(one, state, rows, steps)
 
     def embed(params, tokens: Array, length: Array) -> Float[Array, "T D"]:
         return family.hidden(params, tokens[None], cfg, ops.packed(tokens[None], length[None]))[0][0]
@@ -119,7 +127,7 @@ def programs(family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net 
         jit(begin, static=("rows", "length", "pages", "dtypes"), out=moved[:2]),
         jit(admit, donate=(0,)),
         jit(extend, donate=(1, 2), static=("block",), out=moved),
-        jit(decode, donate=(1, 2), static=("drafts",), out=moved),
+        jit(decode, donate=(1, 2), static=("drafts", "steps"), out=moved),
         jit(score),
         jit(embed),
         traces,
@@ -132,6 +140,12 @@ def _run(nets: Sequence[Net], params: tuple, tokens: Array, batch: ops.Paged, st
     return ran[0][0], tuple(s for _, s in ran)
 
 
+def _adapted(params: tuple, rows: Rows, row: Array, block: int) -> tuple:
+    """Choose the adapter of each token, for blocks of tokens of these rows."""
+    slots = jnp.repeat(rows.adapter.at[row].get(mode="clip"), block)
+    return (P.lora.choose(params[0], slots), *params[1:])
+
+
 def _extend(
     nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: Array, masks: Array, block: int
 ) -> tuple[tuple, Rows, Out]:
@@ -140,6 +154,7 @@ def _extend(
     offset = jnp.arange(block)
     positions = jnp.where(offset < count[:, None], start[:, None] + offset, -1)
     tokens = rows.tokens.at[row[:, None], positions].get(mode="clip")
+    params = _adapted(params, rows, row, block)
     batch = ops.Paged(positions.reshape(-1), plan[:, 4:], row, block)
     x, state = _run(nets, params, tokens.reshape(-1), batch, state)
     x = x.reshape(-1, block, x.shape[-1])[jnp.arange(len(row)), jnp.maximum(count - 1, 0)]
@@ -157,6 +172,7 @@ def _decode(
     length = rows.length.at[row].get(mode="clip")
     running = rows.running.at[row].get(mode="fill", fill_value=False)
     tokens = rows.tokens.at[row, length - 1].get(mode="clip")[:, None]
+    params = _adapted(params, rows, row, drafts + 1)
     most = rows.sampling.max_length.at[row].get(mode="clip")
     places = lambda n: length[:, None] - 1 + jnp.arange(n)
     inside = lambda n: running[:, None] & (places(n) < most[:, None])
@@ -176,6 +192,20 @@ def _decode(
     logits = ops.logits(x, family.head(params[0], cfg))
     rows, out = _advance(rows, logits, row, running, tokens[:, 1:], found, masked, masks)
     return (new, *state[1:]), rows, out
+
+
+def _repeat(one: Callable, state: tuple, rows: Rows, steps: int) -> tuple[tuple, Rows, Out]:
+    """Do several steps that add at most a token to each row; rows that end on the way stand still from there."""
+
+    def step(carry: tuple, _: None) -> tuple[tuple, Out]:
+        state, rows, out = one(*carry)
+        return (state, rows), out
+
+    (state, rows), out = jax.lax.scan(step, (state, rows), length=steps)
+    count, tokens, bits = (out.drawn[:, :, i].T for i in range(3))
+    by_row = lambda x: x.swapaxes(0, 1).reshape(-1, x.shape[-1])
+    drawn = jnp.concatenate([count.sum(1, keepdims=True), tokens, bits], 1)
+    return state, rows, Out(drawn, by_row(out.top_ids), by_row(out.top_logprobs))
 
 
 def _advance(
@@ -213,50 +243,10 @@ def _advance(
         rows.length.at[row].add(count, mode="drop"),
         rows.running.at[jnp.where(active, row, len(tokens))].set(~(keep & ends).any(1), mode="drop"),
         rows.sampling,
+        rows.adapter,
     )
     bits = jax.lax.bitcast_convert_type(out.logprobs.reshape(-1, k), jnp.int32)
     return rows, Out(jnp.concatenate([count[:, None], drawn, bits], 1), out.top_ids, out.top_logprobs)
-
-
-def guess(
-    net: Net, params: Any, state: ops.State, rows: Rows, row: Array, places: Int[Array, "B k1"], table: Array
-) -> tuple[Int[Array, "B k"], ops.State]:
-    """Draft with a smaller model from the newest token (at places[:, 0]) on; it draws with the same keys.
-
-    The noise that the model itself will draw with makes both choose the same token wherever their distributions agree.
-    The last draft is computed too, so that its keys and values are there if all are kept.
-    """
-    family, cfg = net
-    s = jax.tree.map(lambda x: x.at[row].get(mode="clip"), rows.sampling)
-    s, here = replace(s, top=jnp.zeros_like(s.top)), jnp.minimum(row, len(rows.tokens) - 1)
-
-    def one(carry: tuple, place: Int[Array, " B"]) -> tuple[tuple, Array]:
-        known, state = carry
-        newest = known.at[here, place].get(mode="clip")
-        x, state = family.hidden(params, newest, cfg, ops.Paged(place, table, row, 1), state)
-        drawn = sample(ops.logits(x, family.head(params, cfg)), s, known, place + 1, here).tokens
-        known = known.at[jnp.where(place < 0, len(known), row), place + 1].set(drawn, mode="drop")
-        return (known, state), drawn
-
-    (_, state), drawn = jax.lax.scan(one, (rows.tokens, state), places.T)
-    return drawn[:-1].T, state
-
-
-def propose(
-    tokens: Int[Array, "B L"], length: Int[Array, " B"], k: int
-) -> tuple[Int[Array, "B k"], Bool[Array, "B k"]]:
-    """Draft what followed the last time that a row had its newest NGRAM tokens: (drafts, which of them there are).
-
-    The idea is prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding).
-    """
-    at = jnp.arange(tokens.shape[1])
-    same = (at >= NGRAM - 1) & (at < length[:, None] - 1)
-    for i in range(NGRAM):
-        newest = jnp.take_along_axis(tokens, length[:, None] - 1 - i, 1, mode="clip")
-        same &= jnp.roll(tokens, i, 1) == newest
-    last = jnp.where(same, at, -1).max(1, keepdims=True)
-    places = last + 1 + jnp.arange(k)
-    return jnp.take_along_axis(tokens, places, 1, mode="clip"), (last >= 0) & (places < length[:, None])
 
 
 def _score(x: Float[Array, "T D"], head: ops.Head, tokens: Int[Array, " T"]) -> tuple[Array, Array, Array]:

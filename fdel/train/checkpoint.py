@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from fdel.params import CheckpointError, store
+from fdel.train.evaluation import everywhere
 
 Notes = dict[str, Any]
 SAVE_ERRORS = (OSError, ValueError)  # a full disk comes as either, from the JSON or from the arrays
@@ -64,18 +64,9 @@ def _read(path: Path, like: Any) -> tuple[Any, Notes]:
             notes = store.read_notes(path, jax.process_index())
     except RESTORE_ERRORS as e:
         problem = e
-    if not _all_agree(problem is None):
+    if not everywhere(problem is None):
         raise problem or CheckpointError(path, ["another process found damage"])
     return store.restore(path, like), notes
-
-
-def _all_agree(fine: bool) -> bool:
-    """Tell whether this holds on every process, so that all take the same checkpoint."""
-    if jax.process_count() == 1:
-        return fine
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(fine)).all())
 
 
 def _reason(error: BaseException) -> str:
@@ -192,11 +183,12 @@ def _version(package: str) -> str:
         return "not installed"  # run from its source
 
 
-def resume(directory: Path, state: Any, iterator: Any, config: Any) -> tuple[Any, Notes]:
+def resume(directory: Path, state: Any, iterator: Any, config: Any, shared: bool = False) -> tuple[Any, Notes]:
     """Restore the state and the place in the data, and say what differs from the run that saved them.
 
     `state` is a state to replace, whose arrays are deleted first (there may be no room for two), or the jitted function
-    that makes it, which is not run. As many processes as before are needed, since each has its own part of the data.
+    that makes it, which is not run. As many processes as before are needed, since each has its own part of the data,
+    unless its place is `shared`: the same on all processes, however many they are.
     """
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = jax.eval_shape(state) if callable(state) else state
@@ -204,10 +196,10 @@ def resume(directory: Path, state: Any, iterator: Any, config: Any) -> tuple[Any
     if not callable(state):
         jax.tree.map(lambda x: x.delete(), state)
     state, found = restore(directory, like)
-    if found["processes"] != jax.process_count():
+    if found["processes"] != jax.process_count() and not shared:
         raise ValueError(
             f"{directory}: its data was divided among {found['processes']} processes, now there are "
-            f"{jax.process_count()}; use as many as before"
+            f"{jax.process_count()}; use as many as before, or data whose place does not depend on it (data.shared)"
         )
     place = found["data"]
     iterator.set_state(base64.b64decode(place["base64"]) if "base64" in place else place["json"])

@@ -1,11 +1,14 @@
-"""Evaluation during training: means over a whole data set, exact by weight."""
+"""Evaluation: means over a whole data set, exact by weight, and what a model says of each of its examples."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
+from fdel.train.data import Data, in_order, with_columns
 from fdel.train.metrics import Row
 from fdel.train.steps import Batch, Loss, TrainState
 
@@ -58,3 +61,30 @@ def _mean(name: str, pairs: list[tuple[float, float]]) -> float:
     if not count and name == "loss":
         raise ValueError("the evaluation data has no token that counts; look at its masks")
     return math.fsum(s for s, _ in pairs) / (count or 1.0)
+
+
+def per_example(f: Callable[[Batch], jax.Array], data: Data, rows: int, sharding: Any = None) -> np.ndarray:
+    """Collect f(batch) [rows ...] of all examples, in the order of `data.in_order`, on every process.
+
+    `f` is jitted by the caller. ValueError for a stream.
+    """
+    count = data.examples or 0
+    numbered = with_columns(in_order(data, rows), number=np.arange(1, count + 1, dtype=np.int32))
+    found: np.ndarray | None = None
+    for batch in numbered:
+        batch = place(batch, sharding)
+        number, values = (_whole(x) for x in (batch["number"], f(batch)))
+        found = np.zeros((count, *values.shape[1:]), values.dtype) if found is None else found
+        found[number[number > 0] - 1] = values[number > 0]  # 0 are the rows that fill up the last batch
+    if found is None:
+        raise ValueError("the data has no example")
+    return found
+
+
+def _whole(x: Any) -> np.ndarray:
+    return np.asarray(x if jax.process_count() == 1 else multihost_utils.process_allgather(x, tiled=True))
+
+
+def everywhere(fine: bool) -> bool:
+    """Tell whether this holds on every process; all of them call it."""
+    return fine if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(fine)).all())

@@ -95,7 +95,8 @@ def fit(
 
     `state` is consumed. A jitted function that makes it (with out_shardings on a mesh) is called only if there is nothing
     to restore. `iter(data)` yields dicts of numpy arrays, this process's rows; `sharding` puts them on the mesh. With
-    checkpoints it has `get_state()`, JSON, and `set_state(state)`. `evaluate(state)` gives numbers whose names begin with
+    checkpoints it has `get_state()`, JSON, and `set_state(state)`; with `data.shared`, as in `train.data`, the state is the
+    same on all processes, and another number of them can go on. `evaluate(state)` gives numbers whose names begin with
     "eval_"; `callbacks` are called at each row, on every process, and end the run by returning True. `config` is JSON,
     kept in the checkpoints.
 
@@ -105,7 +106,7 @@ def fit(
     """
     _check(loop, evaluate)
     iterator = iter(data)
-    state, progress, saver = _begin(loop, state, iterator, config)
+    state, progress, saver = _begin(loop, state, iterator, config, getattr(data, "shared", False))
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(preemption.listen())
         if saver:
@@ -229,7 +230,9 @@ def _check(loop: Loop, evaluate: Any) -> None:
         raise ValueError("save_every and keep_best need a directory")
 
 
-def _begin(loop: Loop, state: Any, iterator: Any, config: Any) -> tuple[TrainState, Progress, checkpoint.Saver | None]:
+def _begin(
+    loop: Loop, state: Any, iterator: Any, config: Any, shared: bool
+) -> tuple[TrainState, Progress, checkpoint.Saver | None]:
     """Restore state, progress and the place in the data, or make them."""
     fresh = state if callable(state) else lambda: state
     if loop.directory is None:
@@ -242,7 +245,7 @@ def _begin(loop: Loop, state: Any, iterator: Any, config: Any) -> tuple[TrainSta
         raise ValueError(f"the data's iterator, {type(iterator).__name__}, has no get_state() to save its place with")
     path.mkdir(parents=True, exist_ok=True)
     checkpoint.clean(path)
-    state, found = checkpoint.resume(path, state, iterator, config) if going_on else (fresh(), {})
+    state, found = checkpoint.resume(path, state, iterator, config, shared) if going_on else (fresh(), {})
     saver = checkpoint.Saver(
         path, keep=loop.keep, keep_best=loop.keep_best, metric=loop.metric, greater=loop.greater_is_better
     )

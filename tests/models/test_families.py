@@ -3,6 +3,7 @@
 Tolerances are relative to the largest logit, in float32. Seen: 2e-7 to 3e-6 for (a), (b), (c) and (f).
 """
 
+import dataclasses
 import json
 from functools import lru_cache
 
@@ -16,7 +17,8 @@ import tiny
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 
-from fdel import models, params, train  # noqa: E402
+from fdel import models, ops, params, train  # noqa: E402
+from fdel.models import llama, mixtral  # noqa: E402
 
 NAMES = list(tiny.TINY)
 PLAIN = [n for n in NAMES if ":" not in n]
@@ -121,7 +123,117 @@ def test_router_auxiliary_loss_is_that_of_transformers(case, name, tmp_path):
 
 def test_router_auxiliary_loss_needs_experts(case):
     with pytest.raises(ValueError, match="has no experts"):
-        train.losses.sft(models.llama, case("llama").model.cfg, router_aux_loss_coef=0.1)
+        train.losses.sft(llama, case("llama").model.cfg, router_aux_loss_coef=0.1)
+
+
+@pytest.mark.slow
+def test_preferences_have_transformers_auxiliary_loss(case):
+    """DPO and KTO of qwen3_moe: what the coefficient adds to loss and gradients is transformers' on the same rows: 1e-5."""
+    c, coef, losses = case("qwen3_moe"), 0.3, train.losses
+    oracle, lengths = tiny.build("qwen3_moe"), np.array([suite.LENGTH, 23])
+    mask = torch.tensor(np.arange(suite.LENGTH) < lengths[:, None])
+    want = oracle(torch.tensor(c.tokens), attention_mask=mask, output_router_logits=True).aux_loss
+    want.backward()
+    gates = [p.grad.numpy() for k, p in oracle.named_parameters() if k.endswith("gate.weight")]
+    rated = {"label": jnp.array([True, False]), "ref_logps": jnp.ones(2)}
+    plain = {"tokens": jnp.asarray(c.tokens), "lengths": jnp.asarray(lengths)}
+    pairs = jax.tree.map(lambda x: x[None], plain) | {"ref_logps": jnp.ones((1, 2))}
+    outputs = losses.likelihoods(c.model.family, c.model.cfg, router=True)
+    kto = losses.kto_objective(loss_type="apo_zero_unpaired")
+    for objective, batch in ((losses.dpo_objective(), pairs), (kto, plain | rated)):
+        balanced = losses.with_balance(objective, coef)
+
+        def difference(p, batch=batch, objective=objective, balanced=balanced):
+            o = outputs(p, batch)
+            (full, sums), (bare, _) = balanced(o, batch), objective(o, batch)
+            return (full - bare) / coef, sums
+
+        (value, sums), added = jax.jit(jax.value_and_grad(difference, has_aux=True))(c.model.params)
+        weight = sums["weight"].item()
+        assert weight == (2 if "label" in batch else 1)
+        np.testing.assert_allclose(sums["aux_loss"] / weight, want.item(), rtol=1e-5)
+        np.testing.assert_allclose(value / weight, want.item(), rtol=1e-4)
+        routers = [x for path, x in jax.tree.leaves_with_path(added) if "router" in jax.tree_util.keystr(path)]
+        got = np.concatenate([x.reshape(-1, *gates[0].shape) for x in routers]) / weight
+        np.testing.assert_allclose(got, np.stack(gates), atol=1e-5 * np.abs(gates).max(), rtol=0)
+
+
+def test_noise_on_the_router_is_refused_in_training():
+    """transformers multiplies the router's input with random numbers; nothing here would, so nothing pretends to."""
+    cfg = mixtral.Config(head_dim=8, rope=ops.Rope(8, 1e4), jitter=0.1)
+    with pytest.raises(ValueError, match=r"router_jitter_noise=0.1 in the model's config.json.* set it to 0"):
+        train.losses.sft(mixtral, cfg)
+    found = {"router_jitter_noise": 0.5, "head_dim": 8}
+    assert mixtral.Config.from_hf(found).jitter == 0.5
+
+
+# ---- hidden states -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n if n == "llama" else slow(n) for n in PLAIN])
+def test_hidden_states_are_those_of_transformers(case, name):
+    """All of them, from stacked and from listed layers: 2e-5 of each one's largest value."""
+    c = case(name)
+    with torch.no_grad():
+        want = tiny.build(name)(torch.tensor(c.tokens), output_hidden_states=True).hidden_states
+    places, packed = range(len(want)), ops.packed(jnp.asarray(c.tokens))
+    run = jax.jit(lambda p: train.losses.run(c.model.family, c.model.cfg, places=places)(p, c.tokens, packed))
+    for weights in (c.model.params, params.unstack(c.model.params)):
+        got = run(weights)
+        assert len(got.states) == len(want) == c.model.cfg.layers + 1
+        for ours, theirs in zip(got.states, want, strict=True):
+            assert suite.error(ours, theirs.numpy()) < 2e-5
+    with pytest.raises(ValueError, match=rf"hidden states \[{len(want)}\] of a model of"):
+        train.losses.run(c.model.family, c.model.cfg, places=(0, len(want)))
+
+
+@pytest.mark.slow
+def test_distillation_matches_hidden_states_as_torch_does(case):
+    """Qwen3 teaches Llama, of as many channels: value and gradients of the mean squared error; with remat too: 1e-5."""
+    c, teacher, layers, weight = case("llama"), case("qwen3"), (0, 1, -1), 0.7
+    mask = np.random.default_rng(3).random(c.tokens.shape) < 0.6
+    oracle, other = tiny.build("llama"), tiny.build("qwen3")
+    ids, learnt = torch.tensor(c.tokens), torch.tensor(mask[:, 1:])
+    theirs = other(ids, output_hidden_states=True).hidden_states
+    mine = oracle(ids, output_hidden_states=True).hidden_states
+    errors = torch.stack([((mine[i] - theirs[i].detach()) ** 2).mean(-1) for i in layers]).mean(0)[:, :-1]
+    want = (errors * learnt).sum()
+    want.backward()
+    batch = {"tokens": jnp.asarray(c.tokens), "mask": jnp.asarray(mask)}
+    pair = c.model.family, c.model.cfg, teacher.model.family, teacher.model.cfg
+    grad = lambda **k: jax.jit(jax.grad(train.losses.distill(*pair, **k), has_aux=True))
+    base, _ = grad()(c.model.params, batch, teacher.model.params)
+    for remat in (None, "nothing_saveable"):
+        asked = grad(terms=train.losses.Terms(weight, layers), remat=remat)
+        full, sums = asked(c.model.params, batch, teacher.model.params)
+        np.testing.assert_allclose(sums["hidden_loss"], want.item(), rtol=1e-5)
+        added = jax.tree.map(lambda a, b: (b - a) / weight, base, full)
+        for got, parameter in (
+            (added["embed"], oracle.model.embed_tokens.weight),
+            (added["layers"]["gate"], torch.stack([layer.mlp.gate_proj.weight.grad for layer in oracle.model.layers])),
+        ):
+            expected = (parameter if parameter.grad is None else parameter.grad).numpy()
+            np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.slow
+def test_distillation_projects_narrower_hidden_states(case):
+    """With "projection" among the params; without, both widths are named. Against numpy on the states: 1e-5."""
+    c, cfg = case("llama"), case("llama").model.cfg
+    wide = dataclasses.replace(cfg, embed=80)
+    big = jax.jit(lambda k: params.init(llama.spec(wide), k, dtype=jnp.float32))(jax.random.key(0))
+    projection = jax.random.normal(jax.random.key(1), (2, 80, 64)) / 8
+    batch, asked = {"tokens": jnp.asarray(c.tokens)}, train.losses.Terms(1.0, (1, 2))
+    loss = jax.jit(train.losses.distill(llama, cfg, llama, wide, terms=asked))
+    sums = loss({**c.model.params, "projection": projection}, batch, big)[1]
+    states = lambda p, cfg: train.losses.run(llama, cfg, places=(1, 2))(p, c.tokens, ops.packed(c.tokens)).states
+    error = lambda s, t, w: ((np.asarray(s, float) @ np.asarray(w, float).T - t) ** 2).mean(-1)[:, :-1].sum()
+    want = np.mean([error(*x) for x in zip(states(c.model.params, cfg), states(big, wide), projection, strict=True)])
+    np.testing.assert_allclose(sums["hidden_loss"], want, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"student \(2, 40, 64\) and teacher \(2, 40, 80\) differ"):
+        loss(c.model.params, batch, big)
+    with pytest.raises(ValueError, match="hidden_layers is empty"):
+        train.losses.distill(llama, cfg, llama, wide, terms=train.losses.Terms(1.0, ()))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fdel import ops
+from fdel.ops import flash, ring
 from fdel.ops.batch import Packed
 from fdel.params.mesh import make_mesh
 from tests.ops.test_attention import VARIANTS, case, f32
@@ -16,6 +17,8 @@ CASES = [
     *(({"sp": 8}, 24, variant, "ring") for variant in VARIANTS),
     *(({"sp": 8}, 24, variant, "gathered") for variant in ("causal", "bidirectional_window")),
     *(({"sp": 2, "tp": 2, "dp": 2}, 40, "everything", impl) for impl in ("ring", "gathered")),
+    ({"sp": 8}, 48, "causal", "ring"),  # an even number of tokens per device: halves are exchanged
+    ({"sp": 4, "dp": 2}, 40, "alibi", "ring"),
 ]
 
 
@@ -58,3 +61,33 @@ def test_no_device_holds_all_keys_in_a_ring():
         assert "all-gather" not in text("ring") and "collective-permute" in text("ring")
         assert ops.explain(*[jnp.zeros(q.shape)] * 3, batch.segment_ids).startswith("ring: chosen")
     assert "no mesh" in ops.explain(*[jnp.zeros(q.shape)] * 3, batch.segment_ids)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_every_half_of_the_row_has_one_place(devices):
+    """Halves go where `starts` says, each device gets one of each parity, and `collect` sends them home."""
+    circle = ring.Circle(ops.Mask(1.0), 4, devices, 2, 5)
+    held = [[h for h, (_, to) in zip(range(i, 2 * devices, 2), circle._route(i), strict=True) if to == d]
+            for d in range(devices) for i in (0, 1)]  # fmt: skip
+    starts = np.concatenate([circle.starts(jnp.int32(d)) for d in range(devices)])
+    assert [[s // 5] for s in starts.tolist()] == held
+    assert sorted(starts // 5) == list(range(2 * devices))
+
+
+def test_work_is_even_along_a_causal_ring():
+    """Pairs of blocks that the slowest device computes, added up over hops: half of what consecutive tokens would cost."""
+
+    def slowest(pieces, n=8, tokens=512, block=64):
+        circle = ring.Circle(ops.Mask(1.0), block, n, pieces, tokens // pieces)
+        blocks = circle.length // block
+        ranges = lambda q, k: flash._key_range(circle.mask, q, block, k, blocks)
+        firsts = [
+            [s + i * block for s in circle.starts(jnp.int32(d)).tolist() for i in range(blocks)] for d in range(n)
+        ]
+        keys = [circle.starts(jnp.int32(d)).tolist() for d in range(n)]
+        count = lambda d, e: sum(int(h) - low for q in firsts[d] for k in keys[e] for low, h in [ranges(q, k)])
+        return [max(count(d, (d - hop) % n) for d in range(n)) for hop in range(n)]
+
+    consecutive, exchanged = slowest(1), slowest(2)
+    assert consecutive == [36] + [64] * 7
+    assert exchanged == [36] + [32] * 7

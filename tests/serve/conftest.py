@@ -30,3 +30,13 @@ def pair(tmp_path_factory):
         return tiny.checkpoint(name, path), models.load(path, stacked=False)
 
     return make
+
+
+@pytest.fixture(scope="package")
+def running(model, tmp_path_factory):
+    """A server in a thread: see `wire.server`."""
+    pytest.importorskip("aiohttp", reason="needs the serve extra")
+    from tests.serve import wire
+
+    with wire.server(model, tmp_path_factory.mktemp("keys")) as found:
+        yield found

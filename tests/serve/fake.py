@@ -48,6 +48,9 @@ class FakeDevice:
     def reset(self) -> None:
         self.pages, self.rows, self.calls, self.wrong, self.broken = {}, {}, [], [], False
 
+    def group(self, adapter: str) -> str:
+        return adapter
+
     def admit(self, r: Request, sampling: object) -> None:
         self.rows[r.row] = [list(r.tokens), r.limit, False]
 
@@ -91,7 +94,7 @@ class FakeDevice:
             self._compare(c.request, *drawn[-1], masks) if c.last else None
         return self._out(drawn, faults), list(range(len(chunks)))
 
-    def decode(self, requests: list[Request], masks: dict, draft: bool) -> tuple:
+    def decode(self, requests: list[Request], masks: dict, draft: bool, many: bool) -> tuple:
         faults, drawn = self._check(requests), []
         self.calls.append((0, len(requests)))
         for r in requests:

@@ -14,6 +14,7 @@ import pytest
 from fdel import models, ops, params, serve, train
 from fdel.models import llama
 from fdel.serve import grammar, step
+from fdel.serve.drafts import propose
 from fdel.serve.engine import Engine, Settings, unsupported
 from fdel.serve.pages import Pool
 from fdel.serve.request import fit
@@ -86,6 +87,8 @@ OTHERWISE = [
     dict(cache=False, budget=33),
     dict(drafts=3),
     dict(drafts=3, total=4, overlap=False),
+    dict(decode_steps=4),
+    dict(decode_steps=3, total=4, overlap=False),
 ]
 
 
@@ -102,6 +105,26 @@ def test_answers_do_not_depend_on_company(model, solo, options: dict) -> None:
             assert [list(t) for t in g.top_logprobs or ()] == [list(t) for t in solo[i].top_logprobs or ()]
     assert e.stats()["preempted"] >= (options.get("total") == 4)
     assert e.stats()["found"] == (128 + 64 if options in ({}, dict(overlap=False)) else e.stats()["found"])
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_decode_steps_save_calls_and_change_nothing(pair, name: str) -> None:
+    """Several tokens a call while no prompt waits: as many as they end with, whatever ends them, and far fewer calls."""
+    model = pair(name)[1]
+    prompts = [np.random.default_rng(n).integers(3, 128, n).tolist() for n in (5, 9, 12)]
+    asked = [
+        serve.SamplingParams(max_tokens=9, temperature=1.0, seed=3, ignore_eos=True, logprobs=2),
+        serve.SamplingParams(max_tokens=14, ignore_eos=True),
+        serve.SamplingParams(max_tokens=40, temperature=0.8, seed=7, stop_token_ids=tuple(range(0, 64, 2))),
+    ]
+    plain, many = engine(model), engine(model, decode_steps=4)
+    want, got = plain.generate(prompts, asked), many.generate(prompts, asked)
+    assert [dataclasses.replace(g, logprobs=[], top_logprobs=None) for g in got] == [
+        dataclasses.replace(w, logprobs=[], top_logprobs=None) for w in want
+    ]
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g.logprobs, w.logprobs, atol=1e-5)
+    assert many.stats()["steps"] < 0.6 * plain.stats()["steps"]
 
 
 @pytest.mark.slow
@@ -145,7 +168,7 @@ def test_a_draft_model_changes_nothing(model, solo) -> None:
 def test_proposals() -> None:
     """The continuation of the newest three tokens' last earlier occurrence, as far as it is known."""
     rows = jnp.array([[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 0], [1, 2, 3, 1, 2, 3, 9, 9, 9, 9, 9, 9], [5] * 12])
-    drafts, found = step.propose(rows, jnp.array([11, 6, 2]), 4)
+    drafts, found = propose(rows, jnp.array([11, 6, 2]), 4)
     assert drafts[0].tolist() == [5, 1, 2, 3] and found.tolist() == [[True] * 4, [True] * 3 + [False], [False] * 4]
     assert drafts[1, :3].tolist() == [1, 2, 3]
 
@@ -437,7 +460,7 @@ def test_steps_update_the_cache_in_place(model) -> None:
     words = jax.ShapeDtypeStruct((2, -(-VOCAB // 32)), jnp.uint32)
     plan = lambda columns: jax.ShapeDtypeStruct((2, columns + 512), jnp.int32)
     extend = program.extend.lower((shapes(model.params),), state, rows, plan(4), words, block=32)
-    decode = program.decode.lower((shapes(model.params),), state, rows, plan(2), words, drafts=0)
+    decode = program.decode.lower((shapes(model.params),), state, rows, plan(2), words, drafts=0, steps=1)
     cache = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     for lowered in (extend, decode):
         memory = lowered.compile().memory_analysis()
@@ -466,7 +489,7 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     for _ in range(4):
         pages = np.array(state[0].k[:, :2])
         seen.append((rows.running[:2].tolist(), rows.length[:2].tolist(), out.drawn[:2, 0].tolist(), pages))
-        state, rows, out = program.decode((model.params,), state, rows, plan, masks, drafts=0)
+        state, rows, out = program.decode((model.params,), state, rows, plan, masks, drafts=0, steps=1)
     assert [x[0] for x in seen] == [[False, True], [False, True], [False, False], [False, False]]
     assert [x[1] for x in seen] == [[4, 2], [4, 3], [4, 4], [4, 4]]
     assert [x[2] for x in seen] == [[1, 1], [0, 1], [0, 1], [0, 0]]

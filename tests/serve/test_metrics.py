@@ -48,7 +48,7 @@ def test_histogram() -> None:
     assert found[f"{name}_count", ()] == len(values) and found[f"{name}_sum", ()] == pytest.approx(
         sum(values), rel=1e-12
     )
-    assert found[name] == "histogram" and found["fdel_iteration_tokens_bucket", (("le", "5"),)] == 0
+    assert found[name] == "histogram" and found["fdel_request_params_n_bucket", (("le", "5"),)] == 0
 
 
 WRONG = [

@@ -5,13 +5,13 @@ Each reads its own rows, and all stop at one step when one of them is told to. P
 
 import sys
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fdel import ops, params, train
 from fdel.models import llama
+from fdel.train import data as td
 from fdel.train import parallel
 
 CFG = llama.Config(vocab=48, embed=16, ffn=24, layers=1, heads=4, kv_heads=2, head_dim=4, rope=ops.Rope(4, 1e4))
@@ -25,9 +25,11 @@ def main(address: str, count: str, index: str, directory: str, steps: str) -> No
     at = parallel.state_shardings(jax.eval_shape(init), params.shardings(spec, mesh))
     g = train.normalize(parallel.reduce_once(train.grads(train.losses.sft(llama, CFG))))
     step = jax.jit(train.update(g, optimizer), donate_argnums=0, out_shardings=(at, None))
-    rows = grain.MapDataset.source(range(64)).shuffle(seed=1).repeat()[int(index) :: int(count)]
-    example = lambda i: {"tokens": ((np.arange(12) * (1 + i % 3) + i) % CFG.vocab).astype(np.int32)}
-    data = rows.map(example).batch(8 // int(count)).to_iter_dataset()
+    tokens = [(np.arange(12) * (1 + i % 3) + i) % CFG.vocab for i in range(64)]
+    example = lambda t: td.Example((t.astype(np.int32),), (np.ones(12, bool),))
+    how = td.Settings(batch=8, length=12, epochs=None, seed=1)
+    rows = td.store.store(td.store.arrays([example(t) for t in tokens], "sft"), how, td.Report(64, 64, 768, 768))
+    data = td.read_ahead(td.Batches([rows], None, how, (int(index), int(count))))
     chosen = train.Loop(steps=int(steps), directory=directory, log_every=1, save_every=5, progress_bar=False)
     with jax.set_mesh(mesh):
         start = jax.jit(init, out_shardings=at)

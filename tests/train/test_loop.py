@@ -285,6 +285,19 @@ def test_another_mesh_goes_on_within_rounding(step, start, tmp_path, whole):
 
 
 @pytest.mark.slow
+def test_data_of_another_number_of_processes_is_refused_unless_they_share_its_place(step, start, tmp_path, whole):
+    chosen = loop(tmp_path, steps=4)
+    fit(step, start, data(), chosen)
+    notes = tmp_path / "checkpoints" / "4" / "notes" / "process_0.json"
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | {"processes": 2}))
+    (tmp_path / "checkpoints" / "4" / "digests.0.json").unlink()
+    with pytest.raises(ValueError, match="divided among 2 processes, now there are 1; use as many"):
+        fit(step, start, data(), chosen)
+    shared = type("Shared", (), {"shared": True, "__iter__": lambda self: iter(data())})
+    assert same(fit(step, start, shared(), loop(tmp_path)), whole[1])
+
+
+@pytest.mark.slow
 def test_what_differs_from_the_saved_run_is_said(step, start, tmp_path, caplog):
     fit(step, start, data(), loop(tmp_path, steps=4), config={"trainer": {"rate": 1, "rows": (8, 4)}})
     fit(step, start, data(), loop(tmp_path, steps=5), config={"trainer": {"rate": 2, "rows": (8, 4)}})
@@ -479,17 +492,18 @@ def ended(processes):
 
 
 @pytest.mark.slow
-def test_processes_stop_at_one_step_and_go_on_together(runs, tmp_path):
-    """One of two processes gets SIGTERM; two others complete the run, as one process does that nothing interrupts."""
-    processes = launch(tmp_path / "run", 100_000)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_processes_stop_at_one_step_and_others_go_on(runs, tmp_path, before, after):
+    """One of them gets SIGTERM; others complete the run, also if they are more or fewer, as if nothing had happened."""
+    processes = launch(tmp_path / "run", 100_000, before)
     while runs.last_step(tmp_path / "run") < 3 and all(p.poll() is None for p in processes):
         time.sleep(0.01)
-    processes[1].terminate()
+    processes[-1].terminate()
     codes, said = ended(processes)
-    assert codes == [143, 143], said
+    assert codes == [143] * before, said
     (stopped,) = {int(err.split("SIGTERM: stopped after step ")[1].split(",")[0]) for err in said}
     assert (tmp_path / "run" / "checkpoints" / str(stopped)).is_dir()
-    for directory, count in (("run", 2), ("whole", 1)):
+    for directory, count in (("run", after), ("whole", 1)):
         codes, said = ended(launch(tmp_path / directory, stopped + 3, count))
         assert codes == [0] * count, said
     rows, whole = logged(tmp_path / "run"), logged(tmp_path / "whole")

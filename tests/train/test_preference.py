@@ -76,18 +76,26 @@ def pretended(data, prefix: str):
 
 
 def check_pretended(data, index: int, case: dict, form, objective, extra: dict, batch: dict) -> None:
-    """Compare an objective's value, metrics and gradient in every token's log-probability with TRL's."""
+    """Compare an objective's value, metrics and gradient in every token's log-probability with TRL's.
+
+    TRL has the real rows alone; here others fill up the batch, in all columns with numbers that are none of theirs.
+    """
     stats, completion = pretended(data, case["kind"].partition("_")[0])
     ld_alpha = case["options"].get("ld_alpha")
 
-    def loss(logp):
+    def loss(logp, fill: int):
+        filled = lambda x, with_: jnp.pad(x, [(1, fill - 1)] + [(0, 0)] * (x.ndim - 1), constant_values=with_)
+        filled = filled if fill else lambda x, _: x
         rows = jax.tree.map(form, (stats._replace(logp=logp), completion, completion))
-        return means(*objective(completion_sums(*rows, ld_alpha) | extra, batch))
+        o = jax.tree.map(lambda x: filled(x, 0), completion_sums(*rows, ld_alpha))
+        others = jax.tree.map(lambda x: filled(jnp.asarray(x), 1 if x.dtype == bool else 3.5), (extra, batch))
+        return means(*objective(o | others[0], others[1]))
 
-    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(stats.logp)
-    close(value, case["loss"])
-    close(grad, data[f"{index}/logp"] * completion)  # TRL's head gives prompts no gradient
-    compare_metrics(metrics, case)
+    for fill in (0, 3):
+        (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(stats.logp, fill)
+        close(value, case["loss"])
+        close(grad, data[f"{index}/logp"] * completion)  # TRL's head gives prompts no gradient
+        compare_metrics(metrics, case)
 
 
 def paired(x):
@@ -270,6 +278,11 @@ def llama_batch(data, pairs: bool) -> dict:
     return read("single", jnp.asarray) | {"label": jnp.asarray(data["single/label"]), "kl": kl}
 
 
+def filled(batch: dict, rows: int) -> dict:
+    """Fill a batch up with empty rows at its end, as data sets do."""
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)), batch)
+
+
 @functools.cache
 def outputs_and_gradients(family, cfg):
     """(params, batch, reference, cotangents of the outputs) -> (outputs, gradients), compiled once for all losses."""
@@ -300,10 +313,10 @@ def no_cotangents(batch) -> dict:
 @pytest.mark.slow
 @of_kind("pairs_dpo", "pairs_cpo", "pairs_orpo", "single_kto", "single_bco")
 def test_on_llama(file, index, case, directory) -> None:
-    """Loss, metrics and gradients in four weights, from tokens."""
+    """Loss, metrics and gradients in four weights, from tokens; empty rows fill up the batch, which TRL does not have."""
     data, options, (side, name) = FILES[file], case["options"], case["kind"].split("_")
     policy, reference = llama(file, directory)
-    batch = llama_batch(data, side == "pairs")
+    batch = filled(llama_batch(data, side == "pairs"), 2)
     run = functools.partial(outputs_and_gradients(policy.family, policy.cfg), policy.params, batch, reference.params)
     objective = getattr(pairs if side == "pairs" else unpaired, f"{name}_objective")(**options)
     running = {"mean": 0.4, "count": 10.0}  # what BCO has seen
@@ -375,7 +388,8 @@ def all_gradients(objectives: tuple, n: int, accumulated: bool = False, ld_alpha
 def worst(got, want) -> np.ndarray:
     """Per loss, the largest error of an array's gradient relative to the array's largest value."""
     flat = lambda tree: [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(tree)]
-    error = [np.abs(a - b).max(-1) / np.abs(b).max(-1) for a, b in zip(flat(got), flat(want), strict=True)]
+    size = lambda b: np.maximum(np.abs(b).max(-1), 1e-30)  # hinge losses can have no gradient
+    error = [np.abs(a - b).max(-1) / size(b) for a, b in zip(flat(got), flat(want), strict=True)]
     assert np.isfinite(error).all()
     return np.max(error, 0)
 
@@ -392,14 +406,19 @@ def some_batch(seed: int, single: bool) -> tuple:
 @pytest.mark.slow
 @pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_any_number_of_microbatches(single: bool) -> None:
-    """1, 2 and 4 microbatches of ragged lengths give each loss the same gradient: in float64, to 1e-10."""
+    """1, 2 and 4 microbatches of ragged lengths give each loss the same gradient: in float64, to 1e-10.
+
+    So do incomplete batches, filled up with empty rows, and their real rows alone.
+    """
     objectives, ld_alpha = (UNPAIRED, None) if single else (PAIRED, 0.4)
     with jax.enable_x64(True):
         run = {n: all_gradients(objectives, n, ld_alpha=ld_alpha) for n in (1, 2, 4)}
-        for seed in range(3):
-            args = some_batch(seed, single)
-            want = run[1](*args)
-            assert max(worst(run[n](*args), want).max() for n in (2, 4)) < 1e-10
+        for seed, real in enumerate((B, 5, 2)):
+            params, batch, reference = some_batch(seed, single)
+            batch = jax.tree.map(lambda x, n=real: x[:n], batch)
+            want = run[1](params, batch, reference)
+            full = filled(batch, B - real)
+            assert max(worst(run[n](params, full, reference), want).max() for n in run) < 1e-10
 
 
 @pytest.mark.slow
@@ -414,20 +433,27 @@ def test_accumulation() -> None:
         assert wrong.tolist() == [False, True, True, True, True, True]
         wrong = worst(got(params, with_mean_lengths(batch), reference), want) > 1e-6
         assert wrong.tolist() == [False, True, True, False, False, False]
+        batch = jax.tree.map(lambda x: x[:5], batch)  # so few may be in order by chance
+        want, full = all_gradients(objectives, 1)(params, batch, reference), filled(batch, B - 5)
+        wrong = worst(got(params, with_mean_lengths(full), reference), want) > 1e-6
+        assert not wrong[[0, 3, 4, 5]].any()
 
 
 @pytest.mark.slow
 def test_track_rewards() -> None:
-    """BCO's delta is the mean of all rewards so far; a step that is not finite leaves it alone."""
-    optimizer, seen = optax.sgd(0.1), []
+    """BCO's delta is the mean of all rewards so far, of rows with tokens to learn; a step that is not finite leaves it."""
+    optimizer, total, rows = optax.sgd(0.1), 0.0, 0
     g = train.normalize(train.gradcache(likelihoods(tiny, None), unpaired.bco_objective(beta=0.3), 2))
     step = jax.jit(train.skip_nonfinite(unpaired.track_rewards(train.update(g, optimizer, reads=("bco",)))))
     state = train.init_state(tiny_params(0), optimizer, bco={"mean": 0.0, "count": 0.0})
     for seed in range(4):
         batch = ragged(seed, B) | {"label": jnp.arange(B) % 2 > 0}
         state, metrics = step(state, batch | {"ref_logps": jnp.full(B, jnp.nan)})
-        assert metrics["skipped"] == 1 and state.extra["bco"]["count"] == seed * B
+        assert metrics["skipped"] == 1 and state.extra["bco"]["count"] == rows
         state, metrics = step(state, batch | {"ref_logps": jnp.linspace(-40 * seed, 0, B)})
-        seen.append(metrics["rewards/mean"])
-        np.testing.assert_allclose(metrics["delta"], np.mean(seen), rtol=1e-5)
+        learnt = batch["mask"] & (jnp.arange(T) < batch["lengths"][:, None]) & (jnp.arange(T) > 0)
+        count = int(learnt.any(1).sum())
+        total, rows = total + count * metrics["rewards/mean"], rows + count
+        assert metrics["weight"] == count < B
+        np.testing.assert_allclose(metrics["delta"], total / rows, rtol=1e-5)
         np.testing.assert_allclose(state.extra["bco"]["mean"], metrics["delta"], rtol=1e-5)

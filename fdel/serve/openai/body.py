@@ -21,6 +21,7 @@ EVENT_STREAM = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 LOWEST = -9999.0  # what the protocol writes for a log-probability of minus infinity
 
 
@@ -65,7 +66,7 @@ def sse(value: Mapping[str, Any], event: str = "") -> bytes:
 
 def dump(value: Any) -> bytes:
     """Write JSON on one line, in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 def error(e: APIError) -> dict[str, Any]:

@@ -170,8 +170,8 @@ def fit(asked: SamplingParams, prompt: int, context: int) -> SamplingParams:
     room = context - prompt
     if room < max(1, asked.min_tokens):
         raise APIError(
-            f"the prompt has {prompt} tokens and the model's context {context}, which leaves no room for an answer"
-            f"{f' of {asked.min_tokens} tokens' if asked.min_tokens else ''}; shorten the prompt",
+            f"this model's maximum context length is {context} tokens; the prompt has {prompt}, so no room for an answer"
+            f"{f' of {asked.min_tokens} tokens' if asked.min_tokens else ''} is left; shorten the prompt",
             param="messages", code="context_length_exceeded",
         )  # fmt: skip
     return dataclasses.replace(asked, max_tokens=min(asked.max_tokens, room))
@@ -262,6 +262,7 @@ def _message(m: Mapping[str, Any], i: int) -> dict[str, Any]:
             refuse(f"messages[{i}].content", "missing", "missing_required_parameter")
         thought = m.pop("reasoning", None) or m.pop("reasoning_content", None)
         refusal = m.pop("refusal", None)
+        m.pop("provider_specific_fields", None)  # litellm's notes on an answer that it got, not part of the talk
         m = {**m, "content": m.get("content") or refusal or ""} | ({"reasoning_content": thought} if thought else {})
     if "tool_calls" in m:
         m["tool_calls"] = [_call(c, f"messages[{i}].tool_calls[{j}]") for j, c in enumerate(m["tool_calls"])]

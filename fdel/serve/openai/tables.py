@@ -160,9 +160,9 @@ def _messages(limits: Limits) -> dict[str, Check]:
     plain = record({"role": anything, "content": said, "name": name}, ["content"])
     return {
         "system": plain, "developer": plain, "user": plain,
-        "assistant": record({"role": anything, "content": said, "name": name, "tool_calls": calls,
-                             "refusal": text(limits.text), "reasoning_content": text(limits.text),
-                             "reasoning": text(limits.text), "audio": only(), "function_call": only()}),
+        "assistant": record({"role": anything, "content": said, "name": name, "tool_calls": calls, "audio": only(),
+                             "refusal": text(limits.text), "reasoning_content": text(limits.text), "function_call": only(),
+                             "reasoning": text(limits.text), "provider_specific_fields": anything}),
         "tool": record({"role": anything, "content": said, "name": name, "tool_call_id": text(256, 1)},
                        ["content", "tool_call_id"]),
     }  # fmt: skip

@@ -15,7 +15,7 @@ def harmony(src: Source, sink: Sink) -> Reader[None]:
     emit: Emit = sink.content
     while (marker := (yield from src.upto(_HEADER + _ENDS, emit))) is not None:
         if marker in _ENDS:
-            sink.boundary()
+            sink.begin("")
             header, emit = [], sink.content
         elif marker != "<|message|>":
             header.append(marker)
@@ -24,10 +24,10 @@ def harmony(src: Source, sink: Sink) -> Reader[None]:
             said, header = "".join(header), []
             channel = re.search(r"<\|channel\|>\s*(\w+)", said)
             to = re.search(r"to=functions\.([\w.-]+)", said)
-            sink.boundary()
-            emit = sink.reasoning if channel and channel[1] == "analysis" else sink.content
+            thought = channel and channel[1] == "analysis" and not to
+            sink.begin("reasoning" if thought else "")
+            emit = sink.reasoning if thought else sink.content
             if to:
-                emit = sink.content
                 yield from _harmony_call(to[1], said + marker, src, sink)
     if header:  # one without a message
         sink.content("".join(header))

@@ -11,7 +11,7 @@ from fdel.train.data.batch import Plan, collate, plan, row
 from fdel.train.data.files import File, Source, find
 from fdel.train.data.mix import interleave, order
 from fdel.train.data.pack import best_fit, first_fit, pack
-from fdel.train.data.pipeline import Batches, Data, dataset
+from fdel.train.data.pipeline import Batches, Data, dataset, in_order, read_ahead, with_columns
 from fdel.train.data.rows import Example, encode_rows
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache, key
@@ -36,11 +36,14 @@ __all__ = [
     "encode_rows",
     "find",
     "first_fit",
+    "in_order",
     "interleave",
     "key",
     "open_table",
     "order",
     "pack",
     "plan",
+    "read_ahead",
     "row",
+    "with_columns",
 ]

@@ -11,6 +11,7 @@ from fdel.ops.batch import Packed
 from fdel.train.data.pack import pack
 from fdel.train.data.settings import Settings
 from fdel.train.data.store import NUMBERS, Store
+from fdel.train.losses.stats import IGNORE
 
 Batch = dict[str, Any]
 Tokens = dict[str, np.ndarray]  # of one sequence: tokens, mask, positions, segment_ids
@@ -137,8 +138,9 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
     See `losses.model` and `losses.likelihoods` for the keys; with `masked` there is a "mask".
     """
     width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
-    sides = 2 if settings.kind in ("pairs", "unpaired") else 1
-    fill = {"tokens": np.int32(0), "mask": np.bool_(False), "positions": np.int32(0), "segment_ids": np.int32(-1)}
+    sides, process = 2 if settings.kind == "unpaired" else settings.sides, settings.kind == "process"
+    fill = {"tokens": np.int32(0), "mask": np.int32(IGNORE) if process else np.bool_(False)}
+    fill |= {"positions": np.int32(0), "segment_ids": np.int32(-1)}
     full: dict[str, Any] = {k: np.full((size, sides, width), v) for k, v in fill.items()}
     found = np.zeros((size, sides), np.int32)
     for i, (sequences, _) in enumerate(rows):
@@ -148,12 +150,13 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
                 array[i, side, :n] = sequence[k]
 
     def side_of(side: Any) -> Batch:
-        batch = {"tokens": full["tokens"][:, side]} | ({"mask": full["mask"][:, side]} if masked else {})
+        batch = {"tokens": full["tokens"][:, side]}
+        batch |= {"labels" if process else "mask": full["mask"][:, side]} if masked or process else {}
         if settings.packing:
             return batch | {"packed": Packed(full["positions"][:, side], full["segment_ids"][:, side])}
         return batch | {"lengths": found[:, side]}
 
-    batch = side_of(slice(None) if settings.kind == "pairs" else 0)
+    batch = side_of(slice(None) if settings.kind in ("pairs", "embedding") else 0)
     for name, dtype in NUMBERS[settings.kind].items():
         if name != "prompt":
             batch[name] = np.zeros(size, dtype)

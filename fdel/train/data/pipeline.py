@@ -1,14 +1,17 @@
 """The finished data set: sources in, batches out."""
 
+import dataclasses
 import functools
 import operator
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fdel import text
 from fdel.train.data.batch import Batch, Plan, Row, collate, plan, row
@@ -22,6 +25,7 @@ class Batches:
     """The batches of all epochs by number, of each the rows that one process gets: a source for `grain.MapDataset`.
 
     A batch depends on its number alone. So the state of an iterator is a number, and other numbers of processes can go on.
+    `columns` are more arrays of the batch, a row of each for each example of the stores, one store after the other.
     """
 
     def __init__(
@@ -30,8 +34,10 @@ class Batches:
         weights: Sequence[float] | None,
         settings: Settings,
         process: tuple[int, int] = (0, 1),
+        columns: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.stores, self.weights, self.settings, self.process = stores, weights, settings, process
+        self.columns = dict(columns or {})
         self.report = functools.reduce(operator.add, (s.report for s in stores), Report())
         self.masked = settings.kind in ("pairs", "unpaired") or self.report.learnt < self.report.tokens
         self.plan = functools.lru_cache(maxsize=2)(self._plan)
@@ -52,8 +58,13 @@ class Batches:
             start = (number - self._firsts[epoch]) * settings.batch
         p, own = self.plan(epoch), settings.batch // count
         rows = range(start, min(start + settings.batch, len(p)))
-        made = [row(p, r) for r in rows[index * own : (index + 1) * own]]
-        return collate(made, settings, own, int(p.widths[rows.start : rows.stop].max()), self.masked)
+        here = rows[index * own : (index + 1) * own]
+        width = int(p.widths[rows.start : rows.stop].max())
+        batch = collate([row(p, r) for r in here], settings, own, width, self.masked)
+        for name, column in self.columns.items():
+            batch[name] = np.zeros((own, *column.shape[1:]), column.dtype)
+            batch[name][: len(here)] = column[p.pieces[p.bounds[p.order[here.start : here.stop]], 0]]
+        return batch
 
     def first(self, epoch: int) -> int:
         """Number the first batch of an epoch."""
@@ -88,6 +99,11 @@ class Data:
     def report(self) -> Report:
         """What became of the rows."""
         return self.origin.report
+
+    @property
+    def shared(self) -> bool:
+        """Whether a place in the data is a number of batches of all processes, so that others in number can go on there."""
+        return isinstance(self.origin, Batches)
 
     @property
     def examples(self) -> int | None:
@@ -125,7 +141,8 @@ def dataset(
     """Build the data set of sources: batches of `settings.batch` rows, of which each process gets its equal part, in order.
 
     A batch is a dict of numpy arrays, see `losses.model` and `losses.likelihoods`: "tokens" and "lengths", or "packed";
-    "mask" where not all tokens are learnt; "margin" of pairs; "label" and "kl" of unpaired completions. Arrays have
+    "mask" where not all tokens are learnt; "margin" of pairs; "label" and "kl" of unpaired completions; "labels" of judged
+    steps. Embeddings have tokens [B C T]: a query, its positive, and hard negatives of length 0 if absent. Arrays have
     `settings.length` tokens, or those of a bucket. All examples are tokenized first, into memory, or once and for all into
     `cache_directory`; with `stream` they are tokenized on the way. Needs the extra `train`. ValueError for settings that
     exclude each other and for data of which nothing can be learnt.
@@ -140,7 +157,8 @@ def dataset(
     if settings.stream:
         from fdel.train.data.stream import Stream
 
-        masked, own = settings.kind != "prompt" and settings.learn != "all", settings.batch // process_count
+        masked = settings.kind not in ("prompt", "embedding") and settings.learn != "all"
+        own = settings.batch // process_count
         put = lambda rows: collate(rows, settings, own, max(_width(r) for r in rows), masked)
         stream = Stream(sources, tok, settings, process)
         batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
@@ -148,9 +166,37 @@ def dataset(
         return Data(ahead, stream)
     make = build if cache_directory is None else functools.partial(cache, directory=cache_directory)
     weights = None if sources[0].weight is None else [s.weight or 0.0 for s in sources]
-    origin = Batches([make(s, tok, settings) for s in sources], weights, settings, process)
-    options = grain.ReadOptions(num_threads=settings.threads, prefetch_buffer_size=settings.prefetch)
+    return read_ahead(Batches([make(s, tok, settings) for s in sources], weights, settings, process))
+
+
+def read_ahead(origin: Batches) -> Data:
+    """Make a data set of batches that are made by their numbers, in threads, before they are asked for."""
+    import grain
+
+    s = origin.settings
+    options = grain.ReadOptions(num_threads=s.threads, prefetch_buffer_size=s.prefetch)
     return Data(grain.MapDataset.source(origin).to_iter_dataset(options), origin)
+
+
+def in_order(data: Data, rows: int) -> Data:
+    """Give every example once, in the order of the stores and unpacked, in batches of `rows`; ValueError for a stream."""
+    b = _stored(data)
+    plain = dataclasses.replace(b.settings, packing=None, buckets=(), shuffle=False, epochs=1, block=None)
+    return read_ahead(Batches(b.stores, None, dataclasses.replace(plain, batch=rows, partial="pad"), b.process))
+
+
+def with_columns(data: Data, **columns: np.ndarray) -> Data:
+    """Add arrays to the batches: of each a row for each example, as `in_order` has them. ValueError for a stream."""
+    b = _stored(data)
+    if wrong := {k: len(v) for k, v in columns.items() if len(v) != sum(map(len, b.stores))}:
+        raise ValueError(f"columns of {wrong} rows for {sum(map(len, b.stores))} examples; expected a row for each")
+    return read_ahead(Batches(b.stores, b.weights, b.settings, b.process, b.columns | columns))
+
+
+def _stored(data: Data) -> Batches:
+    if not isinstance(data.origin, Batches):
+        raise ValueError("a stream forgets its examples; read the data set without stream")
+    return data.origin
 
 
 def _width(made: Row) -> int:

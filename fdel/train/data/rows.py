@@ -3,7 +3,8 @@
 Columns, as in TRL: `text` | `messages` | `prompt` and `completion` | `input_ids` (with `labels`, `completion_mask` or
 `assistant_masks`) for "sft"; `chosen` and `rejected`, `prompt` or what both have in common, `margin` for "pairs"; `prompt`,
 `completion`, `label`, or a pair, for "unpaired"; `prompt` for "prompt". Texts, or lists of messages; `tools` and
-`chat_template_kwargs` go to the template.
+`chat_template_kwargs` go to the template. Texts alone: `anchor` (or `query`), `positive` and `negative` for "embedding";
+`prompt`, `completions` and `labels`, both lists, for "process".
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fdel import text
+from fdel.train.data import kinds
 from fdel.train.data.files import Row
 from fdel.train.data.settings import Report, Settings, note
 
@@ -36,7 +38,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Example:
-    """Sequences that belong together (one, or chosen and rejected), as int32 ids and bool masks of what is learnt."""
+    """Sequences that belong together (one, or chosen and rejected), as int32 ids and bool masks of what is learnt.
+
+    The mask of judged steps is their labels, int32.
+    """
 
     ids: tuple[np.ndarray, ...]
     masks: tuple[np.ndarray, ...]
@@ -63,16 +68,18 @@ def encode_rows(
             if settings.bad_rows == "raise":
                 raise ValueError(f"{place}: {e}") from e
             report += note(str(e), place)
-    ids = _encode(tok, [d for _, sides, _ in drafts for d in sides])
+    between = [Draft(settings.separator, chat=True)] if settings.kind == "process" else []
+    ids = _encode(tok, [*between, *(d for _, sides, _ in drafts for d in sides)])
     examples = []
     for place, sides, numbers in drafts:
-        example, complaint = _example(sides, numbers, ids, tok, settings)
+        make = _special if settings.kind in ("embedding", "process") else _example
+        example, complaint = make(sides, numbers, ids, tok, settings)
         if complaint:
             report += note(complaint, place)
         if example:
             examples.append(example)
     tokens = sum(len(x) for e in examples for x in e.ids)
-    learnt = sum(int(x.sum()) for e in examples for x in e.masks)
+    learnt = sum(int(np.count_nonzero(x if x.dtype == bool else x >= 0)) for e in examples for x in e.masks)
     return examples, report + Report(0, len(examples), tokens, learnt)
 
 
@@ -95,6 +102,11 @@ def _drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple
         yield (_sft(row, tok, settings.learn),), {}
     elif settings.kind == "prompt":
         yield (_join(_column(row, "prompt"), None, row, tok),), {}
+    elif settings.kind == "embedding":
+        yield tuple(Draft(t) for t in kinds.documents(row)), {}
+    elif settings.kind == "process":
+        said, labels = kinds.steps(row)
+        yield tuple(Draft(t, chat=True) for t in said), {"labels": [int(_label(x)) for x in labels]}
     elif settings.kind == "pairs" or paired:
         prompt, chosen, rejected = _pair(row)
         sides = _join(prompt, chosen, row, tok), _join(prompt, rejected, row, tok)
@@ -244,3 +256,24 @@ def _example(
     if settings.kind == "unpaired":
         numbers = numbers | {"prompt": start}
     return Example(tuple(t[:end] for t in tokens), tuple(m[:end] for m in masks), numbers), complaint
+
+
+def _special(
+    sides: tuple[Draft, ...], numbers: dict, ids: dict, tok: text.Tokenizer, settings: Settings
+) -> tuple[Example | None, str | None]:
+    """Finish an example of documents, or of judged steps; or say why there is none, or what is odd about it."""
+    texts, of, odd = [d.text for d in sides], lambda t: ids[sides[0].chat, t], None
+    if settings.kind == "process":
+        tokens, masks = kinds.judged(texts, numbers["labels"], of, tok, settings)
+        longest = len(tokens[0])
+        tokens, masks = [x[: settings.length] for x in tokens], [x[: settings.length] for x in masks]
+    else:
+        longest = max(len(of(t)) for t in texts[: settings.sides])
+        (tokens, masks), odd = kinds.embedded(texts, of, tok, settings)
+    if longest > settings.length and settings.overlong == "drop":
+        return None, f"longer than length={settings.length}"
+    if min(len(x) for x in tokens[:2]) == 0:
+        return None, "no tokens"
+    if settings.kind == "process" and not (masks[0] >= 0).any():
+        return None, f"no token to learn within length={settings.length}"
+    return Example(tuple(tokens), tuple(masks)), odd

@@ -7,7 +7,7 @@ PLACES = 5  # of each complaint, how many rows a report shows
 COMPLAINTS = 20  # how many different ones it shows; messages may hold values from the rows
 
 CHOICES = {
-    "kind": ("sft", "pairs", "unpaired", "prompt"),
+    "kind": ("sft", "pairs", "unpaired", "prompt", "embedding", "process"),
     "learn": ("auto", "all", "completion", "assistant"),
     "packing": (None, "first_fit", "best_fit", "best_fit_split", "wrapped"),
     "overlong": ("truncate", "drop"),
@@ -21,7 +21,8 @@ CHOICES = {
 class Settings:
     """How rows become batches.
 
-    kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "unpaired" (KTO, BCO); "prompt"
+    kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "unpaired" (KTO, BCO); "prompt"; "embedding"; "process" (steps that
+              are judged one by one)
     batch     rows of a step, of all processes and microbatches together
     length    the most tokens of a row; a longer sequence loses its end
     packing   None, one example per row; "first_fit" or "best_fit", whole examples; "best_fit_split", longer ones in parts;
@@ -40,6 +41,9 @@ class Settings:
               has them, up to one example
     partial   the last incomplete batch of an epoch: "drop" it, or "pad" it with empty rows
     stream    tokenize while training and keep nothing, instead of tokenizing everything first
+    negatives of "embedding": hard negatives of a row; one with fewer has empty sequences, of one with more the first count
+    separator of "process": the text after each step, at whose last token its label stands
+    last_only of "process": learn the last step's label alone
     prefetch  batches made ahead
     threads   that make batches and tokenize
     """
@@ -60,6 +64,9 @@ class Settings:
     block: int | None = None
     partial: str = "drop"
     stream: bool = False
+    negatives: int = 1
+    separator: str = "\n"
+    last_only: bool = False
     prefetch: int = 4
     threads: int = 2
 
@@ -70,6 +77,10 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
         if min(self.batch, self.length, self.window, self.threads, self.block or 1, *self.buckets) < 1:
             raise ValueError("batch, length, window, threads, block and buckets are numbers of at least 1")
+        if self.negatives < 0 or not self.separator:
+            raise ValueError(
+                f"negatives={self.negatives}, separator={self.separator!r}; expected 0 or more, and a text"
+            )
         if self.epochs is not None and self.epochs < 1:
             raise ValueError(f"epochs={self.epochs}; expected at least 1, or None to go on for ever")
         if self.packing and (self.kind != "sft" or self.buckets):
@@ -78,6 +89,11 @@ class Settings:
             )
         if any(b > self.length for b in self.buckets):
             raise ValueError(f"buckets={self.buckets} go beyond length={self.length}")
+
+    @property
+    def sides(self) -> int:
+        """Sequences of an example: chosen and rejected, or a query and its documents."""
+        return {"pairs": 2, "embedding": 2 + self.negatives}.get(self.kind, 1)
 
     @property
     def whole(self) -> bool:

@@ -24,15 +24,17 @@ from fdel.train.data.settings import Report, Settings
 from fdel.train.data.tables import Table, open_table
 
 CHUNK = 512  # rows that are tokenized together
-NUMBERS = {"sft": {}, "prompt": {}, "pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
+NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(("sft", "prompt", "embedding", "process"), {})
+NUMBERS |= {"pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
 FORMAT = 1  # of the cache; another number makes caches of before invalid
 
 
 @dataclass(frozen=True)
 class Store:
-    """Examples of 1 or 2 sequences each (`sides`): tokens int32[N] and mask bool[N], end to end; lengths int32[sequences].
+    """Examples of `sides` sequences each: tokens int32[N] and mask bool[N], end to end; lengths int32[sequences].
 
-    `numbers` hold a value per example: "label", "margin", "prompt" (the length of it).
+    The mask of judged steps is their labels, int32[N], negative where there is none. `numbers` hold a value per example:
+    "label", "margin", "prompt" (the length of it).
     """
 
     tokens: np.ndarray
@@ -56,16 +58,16 @@ def arrays(examples: Sequence[Example], kind: str) -> dict[str, np.ndarray]:
     flat = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)
     found = {
         "tokens": flat([x for e in examples for x in e.ids], np.int32),
-        "mask": flat([x for e in examples for x in e.masks], bool),
+        "mask": flat([x for e in examples for x in e.masks], np.int32 if kind == "process" else bool),
         "lengths": np.array([len(x) for e in examples for x in e.ids], np.int32),
     }
     return found | {k: np.array([e.numbers[k] for e in examples], dtype) for k, dtype in NUMBERS[kind].items()}
 
 
-def store(parts: Mapping[str, np.ndarray], kind: str, report: Report) -> Store:
+def store(parts: Mapping[str, np.ndarray], settings: Settings, report: Report) -> Store:
     """Make a store of its arrays."""
-    numbers = {k: parts[k] for k in NUMBERS[kind]}
-    return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, 2 if kind == "pairs" else 1, report)
+    numbers = {k: parts[k] for k in NUMBERS[settings.kind]}
+    return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, settings.sides, report)
 
 
 def row_range(source: Source, read: int, table: Table, first: int = 0, step: int = 1) -> range:
@@ -122,7 +124,7 @@ def build(source: Source, tok: text.Tokenizer, settings: Settings) -> Store:
         parts.append(arrays(examples, settings.kind))
         report += more
     _check(source, report)
-    return store({k: np.concatenate([p[k] for p in parts]) for k in parts[0]}, settings.kind, report)
+    return store({k: np.concatenate([p[k] for p in parts]) for k in parts[0]}, settings, report)
 
 
 def _check(source: Source, report: Report) -> None:
@@ -152,7 +154,7 @@ def cache(source: Source, tok: text.Tokenizer, settings: Settings, directory: st
                 os.rename(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    return _read(folder, settings.kind)
+    return _read(folder, settings)
 
 
 def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
@@ -160,7 +162,9 @@ def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
     files: list[File] = find(source)
     seen = [(f.name, f.path.stat().st_size, 0 if "://" in f.name else f.path.stat().st_mtime_ns) for f in files]
     of_source = {k: getattr(source, k) for k in ("format", "rename", "version", "rows")}
-    of_settings = {k: getattr(settings, k) for k in ("kind", "learn", "overlong", "length", "whole", "bad_rows")}
+    alone = {"embedding": ("negatives",), "process": ("separator", "last_only")}.get(settings.kind, ())
+    deciding = ("kind", "learn", "overlong", "length", "whole", "bad_rows", *alone)
+    of_settings = {k: getattr(settings, k) for k in deciding}
     of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)
     facts = json.dumps([FORMAT, seen, of_source, of_settings, of_tokenizer], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
@@ -182,8 +186,8 @@ def _write(source: Source, tok: text.Tokenizer, settings: Settings, folder: Path
     (folder / "index.json").write_text(json.dumps(index, indent=2))
 
 
-def _read(folder: Path, kind: str) -> Store:
+def _read(folder: Path, settings: Settings) -> Store:
     index = json.loads((folder / "index.json").read_text())
     parts = {k: np.memmap(folder / f"{k}.bin", np.dtype(d), "r") for k, d in index["dtypes"].items()}
     notes = {k: (n, tuple(places)) for k, (n, places) in index["report"].pop("notes").items()}
-    return store(parts, kind, Report(**index["report"], notes=notes))
+    return store(parts, settings, Report(**index["report"], notes=notes))

@@ -85,7 +85,7 @@ class StreamIterator(grain.DatasetIterator):
             raise StopIteration
         before, after = (np.floor(stream.shares * settings.window * (self.window + i)).astype(int) for i in (0, 1))
         examples = [e for lane, n in enumerate(after - before) for e in self._take(lane, int(n))]
-        window = store(arrays(examples, settings.kind), settings.kind, Report())
+        window = store(arrays(examples, settings.kind), settings, Report())
         rng = np.random.default_rng([settings.seed, self.window, 0])
         order = rng.permutation(len(window)) if settings.shuffle else np.arange(len(window))
         return plan([window], order, settings, [self.window, 1])

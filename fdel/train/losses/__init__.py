@@ -5,6 +5,7 @@ For a training step, each comes with its model: `sft`, `distill`, `reward`, ... 
 """
 
 from fdel.train.losses.distill import (
+    Terms,
     attention_mse,
     distill,
     generalized_jsd,
@@ -16,8 +17,14 @@ from fdel.train.losses.distill import (
 )
 from fdel.train.losses.embedding import embed, embedding, info_nce, last_token, matryoshka, mean_token, triplet
 from fdel.train.losses.head import logits_sum, token_stats, token_sum
-from fdel.train.losses.likelihoods import completion_sums, likelihoods, on_adapters, with_mean_lengths
-from fdel.train.losses.model import rows, score, shift
+from fdel.train.losses.likelihoods import (
+    completion_sums,
+    likelihoods,
+    on_adapters,
+    with_balance,
+    with_mean_lengths,
+)
+from fdel.train.losses.model import rows, run, score, shift
 from fdel.train.losses.pairs import cpo_objective, dpo_objective, orpo_objective
 from fdel.train.losses.preference import cpo, dpo, ld_weights, log_odds, orpo
 from fdel.train.losses.reward import bradley_terry, process_reward, process_row, reward, reward_spec, score_rows
@@ -36,11 +43,11 @@ from fdel.train.losses.unpaired import (
 )
 
 __all__ = [
-    "IGNORE", "TokenStats", "apo_zero_unpaired", "attention_mse", "bco", "bco_objective", "bradley_terry",
+    "IGNORE", "Terms", "TokenStats", "apo_zero_unpaired", "attention_mse", "bco", "bco_objective", "bradley_terry",
     "completion_sums", "cpo", "cpo_objective", "dft", "distill", "dpo", "dpo_objective", "embed", "embedding",
     "from_logits", "generalized_jsd", "hidden_mse", "info_nce", "kto", "kto_kl", "kto_objective", "last_token",
     "ld_weights", "likelihoods", "log_odds", "logits_sum", "matryoshka", "mean_token", "nll", "on_adapters", "orpo",
-    "orpo_objective", "process_reward", "process_row", "reward", "reward_spec", "rows", "running_mean", "score",
+    "orpo_objective", "process_reward", "process_row", "reward", "reward_spec", "rows", "run", "running_mean", "score",
     "score_rows", "sft", "shift", "soft_targets", "sparse_distill", "sparse_kl", "token_stats", "token_sum", "top_k_kl",
-    "track_rewards", "triplet", "udm_weights", "with_mean_lengths",
+    "track_rewards", "triplet", "udm_weights", "with_balance", "with_mean_lengths",
 ]  # fmt: skip

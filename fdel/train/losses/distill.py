@@ -1,14 +1,14 @@
 """Distillation: learn a teacher's next-token distributions. Neither model's logits [B, T, V] are ever built whole.
 
 A target says how far the student's logits are from the teacher's, per token: `generalized_jsd`, `soft_targets`,
-`sparse_kl`. `distill` runs the teacher; `sparse_distill` reads what it stored in the batch. Sequence-level distillation
-(arXiv:1606.07947) is `sft` on the teacher's samples.
+`sparse_kl`. `distill` runs the teacher, and can match hidden states too; `sparse_distill` reads what the teacher stored in
+the batch. Sequence-level distillation (arXiv:1606.07947) is `sft` on the teacher's samples.
 """
 
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel import ops
 from fdel.train.losses.head import CHUNK, logits_sum
-from fdel.train.losses.model import Batch, rows
+from fdel.train.losses.model import Batch, add_balance, rows, run
 
 Logits = Float[Array, "... V"]
 PerToken = Float[Array, "..."]
@@ -100,6 +100,7 @@ def attention_mse(student: Float[Array, "... N T S"], teacher: Float[Array, "...
     """Compute the squared difference of attention weights per query: summed over keys, averaged over heads, in float32.
 
     A mean over keys would depend on the padding. ValueError for different numbers of heads: choose or average them first.
+    `distill` does not use it: attention in blocks never holds the weights, which are [N T S] for each layer.
     """
     return _squares(student, teacher).sum(-1).mean(-2)
 
@@ -114,6 +115,21 @@ def _squares(student: Array, teacher: Array) -> Array:
 # ---- losses --------------------------------------------------------------------------------------------------------
 
 
+class Terms(NamedTuple):
+    """What `distill` adds to the divergence, per token; nothing by default.
+
+    `hidden_weight` times the mean `hidden_mse` over the hidden states `hidden_layers`, each at the same index of both
+    models (see `losses.model.run`; the last one by default), and `router_aux_loss_coef` as in `sft`.
+    """
+
+    hidden_weight: float = 0.0
+    hidden_layers: tuple[int, ...] = (-1,)
+    router_aux_loss_coef: float = 0.0
+
+
+NOTHING = Terms()
+
+
 def distill(
     family: ModuleType,
     cfg: Any,
@@ -122,27 +138,47 @@ def distill(
     *,
     target: Callable[..., PerToken] = generalized_jsd,
     alpha: float = 1.0,
+    terms: Terms = NOTHING,
     chunk: int = CHUNK,
     **options: Any,
 ) -> Callable:
     """Build `loss(params, batch, teacher_params) -> (sum, sums)`: alpha * target + (1 - alpha) * -log p[next token].
 
     The classic is `target=soft_targets, alpha=0.9`. Per token to be learnt, see `losses.model`; a chunk takes up to 1.5
-    times the memory of `sft`'s. `options` go to the student's `hidden`. Vocabularies of two sizes are a ValueError.
+    times the memory of `sft`'s. `terms` are added. To match hidden states of two widths, let params hold "projection",
+    float[layers D_teacher D_student], with which the student's are multiplied first. `options` go to the student's
+    `hidden`. Vocabularies or unprojected widths of two sizes are a ValueError.
     """
+    places = tuple(terms.hidden_layers) if terms.hidden_weight else ()
+    if terms.hidden_weight and not places:
+        raise ValueError("hidden_layers is empty; name the hidden states to match, as (-1,), or set hidden_weight to 0")
+    forward = run(family, cfg, router=terms.router_aux_loss_coef != 0, places=places, **options)
+    teach = run(teacher, teacher_cfg, places=places)
 
     def loss(params: Any, batch: Batch, teacher_params: Any) -> tuple[Array, dict[str, Array]]:
         tokens, packed, labels = rows(batch)
-        x, _ = family.hidden(params, tokens, cfg, packed, **options)
-        tx, _ = teacher.hidden(teacher_params, tokens, teacher_cfg, packed)
+        out, told = forward(params, tokens, packed), teach(teacher_params, tokens, packed)
         heads = family.head(params, cfg), teacher.head(teacher_params, teacher_cfg)
         sizes = [h.weight.shape[0] for h in heads]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the student predicts {sizes[0]} tokens and the teacher {sizes[1]}; cut off the padding")
         of_teacher = lambda z, tx, head: target(z, ops.logits(tx, head))
-        return _mixed(of_teacher, alpha, x, heads[0], labels, tx, fixed=(heads[1],), chunk=chunk)
+        total, sums = _mixed(
+            of_teacher, alpha, out.hidden, heads[0], labels, told.hidden, fixed=(heads[1],), chunk=chunk
+        )
+        if places:
+            errors = [hidden_mse(s, t) for s, t in zip(_projected(params, out.states), told.states, strict=True)]
+            hidden = jnp.where(labels >= 0, sum(errors) / len(errors), 0).sum()
+            total, sums = total + terms.hidden_weight * hidden, sums | {"hidden_loss": hidden}
+        return add_balance(total, sums, out.balance, terms.router_aux_loss_coef)
 
     return loss
+
+
+def _projected(params: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
+    if "projection" not in params:
+        return states
+    return tuple(ops.einsum("...d,ed->...e", x, w) for x, w in zip(states, params["projection"], strict=True))
 
 
 def sparse_distill(
@@ -159,10 +195,11 @@ def sparse_distill(
     "teacher_ids" int and "teacher_logps" float, both as tokens with one more axis [... T k]: at place t, what the teacher
     says of token t + 1.
     """
+    forward = run(family, cfg, **options)
 
     def loss(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
         tokens, packed, labels = rows(batch)
-        x, _ = family.hidden(params, tokens, cfg, packed, **options)
+        x = forward(params, tokens, packed).hidden
         answers = [batch[k].reshape(*tokens.shape, -1) for k in ("teacher_ids", "teacher_logps")]
         return _mixed(target, alpha, x, family.head(params, cfg), labels, *answers, chunk=chunk)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from fdel.train.losses.model import Batch, rows
+from fdel.train.losses.model import Batch, rows, run
 
 Embeddings = Float[Array, "B C D"]
 Present = Bool[Array, "B C"]
@@ -42,12 +42,13 @@ def embed(family: ModuleType, cfg: Any, *, pool: Callable = last_token, **option
 
     One sequence per row: a batch with several ("packed") is a ValueError. `options` go to `family.hidden`.
     """
+    forward = run(family, cfg, **options)
 
     def embedded(params: Any, batch: Batch) -> Float[Array, "... D"]:
         if "packed" in batch:
             raise ValueError("the batch has 'packed' rows; expected one sequence per row: give its 'lengths' instead")
         tokens, packed, _ = rows(batch)
-        x, _ = family.hidden(params, tokens, cfg, packed, **options)
+        x = forward(params, tokens, packed).hidden
         pooled = pool(x, packed.segment_ids >= 0)
         pooled = pooled.astype(jnp.promote_types(x.dtype, jnp.float32))
         return pooled.reshape(*batch["tokens"].shape[:-1], -1)

@@ -6,6 +6,8 @@ Beside the keys of `losses.model`, a batch (pairs with tokens int[B 2 T], or sin
     label      bool[B], single completions only: whether it is desirable
     kl         a batch of as many rows, each a completion after another row's prompt, for KTO
     udm        float[B], optional: BCO's `udm_weights`
+
+A row without any token to be learnt fills up the batch: it has weight 0, and no other row's loss depends on it.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 from fdel.params import lora
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.model import Batch, rows, score
-from fdel.train.losses.preference import ld_weights
+from fdel.train.losses.preference import ld_weights, mean_length
 from fdel.train.losses.stats import TokenStats
 
 Outputs = dict[str, Array]
@@ -27,19 +29,27 @@ Objective = Callable[..., tuple[Array, dict[str, Any]]]
 
 
 def likelihoods(
-    family: ModuleType, cfg: Any, *, ld_alpha: float | None = None, chunk: int = CHUNK, **options: Any
+    family: ModuleType,
+    cfg: Any,
+    *,
+    ld_alpha: float | None = None,
+    router: bool = False,
+    chunk: int = CHUNK,
+    **options: Any,
 ) -> Callable[..., Outputs]:
     """Build `outputs(params, batch, reference=None, ...)`: `completion_sums` of each row, and "ref_logps", the reference's.
 
     Those in the batch come first, then those of `reference`, a tree like `params`; without both there are none.
-    `ld_alpha` is that of `ld_weights`; `options` go to `family.hidden` (remat="dots_saveable", ...).
+    `ld_alpha` is that of `ld_weights`; `options` go to `losses.model.run` (remat="dots_saveable", ...). With `router` each
+    row has "balance" too, that of its microbatch, see `with_balance`.
     """
-    scored = score(family, cfg, chunk=chunk, **options)
+    scored = score(family, cfg, chunk=chunk, router=router, **options)
 
     def sums(params: Any, batch: Batch) -> Outputs:
-        stats, text = scored(params, _text(batch))
+        stats, text, balance = scored(params, _text(batch))
         completion = (rows(batch)[2] >= 0).reshape(text.shape).astype(text.dtype)
-        return completion_sums(stats, completion, text, ld_alpha)
+        found = completion_sums(stats, completion, text, ld_alpha)
+        return found if balance is None else found | {"balance": jnp.broadcast_to(balance, len(text))}
 
     def outputs(params: Any, batch: Batch, reference: Any = None, *_: Any) -> Outputs:
         if "packed" in batch:
@@ -55,6 +65,20 @@ def likelihoods(
         return out
 
     return outputs
+
+
+def with_balance(objective: Objective, coef: float) -> Objective:
+    """Add coef times `ops.load_balancing` to an objective's mean, whose outputs are those of `likelihoods(router=True)`.
+
+    The policy's router alone counts, on prompts and completions, each microbatch's by itself: as in TRL.
+    """
+
+    def balanced(o: Outputs, batch: Batch, *rest: Any) -> tuple[Array, dict[str, Any]]:
+        total, sums = objective(o, batch, *rest)
+        aux = jnp.where(counted(o), o["balance"], 0).sum()
+        return total + coef * aux, sums | {"aux_loss": aux}
+
+    return balanced
 
 
 def completion_sums(
@@ -89,13 +113,20 @@ def ref_logps(o: Outputs) -> Array:
     return o["ref_logps"]
 
 
+def counted(o: Outputs) -> Bool[Array, " B"]:
+    """Which rows count: those with a token to be learnt, of pairs on either side. The others fill up a batch."""
+    return (o["lengths"] > 0).reshape(len(o["lengths"]), -1).any(1)
+
+
 def completion_metrics(o: Outputs, logps: Array, rewards: Array, chosen: Bool[Array, "..."]) -> dict[str, Any]:
     """Sums for TRL's metrics, over the chosen and the rejected rows; `logits/*` are means over completions' tokens."""
+    rows = counted(o)
     metrics: dict[str, Any] = {
-        "weight": jnp.full((), chosen.shape[0], jnp.float32),
+        "weight": rows.sum(dtype=jnp.float32),
         "entropy": (o["entropy"].sum(), o["lengths"].sum()),
     }
-    for side, there in (("chosen", chosen), ("rejected", ~chosen)):
+    rows = rows.reshape(-1, *[1] * (chosen.ndim - 1))
+    for side, there in (("chosen", chosen & rows), ("rejected", ~chosen & rows)):
         total = lambda x, there=there: jnp.where(there, x, 0.0).sum()
         metrics[f"rewards/{side}"] = total(rewards), total(1.0)
         metrics[f"logps/{side}"] = total(logps), total(1.0)
@@ -109,8 +140,9 @@ def with_mean_lengths(batch: Batch) -> Batch:
     With them, losses with an NLL term ("sft", CPO, ORPO) are exact under `accumulate` too, without `gradcache`.
     """
     b = batch["tokens"].shape[0]
-    count = lambda batch: (rows(batch)[2] >= 0).reshape(b, 2, -1)[:, 0].sum(-1, dtype=jnp.float32)
-    mean = lambda lengths: jnp.broadcast_to(lengths.mean(), b)
+    count = lambda batch: (rows(batch)[2] >= 0).reshape(b, 2, -1).sum(-1, dtype=jnp.float32)
+    there = counted({"lengths": count(batch)})
+    mean = lambda lengths: jnp.broadcast_to(mean_length(lengths[:, 0], there), b)
     return {**batch, "mean_length": mean(count(batch)), "mean_text_length": mean(count(_text(batch)))}
 
 

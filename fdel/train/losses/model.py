@@ -8,9 +8,9 @@ A batch is a dict of arrays with the rows in front, so that `accumulate` can div
     packed  ops.Packed for tokens [B T] with several sequences in a row; it replaces `lengths`
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +47,82 @@ def rows(batch: Batch) -> tuple[Int[Array, "R T"], ops.Packed, Int[Array, "R T"]
     return tokens, packed, shift(tokens, packed.segment_ids, mask)
 
 
-def score(
-    family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **options: Any
-) -> Callable[[Any, Batch], tuple[TokenStats, Float[Array, "... T"]]]:
-    """Build `score(params, batch)` -> (the statistics of every token to be learnt, its weight 1 or 0), as batch's tokens.
+class Ran(NamedTuple):
+    """What running a model leaves: its final hidden states [R T D], and what was asked for beside them."""
 
-    Place t holds what the model says there of token t + 1; statistics are 0 where the weight is. `options` go to
-    `family.hidden` (remat="dots_saveable", ...).
+    hidden: Array
+    balance: Array | None  # `ops.load_balancing` of its router
+    states: tuple[Array, ...]  # hidden states at the places asked for
+
+
+def run(
+    family: ModuleType, cfg: Any, *, router: bool = False, places: Sequence[int] = (), **options: Any
+) -> Callable[[Any, Array, ops.Packed], Ran]:
+    """Build `run(params, tokens int[R T], packed) -> Ran`, the forward pass of every loss.
+
+    `router` asks for the balance of a mixture of experts, in which padding does not count; a model without experts is then
+    a ValueError. `places` are transformers' indices of hidden states: 0 enters the first layer, i > 0 is what layer
+    i - 1 returns, the last one the final hidden states; negative ones count from there. `options` go to `family.hidden`.
+    A router with jitter is a ValueError: its noise would need random numbers in every layer.
     """
+    if router and not hasattr(cfg, "experts"):
+        raise ValueError(f"router_aux_loss_coef is not 0, but {family.__name__} has no experts; set it to 0")
+    if getattr(cfg, "jitter", 0):
+        raise ValueError(
+            f"router_jitter_noise={cfg.jitter} in the model's config.json: training with noise on the router's input is "
+            "not in this version; set it to 0 to train without"
+        )
+    inside = _inside(cfg, places) if places else ()
 
-    def scored(params: Any, batch: Batch) -> tuple[TokenStats, Array]:
+    def ran(params: Any, tokens: Array, packed: ops.Packed) -> Ran:
+        watched: dict[str, Any] = {"load": ops.router_load(cfg.experts)} if router else {}
+        watched |= {"hidden": ops.HiddenStates(inside)} if inside else {}
+        x, state = family.hidden(params, tokens, cfg, packed, *((watched,) if watched else ()), **options)
+        states = state["hidden"].values if inside else ()
+        states = tuple(x if place == cfg.layers else s for place, s in zip(inside, states, strict=True))
+        return Ran(x, ops.load_balancing(state) if router else None, states)
+
+    return ran
+
+
+def _inside(cfg: Any, places: Sequence[int]) -> tuple[int, ...]:
+    n = cfg.layers + 1
+    wrong = [p for p in places if not -n <= p < n]
+    if wrong:
+        raise ValueError(
+            f"hidden states {wrong} of a model of {cfg.layers} layers; expected indices from {-n} to {n - 1}"
+        )
+    return tuple(p % n for p in places)
+
+
+def add_balance(total: Array, sums: Mapping[str, Any], balance: Array | None, coef: float) -> tuple[Array, dict]:
+    """Add coef times the router's balance to each unit of weight, as transformers and TRL do; "aux_loss" is its sum."""
+    if balance is None:
+        return total, dict(sums)
+    aux = balance * sums["weight"]
+    return total + coef * aux, {**sums, "aux_loss": aux}
+
+
+class Scored(NamedTuple):
+    """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; `Ran.balance`."""
+
+    stats: TokenStats
+    weights: Float[Array, "... T"]
+    balance: Array | None
+
+
+def score(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **options: Any) -> Callable[[Any, Batch], Scored]:
+    """Build `score(params, batch) -> Scored`; `options` go to `run`.
+
+    Place t holds what the model says there of token t + 1; statistics are 0 where the weight is.
+    """
+    forward = run(family, cfg, **options)
+
+    def scored(params: Any, batch: Batch) -> Scored:
         tokens, packed, labels = rows(batch)
-        x, _ = family.hidden(params, tokens, cfg, packed, **options)
-        stats = token_stats(x, family.head(params, cfg), labels, chunk=chunk)
+        out = forward(params, tokens, packed)
+        stats = token_stats(out.hidden, family.head(params, cfg), labels, chunk=chunk)
         back = lambda a: a.reshape(batch["tokens"].shape)
-        return jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32)
+        return Scored(jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32), out.balance)
 
     return scored

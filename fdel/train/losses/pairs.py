@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, ref_logps
+from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
 from fdel.train.losses.preference import (
     CPO_MEANS,
     SMOOTHED,
@@ -25,6 +25,7 @@ from fdel.train.losses.preference import (
     cpo_reward,
     dpo,
     log_odds,
+    mean_length,
     mean_nll,
     orpo,
 )
@@ -57,13 +58,13 @@ def dpo_objective(
         check_dpo(t, eps[t], f_divergence)
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
-        ref = ref_logps(o)
+        ref, present = ref_logps(o), counted(o)
         lengths = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
 
         def one(t: str) -> Array:
             if t == "sft":
-                return mean_nll(o["nll"][:, 0], batch.get("mean_length", lengths["chosen_lengths"]))
-            common = dict(beta=beta, f_divergence=f_divergence, **lengths, **options)
+                return _mean_nll(o, batch)
+            common = dict(beta=beta, f_divergence=f_divergence, present=present, **lengths, **options)
             return dpo(*_sides(o["logps"]), *_sides(ref), loss_type=t, label_smoothing=eps[t], **common)
 
         losses = sum((w * one(t) for w, t in zip(weights, types, strict=True)), jnp.zeros(()))
@@ -84,10 +85,9 @@ def cpo_objective(
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         logps = _per_token(o, "logps") if loss_type in CPO_MEANS else o["logps"]
         losses = cpo(*_sides(logps), loss_type=loss_type, beta=beta, alpha=alpha, **options)
-        nll, lengths = o["nll"][:, 0], o["lengths"][:, 0]
-        losses += cpo_alpha * mean_nll(nll, batch.get("mean_length", lengths))
+        losses = jnp.where(counted(o), losses, 0) + cpo_alpha * _mean_nll(o, batch)
         metrics = _metrics(o, logps, beta * cpo_reward(logps, alpha))
-        return losses.sum(), metrics | {"nll_loss": (nll.sum(), lengths.sum())}
+        return losses.sum(), metrics | {"nll_loss": (o["nll"][:, 0].sum(), o["lengths"][:, 0].sum())}
 
     return objective
 
@@ -97,12 +97,12 @@ def orpo_objective(*, beta: float = 0.1) -> Objective:
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         logps = _per_token(o, "logps")
-        losses = orpo(*_sides(logps), beta=beta)
-        odds = {"log_odds_ratio": -losses.sum() / beta, "log_odds_chosen": -jnp.diff(log_odds(logps)).sum()}
-        nll, lengths = o["text_nll"][:, 0], o["text_lengths"][:, 0]
-        losses += mean_nll(nll, batch.get("mean_text_length", lengths))
+        total = lambda x: jnp.where(counted(o), x, 0).sum()
+        ratio = total(orpo(*_sides(logps), beta=beta))
+        odds = {"log_odds_ratio": -ratio / beta, "log_odds_chosen": total(-jnp.diff(log_odds(logps))[:, 0])}
+        nll = total(o["text_nll"][:, 0]), total(o["text_lengths"][:, 0])
         metrics = _metrics(o, logps, beta * logps)
-        return losses.sum(), metrics | odds | {"nll_loss": (nll.sum(), lengths.sum())}
+        return ratio + _mean_nll(o, batch, "text_").sum(), metrics | odds | {"nll_loss": nll}
 
     return objective
 
@@ -113,11 +113,18 @@ def _sides(x: Float[Array, "B 2"]) -> tuple[Array, Array]:
     return x[:, 0], x[:, 1]
 
 
+def _mean_nll(o: Outputs, batch: Batch, prefix: str = "") -> Float[Array, " B"]:
+    """The chosen rows' NLL over their mean length, that of the whole batch if the batch has it."""
+    present, name = counted(o), f"mean_{prefix}length"
+    length = batch[name] if name in batch else mean_length(o[f"{prefix}lengths"][:, 0], present)
+    return mean_nll(o[f"{prefix}nll"][:, 0], length, present)
+
+
 def _per_token(o: Outputs, name: str) -> Float[Array, "B 2"]:
     return o[name] / jnp.maximum(o["lengths"], 1)
 
 
 def _metrics(o: Outputs, logps: Float[Array, "B 2"], rewards: Float[Array, "B 2"]) -> dict[str, Any]:
-    margins = rewards[:, 0] - rewards[:, 1]
+    margins = jnp.where(counted(o), rewards[:, 0] - rewards[:, 1], 0)
     metrics = completion_metrics(o, logps, rewards, jnp.broadcast_to(jnp.array([True, False]), rewards.shape))
     return metrics | {"rewards/margins": margins.sum(), "rewards/accuracies": (margins > 0).sum(dtype=margins.dtype)}

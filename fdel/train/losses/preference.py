@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.nn import log1mexp, log_sigmoid, relu, sigmoid
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 PerPair = Float[Array, " B"]
 LARGEST = 80.0  # exponents end here, so that neither a score nor its gradient overflows float32
@@ -28,6 +28,7 @@ class _Pair(NamedTuple):
     beta: float
     eps: float
     tau: float
+    present: Array  # bool
 
 
 def _smoothed(margin: PerPair, eps: float) -> PerPair:
@@ -49,6 +50,10 @@ def _discopop(p: _Pair) -> PerPair:
     return exponential - log_sigmoid(p.margin) * sigmoid(-p.margin / p.tau)
 
 
+def _sort(x: PerPair, p: _Pair) -> PerPair:
+    return jnp.sort(jnp.where(p.present, x, jnp.finfo(x.dtype).max))  # those that do not count come last
+
+
 DPO: dict[str, Callable[[_Pair], PerPair]] = {
     "sigmoid": lambda p: -log_sigmoid(p.margin),  # DPO, arXiv:2305.18290
     "hinge": lambda p: relu(1 - p.margin),  # SLiC, arXiv:2305.10425
@@ -62,8 +67,8 @@ DPO: dict[str, Callable[[_Pair], PerPair]] = {
     ),
     "bco_pair": lambda p: -log_sigmoid(p.beta * p.chosen) - log_sigmoid(-p.beta * p.rejected),  # arXiv:2404.04656
     "sppo_hard": lambda p: _square(p.chosen - 0.5 / p.beta) + _square(p.rejected + 0.5 / p.beta),  # arXiv:2405.00675
-    "aot": lambda p: _smoothed(p.beta * (jnp.sort(p.policy) - jnp.sort(p.reference)), p.eps),  # arXiv:2406.05882
-    "aot_unpaired": lambda p: _smoothed(p.beta * (jnp.sort(p.chosen) - jnp.sort(p.rejected)), p.eps),
+    "aot": lambda p: _smoothed(p.beta * (_sort(p.policy, p) - _sort(p.reference, p)), p.eps),  # arXiv:2406.05882
+    "aot_unpaired": lambda p: _smoothed(p.beta * (_sort(p.chosen, p) - _sort(p.rejected, p)), p.eps),
     "apo_zero": lambda p: sigmoid(-p.beta * p.chosen) + sigmoid(p.beta * p.rejected),  # arXiv:2408.06266, eq. 7
     "apo_down": lambda p: sigmoid(p.beta * p.chosen) + sigmoid(-p.beta * (p.chosen - p.rejected)),  # eq. 8
     "discopop": _discopop,  # arXiv:2406.08414, eq. 5
@@ -103,30 +108,43 @@ def dpo(
     f_divergence: str = "reverse_kl",
     f_alpha: float = 0.5,
     tau: float = 0.05,
+    present: Bool[Array, " B"] | None = None,
 ) -> PerPair:
     """Compute a loss of `DPO`, or "sft", from the completions' summed log-probabilities under policy and reference.
 
     `lengths` are the completions' tokens: "ipo", "sigmoid_norm" and "sft" divide by them. "sft" is -chosen over the mean
     length, so that its mean is that of the tokens. "aot" and "aot_unpaired" sort over the batch, so they must see all of
-    it. `f_alpha` belongs to the alpha divergence, `tau` to "discopop". Options that a loss does not read: ValueError.
+    it. `f_alpha` belongs to the alpha divergence, `tau` to "discopop". `present` tells which pairs count, all if None: the
+    others have loss 0. Options that a loss does not read: ValueError.
     """
     check_dpo(loss_type, label_smoothing, f_divergence)
     if chosen_lengths is None or rejected_lengths is None:
         if loss_type in PER_TOKEN:
             raise ValueError(f"loss_type={loss_type!r} is per token; give chosen_lengths and rejected_lengths")
         chosen_lengths = rejected_lengths = jnp.ones_like(chosen)
+    present = jnp.ones(chosen.shape, bool) if present is None else present
     if loss_type == "sft":
-        return mean_nll(-chosen, chosen_lengths)
+        return mean_nll(-chosen, mean_length(chosen_lengths, present), present)
     ratios = chosen - ref_chosen, rejected - ref_rejected
     scores = [DIVERGENCES[f_divergence](r, f_alpha) for r in ratios]
     mean_margin = scores[0] * _inverse(chosen_lengths) - scores[1] * _inverse(rejected_lengths)
     margin, policy, reference = beta * (scores[0] - scores[1]), chosen - rejected, ref_chosen - ref_rejected
-    return DPO[loss_type](_Pair(*ratios, margin, mean_margin, policy, reference, beta, label_smoothing, tau))
+    losses = DPO[loss_type](_Pair(*ratios, margin, mean_margin, policy, reference, beta, label_smoothing, tau, present))
+    return jnp.where(_first(present) if loss_type in SORTED else present, losses, 0)
 
 
-def mean_nll(nll: PerPair, lengths: PerPair) -> PerPair:
-    """Divide summed negative log-likelihoods by the mean of `lengths`: the mean over pairs is then that over tokens."""
-    return nll * _inverse(lengths.mean())
+def _first(present: Bool[Array, " B"]) -> Bool[Array, " B"]:
+    return jnp.arange(len(present)) < present.sum()
+
+
+def mean_length(lengths: PerPair, present: Bool[Array, " B"]) -> Float[Array, ""]:
+    """Average lengths over the pairs that count."""
+    return jnp.where(present, lengths, 0).sum() * _inverse(present.sum(dtype=lengths.dtype))
+
+
+def mean_nll(nll: PerPair, length: Float[Array, "*B"], present: Bool[Array, " B"]) -> PerPair:
+    """Divide summed negative log-likelihoods by the mean `length`: the mean over pairs is then that over tokens."""
+    return jnp.where(present, nll, 0) * _inverse(length)
 
 
 def _inverse(lengths: Array) -> Array:

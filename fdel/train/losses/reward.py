@@ -16,7 +16,7 @@ from fdel import ops
 from fdel.params.spec import Param, normal, zeros
 from fdel.train.losses.embedding import embed
 from fdel.train.losses.head import CHUNK, token_sum
-from fdel.train.losses.model import Batch, rows
+from fdel.train.losses.model import Batch, rows, run
 from fdel.train.losses.sft import nll
 from fdel.train.losses.stats import IGNORE
 
@@ -86,10 +86,11 @@ def process_reward(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **option
     The batch holds "labels", as tokens: a step's class at the last token of its separator (see `process_row`), negative
     elsewhere. Nothing is shifted: the score at a token judges the step that ends there (arXiv:2211.14275, 2305.20050).
     """
+    forward = run(family, cfg, **options)
 
     def loss(params: Any, batch: Batch) -> tuple[Array, Sums]:
         tokens, packed, _ = rows(batch)
-        x, _ = family.hidden(params["model"], tokens, cfg, packed, **options)
+        x = forward(params["model"], tokens, packed).hidden
         labels = jnp.where(packed.segment_ids >= 0, batch["labels"].reshape(tokens.shape), IGNORE)
         head = ops.Head(params["score"], bias=params.get("score_bias"))
         total, sums = token_sum(nll, x, head, labels, (labels >= 0).astype(jnp.float32), chunk=chunk)

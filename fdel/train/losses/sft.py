@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel import ops
 from fdel.train.losses.head import CHUNK, token_sum
-from fdel.train.losses.model import Batch, rows
+from fdel.train.losses.model import Batch, add_balance, rows, run
 from fdel.train.losses.stats import TokenStats
 
 Sums = dict[str, Array]
@@ -63,20 +62,13 @@ def sft(
     `ops.load_balancing` is added to each token of a mixture of experts, for each microbatch by itself as in transformers;
     a model without experts is then a ValueError.
     """
-    if router_aux_loss_coef and not hasattr(cfg, "experts"):
-        raise ValueError(
-            f"router_aux_loss_coef={router_aux_loss_coef}, but {family.__name__} has no experts; set it to 0"
-        )
+    forward = run(family, cfg, router=router_aux_loss_coef != 0, **options)
 
     def next_token(params: Any, batch: Batch) -> tuple[Array, Sums]:
         tokens, packed, labels = rows(batch)
-        watched = (ops.router_load(cfg.experts),) if router_aux_loss_coef else ()
-        x, load = family.hidden(params, tokens, cfg, packed, *watched, **options)
+        out = forward(params, tokens, packed)
         weights = (labels >= 0).astype(jnp.float32)
-        total, sums = token_sum(loss, x, family.head(params, cfg), labels, weights, chunk=chunk)
-        if not router_aux_loss_coef:
-            return total, sums
-        aux = ops.load_balancing(load) * sums["weight"]
-        return total + router_aux_loss_coef * aux, sums | {"aux_loss": aux}
+        total, sums = token_sum(loss, out.hidden, family.head(params, cfg), labels, weights, chunk=chunk)
+        return add_balance(total, sums, out.balance, router_aux_loss_coef)
 
     return next_token

@@ -14,7 +14,7 @@ from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
 from fdel.train.extras import carry
-from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, ref_logps
+from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
 
 PerRow = Float[Array, " B"]
 Scalar = Float[Array, ""]
@@ -35,9 +35,16 @@ def kto(
     return jnp.where(desirable, desirable_weight * sigmoid(-above), undesirable_weight * sigmoid(above))
 
 
-def kto_kl(kl_logps: PerRow, kl_reference: PerRow) -> Scalar:
-    """Estimate KTO's reference point, without gradient, from completions that stand after another row's prompt."""
-    return jax.lax.stop_gradient(relu((kl_logps - kl_reference).mean()))
+def kto_kl(kl_logps: PerRow, kl_reference: PerRow, present: Bool[Array, " B"] | None = None) -> Scalar:
+    """Estimate KTO's reference point, without gradient, from completions that stand after another row's prompt.
+
+    `present` tells which rows count, all if None.
+    """
+    return jax.lax.stop_gradient(relu(_mean(kl_logps - kl_reference, present)))
+
+
+def _mean(x: PerRow, present: Bool[Array, " B"] | None) -> Scalar:
+    return x.mean() if present is None else jnp.where(present, x, 0).sum() / jnp.maximum(present.sum(), 1)
 
 
 def apo_zero_unpaired(
@@ -91,8 +98,9 @@ def kto_objective(*, loss_type: str = "kto", beta: float = 0.1, **weights: float
         if loss_type == "kto":
             if "kl_logps" not in o:
                 raise ValueError("the batch has no 'kl', the mismatched completions of KTO; or use 'apo_zero_unpaired'")
-            kl = kto_kl(o["kl_logps"], o["kl_ref_logps"])
+            kl = kto_kl(o["kl_logps"], o["kl_ref_logps"], counted(o))
         losses = kto(o["logps"], ref_logps(o), batch["label"], kl, beta=beta, **weights)
+        losses = jnp.where(counted(o), losses, 0)
         metrics = completion_metrics(o, o["logps"], beta * (o["logps"] - ref_logps(o)), batch["label"])
         return losses.sum(), metrics | {"kl": (kl, jnp.ones(()))}
 
@@ -108,10 +116,12 @@ def bco_objective(*, beta: float = 0.1) -> Objective:
 
     def objective(o: Outputs, batch: Batch, *fixed: Any) -> tuple[Array, dict[str, Any]]:
         rewards = beta * (o["logps"] - ref_logps(o))
-        count = jnp.full((), rewards.shape[0], jnp.float32)
-        delta = jax.lax.stop_gradient(running_mean(fixed[-1], rewards.mean(), count)["mean"])
+        present = counted(o)
+        delta = running_mean(fixed[-1], _mean(rewards, present), present.sum(dtype=jnp.float32))["mean"]
+        delta = jax.lax.stop_gradient(delta)
         weights = batch.get("udm", 1.0)
         losses = bco(o["logps"], ref_logps(o), batch["label"], delta, beta=beta, weights=weights)
+        losses, rewards = jnp.where(present, losses, 0), jnp.where(present, rewards, 0)
         metrics = completion_metrics(o, o["logps"], rewards, batch["label"])
         return losses.sum(), metrics | {"delta": (delta, jnp.ones(())), "rewards/mean": rewards.sum()}
 

@@ -1,0 +1,170 @@
+"""Fine-tuning end to end beside TRL's SFTTrainer: tokens per second, memory, losses, time lost to saving. CPU, float32.
+
+    python benchmarks/sft.py [--steps 10] [--layers 12] [--trl-python PYTHON] [--out FILE.md]
+
+A Llama of 125M parameters (with 12 layers) is trained on rows of 4 x 512 tokens, with AdamW and without recomputation. Both
+sides read one checkpoint and one file of full rows (tokens of Python's standard library, each row of one document),
+in its order, so that their losses agree. fdel runs a run file, TRL its trainer; each is a process of its own. In the middle
+of the run and at its end a checkpoint is written, with the optimizer's state. Without `--trl-python`, a Python that has trl
+1.16, fdel runs alone.
+
+"lost to saving" is how much longer the steps after the checkpoint in the middle took than as many median steps before it.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+ROWS, LENGTH, RATE = 4, 512, 1e-4
+CONFIG = dict(model_type="llama", vocab_size=32000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+              num_key_value_heads=4, intermediate_size=2048, max_position_embeddings=2048, rms_norm_eps=1e-6,
+              tie_word_embeddings=False)  # fmt: skip
+
+
+def prepare(folder: Path, steps: int, layers: int) -> None:
+    """Write the checkpoint with its tokenizer, and the rows."""
+    import jax
+    import jax.numpy as jnp
+
+    from fdel import models, params, text
+    from fdel.models import llama
+
+    cfg = llama.Config.from_hf(CONFIG | {"num_hidden_layers": layers})
+    weights = jax.jit(lambda key: params.init(llama.spec(cfg), key, dtype=jnp.float32))(jax.random.key(0))
+    models.save(models.Model(llama, cfg, weights), folder / "model")
+    documents = (f.read_text("utf-8", "replace") for f in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    documents = list(documents)
+    tok = text.train_bpe(documents[::8], 16384)
+    text.save(tok, folder / "model")
+    rows: list[list[int]] = []
+    for said in documents:
+        ids = text.encode(tok, said)
+        rows += [ids[i : i + LENGTH] for i in range(0, len(ids) - LENGTH + 1, LENGTH)]
+    rows = rows[:: max(1, len(rows) // (steps * ROWS))][: steps * ROWS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": r}) + "\n" for r in rows))
+
+
+def result(losses: list[float], seconds: list[float]) -> None:
+    """Print what a side measured; `seconds` are those of the steps after the first."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    cpu = time.process_time() - BEGIN
+    print(json.dumps({"losses": losses, "seconds": seconds, "memory": memory, "cpu": cpu}))
+
+
+def fdel(folder: Path, steps: int) -> None:
+    from fdel import recipe
+    from fdel.train import metrics
+
+    trainer = dict(
+        trainer_type="sft", max_training_steps=steps, total_batch_size=ROWS, max_length=LENGTH, learning_rate=RATE,
+        scheduler="constant", weight_decay=0.0, log_steps=1, save_steps=steps // 2, save_directory=str(folder / "fdel"),
+    )  # fmt: skip
+    mixture = {"informs": [{"data_files": str(folder / "rows.jsonl")}], "shuffle_buffer_size": 0}
+    model, sharding = {"name_or_path": str(folder / "model")}, {"axis_dims": [1] * 5}
+    recipe.train(recipe.from_dict(dict(model=model, mixture=mixture, trainer=trainer, sharding=sharding)))
+    rows = metrics.read(folder / "fdel")
+    speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+    result([row["loss"] for row in rows], [ROWS * LENGTH / s for s in speeds])
+
+
+def trl(folder: Path, steps: int) -> None:
+    import datasets
+    import torch
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    losses: list[float] = []
+    ends: list[float] = []
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            ends.append(time.perf_counter())
+
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    config = SFTConfig(
+        str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=steps, max_length=LENGTH,
+        per_device_train_batch_size=ROWS, learning_rate=RATE, lr_scheduler_type="constant", weight_decay=0.0,
+        logging_steps=1, save_steps=steps // 2, report_to="none", model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    data = datasets.load_dataset(
+        "json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "c")
+    )
+    InOrder(str(folder / "model"), args=config, train_dataset=data, callbacks=[Ends()]).train()
+    result(losses, [b - a for a, b in zip(ends, ends[1:], strict=False)])
+
+
+def lost(seconds: list[float], steps: int) -> float:
+    """Compare the steps after the checkpoint in the middle with the median of those before it."""
+    before, after = seconds[: steps // 2 - 1], seconds[steps // 2 - 1 :]
+    return sum(after) - len(after) * statistics.median(before)
+
+
+def table(header: tuple, rows: list[tuple]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--steps", type=int, default=10, help="an even number, of at least 6")
+    cli.add_argument("--layers", type=int, default=12)
+    cli.add_argument("--trl-python", help="a Python that has trl 1.16")
+    cli.add_argument("--out", type=Path, help="also write the tables here")
+    cli.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.side:
+        name, folder, steps = args.side
+        {"fdel": fdel, "trl": trl}[name](Path(folder), int(steps))
+        return
+    if args.steps < 6 or args.steps % 2:
+        cli.error(f"--steps {args.steps}: expected an even number of at least 6")
+    pythons = {"fdel": sys.executable} | ({"trl": args.trl_python} if args.trl_python else {})
+    found: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), args.steps, args.layers)
+        for name, python in pythons.items():
+            command = [python, __file__, "--side", name, folder, str(args.steps)]
+            ran = subprocess.run(command, capture_output=True, text=True)
+            if ran.returncode:
+                raise SystemExit(f"{name}: {ran.stderr[-4000:]}")
+            found[name] = json.loads(ran.stdout.splitlines()[-1])
+    if "trl" not in found:
+        print("TRL is left out: give --trl-python a Python that has it")
+    rows = []
+    for name, r in found.items():
+        step = statistics.median(r["seconds"][: args.steps // 2 - 1])
+        late = lost(r["seconds"], args.steps)
+        cells = f"{ROWS * LENGTH / step:,.0f}", f"{step:.2f}", f"{r['cpu']:.0f}", f"{r['memory']:,.0f}", f"{late:.2f}"
+        rows.append(({"fdel": "fdel", "trl": "TRL"}[name], *cells))
+    header = ("", "tokens/s", "s a step", "CPU s in all", "peak memory MiB", "s lost to saving")
+    title = f"Llama, {args.layers} layers, {ROWS} x {LENGTH} tokens, {args.steps} steps"
+    text = f"{title}\n\n{table(header, rows)}\n\n"
+    losses = [[f"{x:.6f}" for x in r["losses"]] for r in found.values()]
+    text += table(("step", *found), [(i + 1, *at) for i, at in enumerate(zip(*losses, strict=True))]) + "\n"
+    if "trl" in found:
+        worst = max(abs(a - b) for a, b in zip(found["fdel"]["losses"], found["trl"]["losses"], strict=True))
+        text += f"\nlargest difference of losses: {worst:.1e}\n"
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+BEGIN = time.process_time()
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Run benchmarks on the model that a recipe names, or that it has just trained."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fdel import models
+from fdel.recipe import parse, serving
+from fdel.recipe.build import build_tokenizer
+from fdel.recipe.read import Recipe
+from fdel.recipe.schema import EvalAction
+from fdel.serve import engine, launch
+from fdel.serve import evaluate as benchmarks
+
+
+def evaluate(
+    recipe: Recipe, action: EvalAction, trained: models.Model | None = None, manager: Any = None
+) -> dict[str, Any]:
+    """Run an action's tasks, print and write their scores, and return lm_eval's results. `manager` is what `prepare` gave.
+
+    RecipeError, ValueError and FileExistsError as `prepare`.
+    """
+    manager = prepare(recipe, action) if manager is None else manager
+    output = None if action.output_path is None else Path(action.output_path)
+    model, tok = serving.load(recipe) if trained is None else trained, build_tokenizer(recipe)
+    how = dataclasses.replace(serving.settings(recipe), rows=min(recipe.esurge.max_num_seqs, recipe.eval.batch_size))
+    fits = launch.pages_that_fit(model, recipe.esurge.hbm_utilization, how.kv_cache_dtype)
+    if recipe.esurge.silent_mode:
+        logging.getLogger("fdel").setLevel("ERROR")
+    with jax.default_matmul_precision(recipe.loader.precision):
+        made = engine.Engine(model, dataclasses.replace(how, pages=fits), tokenizer=tok)
+        name = Path(str(recipe.model.name_or_path)).name
+        results = benchmarks.evaluate(made, tok, options(recipe, action), name, manager)
+    benchmarks.report(results, output, action.print_results)
+    return results
+
+
+def prepare(recipe: Recipe, action: EvalAction) -> Any:
+    """Find the tasks, before anything is trained or loaded.
+
+    RecipeError for what cannot be evaluated as it is asked, ValueError for tasks that are unknown, ImportError without
+    lm_eval, FileExistsError for an output_path that is there.
+    """
+    parse.fail(serving.engine_faults(recipe, "eval"))
+    benchmarks.new_file(None if action.output_path is None else Path(action.output_path))
+    return benchmarks.find(options(recipe, action))
+
+
+def options(recipe: Recipe, action: EvalAction) -> benchmarks.Options:
+    """Translate the keys of evaluation."""
+    e = recipe.eval
+    return benchmarks.Options(
+        tasks=action.tasks, include_path=None if action.include_path is None else Path(action.include_path),
+        num_fewshot=action.num_fewshot, limit=e.limit, max_new_tokens=e.max_new_tokens, temperature=e.temperature,
+        top_p=e.top_p, batch=e.batch_size, apply_chat_template=e.apply_chat_template,
+        system_instruction=e.system_instruction, cache_requests=e.cache_requests,
+        progress=e.use_tqdm and not recipe.esurge.silent_mode,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""The reference's log-probabilities, computed once before training: then no reference model is in memory beside it."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fdel import models, params, text
+from fdel.recipe import build, check
+from fdel.recipe import data as sets
+from fdel.recipe.parse import plain
+from fdel.recipe.read import Recipe
+from fdel.recipe.schema import Inform
+from fdel.train import data, losses
+from fdel.train.evaluation import everywhere, per_example
+
+
+def precompute(
+    recipe: Recipe,
+    model: models.Model,
+    tok: text.Tokenizer,
+    mesh: jax.sharding.Mesh,
+    dataset: data.Data,
+    evaluation: data.Data | None,
+) -> tuple[data.Data, data.Data | None]:
+    """Give the data of training and of evaluation the column "ref_logps", if the recipe asks for it.
+
+    Call it in `jax.set_mesh(mesh)`, before anything is trained. What was computed is kept in `mixture.save.path`, or in
+    `<save_directory>/reference`, under the hash of the data and of the reference: a run that goes on reads it.
+    """
+    if not recipe.trainer.precompute_ref_log_probs:
+        return dataset, evaluation
+    asked = {"train": dataset}
+    files = {"train": _file(recipe, tok, recipe.mixture.informs, sets.build_settings(recipe))}
+    if evaluation is not None:
+        informs, settings = sets.evaluation_informs(recipe), sets.evaluation_settings(recipe)
+        asked["eval"], files["eval"] = evaluation, _file(recipe, tok, informs, settings)
+    if not everywhere(all(f.is_file() for f in files.values())):
+        logps, rows = _logps(recipe, model), _rows(recipe, mesh)
+        for name, file in files.items():
+            if jax.process_index() == 0:
+                print(f"reference: log-probabilities of {asked[name].examples} examples", file=sys.stderr)
+            _write(file, per_example(logps, asked[name], rows, params.batch_sharding(mesh)))
+    given = {name: data.with_columns(asked[name], ref_logps=np.load(file)) for name, file in files.items()}
+    return given["train"], given.get("eval")
+
+
+def _logps(recipe: Recipe, model: models.Model) -> Callable[[Any], jax.Array]:
+    """Build batch -> the reference's log-probabilities; see `build.build_reference` for which model that is."""
+    outputs = losses.likelihoods(model.family, model.cfg, ld_alpha=recipe.trainer.ld_alpha)
+    run = build.cast(recipe, build.spec_of(recipe, model))(lambda p, batch: outputs(p, batch)["logps"])
+    weights = model.params
+    if recipe.reference_model is not None:
+        weights = build.load_reference(recipe, model)
+    elif check.adapters(recipe):
+        weights = params.lora.unload(params.lora.split(weights)[1])
+
+    def precise(weights: Any, batch: Any) -> jax.Array:
+        with jax.default_matmul_precision(recipe.loader.precision):
+            return run(weights, {k: batch[k] for k in ("tokens", "mask", "lengths")})
+
+    jitted = jax.jit(precise)
+    return lambda batch: jitted(weights, batch)
+
+
+def _rows(recipe: Recipe, mesh: jax.sharding.Mesh) -> int:
+    """Rows of a batch: those of evaluation, or of a microbatch of training, as many on each device."""
+    t, devices = recipe.trainer, mesh.shape["dp"] * mesh.shape["fsdp"] * mesh.shape["ep"]
+    return t.eval_batch_size or -(-check.batch_rows(recipe) // t.gradient_accumulation_steps // devices) * devices
+
+
+def _file(recipe: Recipe, tok: text.Tokenizer, informs: Sequence[Inform], settings: data.Settings) -> Path:
+    """Name the file by the hash of the examples, and of what decides about the reference's numbers."""
+    tok, source = sets.ending(recipe, tok), recipe.reference_model or recipe.model
+    keys = [data.key(s, tok, settings) for s in sets.build_sources(recipe, informs)]
+    folder = params.resolve(str(source.name_or_path), revision=source.extra_kwargs.revision)
+    weights = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()]
+    how = [plain(x) for x in (recipe.loader, recipe.quantization, recipe.base_config)]
+    facts = json.dumps([keys, weights, how, check.adapters(recipe), recipe.trainer.ld_alpha])
+    directory = recipe.mixture.save.path or Path(recipe.trainer.save_directory) / "reference"
+    return Path(directory) / f"ref_logps-{hashlib.sha256(facts.encode()).hexdigest()[:32]}.npy"
+
+
+def _write(file: Path, column: np.ndarray) -> None:
+    """Write on the first process, while the others wait; the file is complete or absent."""
+    if jax.process_index() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.part-{os.getpid()}")
+        with part.open("wb") as f:
+            np.save(f, column)
+        part.replace(file)
+    everywhere(True)

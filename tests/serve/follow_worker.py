@@ -1,0 +1,85 @@
+"""One of two processes of an engine: python follow_worker.py COORDINATOR INDEX ADDRESS WHAT. Process 0 prints JSON."""
+
+import json
+import os
+import sys
+
+import jax
+import numpy as np
+
+from fdel import params, serve
+from fdel.models import llama
+from fdel.serve import follow, step
+from fdel.serve.engine import Engine, Settings, make_device
+from fdel.serve.pages import Pool
+from tests.serve import small
+
+SECRET = b"known to both of the processes"
+SETTINGS = Settings(rows=4, pages=9, budget=64, batches=(4,), kv_cache_dtype="int8")
+PROMPTS = [np.random.default_rng(7).integers(8, small.VOCAB, n).tolist() for n in (70, 63, 12, 9)]
+SAMPLING = [
+    serve.SamplingParams(max_tokens=10, ignore_eos=True),
+    serve.SamplingParams(max_tokens=10, ignore_eos=True),
+    serve.SamplingParams(max_tokens=10, temperature=1.0, seed=1),
+    serve.SamplingParams(max_tokens=10, allowed_tokens=list(range(20, 60)), ignore_eos=True),
+]
+SCARCE = 3  # pages, so that a request is preempted
+
+
+def answers(e: Engine) -> list:
+    """Tokens of all prompts with many pages, then with few; and of one beside a request that is aborted."""
+    found = [[g.tokens for g in e.generate(PROMPTS, SAMPLING)]]
+    e.core.schedule.pool = Pool(SCARCE, step.PAGE)
+    found.append([g.tokens for g in e.generate(PROMPTS, SAMPLING)])
+    left = e.submit(PROMPTS[2], serve.SamplingParams(max_tokens=50, ignore_eos=True))
+    stays = e.submit(PROMPTS[3], SAMPLING[0])
+    while len(left.reply.tokens) < 3:
+        e.loop.turn()
+    e.abort(left)
+    e.loop.wait(lambda: stays.reply.finish_reason is not None)
+    return [*found, stays.reply.tokens, left.reply.finish_reason, e.stats()["preempted"] > 0]
+
+
+def main(coordinator: str, index: str, address: str, what: str) -> None:
+    jax.distributed.initialize(coordinator, 2, int(index))
+    model = small.make_model()
+    at = params.shardings(params.unstack(llama.spec(small.CFG)), params.make_mesh({"tp": 2}), params.SERVE)
+    model = model._replace(params=jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), model.params, at))
+    if index == "1":
+        device = make_device(model, SETTINGS)
+        if what == "dies":
+            whole, launch = [], device.launch
+
+            def dying(name, *args, **kwargs):
+                whole.append(name)
+                if len(whole) == 12:
+                    os._exit(3)
+                return launch(name, *args, **kwargs)
+
+            device.launch = dying
+        follow.follow(device, address, SECRET)
+        print("followed to the end", flush=True)
+        return
+    e = Engine(model, SETTINGS, make=follow.leading(address, SECRET, 1, 120.0))
+    if what == "dies":
+        e.start()
+        job = e.submit(PROMPTS[0], serve.SamplingParams(max_tokens=100, ignore_eos=True))
+        e.loop.wait(lambda: job.reply.finish_reason is not None)
+        print(json.dumps([job.reply.finish_reason, job.reply.error, len(job.reply.tokens)]), flush=True)
+        os._exit(0)  # jax would wait for the process that is gone
+    e.core.device.warm_up()
+    before = e.stats()["compiled"]
+    found = answers(e)
+    refused = []
+    for ask in (lambda: e.update_params(model.params), lambda: e.score([1, 2]), lambda: e.remove_adapter("a")):
+        try:
+            ask()
+        except ValueError as error:
+            refused.append(str(error))
+    found += [refused, e.stats()["compiled"] - before]
+    e.close()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,252 @@
+"""The playground in a real browser, which Chromium's DevTools protocol drives; skipped where there is no Chromium."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+aiohttp = pytest.importorskip("aiohttp", reason="needs the serve extra")
+from tests.serve.wire import at_rest, call, wait_for  # noqa: E402
+
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+         "--remote-debugging-port=0", "--window-size=1100,760")  # fmt: skip
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PROGRAM is None, reason="no chromium or google-chrome on PATH"),
+]
+
+
+class Browser:
+    """One page. `events` are what the browser told: (method, parameters)."""
+
+    def __init__(self, folder: Path):
+        self.loop, self.events, self.answers, self.count = asyncio.new_event_loop(), [], {}, 0
+        command = [PROGRAM, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        port = folder / "DevToolsActivePort"
+        end = time.monotonic() + 120
+        while not (port.exists() and "\n" in port.read_text()):
+            assert time.monotonic() < end and self.process.poll() is None, "the browser did not start"
+            time.sleep(0.05)
+        self.loop.run_until_complete(self._connect(int(port.read_text().split()[0])))
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.do(f"{domain}.enable")
+
+    async def _connect(self, port: int) -> None:
+        self.session = aiohttp.ClientSession()
+        async with self.session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+            target = next(t for t in await answer.json() if t["type"] == "page")
+        self.socket = await self.session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=2**27)
+
+    async def _read(self, until, seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            while not until():
+                said = json.loads((await self.socket.receive()).data)
+                if "id" in said:
+                    self.answers[said["id"]] = said
+                else:
+                    self.events.append((said["method"], said["params"]))
+
+    def do(self, method: str, **parameters) -> dict:
+        """Give a command, and return its result."""
+        self.count += 1
+        number = self.count
+        asked = {"id": number, "method": method, "params": parameters}
+        self.loop.run_until_complete(self.socket.send_json(asked))
+        self.loop.run_until_complete(self._read(lambda: number in self.answers, 60))
+        answer = self.answers.pop(number)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def js(self, code: str):
+        """The value of an expression in the page."""
+        result = self.do("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def until(self, code: str) -> None:
+        """Wait, at most 60 seconds, until an expression is true."""
+        end = time.monotonic() + 60
+        while not self.js(f"Boolean({code})"):
+            assert time.monotonic() < end, (code, self.js("document.body.innerText"))
+            time.sleep(0.05)
+
+    def open(self, address: str) -> None:
+        self.do("Page.navigate", url=address)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def type(self, selector: str, said: str, key: str = "") -> None:
+        """Write into a field as hands do, and press a key."""
+        self.js(f"document.querySelector('{selector}').focus()")
+        self.js(f"document.querySelector('{selector}').select()")
+        self.do("Input.insertText", text=said)
+        if key:
+            for kind in ("keyDown", "keyUp"):
+                self.do("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=13, text="\r")
+
+    def click(self, selector: str) -> None:
+        place = self.js(f"(r => [r.x + r.width / 2, r.y + r.height / 2])"
+                        f"(document.querySelector('{selector}').getBoundingClientRect())")  # fmt: skip
+        for kind in ("mousePressed", "mouseReleased"):
+            self.do("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+
+    def requests(self) -> list[dict]:
+        return [p["request"] for m, p in self.events if m == "Network.requestWillBeSent"]
+
+    def errors(self) -> list[str]:
+        """What the console would show in red, but for refused keys."""
+        found = [p["exceptionDetails"]["text"] for m, p in self.events if m == "Runtime.exceptionThrown"]
+        found += [str(p["args"]) for m, p in self.events if m == "Runtime.consoleAPICalled" and p["type"] == "error"]
+        entries = [p["entry"] for m, p in self.events if m == "Log.entryAdded" and p["entry"]["level"] == "error"]
+        return found + [e["text"] for e in entries if "status of 401" not in e["text"]]
+
+    def close(self) -> None:
+        with contextlib.suppress(AssertionError, TimeoutError, TypeError):
+            self.do("Browser.close")
+        self.loop.run_until_complete(self.session.close())
+        self.loop.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    found = Browser(tmp_path_factory.mktemp("chromium"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(browser, running, monkeypatch):
+    """The playground, opened with a key; the engine takes its time, so that there is something to see."""
+    device = running.served.engine.core.device
+    run = device._run
+    monkeypatch.setattr(device, "_run", lambda *args, **options: time.sleep(0.02) or run(*args, **options))
+    address = f"http://127.0.0.1:{running.port}/"
+    browser.open(address)
+    browser.js("sessionStorage.clear()")
+    browser.open(address)
+    del browser.events[:]
+    browser.type("#key", running.secrets["service"], "Enter")
+    browser.until("document.querySelector('#model') && document.querySelector('#model').value === 'small'")
+    yield browser
+    wait_for(lambda: at_rest(running))
+
+
+def last(page) -> str:
+    return page.js("(x => x.length ? x[x.length - 1].textContent : '')(document.querySelectorAll('.assistant'))")
+
+
+def test_a_key_is_asked_for(browser, running):
+    """A wrong one is refused and forgotten, the right one stays in its tab."""
+    browser.open(f"http://127.0.0.1:{running.port}/")
+    browser.js("sessionStorage.clear()")
+    browser.open(f"http://127.0.0.1:{running.port}/")
+    browser.type("#key", "fdel-wrong", "Enter")
+    browser.until("document.querySelector('#said').textContent.includes('401')")
+    assert browser.js("sessionStorage.length") == 0 and browser.js("document.querySelector('#talk')") is None
+    browser.type("#key", running.secrets["user"], "Enter")
+    browser.until("document.querySelector('#talk')")
+    browser.until("document.querySelector('#graphs').textContent.includes('may not')")  # a user's key reads no metrics
+    browser.do("Page.reload")
+    browser.until("document.querySelector('#talk')")
+    assert browser.js("localStorage.length + document.cookie.length") == 0
+    assert running.secrets["user"] not in str([r["url"] for r in browser.requests()])
+
+
+def test_a_conversation(page, running):
+    """Text comes in pieces and is that of the server; controls reach the request; the second turn holds the first."""
+    page.js("""(() => { window.seen = [];
+      new MutationObserver(() => seen.push([...document.querySelectorAll('.assistant')].map(x => x.textContent).join('|')))
+        .observe(document.querySelector('#talk'), { childList: true, subtree: true, characterData: true }) })()""")
+    for name, value in (("temperature", 0), ("top_p", 0.9), ("max_completion_tokens", 20), ("seed", 7)):
+        page.type(f"#{name}", str(value))
+    page.type("#system", "be brief")
+    page.type("#text", "the weather", "Enter")
+    page.until("!document.querySelector('#send').disabled && document.querySelector('#speed').textContent")
+    (sent,) = [json.loads(r["postData"]) for r in page.requests() if r["url"].endswith("/chat/completions")]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the weather"}]
+    assert sent == {"model": "small", "stream": True, "stream_options": {"include_usage": True}, "messages": messages,
+                    "temperature": 0, "top_p": 0.9, "max_completion_tokens": 20, "seed": 7}  # fmt: skip
+    whole = call(
+        running, "POST", "/v1/chat/completions", {k: v for k, v in sent.items() if not k.startswith("stream")}
+    )[1]
+    assert last(page) == whole["choices"][0]["message"]["content"]
+    seen = page.js("seen.filter((x, i) => x && x !== seen[i - 1])")
+    assert len(seen) > 3 and all(b.startswith(a) for a, b in zip(seen, seen[1:], strict=False))
+    assert "20 tokens" in page.js("document.querySelector('#speed').textContent")
+    page.type("#text", "and the music", "Enter")
+    page.until("document.querySelectorAll('.assistant').length === 2 && !document.querySelector('#send').disabled")
+    again = [json.loads(r["postData"]) for r in page.requests() if r["url"].endswith("/chat/completions")][1]
+    assert [m["role"] for m in again["messages"]] == ["system", "user", "assistant", "user"]
+    assert page.js("document.querySelector('#text').value") == ""
+    page.click("#clear")
+    assert page.js("document.querySelector('#talk').children.length") == 0
+    assert page.errors() == []
+    assert all(r["url"].startswith(f"http://127.0.0.1:{running.port}/") for r in page.requests())
+
+
+def test_stop(page, running):
+    """The button ends the answer here and in the engine, what came stays, and the next message is answered."""
+    page.type("#text", "the weather", "Enter")
+    page.until("document.querySelector('.assistant') && document.querySelector('.assistant').textContent.length > 5")
+    page.click("#stop")
+    page.until("!document.querySelector('#send').disabled && document.querySelector('#stop').disabled")
+    wait_for(lambda: at_rest(running))
+    said = last(page)
+    time.sleep(0.3)
+    assert last(page) == said and page.errors() == []
+    page.type("#max_completion_tokens", "3")
+    page.type("#text", "again", "Enter")
+    page.until("document.querySelectorAll('.assistant').length === 2 && !document.querySelector('#send').disabled")
+
+
+def test_a_refusal_is_shown(page):
+    page.type("#temperature", "9")
+    page.type("#text", "hello", "Enter")
+    page.until("document.querySelector('.error')")
+    assert "temperature" in page.js("document.querySelector('.error').textContent")
+    assert not page.js("document.querySelector('#send').disabled")
+
+
+def test_graphs_move(page, running):
+    """What they show is what /metrics says, and it changes while there is work."""
+    picture = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
+    value = "Number([...document.querySelectorAll('figcaption')].find(c => c.textContent.startsWith('{}'))" \
+            ".querySelector('b').textContent)"  # fmt: skip
+    page.until("document.querySelectorAll('canvas').length === 5 && document.querySelector('figcaption b').textContent")
+    before = page.js(picture)
+    page.type("#max_completion_tokens", "180")
+    page.type("#text", "the weather", "Enter")
+    page.until(value.format("running") + " === 1")
+    page.until(value.format("tokens/s") + " > 0")
+    page.until(value.format("cache use") + " > 0")
+    assert page.js(picture) != before
+    page.click("#stop")
+    page.until(value.format("running") + " === 0")
+    assert page.errors() == []
+
+
+def test_nothing_else_runs_in_the_page(page, running):
+    """A message is no HTML, and the policy of the page lets no other script run and no other host be asked."""
+    page.type("#max_completion_tokens", "3")
+    page.type("#text", "<img src=x onerror=window.evil=1><script>window.evil=1</script>", "Enter")
+    page.until("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
+    assert page.js("document.querySelector('.user').children.length") == 0
+    page.js("document.body.append(Object.assign(document.createElement('script'), { textContent: 'window.evil = 1' }))")
+    page.js("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.evil=1>')")
+    page.js("void setTimeout('window.evil = 1', 0)")
+    assert page.js("fetch('http://localhost:1/').then(() => 'asked', error => error.name)") == "TypeError"
+    assert page.js("new Promise(done => setTimeout(() => done(window.evil), 300))") is None
+    away = [r["url"] for r in page.requests() if not r["url"].startswith(f"http://127.0.0.1:{running.port}/")]
+    blocked = [e for e in page.errors() if "Content Security Policy" in e]
+    assert len(blocked) >= 3 and not [u for u in away if "localhost" not in u]

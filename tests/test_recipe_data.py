@@ -1,0 +1,225 @@
+"""Run files whose data needs more than rows: a reference's log-probabilities computed before, embeddings, judged steps."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import models, ops, params, recipe, text
+from fdel.models import llama
+from fdel.recipe import build, ref_logps
+from fdel.train import losses, metrics
+
+CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+WORDS = "the cat sat on a mat and saw that it was good , so what is 2 + 2 ? four it is".split()
+ONE = {"axis_dims": [1, 1, 1, 1, 1]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[Path, Path]:
+    """Two models of one kind with different weights, and a tokenizer."""
+    found = []
+    for seed, name in enumerate(("model", "other")):
+        path = tmp_path_factory.mktemp(name)
+        weights = jax.jit(lambda key: params.init(llama.spec(CFG), key, dtype=jnp.float32))(jax.random.key(seed))
+        weights = jax.tree.map(lambda x: 3 * x, weights)
+        models.save(models.Model(llama, CFG, weights), path)
+        text.save(text.train_bpe([" ".join(WORDS)], 300), path)
+        found.append(path)
+    return tuple(found)
+
+
+def words(rng, n: int) -> str:
+    return " ".join(rng.choice(WORDS, n))
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def made(model: Path, rows: Path, out: Path, held: Path | None = None, **trainer) -> recipe.Recipe:
+    settings = {"total_batch_size": 4, "max_training_steps": 4, "max_length": 24, "log_steps": 1, "learning_rate": 1e-2}
+    settings |= {"scheduler": "constant", "save_directory": str(out)} | trainer
+    mixture = {"informs": [{"data_files": str(rows)}]}
+    if held is not None:
+        mixture["eval_informs"] = [{"data_files": str(held)}]
+        settings["evaluation_steps"] = 2
+    sections = {"model": {"name_or_path": str(model)}, "mixture": mixture, "trainer": settings, "sharding": ONE}
+    return recipe.from_dict(sections)
+
+
+def curve(out: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in metrics.read(out)]
+
+
+# ---- a reference computed before -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> tuple[Path, Path]:
+    """Pairs to learn, and as many others to evaluate on that they make no whole batches."""
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("pairs")
+    row = lambda: {"prompt": words(rng, 3), "chosen": " " + words(rng, 4), "rejected": " " + words(rng, 6)}
+    return write(path / "train.jsonl", [row() for _ in range(13)]), write(
+        path / "held.jsonl", [row() for _ in range(7)]
+    )
+
+
+def dpo(tiny, pairs, out: Path, **trainer) -> recipe.Recipe:
+    wanted = made(tiny[0], pairs[0], out, pairs[1], trainer_type="dpo", ld_alpha=0.7, **trainer)
+    return wanted.set("reference_model", {"name_or_path": str(tiny[1])})
+
+
+@pytest.mark.slow
+def test_a_reference_computed_before_is_the_one_computed_in_each_step(tiny, pairs, tmp_path, monkeypatch):
+    """Losses, gradient norms and evaluations of DPO within 1e-6; afterwards the step holds no reference.
+
+    A run that is cut off goes on bit by bit, and computes nothing again.
+    """
+    recipe.train(dpo(tiny, pairs, tmp_path / "online"))
+    wanted = dpo(tiny, pairs, tmp_path / "before", precompute_ref_log_probs=True)
+    recipe.train(wanted)
+    rows, others = curve(tmp_path / "before"), curve(tmp_path / "online")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4] and abs(rows[0]["loss"] - np.log(2)) > 0.01
+    assert rows[0].keys() == others[0].keys()
+    for a, b in zip(rows, others, strict=True):
+        np.testing.assert_allclose([a[k] for k in b], list(b.values()), rtol=2e-5, atol=1e-6)
+    model = recipe.build_model(wanted)
+    assert recipe.build_step(wanted, model, 4).fixed == () and build.build_reference(wanted, model) is None
+    recipe.train(wanted.set("trainer.save_directory", str(tmp_path / "parts")).set("trainer.max_training_steps", 2))
+    monkeypatch.setattr(ref_logps, "per_example", None)
+    recipe.train(wanted.set("trainer.save_directory", str(tmp_path / "parts")))
+    strip = lambda rows: [{k: v for k, v in r.items() if k not in ("epoch",)} for r in rows]
+    assert strip(curve(tmp_path / "parts")) == strip(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_column_is_what_the_reference_says_of_each_example(tiny, pairs, tmp_path, adapted):
+    """In the examples' own order, against one row at a time; the model at the start, or what is under the adapters."""
+    lora = {"lora": {"r": 2}} if adapted else {}
+    wanted = made(tiny[0], pairs[0], tmp_path, trainer_type="dpo", precompute_ref_log_probs=True, **lora)
+    tok, model, mesh = recipe.build_tokenizer(wanted), recipe.build_model(wanted), recipe.build_mesh(wanted)
+    if adapted:  # adapters that do something
+        model = model._replace(params=jax.tree.map(lambda x: x + 0.1, model.params))
+        model = model._replace(params=params.lora.join(params.lora.split(model.params)[0], under(wanted)))
+    data, none = ref_logps.precompute(wanted, model, tok, mesh, recipe.build_dataset(wanted, tok), None)
+    assert none is None
+    start = models.load(tiny[0], dtype=jnp.float32)
+    score = jax.jit(lambda p, b: losses.likelihoods(llama, CFG)(p, b)["logps"])
+    for _, batch in zip(range(3), data, strict=False):
+        found = batch.pop("ref_logps")
+        assert found.dtype == np.float32 and found.shape == (4, 2)
+        for i in range(4):
+            alone = score(start.params, {k: v[i : i + 1] for k, v in batch.items() if k != "margin"})
+            np.testing.assert_allclose(found[i], alone[0], rtol=1e-5)
+
+
+def under(wanted: recipe.Recipe):
+    return params.lora.split(recipe.build_model(wanted).params)[1]
+
+
+def test_what_decides_about_the_reference_names_its_file(tiny, pairs, tmp_path):
+    wanted = dpo(tiny, pairs, tmp_path, precompute_ref_log_probs=True)
+    tok, informs = recipe.build_tokenizer(wanted), wanted.mixture.informs
+    name = lambda r: ref_logps._file(r, tok, informs, recipe.build_settings(r)).name
+    changes = [
+        ("trainer.ld_alpha", 0.5),
+        ("trainer.max_length", 20),
+        ("loader.dtype", "bf16"),
+        ("reference_model", None),
+    ]
+    names = [name(wanted), *(name(wanted.set(*c)) for c in changes)]
+    assert len(set(names)) == 5
+    assert name(wanted.set("trainer.learning_rate", 1.0).set("trainer.total_batch_size", 8)) == names[0]
+
+
+# ---- embeddings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_embeddings_learn_and_are_evaluated_on_every_row(tiny, tmp_path):
+    """In two microbatches; the last evaluation is the loss of the saved model over held rows, batch by batch."""
+    rng, doc = np.random.default_rng(0), lambda words: {"query": f"the {words}", "positive": f"a {words}"}
+    data = [doc(w) | {"negative": words(rng, 2) if i % 2 else None} for i, w in enumerate(WORDS)]
+    train, held = write(tmp_path / "train.jsonl", data), write(tmp_path / "held.jsonl", data[:6])
+    options = {"trainer_type": "embedding", "gradient_accumulation_steps": 2, "pooling": "mean", "temperature": 0.2}
+    wanted = made(tiny[0], train, tmp_path / "run", held, max_training_steps=8, **options)
+    model, out, last = recipe.train(wanted.set("trainer.matryoshka_dims", [32, 16]))
+    rows = metrics.read(tmp_path / "run")
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"] and rows[-1]["positive_similarity"] > rows[0]["positive_similarity"]
+    tok, saved = text.load(out), models.load(out)
+    embed = jax.jit(losses.embed(llama, CFG, pool=losses.mean_token))
+    score = jax.jit(lambda x, there: sum(losses.info_nce(x[..., :n], there, temperature=0.2).sum() for n in (32, 16)))
+    total = 0.0
+    for start, stop in ((0, 4), (4, 6)):
+        said = [[r["query"], r["positive"], r["negative"]] for r in data[start:stop]]
+        ids = [[text.encode(tok, t) if t else [] for t in row] for row in said]
+        tokens = np.array([[x + [0] * (24 - len(x)) for x in row] for row in ids], np.int32)
+        lengths = np.array([[len(x) for x in row] for row in ids])
+        x, present = embed(saved.params, {"tokens": tokens, "lengths": lengths}), lengths > 0
+        total += float(score(x, present))
+    np.testing.assert_allclose(last["eval_loss"], total / 6, rtol=1e-4)
+
+
+# ---- judged steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_judged_steps_learn_and_transformers_reads_the_model(tiny, tmp_path):
+    """transformers' token classifier gives the saved model's scores; evaluation has every step of every row."""
+    rng = np.random.default_rng(0)
+    good = lambda fine: ("it is four" if fine else "it is " + words(rng, 3), bool(fine))
+    solved = [[good(rng.integers(2)) for _ in range(3)] for _ in range(14)]
+    data = [{"prompt": "2 + 2 ?", "completions": [s for s, _ in x], "labels": [y for _, y in x]} for x in solved]
+    train, held = write(tmp_path / "train.jsonl", data), write(tmp_path / "held.jsonl", data[:5])
+    options = {"trainer_type": "prm", "train_on_last_step_only": True, "max_length": 128, "max_training_steps": 8}
+    wanted = made(tiny[0], train, tmp_path / "run", held, **options)
+    model, out, last = recipe.train(wanted)
+    losses_of = [row["loss"] for row in metrics.read(tmp_path / "run")]
+    assert min(losses_of[-3:]) < losses_of[0]
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(out).eval()
+    total, count, tok = 0.0, 0, text.load(out)
+    ids = lambda t: tok.backend.encode(t, add_special_tokens=False).ids
+    for row in data[:5]:
+        tokens, at = ids(row["prompt"]), []
+        for step in row["completions"]:
+            tokens += ids(step) + ids("\n")
+            at.append(len(tokens) - 1)
+        with torch.no_grad():
+            logp = theirs(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        total -= sum(float(logp[i, int(y)]) for i, y in zip(at, row["labels"], strict=True))
+        count += len(at)
+    np.testing.assert_allclose(last["eval_loss"], total / count, rtol=1e-4)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+IMPOSSIBLE = [
+    ({"trainer_type": "dpo", "precompute_ref_log_probs": True, "sync_ref_model": True}, "sync_ref_model changes the"),
+    ({"trainer_type": "kto", "precompute_ref_log_probs": True}, "use loss_type apo_zero_unpaired"),
+    ({"trainer_type": "cpo", "precompute_ref_log_probs": True}, "trainer_type cpo does not read it"),
+    ({"trainer_type": "embedding", "loss_type": "sigmoid"}, "loss_type='sigmoid'; expected info_nce or triplet"),
+    ({"trainer_type": "embedding", "loss_type": "triplet", "negatives": 0}, "needs negatives of at least 1"),
+    ({"trainer_type": "embedding", "margin": 0.5}, "'info_nce' does not read it"),
+    ({"trainer_type": "embedding", "negatives": -1}, "expected 0 or more"),
+    ({"trainer_type": "prm", "lora": {}}, "trainer.lora: trainer_type prm does not read it"),
+    ({"trainer_type": "sft", "pooling": "mean"}, "trainer.pooling: trainer_type sft does not read it"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_be_done_is_refused(settings, message):
+    wanted = made(Path("m"), Path("d.jsonl"), Path("out"), **settings)
+    assert any(message in fault for fault in recipe.faults(wanted)), recipe.faults(wanted)
+
+
+def test_a_stream_has_no_reference_computed_before():
+    wanted = made(Path("m"), Path("d.jsonl"), Path("out"), trainer_type="dpo", precompute_ref_log_probs=True)
+    assert recipe.faults(wanted) == []
+    assert "a stream keeps nothing" in recipe.faults(wanted.set("mixture.pack_on_the_fly", True))[0]
