@@ -84,7 +84,7 @@ def test_a_stream_is_the_whole_answer(client, n):
     assert len(ids) == 1 and used == whole.usage
     assert said == [c.message.content for c in whole.choices]
     assert [ends[i] for i in range(n)] == [c.finish_reason for c in whole.choices]
-    for streamed, at_once in zip(logprobs, whole.choices, strict=True):  # other steps share the batch: equal to rounding
+    for streamed, at_once in zip(logprobs, whole.choices, strict=True):  # other company: equal to rounding
         assert [x.token for x in streamed] == [x.token for x in at_once.logprobs.content]
         np.testing.assert_allclose(
             [[x.logprob, *(t.logprob for t in x.top_logprobs)] for x in streamed],
