@@ -5,6 +5,7 @@ before the next is planned; that is the oracle. What a request's own step raises
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class Job:
     box: Any = None  # of who reads it
     seen: set[tuple[int, ...]] = field(default_factory=set)  # for drafts: the NGRAMs before the newest
     repeats: bool = False  # the newest NGRAM was there before, so that there is a draft
+    begun: float | None = None  # when it got its first row, by time.monotonic
 
     def see(self, start: int) -> None:
         """Note the tokens from `start` on, for drafts."""
@@ -148,6 +150,7 @@ class Core:
         calls: list[tuple[list[Request], Callable[[], None]]] = []
         for r in plan.admitted:
             if not r.done:
+                self.jobs[r.id].begun = self.jobs[r.id].begun or time.monotonic()
                 calls.append(([r], partial(self.device.admit, r, self.jobs[r.id].sampling)))
         where = lambda of: lambda item: self.device.group(of(item).adapter)
         by_adapter = lambda items, of: groupby(sorted(items, key=where(of)), where(of))

@@ -50,7 +50,10 @@ def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
         "inter_token_latency_seconds": "Between two tokens of a request.",
         "request_time_per_output_token_seconds": "Mean time per token of a request, without the first.",
         "e2e_request_latency_seconds": "From arrival to the end.",
+        "request_queue_time_seconds": "From arrival to the first step.",
+        "request_prefill_time_seconds": "From the first step to the first token.",
         "request_decode_time_seconds": "From the first token to the last.",
+        "request_inference_time_seconds": "From the first step to the last token.",
     }
     sizes = {
         "request_prompt_tokens": "Prompt tokens of a request.",

@@ -147,7 +147,11 @@ class Run:
         m.add("fdel_generation_tokens_total", len(delta.tokens), model=self.served.name)
         if delta.finish_reason:
             m.observe("fdel_e2e_request_latency_seconds", now - self.began)
-            said, decode = len(self.jobs[i].reply.tokens), now - (self.first[i] or now)
+            told, begun = self.first[i] or now, self.jobs[i].begun or now
+            said, decode = len(self.jobs[i].reply.tokens), now - told
+            m.observe("fdel_request_queue_time_seconds", begun - self.began)
+            m.observe("fdel_request_prefill_time_seconds", max(0.0, told - begun))
+            m.observe("fdel_request_inference_time_seconds", now - begun)
             m.observe("fdel_request_generation_tokens", said)
             m.observe("fdel_request_decode_time_seconds", decode)
             if said > 1:

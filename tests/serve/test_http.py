@@ -474,11 +474,16 @@ def test_metrics_tell_what_happened(running, client):
             name, tuple(sorted(labels.items()))
         ]
 
-    before = value("fdel_generation_tokens_total", model="small")
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+    sums = lambda: [value(f"fdel_{name}_seconds_sum") for name in (*parts, "request_inference_time")]
+    before, then = value("fdel_generation_tokens_total", model="small"), sums()
     used = client.chat.completions.create(**CHAT | {"max_tokens": 5}).usage.completion_tokens
     assert value("fdel_generation_tokens_total", model="small") - before == used
     for name in ("request_decode_time_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds"):
         assert value(f"fdel_{name}_count") > 0 and value(f"fdel_{name}_sum") > 0
+    queue, prefill, decode, whole, inference = np.subtract(sums(), then)
+    np.testing.assert_allclose([queue + prefill + decode, prefill + decode], [whole, inference], rtol=1e-6)
+    assert min(queue, prefill, decode) > 0
     compiled = value("fdel_compilations_total")
     client.chat.completions.create(**CHAT | {"max_tokens": 30, "temperature": 1.0})
     assert value("fdel_compilations_total") == compiled
