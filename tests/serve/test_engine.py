@@ -182,7 +182,7 @@ def test_logprobs_equal_the_trainers(model) -> None:
     for prompt, g in zip(PROMPTS, got, strict=False):
         padded, n = np.zeros((1, CONTEXT), np.int32), len(prompt) + len(g.tokens)
         padded[0, :n] = prompt + g.tokens
-        stats, _ = score(model.params, {"tokens": padded, "lengths": np.array([n])})
+        stats = score(model.params, {"tokens": padded, "lengths": np.array([n])}).stats
         np.testing.assert_allclose(g.logprobs, stats.logp[0, len(prompt) - 1 : n - 1], atol=1e-5)
         np.testing.assert_allclose(g.prompt.logprobs[1:], stats.logp[0, : len(prompt) - 1], atol=1e-5)
         assert g.prompt.logprobs[0] is None and g.prompt.top_logprobs[0] == {}
