@@ -1,8 +1,13 @@
 """Settings of every test: eight virtual CPU devices, a compilation cache between runs, GPU tests only on request."""
 
+import gc
+from pathlib import Path
+
 import hypothesis
 import jax
 import pytest
+
+MAPPINGS = Path("/proc/self/maps")  # Linux gives a process 65,530; each compiled program takes ten or more
 
 hypothesis.settings.register_profile("fdel", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fdel")
@@ -26,3 +31,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` where there is none, and say so."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU (run `pytest -m gpu` on a machine with one); found {jax.default_backend()}")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drop compiled programs before a process has so many that the next one cannot be mapped, which is a segfault."""
+    leaving = nextitem is not None and nextitem.path != item.path
+    if leaving and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
