@@ -406,7 +406,7 @@ def test_context_length() -> None:
     s = parse("chat", max_tokens=10, min_tokens=4).sampling
     assert openai.fit(s, 508, 512).max_tokens == 4
     for prompt in (509, 512, 10**9):
-        with pytest.raises(APIError, match=f"the prompt has {prompt} tokens") as e:
+        with pytest.raises(APIError, match=f"context length is 512 tokens; the prompt has {prompt}, so no room") as e:
             openai.fit(s, prompt, 512)
         assert e.value.code == "context_length_exceeded" and e.value.status == 400
 
