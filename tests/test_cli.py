@@ -83,6 +83,7 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
     assert cli.main(["diff", str(checkpoint), str(tmp_path / "other"), "--tolerance", "0.01"]) == 0
 
 
+@pytest.mark.slow
 def test_generate_streams_what_generate_returns(checkpoint, capsys):
     assert cli.main(["generate", str(checkpoint), "hello", "--max-tokens", "12", "--ignore-eos"]) == 0
     out, err = capsys.readouterr()

@@ -67,6 +67,7 @@ def test_tokens_without_an_adapter_get_the_base_bit_by_bit(subscripts: str) -> N
     assert np.isfinite(np.asarray(want)[CHOICES < 0]).all()
 
 
+@pytest.mark.slow
 def test_a_quantized_base_and_half_precision() -> None:
     x, base, low, tree = made("...d,nhd->...nh", quantized=True)
     got = ops.einsum("...d,nhd->...nh", x, leaf(tree, CHOICES))

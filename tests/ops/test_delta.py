@@ -75,6 +75,7 @@ def test_precision_after_a_strong_decay():
     assert_close(chunked((q, k, v, g, beta), 64), recurrence(q, k, v, g, beta)[0], 3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_gradient(gate):
     """Gradients equal those of the plain recurrence, token by token."""

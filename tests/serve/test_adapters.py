@@ -113,6 +113,7 @@ def test_adapters_come_and_go_without_compiling(model, adapters, alone, caplog) 
     assert e.core.device.weights.size == 4
 
 
+@pytest.mark.slow
 def test_the_base_stays_what_it_is(model, adapters, alone) -> None:
     """Rows of the base in a mixed batch draw from logits that no adapter has touched: equal bits."""
     e = Engine(model, Settings(**SHAPE), adapters=adapters)
@@ -139,6 +140,7 @@ def test_a_new_base_leaves_adapters_their_old_one(model, adapters, alone) -> Non
     assert e.core.device.group("n") == ""
 
 
+@pytest.mark.slow
 def test_what_shares_no_base_has_its_own_calls(model, adapters) -> None:
     """Copies of the base's arrays, and an adapted embedding; stacked parameters of a base share it all the same."""
     copy = jax.tree.map(jnp.copy, adapters["a"])

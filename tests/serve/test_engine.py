@@ -107,6 +107,7 @@ def test_answers_do_not_depend_on_company(model, solo, options: dict) -> None:
     assert e.stats()["found"] == (128 + 64 if options in ({}, dict(overlap=False)) else e.stats()["found"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_decode_steps_save_calls_and_change_nothing(pair, name: str) -> None:
     """Several tokens a call while no prompt waits: as many as they end with, whatever ends them, and far fewer calls."""
@@ -450,6 +451,7 @@ def test_nothing_compiles_after_warm_up(model, caplog) -> None:
     assert e.stats()["preempted"] and e.stats()["drafting steps"] and e.stats()["found"]
 
 
+@pytest.mark.slow
 def test_steps_update_the_cache_in_place(model) -> None:
     """The state is donated and no program keeps a second copy of even one layer's cache."""
     program = step.programs(llama, CFG)

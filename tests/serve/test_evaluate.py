@@ -254,6 +254,7 @@ def pairs(count: int) -> list[tuple[list[int], list[int]]]:
     return [(draw(rng.integers(1, 60)), draw(rng.integers(1, 12))) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_of_a_full_forward(plain):
     """Whatever the batch; contexts longer than the limit lose their beginning; the likeliest continuation is greedy."""
     every = pairs(5)

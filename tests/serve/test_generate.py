@@ -69,6 +69,7 @@ def test_results_do_not_depend_on_company(model) -> None:
     assert len({tuple(g.tokens[:5]) for g in together}) == 6
 
 
+@pytest.mark.slow
 def test_logprobs_equal_a_full_forward(model) -> None:
     requests = dict(
         max_tokens=15, temperature=1.2, top_k=100, seed=5, logprobs=4, presence_penalty=0.3, ignore_eos=True
@@ -82,6 +83,7 @@ def test_logprobs_equal_a_full_forward(model) -> None:
             assert max(top.values()) >= logprob - 1e-6
 
 
+@pytest.mark.slow
 def test_seeds(model) -> None:
     """The same seed repeats; other seeds and no seeds differ."""
     draw = lambda **k: (

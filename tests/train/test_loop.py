@@ -318,6 +318,7 @@ def test_a_save_that_fails_is_survived(step, start, tmp_path, full_disk, caplog,
     assert not (tmp_path / "checkpoints" / "4").exists() and (tmp_path / "checkpoints" / "12").exists()
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_an_error(step, start, tmp_path, full_disk):
     fit(step, start, data(), loop(tmp_path, steps=4))
     with pytest.raises((OSError, ValueError), match="too large"):

@@ -140,6 +140,7 @@ def test_no_device_holds_a_whole_stack_of_gradients_or_moments(name, shape):
     assert divided and not divided & held
 
 
+@pytest.mark.slow
 def test_the_head_exchanges_its_gradient_once_a_microbatch():
     """Chunks of tokens add up on their device; the reduction follows the last one."""
     found = plan.collectives(compiled("llama", "fsdp=8"))
