@@ -97,6 +97,7 @@ def test_what_a_token_leaves_does_not_depend_on_chunks(format: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_latent_pages(format: str) -> None:
     """MLA: large rotary keys do not spoil the latents beside them, which have scales of their own."""

@@ -104,6 +104,7 @@ def assert_close(got, want, tolerance=2e-5):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
+@pytest.mark.slow
 @every_op
 def test_packed_segments_are_separate(case):
     """Two rows hold three sequences; padding, between them and at the end, holds NaN."""
@@ -183,6 +184,7 @@ def test_gradient_stays_where_it_belongs(case):
         assert np.abs(g).max() > 0
 
 
+@pytest.mark.slow
 @every_op
 def test_bfloat16_in_bfloat16_out(case):
     """Inputs in bfloat16 give what the same values give in float32, rounded once at the end; state stays float32."""

@@ -174,6 +174,7 @@ def test_proposals() -> None:
     assert drafts[1, :3].tolist() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_logprobs_equal_the_trainers(model) -> None:
     """One truth: what a rollout reports is what the trainer computes on the same tokens."""
     got = engine(model).generate(

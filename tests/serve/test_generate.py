@@ -96,6 +96,7 @@ def test_seeds(model) -> None:
 # ---- where an output ends ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stop_ids_and_min_tokens(model) -> None:
     free = serve.generate(model, PROMPTS, max_tokens=12, eos=())
     for i, g in enumerate(free):
@@ -109,6 +110,7 @@ def test_stop_ids_and_min_tokens(model) -> None:
         assert end not in later[:8] and later[:first] == g.tokens[:first]
 
 
+@pytest.mark.slow
 def test_config_names_eos(model) -> None:
     """eos comes from config.json, else from the tokenizer, else from the argument."""
     bias = dict(max_tokens=3, logit_bias={EOS: 100.0})

@@ -483,6 +483,7 @@ def test_sparse_answers_at_their_limits(support: str) -> None:
     assert np.isfinite(value) and np.isfinite(grads).all()
 
 
+@pytest.mark.slow
 def test_no_tokens() -> None:
     """A batch of which nothing is learnt has loss 0 and gradient 0."""
     for name in EVERY:
