@@ -314,6 +314,17 @@ def test_what_cannot_be_done_is_refused(sections, message):
         recipe.validate(made(**sections))
 
 
+@pytest.mark.parametrize(("trainer_type", "keys", "message"), [
+    *((kind, {}, f"of trainer_type {kind} writes no text") for kind in trainer.HEADED),
+    ("sft", {"require_api_key": True}, "api_key_file: missing"),
+    ("sft", {"host": "0.0.0.0"}, "0.0.0.0"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_before_the_training(trainer_type, keys, message):
+    found = made(trainer={"trainer_type": trainer_type}, actions=["train", {"serve": keys}])
+    with pytest.raises(ValueError, match=re.escape(message)):  # a directory "m" to train does not exist
+        recipe.run(found)
+
+
 # ---- a value -------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,9 +138,10 @@ def run(recipe: Recipe) -> None:
     """Do the recipe's actions one after the other. RecipeError if one of them cannot be done, before the first."""
     parse.fail([] if recipe.actions else ["actions: missing; write what to do, such as [validate, train]"])
     check.validate(recipe)
-    ready = [evaluating.prepare(recipe, a.settings) if a.name == "eval" else None for a in recipe.actions]
+    prepare: dict[str, Callable[..., Any]] = {"eval": evaluating.prepare, "serve": serving.prepare}
+    ready = [prepare[a.name](recipe, a.settings) if a.name in prepare else None for a in recipe.actions]
     trained = None
-    for action, manager in zip(recipe.actions, ready, strict=True):
+    for action, found in zip(recipe.actions, ready, strict=True):
         if action.name == "train":
             trained, directory, _ = train(recipe)
             print(f"saved to {directory}")
@@ -150,9 +152,9 @@ def run(recipe: Recipe) -> None:
         elif action.name == "validate":
             print("the recipe is valid")
         elif action.name == "serve":
-            serving.serve(recipe, action.settings, trained)
+            serving.serve(recipe, action.settings, trained)  # reads the keys again: training may have taken days
         elif action.name == "eval":
-            evaluating.evaluate(recipe, action.settings, trained, manager)
+            evaluating.evaluate(recipe, action.settings, trained, found)
         else:
             {"to_json": Recipe.to_json, "to_yaml": Recipe.to_yaml}[action.name](recipe, action.settings.path)
 

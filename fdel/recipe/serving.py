@@ -2,23 +2,33 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from fdel import models, params
 from fdel.recipe import check, parse
 from fdel.recipe.build import build_mesh, build_tokenizer
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS, ServeAction
+from fdel.recipe.trainer import HEADED
 from fdel.serve import engine, launch
 
 
 def serve(recipe: Recipe, action: ServeAction, trained: models.Model | None = None) -> None:
-    """Answer requests until SIGTERM. RecipeError for what cannot be served as it is asked."""
-    parse.fail(faults(recipe, action))
-    how = options(recipe, action)
-    keys = launch.check(how)
+    """Answer requests until SIGTERM; raises as `prepare` does."""
+    how, keys = prepare(recipe, action)
     model, tok = load(recipe) if trained is None else trained, build_tokenizer(recipe)
     logging.getLogger("fdel").setLevel("ERROR" if recipe.esurge.silent_mode else action.log_level.upper())
     launch.listen(launch.served(model, tok, Path(str(recipe.model.name_or_path)).name, how), how, keys)
+
+
+def prepare(recipe: Recipe, action: ServeAction) -> tuple[launch.Options, Any]:
+    """Say how to serve, and read the keys, before anything is trained or loaded.
+
+    RecipeError for what cannot be served as it is asked, ValueError for an address that needs keys and for a bad file.
+    """
+    parse.fail(faults(recipe, action))
+    how = options(recipe, action)
+    return how, launch.check(how)
 
 
 def faults(recipe: Recipe, action: ServeAction) -> list[str]:
@@ -34,8 +44,10 @@ def faults(recipe: Recipe, action: ServeAction) -> list[str]:
 def engine_faults(recipe: Recipe, action: str) -> list[str]:
     """List what no engine can honour, whatever the action does with it."""
     found, trained = [], any(a.name == "train" for a in recipe.actions)
-    if recipe.trainer.trainer_type == "reward" and trained:
-        found.append(f"actions.{action}: a reward model writes no text; remove it")
+    if recipe.trainer.trainer_type in HEADED and trained:
+        found.append(
+            f"actions.{action}: a model of trainer_type {recipe.trainer.trainer_type} writes no text; remove it"
+        )
     if recipe.base_config.values and not trained:
         found.append("base_config.values: training alone reads them; remove them")
     cache = recipe.quantization.kv_cache

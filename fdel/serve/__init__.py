@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fdel.serve.beam import Beam, beam_search
     from fdel.serve.core import MaskSource
-    from fdel.serve.engine import Engine, Settings, unsupported
+    from fdel.serve.engine import Engine
     from fdel.serve.generate import generate, stream
     from fdel.serve.naive import naive_generate
     from fdel.serve.reply import Delta, Generation, Score
     from fdel.serve.request import SamplingParams
     from fdel.serve.sample import Sampled, Sampling, process, sample, sampling_rows
     from fdel.serve.schedule import QueueFull
+    from fdel.serve.settings import Settings, unsupported
 
 __all__ = [
     "Beam",
@@ -45,8 +46,8 @@ __all__ = [
 _MODULES = {
     "Beam": "beam", "beam_search": "beam", "Delta": "reply", "Engine": "engine", "Generation": "reply",
     "MaskSource": "core", "QueueFull": "schedule", "Sampled": "sample", "Sampling": "sample",
-    "SamplingParams": "request", "Score": "reply", "Settings": "engine", "naive_generate": "naive", "process": "sample",
-    "sampling_rows": "sample", "stream": "generate", "unsupported": "engine",
+    "SamplingParams": "request", "Score": "reply", "Settings": "settings", "naive_generate": "naive", "process": "sample",
+    "sampling_rows": "sample", "stream": "generate", "unsupported": "settings",
 }  # fmt: skip
 
 

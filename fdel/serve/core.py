@@ -75,8 +75,8 @@ class Flight:
 class Core:
     """A device, a schedule, and the requests on their way through both."""
 
-    def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True, drafts: bool = False):
-        self.device, self.schedule, self.overlap, self.drafts = device, schedule, overlap, drafts
+    def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True):
+        self.device, self.schedule, self.overlap = device, schedule, overlap
         self.jobs: dict[int, Job] = {}
         self.flights: list[Flight] = []
         self.counts: Counter = Counter()
@@ -90,7 +90,7 @@ class Core:
         """Queue a request; see `Schedule.add`."""
         self.schedule.add(job.request)
         self.jobs[job.request.id] = job
-        if self.drafts:
+        if self.device.drafts:
             job.see(0)
 
     def end(self, id: int, reason: str, error: str | None = None) -> Told:
@@ -192,8 +192,8 @@ class Core:
         self.flights.append(Flight(out, places, bool(masks)))
 
     def _decode(self, requests: Sequence[Request], masks: dict[int, np.ndarray]) -> None:
-        draft = self.drafts and any(self.jobs[r.id].repeats for r in requests)
-        many = self.schedule.width > 1 and not (self.drafts or masks or self.schedule.prompts_wait)
+        draft = bool(self.device.drafts) and any(self.jobs[r.id].repeats for r in requests)
+        many = self.schedule.width > 1 and not (self.device.drafts or masks or self.schedule.prompts_wait)
         out, at = self.device.decode(requests, masks, draft, many)
         self.counts["drafting steps"] += draft
         self.flights.append(Flight(out, [(r, i, None) for r, i in zip(requests, at, strict=True)], bool(masks)))
@@ -264,7 +264,7 @@ class Core:
             self.schedule.finish(r)
             self.counts[reply.finish_reason] += 1
             del self.jobs[r.id]
-        elif self.drafts:
+        elif self.device.drafts:
             job.see(known)
         if deltas:
             told.append((job, join(deltas) if len(deltas) > 1 else deltas[0]))

@@ -76,7 +76,7 @@ class Device:
         self.launch("begin")
 
     def warm_up(self) -> None:
-        """Compile every program that steps may need, several at a time, and run each once over nothing."""
+        """Compile every program that steps may need, several at a time."""
         self.launch("warm_up")
 
     def close(self) -> None:

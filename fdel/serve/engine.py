@@ -79,7 +79,7 @@ class Engine:
         cache = not recurrent(model) if s.cache is None else s.cache
         width = max(s.drafts + 1, s.decode_steps)
         schedule = Schedule(Pool(device.pages, PAGE, cache), s.rows, s.budget, BLOCK, width, s.queue)
-        self.core = Core(device, schedule, overlap=s.overlap, drafts=s.drafts > 0)
+        self.core = Core(device, schedule, overlap=s.overlap)
         self.loop = Loop(self.core)
         self.ids = itertools.count()
 
@@ -116,7 +116,7 @@ class Engine:
         ends, room = stop_ids(sampling, self.eos), min(sampling.max_tokens, self.limit - len(prompt))
         if (
             self.tokenizer is not None
-        ):  # a special token's text is never shown, so where it is a stop string its id ends
+        ):  # a special token's text is never shown: as a stop string, its id ends the output
             ends |= self.tokenizer.special_ids & {self.tokenizer.backend.token_to_id(s) for s in sampling.stops}
         arrays = sampling_rows([sampling], [len(prompt)], [ends], [room], vocab=vocab)
         salt = f"{len(key)} {key} {adapter}".encode()

@@ -38,11 +38,13 @@ class Raises:
 class FakeDevice:
     """What `Device` does, with page contents kept as token ids."""
 
-    width: int = 1
+    drafts: int = 0
+    steps: int = 1
     poison: Callable[[list[int]], str | None] = lambda tokens: None  # "raise", "read" or "nan"
     weights: dict = dataclasses.field(default_factory=lambda: {"": None})
 
     def __post_init__(self) -> None:
+        self.width = max(self.drafts + 1, self.steps)
         self.reset()
 
     def reset(self) -> None:
@@ -54,12 +56,11 @@ class FakeDevice:
     def admit(self, r: Request, sampling: object) -> None:
         self.rows[r.row] = [list(r.tokens), r.limit, False]
 
-    def _check(self, requests: list[Request]) -> list[str | None]:
-        found = [self.poison(self.rows[r.row][0]) for r in requests]
+    def _fail(self, found: list[str | None]) -> None:
+        """Break as the rows' faults say, and stay broken until `reset`."""
         before, self.broken = self.broken, self.broken or bool({*found} & {"raise", "read"})
         if before or "raise" in found:
             raise RuntimeError("a step failed")
-        return found
 
     def _write(self, r: Request, start: int, tokens: list[int]) -> None:
         for i, t in enumerate(tokens, start):
@@ -86,7 +87,8 @@ class FakeDevice:
             self.wrong.append((r.id, token))
 
     def extend(self, chunks: list[Chunk], masks: dict) -> tuple:
-        faults, drawn = self._check([c.request for c in chunks]), []
+        faults, drawn = [self.poison(self.rows[c.request.row][0]) for c in chunks], []
+        self._fail(faults)
         self.calls.append((sum(c.count for c in chunks), 0))
         for c in chunks:
             self._write(c.request, c.start, self.rows[c.request.row][0][c.start : c.start + c.count])
@@ -95,24 +97,27 @@ class FakeDevice:
         return self._out(drawn, faults), list(range(len(chunks)))
 
     def decode(self, requests: list[Request], masks: dict, draft: bool, many: bool) -> tuple:
-        faults, drawn = self._check(requests), []
+        faults, drawn = [], []
         self.calls.append((0, len(requests)))
         for r in requests:
             tokens, _, _ = row = self.rows[r.row]
             new: list[int] = []
-            while row[2] and len(new) < 1 + following(tokens[:-1]) % self.width:  # some drafts are right
+            fault = self.poison(tokens)
+            most = self.steps if many else 1 + following(tokens[:-1]) % (self.drafts + 1)  # some drafts are right
+            while row[2] and len(new) < most:
                 self._write(r, len(tokens) - 1, tokens[-1:])
+                fault = fault or self.poison(tokens)
                 new.append(self._draw(r))
             drawn.append(new)
+            faults.append(fault)
             self._compare(r, *new, masks) if r.id in masks and new else None
+        self._fail(faults)
         return self._out(drawn, faults), list(range(len(requests)))
 
 
-def make_core(
-    pages: int = 12, rows: int = 3, budget: int = 6, *, overlap: bool = True, width: int = 1, **options
-) -> Core:
-    schedule = Schedule(Pool(pages, SIZE), rows, budget, 2, width)
-    return Core(FakeDevice(width, **options), schedule, overlap=overlap)
+def make_core(pages: int = 12, rows: int = 3, budget: int = 6, *, overlap: bool = True, **options) -> Core:
+    device = FakeDevice(**options)
+    return Core(device, Schedule(Pool(pages, SIZE), rows, budget, 2, device.width), overlap=overlap)
 
 
 def make_job(id: int, prompt: list[int], room: int = 8, **where) -> Job:

@@ -19,13 +19,13 @@ PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 
 class Serving(RuleBasedStateMachine):
     """Requests come, are aborted, preempted, and make steps raise, in any order."""
 
-    overlap, width = True, 1
+    overlap, drafts, step_tokens = True, 0, 1
 
     def __init__(self) -> None:
         super().__init__()
         self.poisoned: dict[tuple[int, ...], str] = {}  # beginnings of tokens, and what steps with them do
         fault = lambda t: next((how for p, how in self.poisoned.items() if tuple(t[: len(p)]) == p), None)
-        self.core = make_core(overlap=self.overlap, width=self.width, poison=fault)
+        self.core = make_core(overlap=self.overlap, drafts=self.drafts, steps=self.step_tokens, poison=fault)
         self.jobs, self.told = {}, collections.defaultdict(list)
 
     def tell(self, told: list) -> None:
@@ -110,13 +110,22 @@ class Plain(Serving):
 
 
 class Drafting(Serving):
-    width = 3
+    drafts = 2
 
 
-LIMITS = settings(max_examples=60, stateful_step_count=40, phases=[Phase.explicit, Phase.generate])
-TestOverlap, TestPlain, TestDrafting = Serving.TestCase, Plain.TestCase, Drafting.TestCase
-for case in (TestOverlap, TestPlain, TestDrafting):
-    case.settings = LIMITS
+class Many(Serving):
+    step_tokens = 3
+
+
+def bounded(machine: type[Serving]) -> type:
+    """Its test, with as many examples as a fast test affords."""
+    machine.TestCase.settings = settings(
+        max_examples=60, stateful_step_count=40, phases=[Phase.explicit, Phase.generate]
+    )
+    return machine.TestCase
+
+
+TestOverlap, TestPlain, TestDrafting, TestMany = map(bounded, (Serving, Plain, Drafting, Many))
 
 
 # ---- who is next ---------------------------------------------------------------------------------------------------
