@@ -1,6 +1,6 @@
 """Other servers of the same checkpoint: how each is started, and its format of weights. Used by serve.py and engine.py.
 
-A peer is used if one of the Python interpreters that the benchmark is told of has its module.
+A peer is used if one of the Python interpreters that the benchmark is told of has its module, or is its program.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ from model import CONFIG
 class Peer:
     """A server with OpenAI's /v1/completions.
 
-    module: what its interpreter must have. command: what follows the interpreter. asked: what a request's body has
-    besides the prompt. gguf: the type of the weights that it needs in llama.cpp's format, as `convert` writes them.
+    module: what its interpreter must have, or its program's name. command: what follows the interpreter or program.
+    asked: what a request's body has besides the prompt. gguf: the type of the weights that it needs in llama.cpp's
+    format, as `convert` writes them.
     """
 
     module: str
@@ -37,13 +38,13 @@ class Peer:
 
 
 _TRANSFORMERS = "-m transformers.cli.transformers serve {dir} --port {port} --device cpu --dtype float32"
-_LLAMA = "-m llama_cpp.server --model {dir}/%s.gguf --port {port} --n_ctx 2048 --model_alias {dir}"
+_LLAMA = "-m {dir}/%s.gguf --port {port} -c 16384 -np 32 --alias {dir}"  # 32 sequences of 512 tokens
 PEERS = {
     "fdel": Peer("fdel", "-m fdel serve {dir} --name {dir} --port {port}", {"ignore_eos": True}),
     "transformers serve": Peer("uvicorn", _TRANSFORMERS),
     "transformers serve, continuous batching": Peer("uvicorn", _TRANSFORMERS + " --continuous-batching"),
-    "llama-cpp-python server, f32": Peer("llama_cpp", _LLAMA % "f32", gguf="f32"),
-    "llama-cpp-python server, q8_0": Peer("llama_cpp", _LLAMA % "q8_0", gguf="q8_0"),
+    "llama.cpp, f32": Peer("llama-server", _LLAMA % "f32", {"ignore_eos": True}, gguf="f32"),
+    "llama.cpp, q8_0": Peer("llama-server", _LLAMA % "q8_0", {"ignore_eos": True}, gguf="q8_0"),
     "vLLM": Peer(
         "vllm",
         "-m vllm.entrypoints.openai.api_server --model {dir} --port {port} --dtype float32 --max-num-seqs 32",
@@ -54,15 +55,25 @@ PEERS = {
 
 def found(names: Sequence[str], interpreters: Sequence[str]) -> dict[str, str]:
     """Say which interpreter runs each peer, of those that can be run."""
-    has = lambda python, module: not subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode
+
+    def has(program: str, module: str) -> bool:
+        command = [program, "-c", f"import {module}"]
+        runs = Path(program).name.startswith("python") and not subprocess.run(command, capture_output=True).returncode
+        return runs or Path(program).name == module
+
     first = {n: next((p for p in interpreters if has(p, PEERS[n].module)), None) for n in names}
     return {name: python for name, python in first.items() if python}
+
+
+def get(port: int, path: str) -> bytes:
+    """Read a page of a server."""
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).read()
 
 
 def answers(port: int) -> bool:
     """Say whether a server answers at all: transformers' has no models to list where nothing was ever downloaded."""
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5).read()
+        get(port, "/v1/models")
     except urllib.error.HTTPError:
         return True
     except OSError:

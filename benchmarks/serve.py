@@ -5,24 +5,27 @@
 Each server runs as a process of its own; completions (prompts of 64 to 256 tokens, 64 new ones) are streamed to 1, 8 and
 32 readers at a time: output tokens/s, time to the first token and between events, and the server's CPU time per token,
 which other work on the machine disturbs least. `bare engine` is ours without a server, with all 32 at once.
-Other servers (peers.py) are looked for in the interpreters of --python; llama.cpp's weights need the package gguf here.
+Other servers (peers.py) are looked for in the interpreters of --python, and llama.cpp's among them as .../llama-server; its
+weights need the package gguf here.
 `--scale` shrinks the model, prompts and outputs, to try the script out.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 from pathlib import Path
 
 import numpy as np
 from client import post
 from model import publish
-from peers import PEERS, checkpoint, convert, found, running
+from peers import PEERS, checkpoint, convert, found, get, running
 
 BARE = "bare engine"
 
@@ -82,12 +85,20 @@ def row(name: str, readers: int, r: dict[str, float]) -> str:
     )
 
 
+def settle(port: int) -> None:
+    """Wait until our server has compiled all its programs; the others have no such metric."""
+    with contextlib.suppress(urllib.error.HTTPError):
+        while re.search(rb"^fdel_sizes_to_compile [1-9]", get(port, "/metrics"), re.MULTILINE):
+            time.sleep(0.2)
+
+
 def measure(name: str, python: str, directory: str, texts: list[str], new: int) -> list[str]:
     """Measure one server: rows of the table."""
     out, asked = [], {"model": directory, "max_tokens": new, "temperature": 0, "stream": True} | PEERS[name].asked
     if PEERS[name].gguf:
         convert(directory, PEERS[name].gguf)
     with running(name, python, directory) as (port, pid, ready):
+        settle(port)
         asyncio.run(load(port, [asked | {"prompt": "warm up " * 9, "max_tokens": 8}] * 8, 8))
         for readers in (1, 8, 32):
             used = cpu(pid)
@@ -108,7 +119,7 @@ def bare(directory: str, texts: list[str], new: int) -> None:
 
     tok = text.load(directory)
     engine = Engine(models.load(directory, stacked=False), tokenizer=tok)
-    engine.start()
+    engine.start(wait=True)
     some = SamplingParams(max_tokens=new, ignore_eos=True)
     engine.generate([text.encode(tok, "warm up " * 9)] * 8, SamplingParams(max_tokens=8, ignore_eos=True))
     begin, used = time.perf_counter(), time.process_time()
@@ -124,7 +135,7 @@ def main() -> None:
     cli.add_argument("--out", type=Path, help="also write the table here")
     cli.add_argument("--scale", type=float, default=1.0, help="shrink everything (default: %(default)s)")
     cli.add_argument("--only", nargs="*", choices=[BARE, *PEERS], default=[BARE, *PEERS], help="what to measure")
-    cli.add_argument("--python", nargs="*", default=[], help="interpreters that have other servers")
+    cli.add_argument("--python", nargs="*", default=[], help="interpreters that have other servers; llama-server")
     cli.add_argument("--bare", help=argparse.SUPPRESS)
     args = cli.parse_args()
     new = max(4, int(64 * args.scale))

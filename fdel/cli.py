@@ -151,7 +151,7 @@ def serve(args: argparse.Namespace) -> int:
              "max_lora_rank")  # fmt: skip
     settings = engine.Settings(**{name: getattr(args, name) for name in sizes})
     names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace",
-             "adapter_root")  # fmt: skip
+             "adapter_root", "truncate")  # fmt: skip
     given = {name: getattr(args, name) for name in names} | ({"programs": args.programs} if "programs" in args else {})
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     launch.main(args.models, launch.Options(**given, adapters=adapters, settings=settings))

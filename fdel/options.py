@@ -86,6 +86,11 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument("--rows", type=int, default=32, help="sequences that run at a time (default: %(default)s)")
     p.add_argument("--pages", type=int, help="pages of 64 tokens for keys and values (default: 1024 tokens a row)")
     p.add_argument("--max-length", type=int, help="tokens of prompt and answer (default: the model's context)")
+    p.add_argument(
+        "--truncate",
+        choices=("left", "right", "middle"),
+        help="where too long prompts are cut (default: they are refused)",
+    )
     p.add_argument("--budget", type=int, default=512, help="prompt tokens of one step (default: %(default)s)")
     p.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
     p.add_argument("--drafts", type=int, default=0, help="tokens guessed ahead from what was said (default: none)")

@@ -212,6 +212,20 @@ def test_the_guides_server_means_what_it_says():
     assert "group_size" in serving.faults(found.set("quantization.kv_cache.group_size", 128), action)[0]
 
 
+def test_the_guides_context_handling_means_what_it_says():
+    example = next(d["esurge"] for d in GUIDE if list(d) == ["esurge"])
+    guide = made(actions=["serve"], esurge={**example, "page_size": 64})
+    how = lambda r: serving.options(r, schema.ServeAction()).truncate
+    assert how(guide) == "left" and serving.faults(guide, schema.ServeAction()) == recipe.faults(guide) == []
+    assert how(guide.set("esurge.truncate_mode", "middle")) == "middle"
+    assert how(guide.set("esurge.auto_truncate_prompt", False)) is None is how(made())
+    for key, value, message in (
+        ("strict_context", True, "strict_context: refuses the prompts"),
+        ("auto_truncate_prompt", False, "truncate_mode"),
+    ):
+        assert message in serving.faults(guide.set(f"esurge.{key}", value), schema.ServeAction())[0]
+
+
 @pytest.mark.slow
 def test_a_recipe_serves_what_it_names(checkpoint, monkeypatch):
     served = []
@@ -483,7 +497,7 @@ def test_each_objective_takes_what_follows_the_batch(kind, adapted):
 
 
 def test_hidden_states_are_matched_where_asked_for():
-    """The keys reach the loss; models of two widths, and attention weights, are refused with the reason."""
+    """The keys reach the loss; models of two widths are refused with the reason."""
     model, wide = (
         models.Model(llama, cfg, params.abstract(llama.spec(cfg), jnp.float32))
         for cfg in (CFG, dataclasses.replace(CFG, embed=64))
@@ -494,9 +508,39 @@ def test_hidden_states_are_matched_where_asked_for():
     assert "hidden_loss" in jax.eval_shape(found.loss, model.params, rows(np.random.default_rng(0), 8), model.params)[1]
     with pytest.raises(ValueError, match="the student's hidden states have 32 channels and the teacher's 64"):
         objective.build(asked, model, teacher=wide)
-    (fault,) = [f for f in recipe.faults(made(trainer={"trainer_type": "distillation", "attention_loss_weight": 0.1}))
-                if "attention" in f]  # fmt: skip
-    assert "attention in blocks never holds its weights" in fault
+
+
+@pytest.mark.slow
+def test_attention_weights_are_matched_where_asked_for():
+    """The keys change the loss by what is reported, in every microbatch, and the gradients of queries and keys."""
+    model, other = models.Model(llama, CFG, weights()), jax.tree.map(lambda x: 4 * x, weights())
+    batch, results = rows(np.random.default_rng(0), 8), []
+    for keys in ({}, {"attention_loss_weight": 0.5, "attention_layers": [-1]}):
+        asked = {"trainer_type": "distillation", "gradient_accumulation_steps": 2, **keys}
+        wanted = made(trainer=asked, teacher_model={"name_or_path": "t"})
+        assert recipe.faults(wanted) == []
+        found = objective.build(wanted.trainer, model, teacher=model._replace(params=other))
+        results.append(jax.jit(found.grads)(model.params, batch, other))
+    (plain, before), (matched, after) = results
+    assert "attention_loss" not in before and after["attention_loss"] > 0.01 * after["weight"]
+    np.testing.assert_allclose(after["loss"], before["loss"] + 0.5 * after["attention_loss"], rtol=1e-5)
+    for i in "qk":
+        change = np.abs(matched["layers"][i] - plain["layers"][i]).max()
+        assert change > 0.01 * np.abs(plain["layers"][i]).max()
+    np.testing.assert_allclose(matched["layers"]["down"], plain["layers"]["down"], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_cannot_be_matched_is_refused():
+    model = models.Model(llama, CFG, params.abstract(llama.spec(CFG), jnp.float32))
+    deep = models.Model(llama, dataclasses.replace(CFG, layers=3), None)
+    keys = {"trainer_type": "distillation", "attention_loss_weight": 0.5}
+    with pytest.raises(ValueError, match="the student has 1 layers that attend and the teacher 3"):
+        objective.build(made(trainer=keys).trainer, model, teacher=deep)
+    objective.build(made(trainer={**keys, "attention_layers": [0]}).trainer, model, teacher=deep)
+    (fault,) = recipe.faults(made(trainer={**keys, "attention_normalize": True}, teacher_model={"name_or_path": "t"}))
+    assert "a softmax sums to 1 already" in fault
+    (fault,) = recipe.faults(made(trainer={"attention_loss_weight": 0.5}))
+    assert "trainer.attention_loss_weight: trainer_type sft does not read it" in fault
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "distillation"])

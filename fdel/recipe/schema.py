@@ -23,7 +23,6 @@ OTHER_TASKS = (
 CHOSEN = "fdel chooses implementations by platform and shape (`ops.dispatch`); remove it"
 ALWAYS = "this version has no other way; remove it"
 SERVING = "read by the actions serve and eval alone"
-REFUSED = "the server refuses prompts that are too long rather than answer another question; remove it"
 INSIDE = "texts become tokens inside of the server; remove it"
 
 
@@ -126,11 +125,11 @@ class Esurge:
     compile_runner: bool = key(True, "compile the step", refuse=ALWAYS)
     overlap_execution: bool = key(True, "launch a step before the last one's tokens are read")
     silent_mode: bool = key(False, "no log")
-    auto_truncate_prompt: bool = key(False, "shorten prompts that are too long", refuse=REFUSED)
+    auto_truncate_prompt: bool = key(False, "cut prompts that do not fit; false refuses them")
     auto_cap_new_tokens: bool = key(True, "generate no more than fits", refuse=ALWAYS)
-    strict_context: bool = key(True, "refuse prompts that do not fit", refuse=REFUSED)
+    strict_context: bool = key(False, "refuse prompts that do not fit; not with auto_truncate_prompt")
     truncate_mode: str | None = key(
-        None, "where prompts are cut", choices=("left", "right", "middle"), honours=(None,), refuse=REFUSED
+        None, "where auto_truncate_prompt cuts; default: left", choices=("left", "right", "middle")
     )
     tokenizer_endpoint: str | None = key(None, "address of a tokenizer process", refuse=INSIDE)
     detokenizer_endpoint: str | None = key(None, "address of a detokenizer process", refuse=INSIDE)

@@ -36,6 +36,10 @@ def faults(recipe: Recipe, action: ServeAction) -> list[str]:
     found = engine_faults(recipe, "serve")
     if action.require_api_key and action.api_key_file is None:
         found.append("actions.serve.api_key_file: missing; require_api_key needs one, see `fdel keys`")
+    if recipe.esurge.strict_context and recipe.esurge.auto_truncate_prompt:
+        found.append("esurge.strict_context: refuses the prompts that esurge.auto_truncate_prompt cuts; remove one")
+    if recipe.esurge.truncate_mode is not None and not recipe.esurge.auto_truncate_prompt:
+        found.append("esurge.truncate_mode: esurge.auto_truncate_prompt alone reads it; set that to true")
     if recipe.loader.precision is not None:
         found.append("loader.precision: the server does not read it; remove it")
     return found
@@ -65,7 +69,7 @@ def options(recipe: Recipe, action: ServeAction) -> launch.Options:
         host=action.host, port=action.port, memory=e.hbm_utilization, insecure=action.require_api_key is False,
         tool_parser=action.tool_parser_name if action.enable_function_calling else "none",
         key_file=None if keys is None or action.require_api_key is False else Path(keys),
-        settings=settings(recipe),
+        truncate=(e.truncate_mode or "left") if e.auto_truncate_prompt else None, settings=settings(recipe),
     )  # fmt: skip
 
 

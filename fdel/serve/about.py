@@ -72,6 +72,7 @@ async def metrics(call: Call) -> web.Response:
     server.metrics.set("fdel_num_requests_running", total("running"))
     server.metrics.set("fdel_num_requests_waiting", total("waiting"))
     server.metrics.set("fdel_kv_cache_usage_ratio", 1 - total("free pages") / total("pages"))
+    server.metrics.set("fdel_sizes_to_compile", total("to compile"))
     for name, metric in COUNTERS.items():
         now, before = total(name), server.counted.get(name, 0)
         server.metrics.add(metric, now - before)

@@ -43,8 +43,8 @@ async def _chat_run(call: Call, served: Served, asked: openai.Chat) -> tuple[Pro
         return prompt, matcher_of(served, prompt.spec())
 
     prompt, matcher = await call.aside(prepare)
-    sampling = openai.fit(asked.sampling, len(prompt.ids), served.engine.limit)
-    return prompt, call.run(served, [prompt.ids], sampling, matcher, asked.salt)
+    prompts, sampling = served.fit([prompt.ids], asked.sampling)
+    return prompt, call.run(served, prompts, sampling, matcher, asked.salt)
 
 
 def matcher_of(served: Served, spec: grammar.Spec | None) -> grammar.Matcher | None:

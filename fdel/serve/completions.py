@@ -34,8 +34,8 @@ async def completions(call: Call) -> web.StreamResponse:
     if asked.scored:
         run = call.idle(served, prompts, asked.sampling)
     else:
-        openai.fit(asked.sampling, max(map(len, prompts)), served.engine.limit)
-        run = call.run(served, prompts, asked.sampling, matcher, asked.salt)
+        prompts, sampling = served.fit(prompts, asked.sampling)
+        run = call.run(served, prompts, sampling, matcher, asked.salt)
     try:
         scores = await _echoed(call, served, prompts, asked)
     except BaseException:

@@ -1,6 +1,7 @@
 """The arrays of one engine: weights, cache and rows, and the programs that change them. Plans are packed here."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,6 +68,8 @@ class Device:
         self.unmasked = {n: put(np.zeros((n, words), np.uint32)) for n in {*self.blocks, *self.batches}}
         self.table = np.full((self.rows, -(-self.length // PAGE)), NOWHERE, np.int32)
         self.known = [0] * self.rows  # pages of each row that the table has
+        self.usable = {"extend": list(self.blocks), "decode": list(self.batches)}  # the sizes that plans may have
+        self.left: list[tuple[str, int, list[Callable[[], Any]]]] = []  # sizes to compile, and how
         self.state: ops.State = None
         self.held: Any = None
         self.reset()
@@ -75,12 +78,22 @@ class Device:
         """Start with an empty cache and empty rows."""
         self.launch("begin")
 
-    def warm_up(self) -> None:
-        """Compile every program that steps may need, several at a time."""
-        self.launch("warm_up")
+    def warm_up(self, least: bool = False) -> None:
+        """Compile every program that steps may need, several at a time; or the `least` with which all steps can run."""
+        self.launch("warm_up", least=int(least))
+
+    def complete(self) -> None:
+        """Compile what `warm_up` left, while another thread runs steps: each program is used once it is there."""
+        while self.left and threading.main_thread().is_alive():  # who leaves the process waits for one program at most
+            name, size, compilers = self.left[0]
+            for compile in compilers:
+                compile()
+            self.usable[name] = sorted([*self.usable[name], size])
+            self.left = self.left[1:]
 
     def close(self) -> None:
-        """Nothing here; see `serve.follow`."""
+        """Leave what is not compiled yet; see also `serve.follow`."""
+        self.left = []
 
     def launch(self, name: str, arrays: Sequence[Any] = (), adapter: str = "", **static: int) -> Any:
         """Change the arrays here, by host arrays alone: what other processes need to know to do the same.
@@ -90,7 +103,7 @@ class Device:
         if name == "begin":
             self._begin()
         elif name == "warm_up":
-            self._warm_up()
+            self._warm_up(**static)
         elif name == "admit":
             self.held = self.programs.admit(self.held, *arrays)
         else:
@@ -121,7 +134,7 @@ class Device:
 
     def extend(self, chunks: Sequence[Chunk], masks: Mapping[int, np.ndarray]) -> tuple[Out, list[int]]:
         """Compute chunks of one group of adapters: (what was drawn, the index there of each). Masks are by request id."""
-        count = next(n for n in self.blocks if n >= sum(-(-c.count // BLOCK) for c in chunks))
+        count = next(n for n in self.usable["extend"] if n >= sum(-(-c.count // BLOCK) for c in chunks))
         plan, at, end = self._blank(count, 4), [], 0
         for c in chunks:
             starts = np.arange(c.start, c.start + c.count, BLOCK)
@@ -139,7 +152,7 @@ class Device:
     ) -> tuple[Out, list[int]]:
         """Continue sequences of one group of adapters by a token, with drafts or if `many` by some: as `extend` returns."""
         n = len(requests)
-        plan, at = self._blank(next(b for b in self.batches if b >= n), 2), list(range(n))
+        plan, at = self._blank(next(b for b in self.usable["decode"] if b >= n), 2), list(range(n))
         for r in requests:
             self._pages(r)
         plan[:n, 0], plan[:n, 1] = [r.row for r in requests], [r.id in masks for r in requests]
@@ -147,29 +160,37 @@ class Device:
         drafts = self.drafts if draft or self.draft else 0
         return self._run("decode", requests, plan, at, masks, drafts=drafts, steps=self.steps if many else 1), at
 
-    def _warm_up(self) -> None:
-        some = self.unmasked
-        calls = [(self.programs.extend, self._blank(n, 4), some[n], {"block": BLOCK}) for n in self.blocks]
-        ways = {(0, 1), (self.drafts, 1), (0, self.steps)} if self.draft is None else {(self.drafts, 1)}
-        calls += [
-            (self.programs.decode, self._blank(n, 2), some[n], {"drafts": drafts, "steps": steps})
-            for n in self.batches
-            for drafts, steps in ways
-        ]
-        every = [(adapted, *call) for adapted in self.weights.calls() for call in calls]
-
-        def compiled(call: tuple) -> None:  # the jitted function's next call with such arguments finds the program
-            adapted, program, plan, masks, static = call
-            program.lower((adapted, *self.small), self.state, self.held, plan, masks, **static).compile()
-
+    def _warm_up(self, least: int) -> None:
+        sizes = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
+        every = [(name, n, self._compilers(name, n)) for name, n in sizes]
+        largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
+        self.left = [(name, n, c) for name, n, c in every if least and n != largest[name]]
+        now = [c for c in every if c not in self.left]
+        self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in largest}
         with ThreadPoolExecutor() as threads:
-            list(threads.map(compiled, every))
-        adapted, program, plan, masks, static = every[0]  # one run, so that memory and threads are there
-        self.state, self.held, _ = program((adapted, *self.small), self.state, self.held, plan, masks, **static)
+            list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
+        # One run over nothing, so that memory and threads are there.
+        n, drafts = self.batches[-1], self.drafts if self.draft else 0
+        args = (self.weights.call(""), *self.small), self.state, self.held, self._blank(n, 2), self.unmasked[n]
+        self.state, self.held, _ = self.programs.decode(*args, drafts=drafts, steps=1)
         one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
         tokens = np.zeros(self.table.shape[1] * PAGE, np.int32)
         self.held = self.programs.admit(self.held, np.int32(self.rows), tokens, np.int32(0), one, np.int32(-1))
         jax.block_until_ready(self.held)
+
+    def _compilers(self, name: str, n: int) -> list[Callable[[], Any]]:
+        """What compiles a size: a function for each program. The jitted function's next call of that size finds it."""
+        program: Any = getattr(self.programs, name)
+        if name == "extend":
+            plan, ways = self._blank(n, 4), [{"block": BLOCK}]
+        else:
+            drafted = {(0, 1), (self.drafts, 1), (0, self.steps)} if self.draft is None else {(self.drafts, 1)}
+            plan, ways = self._blank(n, 2), [{"drafts": drafts, "steps": steps} for drafts, steps in drafted]
+        # Shapes alone: steps that run meanwhile replace these arrays.
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self.weights.mesh else None)
+        state, held = jax.tree.map(shape, (self.state, self.held))
+        args = [((adapted, *self.small), state, held, plan, self.unmasked[n]) for adapted in self.weights.calls()]
+        return [partial(lambda a, w: program.lower(*a, **w).compile(), a, w) for a in args for w in ways]
 
     def _blank(self, n: int, columns: int) -> np.ndarray:
         """A plan of n rows that do nothing."""

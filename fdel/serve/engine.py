@@ -205,9 +205,13 @@ class Engine:
 
     # ---- control ----
 
-    def start(self) -> None:
-        """Compile every program, then run the steps in a thread of their own. A second call does nothing."""
-        self.loop.start()
+    def start(self, *, wait: bool = False) -> None:
+        """Compile, then run the steps in a thread of their own. A second call does nothing.
+
+        Steps begin when the programs of the largest size are there, which any step can use; the others are compiled
+        meanwhile, in a thread of their own. With `wait`, they begin when all are there, and nothing compiles afterwards.
+        """
+        self.loop.start(wait)
 
     def close(self) -> None:
         """Stop the thread and abort all requests."""
@@ -277,5 +281,6 @@ class Engine:
             "pages": schedule.pool.total,
             "free pages": schedule.pool.available,
             "compiled": sum(core.device.programs.traces.values()),
+            "to compile": len(core.device.left),
             "seconds since a turn": time.monotonic() - self.loop.beat,
         }

@@ -56,6 +56,10 @@ class Leader(Device):
         self._tell(name, jax.tree.leaves(tuple(arrays)), adapter, static)
         return super().launch(name, arrays, adapter, **static)
 
+    def warm_up(self, least: bool = False) -> None:
+        """Compile every program: all processes must have the one that a step needs."""
+        super().warm_up()
+
     def close(self) -> None:
         """Let the followers go."""
         try:

@@ -28,7 +28,8 @@ class Options:
     the first model answers with them. adapter_root: the directory below which an admin may load more of them while the
     server runs; None: nowhere. dtype None: the checkpoint's. quantize: "int8", "fp8" or "nf4" for the matrices in
     the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
-    the chat template. audit: a file to which every call is appended, without texts and secrets. grace: seconds for
+    the chat template. audit: a file to which every call is appended, without texts and secrets. truncate: where prompts
+    are cut that do not fit, "left", "right" or "middle"; None: they are refused. grace: seconds for
     answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
     take, where the device tells its size and `settings.pages` is None. programs: where compiled programs are kept for the
     next start; None: nowhere.
@@ -45,6 +46,7 @@ class Options:
     adapter_root: Path | None = None
     audit: Path | None = None
     insecure: bool = False
+    truncate: str | None = None
     grace: float = 30.0
     memory: float = 0.85
     programs: Path | None = Path.home() / ".cache" / "fdel"
@@ -98,7 +100,7 @@ def served(
     first = Served(
         name, engine, tok, time.time(), grammar.Vocabulary(tok, model.cfg.vocab),
         format=tools.detect(template) if options.tool_parser is None else options.tool_parser,
-        thinking=reasoning.detect(template),
+        thinking=reasoning.detect(template), truncate=options.truncate,
     )  # fmt: skip
     return [first, *(first.under(n) for n in adapted)]
 

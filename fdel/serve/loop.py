@@ -56,13 +56,14 @@ class Loop:
             self._tell(told)
         return told
 
-    def start(self) -> None:
-        """Compile every program, then run the steps in a thread of their own. A second call does nothing."""
+    def start(self, wait: bool = False) -> None:
+        """See `Engine.start`."""
         with self.turning:
             if self.thread is None:
-                self.core.device.warm_up()
+                self.core.device.warm_up(least=not wait)
                 self.thread = threading.Thread(target=self._run, name="fdel-engine", daemon=True)
                 self.thread.start()
+                threading.Thread(target=self.core.device.complete, name="fdel-compiler").start()
 
     def close(self) -> None:
         """Stop the thread and abort all requests."""

@@ -34,12 +34,13 @@ def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
         "num_requests_running": "Requests in the batch.",
         "num_requests_waiting": "Requests that wait for their first step, or again after preemption.",
         "kv_cache_usage_ratio": "Part of the cache's pages in use, from 0 to 1.",
+        "sizes_to_compile": "Sizes of steps whose programs are still to be compiled; steps use larger ones meanwhile.",
     }
     counters = {
         "num_preemptions_total": ("Requests put back because the cache was full.", {}),
         "prefix_cache_queries_total": ("Prompt tokens looked up in the prefix cache.", {}),
         "prefix_cache_hits_total": ("Prompt tokens found in the prefix cache.", {}),
-        "compilations_total": ("Programs compiled since the start; none after warm-up.", {}),
+        "compilations_total": ("Programs compiled since the start; none once no size is to be compiled.", {}),
         "prompt_tokens_total": ("Prompt tokens processed.", by_model),
         "generation_tokens_total": ("Tokens generated.", by_model),
         "requests_total": ("Requests that ended, by reason.", by_model | {"finished_reason": FINISH}),

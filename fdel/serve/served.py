@@ -13,6 +13,7 @@ from fdel import text
 from fdel.serve import grammar, openai, reasoning, tools
 from fdel.serve.engine import Engine
 from fdel.serve.reply import Delta
+from fdel.serve.request import SamplingParams, fit
 
 # What stands for a special token that somebody wrote into a message, until the template has run; no characters.
 _MARK = "\ufdd0{}\ufdd1"
@@ -24,6 +25,7 @@ class Served:
     """A name that clients ask for: an engine with a tokenizer, or an adapter of one (`adapter`, of the model `parent`).
 
     `format` is how the model writes calls of tools: a key of `tools.FORMATS`, "harmony", or None (or "none").
+    `truncate` is where prompts that do not fit are cut, "left", "right" or "middle"; None refuses them.
     """
 
     name: str
@@ -36,10 +38,24 @@ class Served:
     thinking: reasoning.Thinking | None = None
     adapter: str = ""
     parent: str | None = None
+    truncate: str | None = None
 
     def under(self, adapter: str) -> "Served":
         """The same with an adapter of the engine, under the adapter's name."""
         return replace(self, name=adapter, adapter=adapter, parent=self.name)
+
+    def fit(self, prompts: Sequence[Sequence[int]], asked: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
+        """Make prompts and answers fit the context together: max_tokens is cut to what is left after the longest prompt.
+
+        Where nothing is left, prompts are cut to leave room for max_tokens, or for a quarter of the context if that is
+        less. APIError if they may not be.
+        """
+        context, longest = self.engine.limit, max(map(len, prompts))
+        if self.truncate is not None and longest + max(1, asked.min_tokens) > context > asked.min_tokens:
+            room = max(1, asked.min_tokens, min(asked.max_tokens, context // 4))
+            cut = replace(asked, max_tokens=room, truncate=self.truncate)
+            prompts = [fit(p, cut, context) for p in prompts]
+        return [list(p) for p in prompts], openai.fit(asked, max(map(len, prompts)), context)
 
     @functools.cached_property
     def limits(self) -> openai.Limits:

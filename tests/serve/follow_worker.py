@@ -62,7 +62,7 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
         return
     e = Engine(model, SETTINGS, make=follow.leading(address, SECRET, 1, 120.0))
     if what == "dies":
-        e.start()
+        e.start(wait=True)
         job = e.submit(PROMPTS[0], serve.SamplingParams(max_tokens=100, ignore_eos=True))
         e.loop.wait(lambda: job.reply.finish_reason is not None)
         print(json.dumps([job.reply.finish_reason, job.reply.error, len(job.reply.tokens)]), flush=True)

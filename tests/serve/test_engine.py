@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import re
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -385,7 +386,7 @@ async def read(e: Engine, prompt: list[int], s: serve.SamplingParams, most: int 
 def test_streams(model, solo) -> None:
     """Streams, a caller in another thread and one that leaves, all at once; nothing compiles after the start."""
     e = engine(model)
-    e.start()
+    e.start(wait=True)
     compiled = e.stats()["compiled"]
     from_thread: list = []
     thread = threading.Thread(target=lambda: from_thread.extend(e.generate(PROMPTS[2:3], MIXED[2:3])))
@@ -413,7 +414,7 @@ def test_streams(model, solo) -> None:
 
 def test_a_thread_that_dies_tells_everybody(model) -> None:
     e = engine(model)
-    e.core.device.warm_up = lambda: None
+    e.core.device.warm_up = lambda **_: None
     e.core.step = lambda: (_ for _ in ()).throw(KeyboardInterrupt("made up"))
     job = e.submit([1, 2])
     hook, threading.excepthook = threading.excepthook, lambda args: None
@@ -450,6 +451,36 @@ def test_nothing_compiles_after_warm_up(model, caplog) -> None:
         e.generate(PROMPTS[1:2], serve.SamplingParams(max_tokens=9), mask=Mask)
     assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
     assert e.stats()["preempted"] and e.stats()["drafting steps"] and e.stats()["found"]
+
+
+def test_steps_run_before_all_programs_are_there(model, solo, caplog) -> None:
+    """With the largest programs alone answers are the same; each smaller one is used once it is compiled; then none is."""
+    e, hold, sizes = engine(model, budget=128, batches=(1, 2, 4)), threading.Event(), set()
+    device = e.core.device
+    complete, run = device.complete, device._run
+    device.complete = lambda: hold.wait() and complete()
+    device._run = lambda name, requests, plan, *rest, **static: (
+        sizes.add((name, len(plan))) or run(name, requests, plan, *rest, **static)
+    )
+    e.start()
+    assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo) and sizes == {("extend", 4), ("decode", 4)}
+    assert e.stats()["to compile"] == 3
+    hold.set()
+    while e.stats()["to compile"]:
+        time.sleep(0.01)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo)
+        assert tokens(e.generate(PROMPTS[:1], MIXED[:1])) == tokens(solo[:1])
+    assert sizes == {("extend", 2), ("extend", 4), ("decode", 1), ("decode", 2), ("decode", 4)}
+    assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
+    e.close()
+
+
+def test_an_engine_that_is_closed_compiles_no_more(model) -> None:
+    device, ran = engine(model).core.device, []
+    device.left = [("decode", n, [lambda n=n: ran.append(n) or device.close()]) for n in (1, 2)]
+    device.complete()
+    assert ran == [1] and device.left == []
 
 
 @pytest.mark.slow

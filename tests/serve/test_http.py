@@ -535,3 +535,29 @@ def test_the_document_describes_every_route(running):
         for about in methods.values():
             for kind in about.get("requestBody", {}).get("content", {}).values():
                 jsonschema.Draft202012Validator.check_schema(kind["schema"])
+
+
+@pytest.mark.parametrize("where", ["left", "right", "middle"])
+def test_too_long_prompts_are_cut_where_the_server_says_so(running, monkeypatch, where):
+    """The answer is that of the cut prompt, which leaves room for max_tokens, at most a quarter of the context."""
+    n = small.CONTEXT
+    ids = [8 + i % 40 for i in range(n + 5)]
+    ask = lambda prompt, **more: call(
+        running, "POST", "/v1/completions",
+        {"model": "small", "prompt": prompt, "temperature": 0, "ignore_eos": True} | more,
+    )[:2]  # fmt: skip
+    status, body = ask(ids, max_tokens=6)
+    assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+    monkeypatch.setitem(running.state.models, "small", dataclasses.replace(running.served, truncate=where))
+    kept = lambda k: {"left": ids[-k:], "right": ids[:k], "middle": ids[: (k + 1) // 2] + ids[len(ids) - k // 2 :]}[
+        where
+    ]
+    for more, room in (({"max_tokens": 6}, 6), ({"max_tokens": n}, n // 4)):
+        status, body = ask(ids, **more)
+        want = ask(kept(n - room), max_tokens=room)[1]
+        assert status == 200 and body["choices"] == want["choices"]
+        assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (n - room, room)
+    used = ask(ids[: n - 3], max_tokens=6)[1]["usage"]  # what fits is not cut: the answer is shorter instead
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (n - 3, 3)
+    status, body, _ = chat(running, {"messages": [{"role": "user", "content": "stop it " * n}], "max_tokens": 4})
+    assert status == 200 and body["usage"]["prompt_tokens"] == n - 4

@@ -40,7 +40,7 @@ def make_state(model: models.Model, *keys) -> Server:
     sizes = Settings(rows=4, max_length=small.CONTEXT, budget=64, queue=64, max_loras=1, max_lora_rank=4)
     engine = Engine(model, sizes, tokenizer=tok)
     served = Served("small", engine, tok, 1.0, grammar.Vocabulary(tok, small.VOCAB), format="hermes")
-    engine.start()
+    engine.start(wait=True)
     return Server({"small": served}, metrics.Metrics(metrics.serving(["small"], server_http.PATHS)), *keys)
 
 

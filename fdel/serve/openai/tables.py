@@ -186,8 +186,8 @@ def _tokens(limits: Limits, least: int, most: int) -> Check:
 
 
 def _prompts(limits: Limits, most: int) -> Check:
-    """A text, token ids, or a list of either; none empty."""
-    said, ids = text(limits.text, 1), _tokens(limits, 1, limits.context)
+    """A text, token ids, or a list of either; none empty. What does not fit the context is refused or cut later."""
+    said, ids = text(limits.text, 1), _tokens(limits, 1, max(limits.context, 2**16))
     several = array(either(said, ids), 1, most)
 
     def check(value: Any, path: str) -> list:
