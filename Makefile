@@ -22,10 +22,10 @@ demo: $(VENV)/demo
 	$(BIN)/fdel demo $(ARGS)
 
 test: $(VENV)/test
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-fast: $(VENV)/test
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 lint: $(VENV)/test
 	$(BIN)/ruff check .

@@ -2,11 +2,11 @@
 
     python benchmarks/sft.py [--steps 10] [--layers 12] [--trl-python PYTHON] [--out FILE.md]
 
-A Llama of 125M parameters (with 12 layers) is trained on rows of 4 x 512 tokens, with AdamW and without recomputation. Both
-sides read one checkpoint and one file of full rows (tokens of Python's standard library, each row of one document),
-in its order, so that their losses agree. fdel runs a run file, TRL its trainer; each is a process of its own. In the middle
-of the run and at its end a checkpoint is written, with the optimizer's state. Without `--trl-python`, a Python that has trl
-1.16, fdel runs alone.
+A Llama of 125M parameters (with 12 layers) is trained on rows of 4 x 512 tokens, with AdamW; no matrix product is computed
+twice (fdel computes again what is between them, which takes half the memory and no more time). Both sides read one
+checkpoint and one file of full rows (tokens of Python's standard library, each row of one document), in its order, so that
+their losses agree. fdel runs a run file, TRL its trainer; each is a process of its own. In the middle of the run and at its
+end a checkpoint is written, with the optimizer's state. Without `--trl-python` (with trl 1.16) fdel runs alone.
 
 "lost to saving" is how much longer the steps after the checkpoint in the middle took than as many median steps before it.
 """
@@ -65,6 +65,7 @@ def fdel(folder: Path, steps: int) -> None:
     trainer = dict(
         trainer_type="sft", max_training_steps=steps, total_batch_size=ROWS, max_length=LENGTH, learning_rate=RATE,
         scheduler="constant", weight_decay=0.0, log_steps=1, save_steps=steps // 2, save_directory=str(folder / "fdel"),
+        gradient_checkpointing="dots_saveable",
     )  # fmt: skip
     mixture = {"informs": [{"data_files": str(folder / "rows.jsonl")}], "shuffle_buffer_size": 0}
     model, sharding = {"name_or_path": str(folder / "model")}, {"axis_dims": [1] * 5}

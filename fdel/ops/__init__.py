@@ -18,10 +18,11 @@ from fdel.ops.moe import grouped_matmul, moe, route_sigmoid, route_softmax
 from fdel.ops.norm import layer_norm, rms_norm
 from fdel.ops.rope import Rope, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.ssd import ssd
-from fdel.ops.watch import HiddenStates
+from fdel.ops.watch import AttentionWeights, HiddenStates, attention_weights
 
 __all__ = [
     "ACTIVATIONS",
+    "AttentionWeights",
     "Batch",
     "Head",
     "HiddenStates",
@@ -34,6 +35,7 @@ __all__ = [
     "Slots",
     "State",
     "attend",
+    "attention_weights",
     "causal_conv",
     "dense_attention",
     "einsum",

@@ -5,28 +5,52 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fdel.ops import dispatch, quantized_pages, ring
 from fdel.ops.batch import Batch, Packed, Paged, Pages
-from fdel.ops.dense import dense_attention
+from fdel.ops.dense import dense_attention, dense_weights
 from fdel.ops.flash import Mask, begin, flash_attention, online, scores
+from fdel.ops.watch import watch_attention
 
 GROUP, CPU_GROUP = 512, 64  # keys per step of the paged loop; on CPU what is gathered must stay in the nearest cache
 
 
-def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
+def _grouped(q: Array, k: Array, *, sinks: Any, alibi: Any, bias: Any) -> tuple[Array, Array, dict[str, Any]]:
+    """Lay arguments of `attend` out as `dense_attention` wants them."""
     b, t, n, _ = q.shape
     group = lambda x: None if x is None else x.reshape(k.shape[2], -1)
-    qg = q.reshape(b, t, k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     if bias is not None:
         bias = jnp.broadcast_to(bias, (b, n, t, t)).reshape(b, k.shape[2], -1, t, t)
-    out = dense_attention(
-        qg, k.swapaxes(1, 2), v.swapaxes(1, 2), segments,
-        mask=mask, sinks=group(sinks), alibi=group(alibi), bias=bias,
-    )  # fmt: skip
-    return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), "attn_output")
+    q = q.reshape(b, t, k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
+    return q, k.swapaxes(1, 2), {"sinks": group(sinks), "alibi": group(alibi), "bias": bias}
+
+
+def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, **kwargs: Any) -> Array:
+    qg, kg, given = _grouped(q, k, **kwargs)
+    out = dense_attention(qg, kg, v.swapaxes(1, 2), segments, mask=mask, **given)
+    return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1), "attn_output")
+
+
+def _softmax(mask: Mask, q: Array, k: Array, segments: Array, given: dict[str, Any]) -> Array:
+    qg, kg, given = _grouped(q, k, **given)
+    p = dense_weights(qg, kg, segments, mask=mask, **given)
+    return p.reshape(q.shape[0], q.shape[2], *p.shape[3:])
+
+
+# Its backward pass begins with q and k: a scan, or a policy that saves dots, would keep [N T S] of layers nobody watches.
+_weights = jax.custom_vjp(_softmax, nondiff_argnums=(0,))
+
+
+def _weights_bwd(mask: Mask, saved: tuple, cotangent: Array) -> tuple:
+    q, k, segments, given = saved
+    dq, dk, dgiven = jax.vjp(lambda q, k, given: _softmax(mask, q, k, segments, given), q, k, given)[1](cotangent)
+    return dq, dk, np.zeros(segments.shape, jax.dtypes.float0), dgiven
+
+
+_weights.defvjp(lambda mask, *args: (_softmax(mask, *args), args), _weights_bwd)
 
 
 def _flash(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
@@ -49,7 +73,7 @@ PACKED = {
 
 def attend(
     batch: Batch,
-    state: Pages | None,
+    state: Any,
     layer: Any,
     q: Float[Array, "... T N H"],
     k: Float[Array, "... T K H"],
@@ -60,19 +84,21 @@ def attend(
     alibi: Float[Array, " N"] | None = None,
     bias: Float[Array, "... N T S"] | None = None,
     impl: str | None = None,
-) -> tuple[Float[Array, "... T N Hv"], Pages | None]:
+) -> tuple[Float[Array, "... T N Hv"], Any]:
     """Attend and remember: softmax(softcap(scale q k^T) + bias) v over the keys that `batch` and `mask` let q see.
 
     Packed: q, k, v are [B T heads H] and tokens see their own segment. Paged: [T heads H], keys and values are written to
     the pages of layer `layer` first. Head n of N uses key head n // (N / K). Scores and sums are float32. `sinks` adds one
     score per head to the denominator; `alibi` holds slopes (arXiv:2108.12409); `bias` (Packed only) is added to scores.
+    With a Packed batch, state may ask for the softmax itself (`ops.attention_weights`).
     Returns the output in q's dtype and the new state.
     """
     if isinstance(batch, Packed):
-        kwargs = {"mask": mask, "sinks": sinks, "alibi": alibi, "bias": bias}
+        kwargs: dict[str, Any] = {"sinks": sinks, "alibi": alibi, "bias": bias}
         q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))
-        name = dispatch.choose(PACKED, impl, q, k, v, batch.segment_ids, **kwargs)
-        return PACKED[name].call(q, k, v, batch.segment_ids, **kwargs), state
+        name = dispatch.choose(PACKED, impl, q, k, v, batch.segment_ids, mask=mask, **kwargs)
+        state = watch_attention(state, layer, lambda: _weights(mask, q, k, batch.segment_ids, kwargs))
+        return PACKED[name].call(q, k, v, batch.segment_ids, mask=mask, **kwargs), state
     if bias is not None:
         raise ValueError("an additive bias is not supported with a Paged batch; express it as alibi slopes")
     if state is None:

@@ -22,6 +22,21 @@ def dense_attention(
 
     A sink is one more score per head in the denominator only (arXiv:2309.17453). A row that sees nothing gives 0.
     """
+    p = dense_weights(q, k, segments, mask=mask, sinks=sinks, alibi=alibi, bias=bias)
+    return jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(q.dtype)
+
+
+def dense_weights(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"],
+    segments: Int[Array, "B T"],
+    *,
+    mask: Mask,
+    sinks: Float[Array, "K G"] | None = None,
+    alibi: Float[Array, "K G"] | None = None,
+    bias: Float[Array, "B K G T S"] | None = None,
+) -> Float[Array, "B K G T S"]:
+    """Compute the softmax of `dense_attention`, in float32: 0 where a query may not see a key."""
     index = jnp.arange(q.shape[3])
     s = scores(mask, q, k, alibi, index, index)
     if bias is not None:
@@ -33,5 +48,4 @@ def dense_attention(
     top = jax.lax.stop_gradient(jnp.maximum(top, sink[..., None, None]))
     p = jnp.where(seen, jnp.exp(s - top), 0)
     total = p.sum(-1, keepdims=True) + jnp.exp(sink[..., None, None] - top)
-    p = p / jnp.where(total == 0, 1, total)
-    return jnp.einsum("bkgqs,bksh->bkgqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(q.dtype)
+    return p / jnp.where(total == 0, 1, total)

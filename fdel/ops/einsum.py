@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from fdel.ops.shard import context
 from fdel.ops.weights import Adapters, LowRank, Quantized, Weight, decode, dense, merge, scaled, split
 
 RANK, ROWS, EVERY = "~", "+", "^"  # axes added here: no letters, so that they clash with none
 TILE = 1 << 18  # most elements of a quantised weight that are decoded at once on CPU, so that they stay in cache
 FEW = range(2, 64)  # numbers of float32 rows that XLA:CPU multiplies up to three times faster as w x than as x w
+MANY = 256  # rows from which the gradient of a matrix is worth an order of its own on CPU
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,35 @@ def _product(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     dims = (left[1], right[1]), (left[2], right[2])
     # GPU and TPU accumulate in float32 whatever the result, and a float32 result has a float32 product as its gradient.
     wide = _wide(x.dtype) if on_cpu or dtype.itemsize > x.dtype.itemsize else None
-    y = lax.dot_general(left[0], right[0], dims, preferred_element_type=wide)
+    matrix = x.dtype == jnp.float32 and dims == (((x.ndim - 1,), (1,)), ((), ())) and w.shape[0] >= w.shape[1]
+    if on_cpu and matrix and count >= MANY and not context("dp", "fsdp", "ep", "tp", "sp"):
+        y = _many_rows(x, w)
+    else:
+        y = lax.dot_general(left[0], right[0], dims, preferred_element_type=wide)
     y = lax.optimization_barrier(y) if swap else y  # else XLA swaps the operands back
     have = batch + (outputs + rows if swap else rows + outputs)
     return y.astype(dtype).transpose(at(have, plan.out))
+
+
+@jax.custom_vjp
+def _many_rows(x: Array, w: Array) -> Array:
+    """Multiply x [... D] with w [F D], of which F is not the smaller one; [... F].
+
+    Only the gradient in w differs from JAX's own, dy^T x. XLA:CPU turns the left matrix of such a product round while it
+    computes its elements, and so walks in strides through all that dy is made from, often the end of an activation's
+    gradient. Here x, the smaller one, is left, and the result is turned round.
+    """
+    return lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _many_rows_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    dw = lax.dot_general(flat(x), flat(dy), (((0,), (0,)), ((), ())))
+    return lax.dot_general(dy, w, (((x.ndim - 1,), (0,)), ((), ()))), dw.T
+
+
+_many_rows.defvjp(lambda x, w: (_many_rows.fun(x, w), (x, w)), _many_rows_backward)
 
 
 def _low_rank(plan: Plan, x: Array, w: LowRank, dtype: jnp.dtype) -> Array:

@@ -178,7 +178,7 @@ def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sink
 
 
 def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
-    out, lse = named(_flash(m, block, q, k, v, where, sinks, alibi))
+    out, lse = named(_flash.fun(m, block, q, k, v, where, sinks, alibi))  # not _flash: gradients are differentiated too
     return (out, lse), (q, k, v, where, sinks, alibi, out, lse)
 
 

@@ -164,7 +164,7 @@ def _ring(c: Circle, q: Array, k: Array, v: Array, where: Where, slopes: Any) ->
 
 
 def _ring_forward(c: Circle, *args: Any) -> tuple:
-    out, lse = named(_ring(c, *args))
+    out, lse = named(_ring.fun(c, *args))  # not _ring: gradients are differentiated too
     return (out, lse), (*args, out, lse)
 
 

@@ -15,6 +15,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "rows": ("dp", "fsdp", "ep"),
     "tokens": ("sp",),
     "vocab": ("tp",),
+    "attending": ("tp",),  # the heads of attention weights that are watched
 }
 
 

@@ -193,7 +193,9 @@ def _whole(t: Trainer, model: models.Model, teacher: models.Model | None) -> Cal
             f"and the teacher's {teacher.cfg.embed}; set it to 0, or learn a projection with losses.distill"
         )
     layers = (-1,) if t.hidden_state_layers is None else t.hidden_state_layers
-    terms = losses.Terms(t.hidden_state_loss_weight, layers, t.router_aux_loss_coef)
+    terms = losses.Terms(
+        t.hidden_state_loss_weight, layers, t.router_aux_loss_coef, t.attention_loss_weight, t.attention_layers
+    )
     pair = family, cfg, teacher.family, teacher.cfg
     return losses.distill(*pair, target=target(t), alpha=alpha, terms=terms, **options)
 

@@ -133,9 +133,18 @@ class Trainer:
         None, "which: 0 enters layer 0, i leaves layer i - 1, -1 is the last, the default", by=("distillation",)
     )
     attention_loss_weight: float = key(
-        0.0, "weight of the distance of attention weights", by=("distillation",),
-        refuse="attention in blocks never holds its weights, [heads T T] for each layer; match hidden states instead",
+        0.0, "weight of the squared distance of attention weights; takes 4 bytes * heads * max_length^2 for each row and "
+        "layer that is matched, in both models", by=("distillation",),
     )  # fmt: skip
+    attention_layers: tuple[int, ...] | None = key(
+        None, "which, among the layers that attend; -1 is the last; default: all", by=("distillation",)
+    )
+    attention_normalize: bool = key(
+        False,
+        "divide attention weights by their sum",
+        by=("distillation",),
+        refuse="a softmax sums to 1 already; remove it",
+    )
     lmbda: float = key(0.0, "share of the student's own samples", by=("gkd",), refuse="samples are not in this version")
     cpo_alpha: float = key(1.0, "weight of the chosen completions' likelihood", by=("cpo",))
     simpo_gamma: float = key(0.5, "margin of loss_type simpo", by=("cpo", "simpo"))

@@ -216,3 +216,27 @@ def test_additive_bias_equals_alibi():
     batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
     got, _ = ops.attend(batch, None, 0, *map(f32, qkv), mask=mask, bias=f32(bias)[None])
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize(("variant", "layer"), [*((v, np.int32(2)) for v in VARIANTS), ("everything", 2)])
+def test_watched_weights_equal_the_formula(variant, layer):
+    """With the identity as values the formula's output is its weights; layers that nobody chose leave them as they are."""
+    mask, (q, k, v), segments, sinks, alibi, want_out = case(variant)
+    eye = np.broadcast_to(np.eye(q.shape[1])[:, None], (2, q.shape[1], k.shape[2], q.shape[1]))
+    want = oracle(q, k, eye, segments, mask, sinks, alibi).swapaxes(1, 2)
+    batch, given = Packed(jnp.zeros(segments.shape, int), segments), dict(sinks=f32(sinks), alibi=f32(alibi))
+    state = {"pages": ops.attention_weights((0, 2), q.shape[2], segments.shape), "other": 1}
+    call = jax.jit(lambda state, i: ops.attend(batch, state, i, f32(q), f32(k), f32(v), mask=mask, **given))
+    if isinstance(layer, int):  # a list of layers, outside of a scan
+        call = lambda state, i: jax.jit(
+            lambda state: ops.attend(batch, state, i, f32(q), f32(k), f32(v), mask=mask, **given)
+        )(state)
+    out, seen = call(state, layer)
+    np.testing.assert_allclose(seen["pages"].values, np.stack([0 * want, want]), atol=2e-6)
+    again, same = call(seen, layer - 1)
+    np.testing.assert_array_equal(same["pages"].values, seen["pages"].values)
+    for x in (out, again):
+        np.testing.assert_allclose(x, want_out, atol=2e-6)
+    assert seen["other"] == 1
+    if variant == "everything":  # a hybrid hands over its pages alone
+        np.testing.assert_array_equal(call(state["pages"], layer)[1].values, seen["pages"].values)

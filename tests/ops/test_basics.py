@@ -1,5 +1,7 @@
 """Norms, rotary embeddings, feed-forwards, the layer walk and batch constructors, each against an outside oracle."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,8 +48,8 @@ def test_rotation_equals_transformers(name, length):
         half = torch.cat([-part[..., rotated // 2 :], part[..., : rotated // 2]], -1)
         want = torch.cat([part * cos[:, :, None] + half * sin[:, :, None], torch.tensor(x[..., rotated:])], -1).numpy()
     r = config.rope(cfg.to_dict(), 16)
-    rot = ops.rotation(r, ops.packed(jnp.zeros((2, length), int)))
-    np.testing.assert_allclose(ops.rope(jnp.asarray(x), rot), want, atol=1e-5)
+    rotate = jax.jit(lambda x: ops.rope(x, ops.rotation(r, ops.packed(jnp.zeros((2, length), int)))))
+    np.testing.assert_allclose(rotate(x), want, atol=1e-5)
     assert config.rope({"rope_parameters": config.rope_to_hf(r), "max_position_embeddings": 48}, r.dim) == r
 
 
@@ -136,9 +138,11 @@ def test_layer_walk_visits_each_layer_once_in_order_in_every_form(kinds):
 
         return apply
 
-    run = lambda tree, **kw: ops.layers(
-        {k: block(k) for k in "abc"}, jnp.ones(3), jnp.zeros(len(kinds)), tree["layers"], kinds, **kw
-    )
+    @partial(jax.jit, static_argnames="remat")
+    def run(tree, remat=None):
+        blocks = {k: block(k) for k in "abc"}
+        return ops.layers(blocks, jnp.ones(3), jnp.zeros(len(kinds)), tree["layers"], kinds, remat=remat)
+
     want, order = run(listed)
     np.testing.assert_array_equal(order, np.arange(len(kinds)))
     for tree, remat in ((stacked, None), (stacked, "nothing_saveable"), (listed, "DOTS_SAVEABLE")):

@@ -31,9 +31,10 @@ def written_out(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarr
 def test_written_out(t, k):
     x, weight, bias = draw(2, t, k)
     batch = packed(np.zeros((2, t), int))
-    y, _ = causal_conv(batch, None, 0, x, weight, bias)
+    run = jax.jit(lambda *p: causal_conv(batch, None, 0, *p)[0])
+    y = run(x, weight, bias)
     np.testing.assert_allclose(y, written_out(x, weight, bias), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(causal_conv(batch, None, 0, x, weight)[0], y - bias, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(x, weight), y - bias, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_equals_torch():
@@ -41,7 +42,7 @@ def test_gradient_equals_torch():
     x, weight, bias = draw(2, 9, 4)
     probe = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
     batch = packed(np.zeros((2, 9), int))
-    got = jax.grad(lambda p: (causal_conv(batch, None, 0, *p)[0] * probe).sum())((x, weight, bias))
+    got = jax.jit(jax.grad(lambda p: (causal_conv(batch, None, 0, *p)[0] * probe).sum()))((x, weight, bias))
     leaves = [torch.tensor(p, requires_grad=True) for p in (x, weight, bias)]
     y = torch.nn.functional.conv1d(leaves[0].mT, leaves[1][:, None], leaves[2], padding=3, groups=C)[..., :9].mT
     (y * torch.tensor(probe)).sum().backward()
@@ -62,8 +63,9 @@ def test_decode_equals_transformers():
     table, slots = np.zeros((2, 1), int), Slots(np.full((1, 2, C, 3), np.nan, np.float32), None)
     slots = jax.tree.map(jax.numpy.asarray, slots)
     prefill = np.concatenate([x[0, :6], np.zeros((2, C), np.float32)])
-    y, slots = causal_conv(paged([(1, 0, [0] * 6)], table, block=8)[1], slots, 0, prefill, weight, bias)
+    run = jax.jit(lambda batch, slots, x: causal_conv(batch, slots, 0, x, weight, bias))
+    y, slots = run(paged([(1, 0, [0] * 6)], table, block=8)[1], slots, prefill)
     np.testing.assert_allclose(y[:6], want[0].numpy(), rtol=1e-5, atol=1e-6)
-    y, slots = causal_conv(paged([(1, 6, [0])], table)[1], slots, 0, x[0, 6:], weight, bias)
+    y, slots = run(paged([(1, 6, [0])], table)[1], slots, x[0, 6:])
     np.testing.assert_allclose(y, want_next[0].numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(slots.conv[0, 1], state[0].numpy())

@@ -69,7 +69,9 @@ def serve(q, kv, w, mask, chunks, block):
 @pytest.mark.parametrize("kind", ["array", "int8", "low_rank"])
 def test_expanded_form_equals_formula(kind):
     (q, kv, _), w = inputs(), weights(kind)
-    got, state = ops.mla(ops.packed(jnp.zeros((2, T), int)), None, 0, q, kv, w["k"], w["v"], mask=MASKS["causal"])
+    batch = ops.packed(jnp.zeros((2, T), int))
+    run = jax.jit(lambda q, kv, w: ops.mla(batch, None, 0, q, kv, w["k"], w["v"], mask=MASKS["causal"]))
+    got, state = run(q, kv, w)
     assert state is None and got.shape == (2, T, N, HV)
     np.testing.assert_allclose(got, formula(q, kv, w), atol=5e-6)
 

@@ -35,8 +35,8 @@ def test_numbers_are_rounded_as_the_format_says(format: str, size: int) -> None:
     x[0, 0] = 0
     dtype, n = jnp.dtype(quantized_pages.FORMATS[format][0]), quantized_pages.scales(size)
     assert n == (9 if size == 576 else 1)
-    values, scale = quantized_pages.encode(jnp.asarray(x, jnp.float32), dtype, n)
-    got = np.asarray(quantized_pages.decode(values, scale, jnp.float32))
+    values, scale = jax.jit(lambda x: quantized_pages.encode(x, dtype, n))(jnp.asarray(x, jnp.float32))
+    got = np.asarray(jax.jit(lambda *kept: quantized_pages.decode(*kept, jnp.float32))(values, scale))
     want, half = rounded(x, format, n)
     assert values.dtype == dtype and values.shape == x.shape and scale.shape == (5, 3, n)
     np.testing.assert_allclose(got, want, rtol=1e-6)

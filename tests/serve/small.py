@@ -19,8 +19,8 @@ CFG = llama.Config.from_hf(
 
 def make_model(seed: int = 0) -> models.Model:
     """A llama with listed layers and weights large enough to make some tokens likely."""
-    p = params.unstack(params.init(llama.spec(CFG), jax.random.key(seed)))
-    return models.Model(llama, CFG, jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, p))
+    make = jax.jit(lambda key: params.unstack(params.init(llama.spec(CFG), key)))
+    return models.Model(llama, CFG, jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, make(jax.random.key(seed))))
 
 
 def scores(model: models.Model, prompt: list[int], output: list[int]) -> np.ndarray:

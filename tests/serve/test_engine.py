@@ -453,6 +453,7 @@ def test_nothing_compiles_after_warm_up(model, caplog) -> None:
     assert e.stats()["preempted"] and e.stats()["drafting steps"] and e.stats()["found"]
 
 
+@pytest.mark.slow
 def test_steps_run_before_all_programs_are_there(model, solo, caplog) -> None:
     """With the largest programs alone answers are the same; each smaller one is used once it is compiled; then none is."""
     e, hold, sizes = engine(model, budget=128, batches=(1, 2, 4)), threading.Event(), set()

@@ -28,11 +28,12 @@ def free() -> str:
 
 def run(what: str) -> tuple[list[int], list[str], list[str]]:
     """Start both processes: how they ended, what they printed, what they complained of."""
-    flags = dict(XLA_FLAGS="--xla_force_host_platform_device_count=1", JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
+    env = dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1", PYTHONPATH=str(ROOT))
     addresses = free(), free()
     command = lambda i: [sys.executable, "-m", "tests.serve.follow_worker", addresses[0], str(i), addresses[1], what]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen(command(i), cwd=ROOT, env=os.environ | flags, **pipes) for i in range(2)]
+    processes = [subprocess.Popen(command(i), cwd=ROOT, env=os.environ | env, **pipes) for i in range(2)]
     try:
         said = [p.communicate(timeout=420) for p in processes]
     finally:

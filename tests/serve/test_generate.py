@@ -20,9 +20,10 @@ PROMPTS = [rng.integers(8, VOCAB, n).tolist() for n in (3, 1, 12, 40, 64, 9)]
 # ---- greedy --------------------------------------------------------------------------------------------------------
 
 
-def test_equals_naive(pair) -> None:
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_equals_naive(pair, name) -> None:
     """Mixed lengths: the naive tokens, log-probabilities within 1e-5. For the other families see the engine's tests."""
-    model = pair("gemma3")[1]
+    model = pair(name)[1]
     prompts = [np.random.default_rng(n).integers(3, 128, n).tolist() for n in (5, 50, 12)]
     for prompt, got in zip(prompts, serve.generate(model, prompts, max_tokens=8, eos=()), strict=True):
         want = serve.naive_generate(model, prompt, 8)

@@ -37,7 +37,7 @@ def tokenizer() -> text.Tokenizer:
 def make_state(model: models.Model, *keys) -> Server:
     """A server of an engine that runs; all have the same programs."""
     tok = tokenizer()
-    sizes = Settings(rows=4, max_length=small.CONTEXT, budget=64, queue=64, max_loras=1, max_lora_rank=4)
+    sizes = Settings(rows=4, batches=(4,), max_length=small.CONTEXT, budget=64, queue=64, max_loras=1, max_lora_rank=4)
     engine = Engine(model, sizes, tokenizer=tok)
     served = Served("small", engine, tok, 1.0, grammar.Vocabulary(tok, small.VOCAB), format="hermes")
     engine.start(wait=True)

@@ -237,3 +237,26 @@ def test_sharded(spec: P) -> None:
     gathered = [line for line in program.as_text().splitlines() if re.search(r" all-gather(-start)?\(", line)]
     sizes = [np.prod([int(n) for n in re.search(r"\[([\d,]+)\]", g)[1].split(",")]) for g in gathered]
     assert all(s <= v * D for s in sizes), gathered
+
+
+def test_float32_gradient_does_not_turn_the_logits_round() -> None:
+    """Of a chunk's logits [tokens, V], XLA:CPU lays out no gradient as [V, tokens]: that took a tenth of a step."""
+    x, w = jax.ShapeDtypeStruct((2, 512, 24), jnp.float32), jax.ShapeDtypeStruct((96, 24), jnp.float32)
+    labels = jnp.ones((2, 512), int)
+    loss = lambda x, w: losses.token_sum(losses.nll, x, ops.Head(w), labels, jnp.ones((2, 512)), chunk=256)[0]
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).compile().as_text()
+    assert "f32[512,96]" in program and "f32[96,512]" not in program and "f32[96,2,256]" not in program
+
+
+def test_half_precision_states_do_not_round_a_float32_gradient() -> None:
+    """Hidden states in bfloat16 beside a float32 weight: its gradient against float64, 0.1 % of its size (seen 0.04 %)."""
+    r = np.random.default_rng(3)
+    x, w = jnp.asarray(r.normal(size=(1, 1024, D)), "bfloat16"), jnp.asarray(r.normal(size=(V, D)), "float32")
+    labels = r.integers(0, V, (1, 1024))
+    loss = lambda w: losses.token_sum(losses.nll, x, ops.Head(w), labels, jnp.ones((1, 1024)), chunk=1024)[0]
+    got = np.asarray(jax.grad(loss)(w), np.float64)
+    flat, table = np.asarray(x, np.float64)[0], np.asarray(w.astype(x.dtype), np.float64)
+    z = flat @ table.T
+    p = np.exp(z - z.max(-1, keepdims=True))
+    want = (p / p.sum(-1, keepdims=True) - np.eye(V)[labels[0]]).T @ flat
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.001 * np.abs(want).max())

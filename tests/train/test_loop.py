@@ -434,7 +434,9 @@ def runs():
     spec = importlib.util.spec_from_file_location("benchmark_loop", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as here, for its processes
+        yield module
 
 
 @pytest.mark.slow
@@ -474,8 +476,8 @@ def launch(directory, steps, count=2):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    flags = f"--xla_force_host_platform_device_count={4 // count}"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, str(Path(__file__).parent / "loop_worker.py"), address, str(count)]
     return [
         subprocess.Popen([*command, str(i), str(directory), str(steps)], env=env, text=True, stderr=subprocess.PIPE)

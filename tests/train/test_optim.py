@@ -9,8 +9,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fdel import params, train
+from fdel.models import llama
 from fdel.params.spec import Param, hf_names, layout, normal, ones, stack, zeros
-from fdel.train import matrices, moments, parallel
+from fdel.train import losses, matrices, moments, parallel
+from tests.serve import small
 
 LAYER = {
     "q": Param("heads head_dim embed", (2, 3, 8), normal(1), "l.{layers}.q.weight", "(heads head_dim) embed"),
@@ -403,3 +405,29 @@ def test_state_is_sharded_as_parameters(name: str) -> None:
     assert len(arrays) >= 4
     for x in arrays:
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, want[x.shape]), x.ndim), (x.shape, x.sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["sum", "statistics"])
+def test_gradients_of_a_model_can_be_differentiated(head) -> None:
+    """What sophia does: H u of a llama's loss, through flash attention and the chunked head; central differences, 1e-3."""
+    r = np.random.default_rng(0)
+    tokens = r.integers(0, small.VOCAB, (2, 160))
+    total = losses.sft(llama, small.CFG)
+
+    def loss(p):
+        if head == "sum":
+            return total(p, {"tokens": tokens})[0]
+        x, _ = llama.hidden(p, tokens, small.CFG)
+        return losses.token_stats(x, llama.head(p, small.CFG), np.roll(tokens, -1, 1)).logp.sum()
+
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), tree)
+        p = wide(params.init(llama.spec(small.CFG), jax.random.key(0)))
+        u = wide(jax.tree.map(lambda x: r.normal(size=x.shape), p))
+        grad = jax.jit(jax.grad(loss))
+        got = jax.jit(lambda p, u: jax.jvp(jax.grad(loss), (p,), (u,))[1])(p, u)
+        above, below = (grad(jax.tree.map(lambda x, y, e=e: x + e * y, p, u)) for e in (1e-5, -1e-5))
+        for name, g in params.named_leaves(got):
+            want = (dict(params.named_leaves(above))[name] - dict(params.named_leaves(below))[name]) / 2e-5
+            assert np.abs(g - want).max() < 1e-3 * np.abs(want).max(), name

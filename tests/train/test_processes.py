@@ -19,7 +19,8 @@ def launch(count: int, directory: Path) -> list[float]:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
     devices = 2 if count > 1 else 1
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, str(WORKER), address, str(count)]
     running = [
         subprocess.Popen(

@@ -1,8 +1,8 @@
 """Distillation: learn a teacher's next-token distributions. Neither model's logits [B, T, V] are ever built whole.
 
 A target says how far the student's logits are from the teacher's, per token: `generalized_jsd`, `soft_targets`,
-`sparse_kl`. `distill` runs the teacher, and can match hidden states too; `sparse_distill` reads what the teacher stored in
-the batch. Sequence-level distillation (arXiv:1606.07947) is `sft` on the teacher's samples.
+`sparse_kl`. `distill` runs the teacher, and can match hidden states and attention weights too; `sparse_distill` reads
+what the teacher stored in the batch. Sequence-level distillation (arXiv:1606.07947) is `sft` on the teacher's samples.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel import ops
 from fdel.train.losses.head import CHUNK, logits_sum
-from fdel.train.losses.model import Batch, add_balance, rows, run
+from fdel.train.losses.model import Batch, add_balance, attention_layers, rows, run
 
 Logits = Float[Array, "... V"]
 PerToken = Float[Array, "..."]
@@ -99,17 +99,22 @@ def hidden_mse(student: Float[Array, "... T D"], teacher: Float[Array, "... T D"
 def attention_mse(student: Float[Array, "... N T S"], teacher: Float[Array, "... N T S"]) -> Float[Array, "... T"]:
     """Compute the squared difference of attention weights per query: summed over keys, averaged over heads, in float32.
 
-    A mean over keys would depend on the padding. ValueError for different numbers of heads: choose or average them first.
-    `distill` does not use it: attention in blocks never holds the weights, which are [N T S] for each layer.
+    A mean over keys would depend on the padding. (TinyBERT, arXiv:1909.10351, matches the scores before the softmax.)
+    If the numbers of heads differ, each model's weights are averaged over its heads first.
     """
+    if student.shape[-3] != teacher.shape[-3]:
+        student, teacher = (x.mean(-3, keepdims=True, dtype=_wide(x)) for x in (student, teacher))
     return _squares(student, teacher).sum(-1).mean(-2)
 
 
 def _squares(student: Array, teacher: Array) -> Array:
     if student.shape != teacher.shape:
         raise ValueError(f"student {student.shape} and teacher {teacher.shape} differ; map one onto the other's shape")
-    wide = jnp.promote_types(student.dtype, jnp.float32)
-    return (student.astype(wide) - jax.lax.stop_gradient(teacher).astype(wide)) ** 2
+    return (student.astype(_wide(student)) - jax.lax.stop_gradient(teacher).astype(_wide(student))) ** 2
+
+
+def _wide(x: Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------
@@ -119,12 +124,16 @@ class Terms(NamedTuple):
     """What `distill` adds to the divergence, per token; nothing by default.
 
     `hidden_weight` times the mean `hidden_mse` over the hidden states `hidden_layers`, each at the same index of both
-    models (see `losses.model.run`; the last one by default), and `router_aux_loss_coef` as in `sft`.
+    models (see `losses.model.run`; the last one by default), and `router_aux_loss_coef` as in `sft`. `attention_weight`
+    times the mean `attention_mse` over the layers `attention_layers`, each at the same index of both among those that
+    attend; None: all, of two models with as many. Each takes float32 [B N T T] in both models.
     """
 
     hidden_weight: float = 0.0
     hidden_layers: tuple[int, ...] = (-1,)
     router_aux_loss_coef: float = 0.0
+    attention_weight: float = 0.0
+    attention_layers: tuple[int, ...] | None = None
 
 
 NOTHING = Terms()
@@ -152,8 +161,9 @@ def distill(
     places = tuple(terms.hidden_layers) if terms.hidden_weight else ()
     if terms.hidden_weight and not places:
         raise ValueError("hidden_layers is empty; name the hidden states to match, as (-1,), or set hidden_weight to 0")
-    forward = run(family, cfg, router=terms.router_aux_loss_coef != 0, places=places, **options)
-    teach = run(teacher, teacher_cfg, places=places)
+    inside: dict[str, Any] = {"places": places, "attention": _attending(terms, (family, cfg), (teacher, teacher_cfg))}
+    forward = run(family, cfg, router=terms.router_aux_loss_coef != 0, **inside, **options)
+    teach = run(teacher, teacher_cfg, **inside)
 
     def loss(params: Any, batch: Batch, teacher_params: Any) -> tuple[Array, dict[str, Array]]:
         tokens, packed, labels = rows(batch)
@@ -166,13 +176,33 @@ def distill(
         total, sums = _mixed(
             of_teacher, alpha, out.hidden, heads[0], labels, told.hidden, fixed=(heads[1],), chunk=chunk
         )
-        if places:
-            errors = [hidden_mse(s, t) for s, t in zip(_projected(params, out.states), told.states, strict=True)]
-            hidden = jnp.where(labels >= 0, sum(errors) / len(errors), 0).sum()
+        learnt = lambda errors: jnp.where(labels >= 0, sum(errors) / len(errors), 0).sum()
+        if out.states:
+            hidden = learnt([*map(hidden_mse, _projected(params, out.states), told.states)])
             total, sums = total + terms.hidden_weight * hidden, sums | {"hidden_loss": hidden}
+        if out.attention:
+            attention = learnt([*map(attention_mse, out.attention, told.attention)])
+            total, sums = total + terms.attention_weight * attention, sums | {"attention_loss": attention}
         return add_balance(total, sums, out.balance, terms.router_aux_loss_coef)
 
     return loss
+
+
+def _attending(terms: Terms, *models: tuple[ModuleType, Any]) -> tuple[int, ...]:
+    """Resolve which attention layers are matched; none of them if they weigh nothing."""
+    if not terms.attention_weight:
+        return ()
+    if terms.attention_layers == ():
+        raise ValueError("attention_layers is empty; name the layers to match, as (-1,), or set attention_weight to 0")
+    if terms.attention_layers is not None:
+        return tuple(terms.attention_layers)
+    mine, theirs = (attention_layers(*m) for m in models)
+    if mine != theirs:
+        raise ValueError(
+            f"the student has {mine} layers that attend and the teacher {theirs}; name those to match in attention_layers, "
+            "each is taken at the same index of both"
+        )
+    return tuple(range(mine))
 
 
 def _projected(params: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -19,7 +19,7 @@ from fdel.ops.head import Head, cap, logits
 from fdel.ops.shard import by_rows
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits, logits_gradient
 
-CHUNK = 512
+CHUNK = 256
 
 
 def token_sum(
@@ -169,18 +169,18 @@ def _stats_backward(args: tuple, ct: TokenStats) -> tuple:
     return _sum_backward(product, residuals, (1.0, None))[:3]
 
 
-_stats.defvjp(lambda *args: (_stats(*args), args), _stats_backward)
+_stats.defvjp(lambda *args: (_stats.fun(*args), args), _stats_backward)
 
 
 def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:
     """Float32 product of x and the weight, and its pullback dz -> (dx, dweight)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     product = partial(einsum, "...d,vd->...v", out_dtype=wide)
-    if not isinstance(head.weight, jax.Array):
+    if not isinstance(head.weight, jax.Array) or x.dtype == head.weight.dtype == wide:
         return jax.vjp(product, x, head.weight)
 
     def pull(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Autodiff would round each chunk's dweight to the weight's dtype, which biases training in bfloat16.
+        # Autodiff would round each chunk's dweight to bfloat16, where x or the weight has it, which biases training.
         dz = dz.astype(x.dtype)
         dweight = jnp.einsum("btv,btd->vd", dz, x, preferred_element_type=wide)
         return einsum("...v,vd->...d", dz, head.weight), dweight

@@ -53,17 +53,25 @@ class Ran(NamedTuple):
     hidden: Array
     balance: Array | None  # `ops.load_balancing` of its router
     states: tuple[Array, ...]  # hidden states at the places asked for
+    attention: tuple[Float[Array, "R N T S"], ...]  # softmax of the layers asked for, in float32
 
 
 def run(
-    family: ModuleType, cfg: Any, *, router: bool = False, places: Sequence[int] = (), **options: Any
+    family: ModuleType,
+    cfg: Any,
+    *,
+    router: bool = False,
+    places: Sequence[int] = (),
+    attention: Sequence[int] = (),
+    **options: Any,
 ) -> Callable[[Any, Array, ops.Packed], Ran]:
     """Build `run(params, tokens int[R T], packed) -> Ran`, the forward pass of every loss.
 
     `router` asks for the balance of a mixture of experts, in which padding does not count; a model without experts is then
     a ValueError. `places` are transformers' indices of hidden states: 0 enters the first layer, i > 0 is what layer
-    i - 1 returns, the last one the final hidden states; negative ones count from there. `options` go to `family.hidden`.
-    A router with jitter is a ValueError: its noise would need random numbers in every layer.
+    i - 1 returns, the last one the final hidden states; negative ones count from there. `attention` names layers whose
+    softmax is wanted, [N T S] for each row, among those that attend; a model without any is a ValueError. `options` go to
+    `family.hidden`. A router with jitter is a ValueError: its noise would need random numbers in every layer.
     """
     if router and not hasattr(cfg, "experts"):
         raise ValueError(f"router_aux_loss_coef is not 0, but {family.__name__} has no experts; set it to 0")
@@ -72,27 +80,39 @@ def run(
             f"router_jitter_noise={cfg.jitter} in the model's config.json: training with noise on the router's input is "
             "not in this version; set it to 0 to train without"
         )
-    inside = _inside(cfg, places) if places else ()
+    inside = _indices("hidden states", places, cfg.layers + 1, f"{cfg.layers} layers") if places else ()
+    attending = attention_layers(family, cfg) if attention else 0
+    among = _indices("attention weights", attention, attending, f"{attending} layers that attend")
+    watch = tuple(sorted(set(among)))
 
     def ran(params: Any, tokens: Array, packed: ops.Packed) -> Ran:
         watched: dict[str, Any] = {"load": ops.router_load(cfg.experts)} if router else {}
         watched |= {"hidden": ops.HiddenStates(inside)} if inside else {}
+        watched |= {"pages": ops.attention_weights(watch, cfg.heads, tokens.shape)} if watch else {}
         x, state = family.hidden(params, tokens, cfg, packed, *((watched,) if watched else ()), **options)
         states = state["hidden"].values if inside else ()
         states = tuple(x if place == cfg.layers else s for place, s in zip(inside, states, strict=True))
-        return Ran(x, ops.load_balancing(state) if router else None, states)
+        weights = tuple(state["pages"].values[watch.index(i)] for i in among)
+        return Ran(x, ops.load_balancing(state) if router else None, states, weights)
 
     return ran
 
 
-def _inside(cfg: Any, places: Sequence[int]) -> tuple[int, ...]:
-    n = cfg.layers + 1
-    wrong = [p for p in places if not -n <= p < n]
+def attention_layers(family: ModuleType, cfg: Any) -> int:
+    """Count the layers that attend, with one softmax per head; ValueError for a family that has none."""
+    state = family.state_spec(cfg, pages=1, rows=1)
+    pages = state.get("pages") if isinstance(state, Mapping) else state
+    if not isinstance(pages, ops.Pages):
+        name = family.__name__.rpartition(".")[2]
+        raise ValueError(f"{name} has no attention weights, its layers are recurrent; match hidden states instead")
+    return pages.k.shape[0]
+
+
+def _indices(what: str, asked: Sequence[int], n: int, layers: str) -> tuple[int, ...]:
+    wrong = [i for i in asked if not -n <= i < n]
     if wrong:
-        raise ValueError(
-            f"hidden states {wrong} of a model of {cfg.layers} layers; expected indices from {-n} to {n - 1}"
-        )
-    return tuple(p % n for p in places)
+        raise ValueError(f"{what} {wrong} of a model of {layers}; expected indices from {-n} to {n - 1}")
+    return tuple(i % n for i in asked)
 
 
 def add_balance(total: Array, sums: Mapping[str, Any], balance: Array | None, coef: float) -> tuple[Array, dict]:
