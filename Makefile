@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
 help:
 	@echo "make demo       train a small Llama on real text and let it complete a sentence and answer over HTTP (at most 4 minutes)"
 	@echo "make test       run every test (GPU tests are skipped without a GPU)"
-	@echo "make test-fast  leave out the slow tests (about 4 minutes on two cores)"
+	@echo "make test-fast  leave out the slow tests (3 minutes on two cores)"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make bench      run every benchmark of benchmarks/ (compares with transformers and torch)"
 	@echo "make clients    run clients that others wrote (pip and npm, each in its own environment) against a server"

@@ -204,6 +204,7 @@ def test_embed(model) -> None:
         e.embed(prompt, "first")
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt(model) -> None:
     """n outputs have their own seeds and share the prompt's pages; best_of keeps the likeliest."""
     s = serve.SamplingParams(max_tokens=6, temperature=1.5, seed=10, ignore_eos=True)

@@ -240,6 +240,7 @@ def test_a_stream_names_faults_when_it_is_called(model) -> None:
         serve.stream(model, [])
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite(model) -> None:
     broken = model._replace(params=model.params | {"norm": model.params["norm"].at[3].set(jnp.nan)})
     with pytest.raises(ValueError, match="prompt 0: logits are not finite at output token 0; check weights and dtype"):
