@@ -56,10 +56,11 @@ class Client:
             count += 80
         return count / spent
 
-    async def held(self) -> float:
-        """Requests that run or wait."""
+    async def held(self) -> tuple[float, float]:
+        """Requests that run or wait, and those that have ended."""
         text = answer(await exchange(self.port, self.get("/metrics")) or b"")[1].decode()
-        return sum(float(x) for x in re.findall(r"^fdel_num_requests_(?:running|waiting) (\S+)$", text, re.MULTILINE))
+        total = lambda pattern: sum(float(x) for x in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
+        return total(r"fdel_num_requests_(?:running|waiting)"), total(r"fdel_requests_total\{.*\}")
 
 
 async def measure(c: Client, pid: int, requests: int, idle: int) -> list[str]:
@@ -85,7 +86,7 @@ async def measure(c: Client, pid: int, requests: int, idle: int) -> list[str]:
         f"| mixed requests per second | {(requests - requests // 10) / spent:.0f} |",
     ]
     long = c.post("/v1/completions", prompt=[5, 6, 7], max_tokens=200, ignore_eos=True, stream=True)
-    before, open_ = resident(pid), []
+    before, (_, ended), open_ = resident(pid), await c.held(), []
     for _ in range(idle):
         open_.append(await asyncio.open_connection("127.0.0.1", c.port, limit=256))
         open_[-1][1].write(long)
@@ -93,16 +94,18 @@ async def measure(c: Client, pid: int, requests: int, idle: int) -> list[str]:
     begin = time.perf_counter()
     if await c.status(c.get("/health")) != 200:
         raise RuntimeError("/health failed beside idle streams")
-    waited, held = time.perf_counter() - begin, await c.held()
+    waited, (held, then) = time.perf_counter() - begin, await c.held()
+    if held + then - ended != idle:
+        raise RuntimeError(f"{held} of {idle} streams are held and {then - ended} have ended; the others are lost")
     lines += [
-        f"| streams opened, requests that run or wait then | {idle}, {held:.0f} |",
+        f"| streams opened; of these run or wait, have ended | {idle}; {held:.0f}, {then - ended:.0f} |",
         f"| /health beside them, ms | {1e3 * waited:.0f} |",
         f"| memory for each, kB | {1e3 * (resident(pid) - before) / max(1, idle):.0f} |",
     ]
     begin = time.perf_counter()
     for _, writer in open_:
         writer.transport.abort()
-    while await c.held():
+    while (await c.held())[0]:
         if time.perf_counter() - begin > 60:
             raise RuntimeError("requests are held 60 s after their readers have gone")
         await asyncio.sleep(0.05)

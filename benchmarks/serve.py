@@ -73,9 +73,16 @@ async def load(port: int, bodies: list[dict], readers: int) -> dict[str, float]:
 
 
 def cpu(pid: int) -> float:
-    """Seconds of CPU time that a process has used."""
-    used = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-    return sum(map(int, used)) / 100
+    """Seconds of CPU time that a process and those that it started have used."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            fields = path.read_text().rsplit(")", 1)[1].split()
+            found[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:13])) / 100
+    family = {pid}
+    while more := {p for p, (parent, _) in found.items() if parent in family} - family:
+        family |= more
+    return sum(found[p][1] for p in family)
 
 
 def row(name: str, readers: int, r: dict[str, float]) -> str:

@@ -81,10 +81,11 @@ class FakeDevice:
             line[1 + self.width :] = np.float32(np.nan if fault == "nan" else 0).view(np.int32)
         return (Raises() if "read" in faults else packed,)
 
-    def _compare(self, r: Request, token: int, masks: dict) -> None:
-        """Note a mask that was not made for this token."""
-        if r.id in masks and not masks[r.id][token // 32] >> np.uint32(token % 32) & 1:
-            self.wrong.append((r.id, token))
+    def _compare(self, r: Request, tokens: list[int], masks: dict) -> None:
+        """Note a mask that was not made for this token, or was used for several."""
+        fits = [masks[r.id][t // 32] >> np.uint32(t % 32) & 1 for t in tokens if r.id in masks]
+        if len(fits) > 1 or not all(fits):
+            self.wrong.append((r.id, tokens))
 
     def extend(self, chunks: list[Chunk], masks: dict) -> tuple:
         faults, drawn = [self.poison(self.rows[c.request.row][0]) for c in chunks], []
@@ -93,7 +94,7 @@ class FakeDevice:
         for c in chunks:
             self._write(c.request, c.start, self.rows[c.request.row][0][c.start : c.start + c.count])
             drawn.append([self._draw(c.request)] if c.last else [])
-            self._compare(c.request, *drawn[-1], masks) if c.last else None
+            self._compare(c.request, drawn[-1], masks)
         return self._out(drawn, faults), list(range(len(chunks)))
 
     def decode(self, requests: list[Request], masks: dict, draft: bool, many: bool) -> tuple:
@@ -110,7 +111,7 @@ class FakeDevice:
                 new.append(self._draw(r))
             drawn.append(new)
             faults.append(fault)
-            self._compare(r, *new, masks) if r.id in masks and new else None
+            self._compare(r, new, masks)
         self._fail(faults)
         return self._out(drawn, faults), list(range(len(requests)))
 

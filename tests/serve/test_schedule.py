@@ -141,6 +141,16 @@ def test_steps_respect_the_budget_and_decode_goes_on() -> None:
     assert max(n for n, _ in core.device.calls) == 6 and [n for n, _ in core.device.calls if n] == [3, 6, 6, 6, 6, 6]
 
 
+def test_calls_are_short_while_a_prompt_waits() -> None:
+    """Three tokens a call alone; one beside a prompt of three chunks, until the last of them is launched."""
+    core = make_core(pages=40, rows=4, budget=6, overlap=False, steps=3)
+    core.add(make_job(0, [1, 2, 3], 22))
+    told = [[len(delta.tokens) for _, delta in core.step()] for _ in range(3)]
+    core.add(make_job(1, list(range(1, 16)), 1))
+    told += [[len(delta.tokens) for job, delta in core.step() if job.request.id == 0] for _ in range(5)]
+    assert told == [[1], [3], [3], [1], [1], [3], [3], [3]]
+
+
 def test_priorities_come_first_and_take_pages() -> None:
     core = make_core(pages=4, rows=3, budget=20)
     for id, priority in ((0, 0), (1, 0), (2, 5)):
@@ -264,10 +274,11 @@ class Fixed:
         self.taken.append(token)
 
 
-def test_masks_are_asked_and_told_in_order() -> None:
+@pytest.mark.parametrize("steps", [1, 3])
+def test_masks_are_asked_and_told_in_order(steps: int) -> None:
     """Never a mask before the token that it depends on is known; ends and failures of a grammar are the request's own."""
     own = solo([1, 2], 12)
-    core = make_core(pages=40, rows=6, budget=30)
+    core = make_core(pages=40, rows=6, budget=30, steps=steps)
     sources = [Fixed(own[:4]), Fixed(own, fault=2), Fixed([*own[:3], -1, 1])]
     jobs = [make_job(i, [1, 2], 10) for i in range(4)]
     for job, job.mask in zip(jobs, [*sources, None], strict=True):
