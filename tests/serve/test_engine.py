@@ -4,8 +4,11 @@ import asyncio
 import dataclasses
 import logging
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from tests.models import tiny
 from tests.serve import small
 from tests.serve.small import CFG, CONTEXT, EOS, VOCAB, scores
 
+ROOT = Path(__file__).parents[2]
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(8, VOCAB, n).tolist() for n in (70, 3, 60, 12, 130)]
 # One set of shapes for most tests, so that they share programs.
@@ -483,6 +487,21 @@ def test_an_engine_that_is_closed_compiles_no_more(model) -> None:
     device.left = [("decode", n, [lambda n=n: ran.append(n) or device.close()]) for n in (1, 2)]
     device.complete()
     assert ran == [1] and device.left == []
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_waits_for_one_program_at_most() -> None:
+    code = """
+import time
+from fdel.serve import Engine, Settings
+from tests.serve import small
+e = Engine(small.make_model(), Settings(rows=4, pages=9, budget=64, batches=(4,)))
+e.core.device.warm_up = lambda least: setattr(
+    e.core.device, "left", [("decode", 4, [lambda: (print("one", flush=True), time.sleep(0.5))])] * 200)
+e.start()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=ROOT)
+    assert run.returncode == 0 and 0 < run.stdout.count("one") < 20, run.stderr
 
 
 @pytest.mark.slow

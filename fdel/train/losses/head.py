@@ -19,7 +19,7 @@ from fdel.ops.head import Head, cap, logits
 from fdel.ops.shard import by_rows
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits, logits_gradient
 
-CHUNK = 256
+CHUNK = 512
 
 
 def token_sum(
@@ -33,7 +33,7 @@ def token_sum(
     """Compute `loss(token_stats(hidden, head, labels), *data)` for a loss that is a sum over tokens.
 
     `loss(stats, *data)` returns (scalar, tree of sums without gradient). It sees one chunk at a time: `chunk` tokens of
-    every row, which take 2 to 4 times rows * chunk * V floats. `data` are trees of arrays [... T ...], constant
+    all rows together, or one of each, which take 2 to 4 times chunk * V floats on each device. `data` are trees of arrays [... T ...], constant
     and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
     """
     on_stats = lambda z, stats, *data: loss(stats, *data)
@@ -91,7 +91,7 @@ def _check(hidden: jax.Array, labels: jax.Array, chunk: int) -> None:
 
 
 def _splitter(labels: jax.Array, chunk: int) -> Callable:
-    n = max(1, -(-labels.shape[-1] // chunk))
+    n = max(1, min(labels.shape[-1], -(-labels.size // chunk)))
 
     def split(x: jax.Array, fill: int = 0) -> jax.Array:
         """[... T *] -> [n B T/n *], every n-th token, so that neither B nor T loses a sharding that it has."""
