@@ -229,8 +229,7 @@ def prepare_llama(directory: str, interpreters: list[str]) -> str | None:
     """Convert the checkpoint for llama.cpp: the interpreter that has it, if one does."""
     from fdel import text
 
-    name = "llama-cpp-python server, f32"
-    python = peers.found([name], interpreters).get(name)
+    python = next((p for p in interpreters if peers.has(p, "llama_cpp")), None)
     if python is not None:
         text.save(text.train_bpe(["a few words"], 300), directory)
         for kind in ("f32", "q8_0"):

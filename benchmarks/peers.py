@@ -53,16 +53,17 @@ PEERS = {
 }
 
 
-def found(names: Sequence[str], interpreters: Sequence[str]) -> dict[str, str]:
-    """Say which interpreter runs each peer, of those that can be run."""
+def has(program: str, module: str) -> bool:
+    """Say whether a Python interpreter has a module, or a program is it."""
+    command = [program, "-c", f"import {module}"]
+    runs = Path(program).name.startswith("python") and not subprocess.run(command, capture_output=True).returncode
+    return runs or Path(program).name == module
 
-    def has(program: str, module: str) -> bool:
-        command = [program, "-c", f"import {module}"]
-        runs = Path(program).name.startswith("python") and not subprocess.run(command, capture_output=True).returncode
-        return runs or Path(program).name == module
 
-    first = {n: next((p for p in interpreters if has(p, PEERS[n].module)), None) for n in names}
-    return {name: python for name, python in first.items() if python}
+def found(names: Sequence[str], programs: Sequence[str]) -> dict[str, str]:
+    """Say which interpreter or program runs each peer, of those that can be run."""
+    first = {n: next((p for p in programs if has(p, PEERS[n].module)), None) for n in names}
+    return {name: program for name, program in first.items() if program}
 
 
 def get(port: int, path: str) -> bytes:
@@ -71,11 +72,12 @@ def get(port: int, path: str) -> bytes:
 
 
 def answers(port: int) -> bool:
-    """Say whether a server answers at all: transformers' has no models to list where nothing was ever downloaded."""
+    """Say whether a server answers: transformers' has no models to list where nothing was ever downloaded, llama.cpp's
+    says 503 while it loads."""
     try:
         get(port, "/v1/models")
-    except urllib.error.HTTPError:
-        return True
+    except urllib.error.HTTPError as e:
+        return e.code != 503
     except OSError:
         return False
     return True
