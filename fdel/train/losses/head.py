@@ -33,8 +33,8 @@ def token_sum(
     """Compute `loss(token_stats(hidden, head, labels), *data)` for a loss that is a sum over tokens.
 
     `loss(stats, *data)` returns (scalar, tree of sums without gradient). It sees one chunk at a time: `chunk` tokens of
-    all rows together, or one of each, which take 2 to 4 times chunk * V floats on each device. `data` are trees of arrays [... T ...], constant
-    and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
+    all rows together, or one of each, which take 2 to 4 times chunk * V floats on each device. `data` are trees of arrays
+    [... T ...], constant and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
     """
     on_stats = lambda z, stats, *data: loss(stats, *data)
     return logits_sum(on_stats, hidden, head, labels, *data, chunk=chunk)
