@@ -9,7 +9,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from fdel.ops import dispatch, quantized_pages, ring
+from fdel.ops import dispatch, quantized_pages, ring, short
 from fdel.ops.batch import Batch, Packed, Paged, Pages
 from fdel.ops.dense import dense_attention, dense_weights
 from fdel.ops.flash import Mask, begin, flash_attention, online, scores
@@ -64,6 +64,7 @@ def _divided(attention: Callable) -> Callable:
 PACKED = {
     "ring": dispatch.Implementation(_divided(ring.ring_attention), ring.unsupported),
     "gathered": dispatch.Implementation(_divided(ring.gathered_attention), ring.unsupported),
+    "short": dispatch.Implementation(_divided(short.short_attention), short.unsupported),
     "flash": dispatch.Implementation(
         _flash, lambda *a, bias, **k: None if bias is None else "an additive bias needs all scores in memory"
     ),

@@ -156,25 +156,29 @@ def named(forward: tuple[Array, Array]) -> tuple[Array, Array]:
     return checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_output")
 
 
-def _each_row(f: Callable, block: int, where: Where, q: Array, *arrays: Array) -> Any:
-    """Compute f(where, q, *arrays) for arrays [B ...], on CPU one row after the other: what a row needs stays in cache.
+def each_row(f: Callable, *arrays: Array, loop: bool) -> Any:
+    """Compute f(*arrays) for arrays [B ...], on CPU with a `loop` over the rows: what a row needs stays in cache.
 
     Not where a mesh divides the rows: a loop over them would gather them first.
     """
-    if jax.default_backend() != "cpu" or len(q) == 1 or q.shape[3] <= block or context("dp", "fsdp", "ep", "tp", "sp"):
-        return f(where, q, *arrays)
+    if not loop or jax.default_backend() != "cpu" or len(arrays[0]) == 1 or context("dp", "fsdp", "ep", "tp", "sp"):
+        return f(*arrays)
+    row = lambda xs: jax.tree.map(lambda x: x[0], f(*(x[None] for x in xs)))
+    return jax.lax.map(row, arrays)
 
-    def row(xs: tuple) -> Any:
-        qs, ks, *mine = (x[None] for x in xs)
-        return jax.tree.map(lambda x: x[0], f(replace(where, q_segments=qs, k_segments=ks), *mine))
 
-    return jax.lax.map(row, (where.q_segments, where.k_segments, q, *arrays))
+def row_dots(x: Array, y: Array) -> Array:
+    """Sum x y over the last axis, in float32, which stays. As a product: XLA:CPU sums over short axes at a crawl."""
+    wide = x.astype(jnp.float32) * y.astype(jnp.float32)
+    return jnp.einsum("...h,hx->...x", wide, jnp.ones((wide.shape[-1], 1)), precision=jax.lax.Precision.HIGHEST)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
-    one = lambda where, q, k, v: flash_forward(m, block, q, k, v, where, sinks, alibi)
-    return _each_row(one, block, where, q, k, v)
+    def one(qs: Array, ks: Array, q: Array, k: Array, v: Array) -> tuple:
+        return flash_forward(m, block, q, k, v, replace(where, q_segments=qs, k_segments=ks), sinks, alibi)
+
+    return each_row(one, where.q_segments, where.k_segments, q, k, v, loop=q.shape[3] > block)
 
 
 def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
@@ -187,7 +191,7 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
     q, k, v, where, sinks, alibi, out, lse = saved
     dout, dlse = cotangents
     n = q.shape[3] // block
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True) - dlse
+    delta = row_dots(dout, out) - dlse
 
     def pair(i: Any, j: Any) -> tuple:
         """Probabilities and score gradients of query block i against key block j, both [B K G q s]."""
@@ -214,14 +218,15 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
             dq, dk, dv = carry
             p, ds = pair(i, j)
             new = _cut(dq, i, block, 3) + jnp.einsum("bkgqs,bksh->bkgqh", ds, _cut(k, j, block, 2), **f32)
-            dk += jnp.einsum("bkgqs,bkgqh->bksh", ds, _cut(q, i, block, 3), **f32)
-            dv += jnp.einsum("bkgqs,bkgqh->bksh", p, _cut(dout, i, block, 3), **f32)
+            dk += jnp.einsum("bkgqh,bkgqs->bkhs", _cut(q, i, block, 3), ds, **f32)
+            dv += jnp.einsum("bkgqh,bkgqs->bkhs", _cut(dout, i, block, 3), p, **f32)
             return jax.lax.dynamic_update_slice_in_dim(dq, new, i * block, 3), dk, dv
 
-        zeros = [jnp.zeros((*x.shape[:2], block, x.shape[3])) for x in (k, v)]
+        # The smaller matrix is left, since XLA:CPU turns that one round with all that it is computed from.
+        zeros = [jnp.zeros((*x.shape[:2], x.shape[3], block)) for x in (k, v)]
         bounds = _query_range(m, where.k_start + j * block, block, where.q_start, n)
         dq, dk, dv = _loop(bounds, step, (dq, *zeros), n)
-        return dq, (dk, dv)
+        return dq, (dk.swapaxes(2, 3), dv.swapaxes(2, 3))
 
     summed: tuple = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(k.shape[2] // block))
     dq, (dk, dv) = summed
@@ -243,11 +248,13 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     halve = jax.default_backend() == "cpu" and block % 2 == 0 and q.shape[3] > block
     used = block // 2 if halve else block
 
-    def one(where: Where, q: Array, k: Array, v: Array, out: Array, lse: Array, *ct: Array) -> tuple:
-        dq, dk, dv, _, dsinks, _ = flash_backward(m, used, (q, k, v, where, sinks, alibi, out, lse), ct)
+    def one(qs: Array, ks: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *ct: Array) -> tuple:
+        here = replace(where, q_segments=qs, k_segments=ks)
+        dq, dk, dv, _, dsinks, _ = flash_backward(m, used, (q, k, v, here, sinks, alibi, out, lse), ct)
         return dq, dk, dv, None if dsinks is None else dsinks[None]
 
-    dq, dk, dv, dsinks = _each_row(one, block, where, q, k, v, out, lse, *cotangents)
+    arrays = where.q_segments, where.k_segments, q, k, v, out, lse, *cotangents
+    dq, dk, dv, dsinks = each_row(one, *arrays, loop=q.shape[3] > block)
     dsinks = None if sinks is None else dsinks.sum(0)
     return dq, dk, dv, _nothing(where), dsinks, None if alibi is None else jnp.zeros_like(alibi)
 

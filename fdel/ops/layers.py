@@ -48,8 +48,8 @@ def remat_policy(name: str) -> Callable[..., Any]:
     """Look up what a backward pass saves of a layer: a `jax.checkpoint_policies` policy by its name, in any case.
 
     Those that take names are written "save_only_these_names:attn_output,mlp_up", with `TARGETS`; two joined with "+" save
-    what either does. "offload_only_these_names" keeps the named values in the host's memory. Unknown names are a
-    ValueError that lists the known ones.
+    what either does. "offload_only_these_names" keeps the named values in the host's memory. To those of dots, attention is
+    one product: they save its output. Unknown names are a ValueError that lists the known ones.
     """
     if "+" in name:
         return jax.checkpoint_policies.save_from_both_policies(*map(remat_policy, name.split("+", 1)))
@@ -67,6 +67,9 @@ def remat_policy(name: str) -> Callable[..., Any]:
             offload_src="device", offload_dst="pinned_host",
         )  # fmt: skip
     found = getattr(jax.checkpoint_policies, policy)
+    if "dots" in policy:
+        output = jax.checkpoint_policies.save_only_these_names("attn_output")
+        return jax.checkpoint_policies.save_from_both_policies(found, output)
     return found(*targets) if colon else found
 
 

@@ -126,13 +126,17 @@ class Saver:
         self.saved = max(steps(directory), default=-1)
 
     def save(self, step: int, state: Any, notes: Notes) -> Exception | None:
-        """Begin to write a checkpoint, when the one before is done; the state may be donated on return."""
+        """Begin to write a checkpoint, when the one before is done; the state may be donated on return.
+
+        On CPU it is written on return: the processors that write are those that would train, and what is being written
+        cannot be donated, so that a step would need room for a second state.
+        """
         self.wait()
         try:
             self.running = step, store.save_async(self.directory / str(step), state, notes)
         except SAVE_ERRORS as e:
             return self._failed(step, e)
-        return None
+        return self.wait() if jax.default_backend() == "cpu" else None
 
     def finish(self, step: int, state: Any, notes: Notes) -> None:
         """Save the last state, if it is not saved yet, and raise what goes wrong."""

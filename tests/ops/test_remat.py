@@ -59,10 +59,19 @@ def test_every_target_can_be_saved(impl: str, targets: tuple[str, ...]) -> None:
         assert all(got[t] == twice[t] for t in ("mlp_gate", "mlp_up", "moe_gate", "moe_up") if t != target)
 
 
-def test_saved_attention_is_not_computed_again() -> None:
-    """Its output and log-sum-exp are all that the backward pass of attention needs: one loop over queries less."""
-    loops = lambda remat: str(jax.make_jaxpr(gradient(remat, "flash"))(weights())).count("scan[")
-    assert loops("save_only_these_names:attn_output") == loops(None) < loops("nothing_saveable")
+@pytest.mark.parametrize("impl", ["flash", "short"])
+def test_saved_attention_is_not_computed_again(impl: str) -> None:
+    """Its output and log-sum-exp are all that the backward pass of attention needs: one loop over queries less.
+
+    A policy that saves products saves that one too, and then none of the scores, which are square in a row's length.
+    """
+    program = lambda remat: str(jax.make_jaxpr(gradient(remat, impl))(weights()))
+    exps = lambda remat: len(re.findall(r"= exp\b", program(remat)))
+    assert exps("save_only_these_names:attn_output") == exps(None) < exps("nothing_saveable")
+    for policy in ("dots_saveable", "checkpoint_dots_with_no_batch_dims"):
+        assert exps(policy) == exps(None)
+        # Saved values are stacked over the layers [L ...]: none of them has two axes of the row's 6 tokens.
+        assert not re.search(rf"f32\[{L},[\d,]*6,6\]", program(policy))
 
 
 @pytest.mark.slow
