@@ -60,7 +60,7 @@ def train(directory: str, steps: str) -> None:
     rows = grain.MapDataset.source(range(200)).seed(1).shuffle().repeat().random_map(example)
     data = rows.batch(8).to_iter_dataset(grain.ReadOptions(num_threads=2))
     g = parallel.reduce_once(train.accumulate(train.grads(train.losses.sft(llama, cfg)), 2))
-    step = train.skip_nonfinite(train.ema(train.update(train.normalize(g), optimizer), 0.99))
+    step = train.ema(train.update(train.normalize(g), optimizer, skip_nonfinite=True), 0.99)
     at = parallel.state_shardings(jax.eval_shape(init), params.shardings(spec, mesh))
     with jax.set_mesh(mesh):
         step = jax.jit(train.reporting(step, learning_rate=rate), donate_argnums=0, out_shardings=(at, None))

@@ -17,7 +17,7 @@ outputs, objective = losses.likelihoods(llama, cfg), losses.dpo_objective(beta=0
 g = train.gradcache(losses.on_adapters(outputs), objective, 1)  # the reference is the base without adapters
 g = parallel.reduce_once(train.accumulate(g, 2))
 optimizer = train.adamw(train.cosine(2e-2, warmup=2, steps=20))
-step = jax.jit(train.skip_nonfinite(train.update(train.normalize(g), optimizer)), donate_argnums=0)
+step = jax.jit(train.update(train.normalize(g), optimizer, skip_nonfinite=True), donate_argnums=0)
 
 tokens = jax.random.randint(jax.random.key(2), (16, 2, 24), 0, cfg.vocab)  # [:, 0] chosen, [:, 1] rejected
 batch = {"tokens": tokens, "mask": jnp.broadcast_to(jnp.arange(24) >= 8, tokens.shape)}  # prompts of 8 tokens

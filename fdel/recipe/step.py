@@ -61,7 +61,8 @@ def build_step(recipe: Recipe, model: models.Model, steps: int, mesh: jax.shardi
     fixed += () if teacher is None else (teacher.params,)
     half = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(trained))
     apply = {"apply": train.add_stochastic(t.seed)} if half else {}  # bfloat16 would lose small updates
-    step = train.update(train.normalize(found.grads), optimizer, reads=reads, **apply)
+    g = train.normalize(found.grads)
+    step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, **apply)
     step = _around(recipe, step, rate)
     return Training(
         step=jax.jit(step, donate_argnums=0, out_shardings=(at, None)),
@@ -85,7 +86,7 @@ def _extras(recipe: Recipe, trained: Any, reference: Any) -> dict[str, Any]:
 
 
 def _around(recipe: Recipe, step: Step, rate: Callable) -> Step:
-    """Wrap a step in what keeps averages and references, and in what skips bad steps; report the learning rate."""
+    """Wrap a step in what keeps averages and references; report the learning rate."""
     t = recipe.trainer
     if t.trainer_type == "bco":
         step = train.losses.track_rewards(step)
@@ -93,8 +94,6 @@ def _around(recipe: Recipe, step: Step, rate: Callable) -> Step:
         step = train.ema(step, t.ema_decay)
     if t.sync_ref_model:
         step = train.sync_reference(step, t.ref_model_mixup_alpha, t.ref_model_sync_steps)
-    if t.skip_nonfinite:
-        step = train.skip_nonfinite(step)
 
     def precise(state: train.TrainState, batch: Any, *fixed: Any) -> tuple[train.TrainState, Metrics]:
         with jax.default_matmul_precision(recipe.loader.precision):

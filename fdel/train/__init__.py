@@ -29,7 +29,6 @@ from fdel.train.steps import (
     grads,
     init_state,
     normalize,
-    skip_nonfinite,
     update,
     with_extra,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "scaled",
     "schedule",
     "schedule_free",
-    "skip_nonfinite",
     "sophia",
     "stop_gradient",
     "sync_reference",

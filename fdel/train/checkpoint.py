@@ -117,26 +117,30 @@ def ranked(directory: Path, metric: str, greater: bool = False) -> list[int]:
 
 
 class Saver:
-    """Write one checkpoint at a time in the background; a failure is reported, and the last good one stays."""
+    """Write one checkpoint at a time in the background; a failure is reported, and the last good one stays.
+
+    Not in the background on CPU: the processors that write are those that would train, and what is being written cannot
+    be donated, so that a step would need room for a second state.
+    """
 
     def __init__(self, directory: Path, **kept: Any) -> None:
         """Save into `directory`; `kept` are the arguments of `prune`."""
         self.directory, self.kept = directory, kept
+        self.background = jax.default_backend() != "cpu"
         self.running: tuple[int, Future[None]] | None = None
         self.saved = max(steps(directory), default=-1)
 
     def save(self, step: int, state: Any, notes: Notes) -> Exception | None:
         """Begin to write a checkpoint, when the one before is done; the state may be donated on return.
 
-        On CPU it is written on return: the processors that write are those that would train, and what is being written
-        cannot be donated, so that a step would need room for a second state.
+        What went wrong so far is returned.
         """
         self.wait()
         try:
             self.running = step, store.save_async(self.directory / str(step), state, notes)
         except SAVE_ERRORS as e:
             return self._failed(step, e)
-        return self.wait() if jax.default_backend() == "cpu" else None
+        return None if self.background else self.wait()
 
     def finish(self, step: int, state: Any, notes: Notes) -> None:
         """Save the last state, if it is not saved yet, and raise what goes wrong."""

@@ -1,6 +1,6 @@
 """Steps that keep more than parameters: moving averages, a reference that follows, running statistics of the losses.
 
-Each wraps a step and is wrapped by `skip_nonfinite`, so that a skipped step leaves no trace in them.
+Each wraps a step. What `update` skips leaves no trace in them.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fdel.ops.shard import widen
-from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, with_extra
+from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, unless_skipped, with_extra
 
 
 def carry(step: Step, name: str, fold: Callable[[Any, Metrics], Any]) -> Step:
@@ -20,7 +20,8 @@ def carry(step: Step, name: str, fold: Callable[[Any, Metrics], Any]) -> Step:
 
     def carried(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
         new, metrics = step(state, batch, *fixed)
-        return with_extra(new, **{name: fold(extra(new, name), metrics)}), metrics
+        old = extra(new, name)
+        return with_extra(new, **{name: unless_skipped(metrics, fold(old, metrics), old)}), metrics
 
     return carried
 
@@ -33,7 +34,8 @@ def ema(step: Step, decay: float) -> Step:
 
     def averaging(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
         new, metrics = step(state, batch, *fixed)
-        return with_extra(new, ema=_towards(extra(new, "ema"), new.params, 1 - decay)), metrics
+        old = extra(new, "ema")
+        return with_extra(new, ema=unless_skipped(metrics, _towards(old, new.params, 1 - decay), old)), metrics
 
     return averaging
 
@@ -47,7 +49,8 @@ def sync_reference(step: Step, alpha: float = 0.6, every: int = 512) -> Step:
     def syncing(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
         new, metrics = step(state, batch, *fixed)
         move = lambda reference: _towards(reference, new.params, alpha)
-        reference = jax.lax.cond(new.step % every == 0, move, lambda x: x, extra(new, "reference"))
+        due = (new.step % every == 0) & (metrics.get("skipped", 0) == 0)
+        reference = jax.lax.cond(due, move, lambda x: x, extra(new, "reference"))
         return with_extra(new, reference=reference), metrics
 
     return syncing

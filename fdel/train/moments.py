@@ -1,4 +1,4 @@
-"""Adam with moments in fewer bits: 8-bit codes in blocks (arXiv:2110.02861), or bfloat16 with stochastic rounding."""
+"""Adam, also with moments in fewer bits: 8-bit codes in blocks (arXiv:2110.02861), or bfloat16 with stochastic rounding."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -99,28 +99,36 @@ def _keep(tree: Any, moments: str, signed: bool, key: Array) -> Blocks:
     return Blocks(part(lambda x: x.codes), part(lambda x: x.scale))
 
 
-def scale_by_adam(b1: float, b2: float, eps: float, moments: str, seed: int = 0) -> optax.GradientTransformation:
-    """Compute Adam's direction (arXiv:1412.6980) with moments kept as "int8" `Blocks` or as "bfloat16".
+def scale_by_adam(
+    b1: float, b2: float, eps: float, moments: str = "float32", seed: int = 0
+) -> optax.GradientTransformation:
+    """Compute Adam's direction (arXiv:1412.6980) with moments kept in "float32", as "int8" `Blocks` or as "bfloat16".
 
-    The moments are updated and used in float32, and rounded to be kept. Bytes per parameter, both moments: 2 + 8/256, or
+    The moments are updated and used in float32, and rounded to be kept. Bytes per parameter, both moments: 8, 2 + 8/256, or
     4. Rounding to the nearest bfloat16 would stop the second moment short of its value; its random bits come from `seed`.
     """
-    if moments not in ("int8", "bfloat16"):
+    if moments not in ("float32", "int8", "bfloat16"):
         raise ValueError(f"moments={moments!r} is not one of float32, bfloat16, int8")
+    whole = moments == "float32"
 
     def state(count: Array, mu: Any, nu: Any) -> optax.ScaleByAdamState:
+        if whole:
+            return optax.ScaleByAdamState(count, mu, nu)
         key = jax.random.fold_in(jax.random.key(seed), count)
         return optax.ScaleByAdamState(count, _keep(mu, moments, True, key), _keep(nu, moments, False, key))
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        zero = optax.tree.zeros_like(params)
-        return state(jnp.zeros((), jnp.int32), zero, zero)
+        zero = lambda: optax.tree.zeros_like(params)
+        return state(jnp.zeros((), jnp.int32), zero(), zero())
 
     def update(grads: Any, old: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         count = old.count + 1
-        mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, _load(old.mu, True))
-        nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, _load(old.nu, False))
-        direction = lambda m, v: (m / (1 - b1**count)) / (jnp.sqrt(v / (1 - b2**count)) + eps)
+        mu, nu = (old.mu, old.nu) if whole else (_load(old.mu, True), _load(old.nu, False))
+        mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, mu)
+        nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, nu)
+        # Multiplied: XLA:CPU would divide whole arrays in passes of their own.
+        first, second = 1 / (1 - b1**count), 1 / (1 - b2**count)
+        direction = lambda m, v: (m * first) / (jnp.sqrt(v * second) + eps)
         return jax.tree.map(direction, mu, nu), state(count, mu, nu)
 
     return optax.GradientTransformation(init, update)

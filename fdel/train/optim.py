@@ -43,13 +43,23 @@ def descend(
     a ValueError. All moments are float32 whatever the parameters are: in bfloat16 the second one stops short of its value.
     """
     chain = optax.chain(
-        optax.identity() if clip is None else optax.clip_by_global_norm(clip),
+        optax.identity() if clip is None else _clip(clip),
         direction,
         optax.add_decayed_weights(weight_decay, mask),
         optax.identity() if not rates else _multiply(rates),
         optax.scale_by_learning_rate(learning_rate),
     )
     return optax.GradientTransformationExtraArgs(lambda params: chain.init(jax.tree.map(widen, params)), chain.update)
+
+
+def _clip(limit: float) -> optax.GradientTransformation:
+    """Scale gradients down to a global norm, by torch's formula. A factor: optax divides arrays in passes of their own."""
+
+    def update(updates: Any, params: Any) -> Any:
+        factor = jnp.minimum(1, limit / (optax.tree.norm(updates) + 1e-6))
+        return jax.tree.map(lambda u: u * factor, updates)
+
+    return optax.stateless(update)
 
 
 def _multiply(rates: Mapping[str, float]) -> optax.GradientTransformation:
@@ -110,8 +120,7 @@ def adamw(
 
     `moments` are kept in "float32" (8 bytes per parameter), "bfloat16" (4) or "int8" (2.03, arXiv:2110.02861).
     """
-    adam = optax.scale_by_adam(b1, b2, eps) if moments == "float32" else scale_by_adam(b1, b2, eps, moments)
-    return descend(adam, learning_rate, **common)
+    return descend(scale_by_adam(b1, b2, eps, moments), learning_rate, **common)
 
 
 def lion(
@@ -158,7 +167,7 @@ def muon(
     param = matrices.declared(spec)
     both = {
         "muon": matrices.scale_by_muon(spec, momentum=momentum, nesterov=nesterov, steps=steps, rms=rms, dtype=dtype),
-        "adam": optax.scale_by_adam(),
+        "adam": scale_by_adam(0.9, 0.999, 1e-8),
     }
     label = lambda path, _: "muon" if matrices.is_hidden(param(path)) else "adam"
     direction = optax.partition(both, lambda params: jax.tree_util.tree_map_with_path(label, params))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from fdel.params.spec import path_name
-from fdel.train.steps import Batch, Loss, Metrics, Params, Step, TrainState, skip_nonfinite, with_extra
+from fdel.train.steps import Batch, Loss, Metrics, Params, Step, TrainState, with_extra
 
 # ---- compute dtype -------------------------------------------------------------------------------------------------
 
@@ -64,14 +64,18 @@ _multiply_gradient.defvjp(lambda x, factor: (x, factor), lambda factor, ct: (ct 
 
 
 def rescale(step: Step, *, growth: float = 2.0, backoff: float = 0.5, every: int = 2000) -> Step:
-    """Skip a step that overflows and multiply the scale by `backoff`; by `growth` after `every` good steps in a row.
+    """Multiply the scale by `backoff` after a step that overflows, by `growth` after `every` good steps in a row.
 
-    The rule of torch.amp.GradScaler. Metrics get "loss_scale", that of this step, and `skip_nonfinite`'s "skipped".
+    The rule of torch.amp.GradScaler, around `update(..., skip_nonfinite=True)`; a ValueError around another step. Metrics
+    get "loss_scale", that of this step.
     """
-    step = skip_nonfinite(step)
 
     def rescaled(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
         new, metrics = step(state, batch, *fixed)
+        if "skipped" not in metrics:
+            raise ValueError(
+                "rescale: the step does not skip what overflows; build it by update(..., skip_nonfinite=True)"
+            )
         scale, good = new.extra["loss_scale"]["scale"], new.extra["loss_scale"]["good"] + 1
         grown = jnp.where(jnp.isfinite(scale * growth), scale * growth, scale)
         full = good >= every

@@ -4,7 +4,6 @@
     g = accumulate(g, 4)               # the same sums, a quarter of the batch at a time
     g = normalize(g)                   # one division, by the whole batch's weight
     step = update(g, optimizer)        # (TrainState, batch) -> (TrainState, metrics)
-    step = skip_nonfinite(step)        # optional
     step = jax.jit(step, donate_argnums=0)
 
 A gradient function `g` maps (params, batch) to (gradients, sums). Whatever follows the batch is passed on to the loss,
@@ -168,7 +167,10 @@ def normalize(g: GradFn) -> GradFn:
         ratio = lambda x, w: widen(x) / jnp.where(w > 0, w, 1)
         weight = sums["weight"]
         metrics = {k: ratio(*v) if isinstance(v, tuple) else ratio(v, weight) for k, v in sums.items()}
-        return jax.tree.map(lambda x: ratio(x, weight), grad), metrics | {"weight": weight}
+        share = 1 / jnp.where(
+            weight > 0, weight, 1
+        )  # multiplied: a division would be a pass of its own over the gradients
+        return jax.tree.map(lambda x: widen(x) * share, grad), metrics | {"weight": weight}
 
     return normalized
 
@@ -184,24 +186,45 @@ def update(
     *,
     reads: Sequence[str] = (),
     apply: Callable[[Params, Params, Array], Params] = add,
+    skip_nonfinite: bool = False,
 ) -> Step:
     """Apply one optimizer step; metrics are those of `g` and "grad_norm", the norm before clipping.
 
     The extras named in `reads` are passed to `g` right after the batch, neither differentiated nor changed. `apply` adds
     the updates. Optimizers that look at other points (sophia) are given the gradient function, as `grad_fn(params)`.
+
+    `skip_nonfinite`: where the loss or the gradient norm is not finite, parameters and optimizer state stay as they are,
+    and so does what the wrappers of `extras` keep; the metric "skipped" is then 1, else 0. The step still counts, so that
+    its data and randomness are not tried again.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
         args = batch, *(extra(state, name) for name in reads), *fixed
         grad, metrics = g(state.params, *args)
+        metrics = metrics | {"grad_norm": optax.tree.norm(grad)}
         at = lambda params: g(params, *args)[0]
-        updates, opt_state = optimizer.update(grad, state.opt_state, state.params, grad_fn=at)
-        params = apply(state.params, updates, state.step)
-        new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-        return new, metrics | {"grad_norm": optax.tree.norm(grad)}
+
+        def move(params: Params, opt_state: Any) -> tuple[Params, Any]:
+            updates, opt_state = optimizer.update(grad, opt_state, params, grad_fn=at)
+            return apply(params, updates, state.step), opt_state
+
+        kept = state.params, state.opt_state
+        if skip_nonfinite:
+            fine = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            metrics["skipped"] = 1.0 - fine
+            # Not a choice between old and new arrays afterwards: XLA would copy the old ones.
+            params, opt_state = jax.lax.cond(fine, move, lambda *kept: kept, *kept)
+        else:
+            params, opt_state = move(*kept)
+        return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return step
+
+
+def unless_skipped(metrics: Metrics, new: Any, old: Any) -> Any:
+    """Choose the old tree where `update` has skipped the step."""
+    return jax.tree.map(lambda a, b: jnp.where(metrics["skipped"] > 0, b, a), new, old) if "skipped" in metrics else new
 
 
 def extra(state: TrainState, name: str) -> Any:
@@ -211,18 +234,3 @@ def extra(state: TrainState, name: str) -> Any:
             f"the state's extras are {sorted(state.extra)}; add it: init_state(params, optimizer, {name}=...)"
         )
     return state.extra[name]
-
-
-def skip_nonfinite(step: Step) -> Step:
-    """Keep parameters and optimizer state where the loss or the gradient norm is not finite; "skipped" is then 1.
-
-    The step still counts, so that its data and randomness are not tried again.
-    """
-
-    def guarded(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        new, metrics = step(state, batch, *fixed)
-        fine = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        kept = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, dataclasses.replace(state, step=new.step))
-        return kept, metrics | {"skipped": 1.0 - fine}
-
-    return guarded

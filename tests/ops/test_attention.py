@@ -213,7 +213,9 @@ def test_the_choice_is_explained_and_a_named_one_works_or_raises():
     batch = Packed(segments, segments)
     with pytest.raises(ValueError, match="impl='flash' cannot serve this call: an additive bias"):
         ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), bias=bias, impl="flash")
-    with pytest.raises(ValueError, match="impl='fast' is unknown; use None or one of ring, gathered, short, flash, dense"):
+    with pytest.raises(
+        ValueError, match="impl='fast' is unknown; use None or one of ring, gathered, short, flash, dense"
+    ):
         choose(ops.attention.PACKED, "fast")
     _, paged = ops.paged([(0, 0, [1])], np.zeros((1, 1), int))
     with pytest.raises(ValueError, match="needs state"):

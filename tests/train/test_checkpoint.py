@@ -96,12 +96,15 @@ def test_interrupted_saves_and_deletions_are_cleaned_away(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("size", [40_000, 100])  # the arrays do not fit; the notes do not either
-def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path, full_disk, caplog, size):
+def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path, full_disk, caplog, size, background):
     saver = saved(tmp_path, (1, None))
+    saver.background = background
     full_disk(size)
-    assert saver.save(2, STATE, notes(2, text="x" * 200)) is None
-    assert isinstance(saver.wait(), OSError | ValueError)
+    failure = saver.save(2, STATE, notes(2, text="x" * 200))
+    assert (failure is None) == background
+    assert isinstance(failure or saver.wait(), OSError | ValueError)
     full_disk(10_000_000)
     assert "checkpoint of step 2 was not saved" in caplog.text and "the last good one is of step 1" in caplog.text
     assert [p.name for p in tmp_path.iterdir()] == ["1"]

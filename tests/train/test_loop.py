@@ -54,7 +54,7 @@ def init():
 @pytest.fixture(scope="module")
 def step():
     g = train.normalize(train.accumulate(train.grads(LOSS), 2))
-    composed = train.skip_nonfinite(train.ema(train.update(g, OPTIMIZER), 0.9))
+    composed = train.ema(train.update(g, OPTIMIZER, skip_nonfinite=True), 0.9)
     return jax.jit(metrics.reporting(composed, learning_rate=RATE), donate_argnums=0)
 
 
@@ -272,7 +272,7 @@ def test_another_mesh_goes_on_within_rounding(step, start, tmp_path, whole):
     mesh = params.make_mesh({"fsdp": 2}, jax.devices()[:2])
     at = parallel.state_shardings(jax.eval_shape(init), params.shardings(SPEC, mesh))
     g = parallel.reduce_once(train.accumulate(train.grads(LOSS), 2))
-    composed = train.skip_nonfinite(train.ema(train.update(train.normalize(g), OPTIMIZER), 0.9))
+    composed = train.ema(train.update(train.normalize(g), OPTIMIZER, skip_nonfinite=True), 0.9)
     meshed = jax.jit(metrics.reporting(composed, learning_rate=RATE), donate_argnums=0, out_shardings=(at, None))
     with jax.set_mesh(mesh):
         state = fit(

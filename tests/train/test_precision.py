@@ -68,7 +68,7 @@ def test_scale_follows_gradscaler() -> None:
     loss = lambda p, b: ((p * b).sum(), {"weight": 1.0})
     optimizer = optax.sgd(0.1)
     g = train.normalize(train.grads(train.scaled(loss)))
-    step = jax.jit(train.rescale(train.update(g, optimizer, reads=("loss_scale",)), every=3))
+    step = jax.jit(train.rescale(train.update(g, optimizer, reads=("loss_scale",), skip_nonfinite=True), every=3))
     state = train.init_state(jnp.ones(2), optimizer, loss_scale=train.loss_scale(8.0))
 
     weight = torch.nn.Parameter(torch.ones(2))
@@ -91,10 +91,13 @@ def test_scale_follows_gradscaler() -> None:
 def test_scale_stays_finite() -> None:
     optimizer = optax.sgd(0.1)
     loss = lambda p, b: (p * 0.0 * b, {"weight": 1.0})
-    step = train.rescale(train.update(train.grads(train.scaled(loss)), optimizer, reads=("loss_scale",)), every=1)
+    g = train.grads(train.scaled(loss))
+    step = train.rescale(train.update(g, optimizer, reads=("loss_scale",), skip_nonfinite=True), every=1)
     state = train.init_state(jnp.float32(1), optimizer, loss_scale=train.loss_scale(2.0**127))
     state, _ = step(state, 1.0)
     assert state.extra["loss_scale"]["scale"] == 2.0**127
+    with pytest.raises(ValueError, match=r"build it by update\(..., skip_nonfinite=True\)"):
+        train.rescale(train.update(g, optimizer, reads=("loss_scale",)))(state, 1.0)
 
 
 def small(p, b):

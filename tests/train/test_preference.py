@@ -444,7 +444,7 @@ def test_track_rewards() -> None:
     """BCO's delta is the mean of all rewards so far, of rows with tokens to learn; a step that is not finite leaves it."""
     optimizer, total, rows = optax.sgd(0.1), 0.0, 0
     g = train.normalize(train.gradcache(likelihoods(tiny, None), unpaired.bco_objective(beta=0.3), 2))
-    step = jax.jit(train.skip_nonfinite(unpaired.track_rewards(train.update(g, optimizer, reads=("bco",)))))
+    step = jax.jit(unpaired.track_rewards(train.update(g, optimizer, reads=("bco",), skip_nonfinite=True)))
     state = train.init_state(tiny_params(0), optimizer, bco={"mean": 0.0, "count": 0.0})
     for seed in range(4):
         batch = ragged(seed, B) | {"label": jnp.arange(B) % 2 > 0}

@@ -38,9 +38,9 @@ def ragged(lengths, seed: int = 0):
     return {"tokens": tokens, "packed": ops.packed(tokens, jnp.asarray(lengths)), "mask": mask}
 
 
-def composed(n: int, optimizer, loss=None):
+def composed(n: int, optimizer, loss=None, **options):
     loss = losses.sft(tiny, None, chunk=5) if loss is None else loss
-    return train.update(train.normalize(train.accumulate(train.grads(loss), n)), optimizer)
+    return train.update(train.normalize(train.accumulate(train.grads(loss), n)), optimizer, **options)
 
 
 @functools.cache
@@ -49,9 +49,9 @@ def sgd(n: int):
     return jax.jit(composed(n, optax.sgd(1.0)))
 
 
-def run(step, params, optimizer, batches):
+def run(step, params, optimizer, batches, **extra):
     """Take one step per batch; returns the last state and all metrics."""
-    step, state, all_metrics = jax.jit(step), train.init_state(params, optimizer), []
+    step, state, all_metrics = jax.jit(step), train.init_state(params, optimizer, **extra), []
     for batch in batches:
         state, metrics = step(state, batch)
         all_metrics.append(jax.tree.map(np.asarray, metrics))
@@ -245,7 +245,7 @@ def test_extras_are_read_and_kept() -> None:
 
 @pytest.mark.slow
 def test_skip_nonfinite() -> None:
-    """A step with an infinite loss, or with a NaN gradient, leaves no trace but the step count."""
+    """A step with an infinite loss, or with a NaN gradient, leaves no trace but the step count, not in extras either."""
     optimizer, params = train.adamw(0.1), tiny_params()
     sft = losses.sft(tiny, None)
 
@@ -256,14 +256,33 @@ def test_skip_nonfinite() -> None:
     def batch(seed, offset, factor):
         return ragged([12, 12], seed) | {"offset": jnp.full(2, offset), "factor": jnp.full(2, factor)}
 
-    step = composed(1, optimizer, loss)
+    def step(skip):
+        moved = train.ema(composed(1, optimizer, loss, skip_nonfinite=skip), 0.9)
+        return train.sync_reference(moved, 0.5, every=2)
+
+    extra = {"ema": params, "reference": params}
     good = [batch(0, 0.0, 1.0), batch(3, 0.0, 1.0)]
     bad = [batch(1, np.inf, 1.0), batch(2, 0.0, 0.0)]
-    got, metrics = run(train.skip_nonfinite(step), params, optimizer, [good[0], *bad, good[1]])
-    want, _ = run(step, params, optimizer, good)
-    close((got.params, got.opt_state), (want.params, want.opt_state), 1e-6)
+    got, metrics = run(step(True), params, optimizer, [good[0], *bad, good[1]], **extra)
+    want, others = run(step(False), params, optimizer, good, **extra)
+    close((got.params, got.opt_state, got.extra), (want.params, want.opt_state, want.extra), 1e-6)
+    assert "skipped" not in others[0]
     assert [m["skipped"] for m in metrics] == [0, 1, 1, 0] and got.step == 4
     assert np.isfinite([metrics[1]["grad_norm"], metrics[2]["loss"]]).all()
+
+
+def test_skipping_copies_no_state() -> None:
+    """The donated moments are changed in place, as without it: no more temporary memory than a matrix."""
+    optimizer, params = train.adamw(0.1), {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    g = train.grads(lambda p, b: ((p["w"] @ b).sum(), {"weight": 1.0}))
+
+    def temporary(skip: bool) -> int:
+        state = jax.eval_shape(lambda p: train.init_state(p, optimizer), params)
+        step = jax.jit(train.update(g, optimizer, skip_nonfinite=skip), donate_argnums=0)
+        compiled = step.lower(state, jax.ShapeDtypeStruct((512, 8), jnp.float32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(True) <= temporary(False) + 512 * 512 * 4
 
 
 # ---- what a step keeps ---------------------------------------------------------------------------------------------
@@ -311,8 +330,8 @@ def test_carry() -> None:
         return {"count": count, "mean": old["mean"] + 2 / count * (metrics["mean"] - old["mean"])}
 
     optimizer = optax.sgd(0.1)
-    step = train.update(train.normalize(train.grads(loss)), optimizer, reads=("seen",))
-    step = jax.jit(train.skip_nonfinite(train.carry(step, "seen", fold)))
+    step = train.update(train.normalize(train.grads(loss)), optimizer, reads=("seen",), skip_nonfinite=True)
+    step = jax.jit(train.carry(step, "seen", fold))
     state = train.init_state(jnp.ones(()), optimizer, seen={"mean": 0.0, "count": 0})
     batches, seen = [[1.0, 2.0], [jnp.inf, 1.0], [4.0, 5.0], [1.0, 1.0]], []
     for batch in batches:

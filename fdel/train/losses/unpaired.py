@@ -129,8 +129,5 @@ def bco_objective(*, beta: float = 0.1) -> Objective:
 
 
 def track_rewards(step: Callable) -> Callable:
-    """Keep BCO's running mean in the state's extra "bco", {"mean": 0.0, "count": 0.0} at first.
-
-    Belongs inside `skip_nonfinite`.
-    """
+    """Keep BCO's running mean in the state's extra "bco", {"mean": 0.0, "count": 0.0} at first."""
     return carry(step, "bco", lambda running, m: running_mean(running, m["rewards/mean"], m["weight"]))
