@@ -272,17 +272,13 @@ def test_skip_nonfinite() -> None:
 
 
 def test_skipping_copies_no_state() -> None:
-    """The donated moments are changed in place, as without it: no more temporary memory than a matrix."""
+    """The donated parameters and moments are changed in place: beside the gradient, next to nothing is held."""
     optimizer, params = train.adamw(0.1), {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
     g = train.grads(lambda p, b: ((p["w"] @ b).sum(), {"weight": 1.0}))
-
-    def temporary(skip: bool) -> int:
-        state = jax.eval_shape(lambda p: train.init_state(p, optimizer), params)
-        step = jax.jit(train.update(g, optimizer, skip_nonfinite=skip), donate_argnums=0)
-        compiled = step.lower(state, jax.ShapeDtypeStruct((512, 8), jnp.float32)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporary(True) <= temporary(False) + 512 * 512 * 4
+    state = jax.eval_shape(lambda p: train.init_state(p, optimizer), params)
+    step = jax.jit(train.update(g, optimizer, skip_nonfinite=True), donate_argnums=0)
+    compiled = step.lower(state, jax.ShapeDtypeStruct((512, 8), jnp.float32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 512**2
 
 
 # ---- what a step keeps ---------------------------------------------------------------------------------------------
