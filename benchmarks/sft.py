@@ -8,7 +8,8 @@ checkpoint and one file of full rows (tokens of Python's standard library, each 
 their losses agree. fdel runs a run file, TRL its trainer; each is a process of its own. In the middle of the run and at its
 end a checkpoint is written, with the optimizer's state. Without `--trl-python` (with trl 1.16) fdel runs alone.
 
-"lost to saving" is how much longer the steps after the checkpoint in the middle took than as many median steps before it.
+Speeds are of the median step after the first. "lost to saving" is how much longer these steps took than as many median
+ones: what the checkpoint in the middle cost, on a machine that does nothing else.
 """
 
 import argparse
@@ -109,12 +110,6 @@ def trl(folder: Path, steps: int) -> None:
     result(losses, [b - a for a, b in zip(ends, ends[1:], strict=False)])
 
 
-def lost(seconds: list[float], steps: int) -> float:
-    """Compare the steps after the checkpoint in the middle with the median of those before it."""
-    before, after = seconds[: steps // 2 - 1], seconds[steps // 2 - 1 :]
-    return sum(after) - len(after) * statistics.median(before)
-
-
 def table(header: tuple, rows: list[tuple]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
@@ -148,8 +143,8 @@ def main() -> None:
         print("TRL is left out: give --trl-python a Python that has it")
     rows = []
     for name, r in found.items():
-        step = statistics.median(r["seconds"][: args.steps // 2 - 1])
-        late = lost(r["seconds"], args.steps)
+        step = statistics.median(r["seconds"])
+        late = sum(r["seconds"]) - len(r["seconds"]) * step
         cells = f"{ROWS * LENGTH / step:,.0f}", f"{step:.2f}", f"{r['cpu']:.0f}", f"{r['memory']:,.0f}", f"{late:.2f}"
         rows.append(({"fdel": "fdel", "trl": "TRL"}[name], *cells))
     header = ("", "tokens/s", "s a step", "CPU s in all", "peak memory MiB", "s lost to saving")

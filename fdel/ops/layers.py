@@ -99,8 +99,8 @@ def layers(
     state = watch_hidden(state, x, 0)
     if isinstance(tree, list):
         if state is not None and isinstance(x, jax.core.Tracer):
-            # Trace and lower each kind of layer once: a server starts in half the time. Only in a trace, since each call
-            # here makes new functions, and with state, which who computes eagerly has not.
+            # Trace and lower each kind of layer once: a server starts in half the time. Not outside a trace, where each
+            # call would compile new functions; and only with state, since a loss may be differentiated eagerly.
             blocks = {k: jax.jit(f) for k, f in blocks.items()}
         for i, p in enumerate(tree):
             x, state = blocks[kind(i)](x, state, p, i)

@@ -50,8 +50,12 @@ def short_attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
-def _seen(m: Mask, segments: Array) -> Bool[Array, "B 1 1 T S"]:
-    """Who sees whom: outside of the loop over rows, since inside XLA computes it again for every head and use."""
+def _seen(m: Mask, segments: Array, q: Array) -> Bool[Array, "B 1 1 T S"]:
+    """Who sees whom: outside of the loop over rows, since inside XLA computes it again for every head and use.
+
+    It depends on q in form: else JAX computes it before the loop over layers, and there one for each head.
+    """
+    segments, _ = jax.lax.optimization_barrier((segments, q))
     i = jnp.arange(segments.shape[1])
     return visible(m, i, i, segments, segments)[:, None, None]
 
@@ -117,7 +121,7 @@ def _backward(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _short(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array, sinks: Any, alibi: Any) -> tuple:
     one = lambda q, k, v, seen: _forward(m, block, q, k, v, seen, sinks, alibi)
-    return each_row(one, q, k, v, _seen(m, segments), loop=q.shape[3] > block)
+    return each_row(one, q, k, v, _seen(m, segments, q), loop=q.shape[3] > block)
 
 
 def _short_fwd(m: Mask, block: int, *args: Any) -> tuple:
@@ -128,7 +132,7 @@ def _short_fwd(m: Mask, block: int, *args: Any) -> tuple:
 def _short_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, sinks, alibi, out, lse = saved
     one = partial(_backward, m, block, alibi=alibi)
-    arrays = q, k, v, _seen(m, segments), out, lse, *cotangents
+    arrays = q, k, v, _seen(m, segments, q), out, lse, *cotangents
     dq, dk, dv, delta = each_row(one, *arrays, loop=q.shape[3] > block)
     dsinks = None
     if sinks is not None:
