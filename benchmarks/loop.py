@@ -96,11 +96,17 @@ def last_step(directory: Path) -> int:
     return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 
-def kill(directory: Path, seconds: float, steps: int = STEPS) -> tuple[int, str]:
-    """Start a run, kill it after some seconds of training, and say how far it was and what it left."""
+def begun(directory: Path, steps: int = STEPS) -> subprocess.Popen:
+    """Start a run and wait for its first logged steps."""
     process = start(directory, steps)
     while not last_step(directory) and process.poll() is None:
         time.sleep(0.01)
+    return process
+
+
+def kill(directory: Path, seconds: float, steps: int = STEPS) -> tuple[int, str]:
+    """Start a run, kill it after some seconds of training, and say how far it was and what it left."""
+    process = begun(directory, steps)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -111,12 +117,10 @@ def kill(directory: Path, seconds: float, steps: int = STEPS) -> tuple[int, str]
 def kills(count: int) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "whole"
-        finish(Path(scratch) / "warm")  # compiles
-        want = finish(whole)[:2]
-        begin, end = (
-            f.stat().st_mtime for f in (whole / "checkpoints" / "30" / "digests.0.json", whole / "metrics.jsonl")
-        )
-        seconds = max(0.5, (end - begin) * STEPS / (STEPS - 30))
+        want = finish(whole)[:2]  # compiles
+        process, begin = begun(Path(scratch) / "timed"), time.perf_counter()
+        process.communicate()
+        seconds = time.perf_counter() - begin
         random.seed(0)
         lines = []
         for i in range(count):
@@ -171,8 +175,8 @@ def saving(steps: int = 5, saves: int = 5) -> str:
     cpu, wall = ({name: np.median([t[i] for t in ts[1:]]) for name, ts in times.items()} for i in (0, 1))
     ratio = wall["a save"] / wall["a step"]
     text = (
-        f"{size:.0f} MiB of state, steps of {demo.ROWS * demo.LENGTH} tokens. On CPU the loop waits for a save, as long as for "
-        f"{ratio:.2f} steps: one save in {50 * ratio:.0f} steps costs 2 %."
+        f"{size:.0f} MiB of state, steps of {demo.ROWS * demo.LENGTH} tokens. On CPU the loop waits for a save, as long as "
+        f"for {ratio:.2f} steps: one save in {50 * ratio:.0f} steps costs 2 %."
     )
     rows = [(name, f"{cpu[name]:.3f}", f"{wall[name]:.3f}") for name in times]
     return text + "\n\n" + table(("median of", "processor s", "wall s"), rows)

@@ -458,9 +458,7 @@ def test_a_run_that_is_killed_is_bitwise_the_whole_one(runs, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_is_terminated_saves_and_exits(runs, tmp_path):
-    process = runs.start(tmp_path / "run", 100_000)
-    while not runs.last_step(tmp_path / "run") and process.poll() is None:
-        time.sleep(0.01)
+    process = runs.begun(tmp_path / "run", 100_000)
     process.terminate()
     _, err = process.communicate(timeout=120)
     assert (
