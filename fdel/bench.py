@@ -49,7 +49,8 @@ def train_step(model: models.Model, rows: int = 4, length: int = 512) -> float:
     """
     optimizer = train.adamw(1e-4, weight_decay=0.1)
     loss = train.losses.sft(model.family, model.cfg, remat="dots_saveable", chunk=256)
-    step = jax.jit(train.update(train.normalize(train.grads(loss)), optimizer), donate_argnums=0)
+    step = train.update(train.normalize(train.grads(loss)), optimizer)
+    step = jax.jit(step, donate_argnums=0, compiler_options=train.compiler_options())
     state = jax.jit(lambda p: train.init_state(p, optimizer), donate_argnums=0)(model.params)
     batch = {"tokens": jnp.asarray(prompts(model, rows, length))}
 

@@ -60,7 +60,8 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, out: Path, s
     optimizer = train.adamw(rate, b2=0.98, weight_decay=0.1, mask=train.decay_mask(spec))
     loss = train.losses.sft(llama, cfg)
     step = train.update(train.normalize(train.accumulate(train.grads(loss), 1)), optimizer)
-    step = jax.jit(metrics.reporting(step, learning_rate=rate), donate_argnums=0)
+    step = metrics.reporting(step, learning_rate=rate)
+    step = jax.jit(step, donate_argnums=0, compiler_options=train.compiler_options())
     start = jax.jit(lambda key: train.init_state(params.init(spec, key), optimizer))
     begin = time.perf_counter()
     late = lambda event: time.perf_counter() - begin > seconds

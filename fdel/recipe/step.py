@@ -65,7 +65,7 @@ def build_step(recipe: Recipe, model: models.Model, steps: int, mesh: jax.shardi
     step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, **apply)
     step = _around(recipe, step, rate)
     return Training(
-        step=jax.jit(step, donate_argnums=0, out_shardings=(at, None)),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options()),
         state=jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference),
         fixed=fixed,
         loss=found.loss,

@@ -25,6 +25,7 @@ from fdel.train.schedules import SCHEDULES, constant, cosine, inverse_sqrt, line
 from fdel.train.steps import (
     TrainState,
     accumulate,
+    compiler_options,
     gradcache,
     grads,
     init_state,
@@ -45,6 +46,7 @@ __all__ = [
     "add_stochastic",
     "averaged",
     "carry",
+    "compiler_options",
     "compute",
     "constant",
     "cosine",

@@ -4,7 +4,7 @@
     g = accumulate(g, 4)               # the same sums, a quarter of the batch at a time
     g = normalize(g)                   # one division, by the whole batch's weight
     step = update(g, optimizer)        # (TrainState, batch) -> (TrainState, metrics)
-    step = jax.jit(step, donate_argnums=0)
+    step = jax.jit(step, donate_argnums=0)     # on CPU, compiler_options=compiler_options() makes it faster
 
 A gradient function `g` maps (params, batch) to (gradients, sums). Whatever follows the batch is passed on to the loss,
 neither differentiated nor split nor donated: frozen weights, a reference model. To train a part of the tree, make it
@@ -37,6 +37,11 @@ Metrics = dict[str, Array]
 Loss = Callable[..., tuple[Array, Sums]]
 GradFn = Callable[..., tuple[Params, Sums]]
 Step = Callable[..., tuple["TrainState", Metrics]]
+
+
+def compiler_options() -> dict[str, Any]:
+    """Give options for the `jax.jit` of a step: on CPU vectors of 512 bits, where the processor has them; XLA takes 256."""
+    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
 
 
 @jax.tree_util.register_dataclass

@@ -271,6 +271,15 @@ def test_skip_nonfinite() -> None:
     assert np.isfinite([metrics[1]["grad_norm"], metrics[2]["loss"]]).all()
 
 
+def test_compiler_options_are_known_and_change_no_step() -> None:
+    """They are what this platform's compiler accepts; a step with them: 1e-6 of the largest value."""
+    optimizer = train.adamw(0.1)
+    state, batch = train.init_state(tiny_params(), optimizer), ragged([12, 9])
+    got, _ = jax.jit(composed(1, optimizer), compiler_options=train.compiler_options())(state, batch)
+    close(got.params, jax.jit(composed(1, optimizer))(state, batch)[0].params, 1e-6)
+    assert train.compiler_options() == {"xla_cpu_prefer_vector_width": 512}
+
+
 def test_skipping_copies_no_state() -> None:
     """The donated parameters and moments are changed in place: beside the gradient, next to nothing is held."""
     optimizer, params = train.adamw(0.1), {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
