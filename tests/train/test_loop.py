@@ -20,7 +20,7 @@ import pytest
 
 from fdel import ops, params, train
 from fdel.models import llama
-from fdel.train import metrics, parallel
+from fdel.train import checkpoint, metrics, parallel
 from fdel.train.evaluation import evaluator
 from fdel.train.loop import Event, Loop, fit
 
@@ -97,6 +97,18 @@ def whole(step, start, tmp_path_factory):
     """A run that nothing interrupts: its directory and its last state."""
     directory = tmp_path_factory.mktemp("whole")
     return directory, fit(step, start, data(), loop(directory))
+
+
+@pytest.fixture(params=["waits", "background"])
+def saving(request, monkeypatch):
+    """A loop that waits for checkpoints, as on CPU, or that trains on meanwhile, as elsewhere."""
+    made = checkpoint.Saver.__init__
+
+    def init(self, *args, **kept):
+        made(self, *args, **kept)
+        self.background = request.param == "background"
+
+    monkeypatch.setattr(checkpoint.Saver, "__init__", init)
 
 
 # ---- what is logged ------------------------------------------------------------------------------------------------
@@ -228,6 +240,7 @@ def test_mfu_is_the_share_of_all_devices_peak(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("saving")
 def test_a_run_that_crashes_goes_on_bit_by_bit(step, start, tmp_path, whole):
     """It crashes twice, the second time before it comes to a new checkpoint."""
     for at in (7, 6):
@@ -309,6 +322,7 @@ def test_what_differs_from_the_saved_run_is_said(step, start, tmp_path, caplog):
     assert notes["progress"]["step"] == 5
 
 
+@pytest.mark.usefixtures("saving")
 def test_a_save_that_fails_is_survived(step, start, tmp_path, full_disk, caplog, whole):
     size = {4: 3000, 9: 10_000_000}  # the disk is full from before the first save until after the second has begun
     limit = lambda event: full_disk(size[event.step]) if event.step in size else None
