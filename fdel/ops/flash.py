@@ -3,7 +3,6 @@
 Plain XLA, and the reference for every attention kernel. `dense.dense_attention` states the formula.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.shard import context
+from fdel.ops.cpu import each_row, over_queries, row_dots
 
 NEG = -1e30  # finite, so that rows without a visible key stay free of NaN
 
@@ -156,23 +155,6 @@ def named(forward: tuple[Array, Array]) -> tuple[Array, Array]:
     return checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_output")
 
 
-def each_row(f: Callable, *arrays: Array, loop: bool) -> Any:
-    """Compute f(*arrays) for arrays [B ...], on CPU with a `loop` over the rows: what a row needs stays in cache.
-
-    Not where a mesh divides the rows: a loop over them would gather them first.
-    """
-    if not loop or jax.default_backend() != "cpu" or len(arrays[0]) == 1 or context("dp", "fsdp", "ep", "tp", "sp"):
-        return f(*arrays)
-    row = lambda xs: jax.tree.map(lambda x: x[0], f(*(x[None] for x in xs)))
-    return jax.lax.map(row, arrays)
-
-
-def row_dots(x: Array, y: Array) -> Array:
-    """Sum x y over the last axis, in float32, which stays. As a product: XLA:CPU sums over short axes at a crawl."""
-    wide = x.astype(jnp.float32) * y.astype(jnp.float32)
-    return jnp.einsum("...h,hx->...x", wide, jnp.ones((wide.shape[-1], 1)), precision=jax.lax.Precision.HIGHEST)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
     def one(qs: Array, ks: Array, q: Array, k: Array, v: Array) -> tuple:
@@ -218,11 +200,10 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
             dq, dk, dv = carry
             p, ds = pair(i, j)
             new = _cut(dq, i, block, 3) + jnp.einsum("bkgqs,bksh->bkgqh", ds, _cut(k, j, block, 2), **f32)
-            dk += jnp.einsum("bkgqh,bkgqs->bkhs", _cut(q, i, block, 3), ds, **f32)
-            dv += jnp.einsum("bkgqh,bkgqs->bkhs", _cut(dout, i, block, 3), p, **f32)
+            dk += over_queries(_cut(q, i, block, 3), ds)
+            dv += over_queries(_cut(dout, i, block, 3), p)
             return jax.lax.dynamic_update_slice_in_dim(dq, new, i * block, 3), dk, dv
 
-        # The smaller matrix is left, since XLA:CPU turns that one round with all that it is computed from.
         zeros = [jnp.zeros((*x.shape[:2], x.shape[3], block)) for x in (k, v)]
         bounds = _query_range(m, where.k_start + j * block, block, where.q_start, n)
         dq, dk, dv = _loop(bounds, step, (dq, *zeros), n)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from fdel.ops.flash import NEG, Mask, each_row, named, row_dots, scores, visible
+from fdel.ops.cpu import each_row, over_queries, row_dots
+from fdel.ops.flash import NEG, Mask, named, scores, visible
 
 LONGEST = 1024  # tokens of a row
 
@@ -92,11 +93,9 @@ def _forward(m: Mask, block: int, q: Array, k: Array, v: Array, seen: Array, sin
     return tuple(jnp.concatenate(parts, 3) for parts in zip(*each, strict=True))
 
 
-def _backward(
-    m: Mask, block: int, q: Array, k: Array, v: Array, seen: Array, out: Array, lse: Array, dout: Array,
-    dlse: Array, *, alibi: Any,
-) -> tuple:  # fmt: skip
+def _backward(m: Mask, block: int, alibi: Any, *arrays: Array) -> tuple:
     """Return (dq, dk, dv, delta), the last one as in `flash.flash_backward`."""
+    q, k, v, seen, out, lse, dout, dlse = arrays
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     delta = row_dots(dout, out) - dlse
     lse = jnp.where(lse == NEG, 0, lse)
@@ -111,9 +110,8 @@ def _backward(
         dp = einsum("bkgqh,bksh->bkgqs", dout[:, :, :, qs], v[:, :, ks])
         ds = (p * (dp - delta[:, :, :, qs]) * slope * m.scale).astype(q.dtype)
         dq.append(einsum("bkgqs,bksh->bkgqh", ds, k[:, :, ks]))
-        # The smaller matrix is left, since XLA:CPU turns that one round with all that it is computed from.
-        dk = dk.at[..., ks].add(einsum("bkgqh,bkgqs->bkhs", q[:, :, :, qs], ds))
-        dv = dv.at[..., ks].add(einsum("bkgqh,bkgqs->bkhs", dout[:, :, :, qs], p.astype(q.dtype)))
+        dk = dk.at[..., ks].add(over_queries(q[:, :, :, qs], ds))
+        dv = dv.at[..., ks].add(over_queries(dout[:, :, :, qs], p.astype(q.dtype)))
     cast = lambda dx, x: dx.swapaxes(2, 3).astype(x.dtype)
     return jnp.concatenate(dq, 3).astype(q.dtype), cast(dk, k), cast(dv, v), delta
 
@@ -131,9 +129,8 @@ def _short_fwd(m: Mask, block: int, *args: Any) -> tuple:
 
 def _short_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, sinks, alibi, out, lse = saved
-    one = partial(_backward, m, block, alibi=alibi)
     arrays = q, k, v, _seen(m, segments, q), out, lse, *cotangents
-    dq, dk, dv, delta = each_row(one, *arrays, loop=q.shape[3] > block)
+    dq, dk, dv, delta = each_row(partial(_backward, m, block, alibi), *arrays, loop=q.shape[3] > block)
     dsinks = None
     if sinks is not None:
         dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)

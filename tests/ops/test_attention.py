@@ -105,6 +105,23 @@ def test_blocks_do_not_change_values_or_gradients(variant, block, attention):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@BLOCKED
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("block", [16, 64])
+def test_half_precision_has_the_gradients_of_float32(attention, dtype, block):
+    """XLA:CPU multiplies half precision in some forms alone: 2e-2 of the largest value."""
+    mask, qkv, segments, *_ = case("causal", t=64)
+
+    def gradients(dtype):
+        args = [f32(x).astype(dtype) for x in qkv]
+        loss = lambda *a: (attention(*a, jnp.asarray(segments), mask=mask, block=block).astype(jnp.float32) ** 2).sum()
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+
+    for got, want in zip(gradients(dtype), gradients(jnp.float32), strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2e-2 * np.abs(want).max())
+
+
 @pytest.mark.slow
 def test_log_sum_exp_and_its_gradient():
     mask, qkv, segments, *_ = case("window")
