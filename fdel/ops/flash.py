@@ -168,6 +168,28 @@ def _flash_fwd(m: Mask, block: int, q: Array, k: Array, v: Array, where: Where, 
     return (out, lse), (q, k, v, where, sinks, alibi, out, lse)
 
 
+def score_gradients(
+    m: Mask, of_queries: tuple, k: Array, v: Array, seen: Array, alibi: Any, qi: Array, ki: Array
+) -> tuple[Array, Array]:
+    """Compute probabilities and score gradients, both [B K G q s], from (q, dout, lse, delta) of some queries."""
+    q, dout, lse, delta = of_queries
+    s = scores(m, q, k, None, qi, ki)
+    slope = 1.0 if m.softcap is None else 1 - jnp.square(s / m.softcap)
+    if alibi is not None:
+        s = s + alibi[:, :, None, None] * (ki - qi[:, None])
+    p = jnp.where(seen, jnp.exp(s - lse), 0)
+    dp = jnp.einsum("bkgqh,bksh->bkgqs", dout, v, preferred_element_type=jnp.float32)
+    ds = p * (dp - delta) * slope * m.scale
+    return p.astype(q.dtype), ds.astype(q.dtype)
+
+
+def sink_gradients(sinks: Any, lse: Array, delta: Array) -> Any:
+    """Pull back to the sinks [K G], if there are any."""
+    if sinks is None:
+        return None
+    return -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
+
+
 def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     """Pull back; `saved` is (the arguments of `flash_forward`, out, lse). Of more keys than these, if lse is theirs."""
     q, k, v, where, sinks, alibi, out, lse = saved
@@ -178,18 +200,10 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
     def pair(i: Any, j: Any) -> tuple:
         """Probabilities and score gradients of query block i against key block j, both [B K G q s]."""
         qi, ki = where.q_index(i, block), where.k_index(j, block)
-        s = scores(m, _cut(q, i, block, 3), _cut(k, j, block, 2), None, qi, ki)
-        slope = 1.0 if m.softcap is None else 1 - jnp.square(s / m.softcap)
-        if alibi is not None:
-            s = s + alibi[:, :, None, None] * (ki - qi[:, None])
         qs, ks = _cut(where.q_segments, i, block, 1), _cut(where.k_segments, j, block, 1)
         seen = visible(m, qi, ki, qs, ks)[:, None, None]
-        p = jnp.where(seen, jnp.exp(s - _cut(lse, i, block, 3)), 0)
-        dp = jnp.einsum(
-            "bkgqh,bksh->bkgqs", _cut(dout, i, block, 3), _cut(v, j, block, 2), preferred_element_type=jnp.float32
-        )
-        ds = p * (dp - _cut(delta, i, block, 3)) * slope * m.scale
-        return p.astype(q.dtype), ds.astype(q.dtype)
+        of_queries = (_cut(x, i, block, 3) for x in (q, dout, lse, delta))
+        return score_gradients(m, tuple(of_queries), _cut(k, j, block, 2), _cut(v, j, block, 2), seen, alibi, qi, ki)
 
     f32 = {"preferred_element_type": jnp.float32}
 
@@ -211,9 +225,7 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
 
     summed: tuple = jax.lax.scan(keys, jnp.zeros(q.shape), jnp.arange(k.shape[2] // block))
     dq, (dk, dv) = summed
-    dsinks = None
-    if sinks is not None:
-        dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
+    dsinks = sink_gradients(sinks, lse, delta)
     dalibi = None if alibi is None else jnp.zeros_like(alibi)
     return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), _nothing(where), dsinks, dalibi
 

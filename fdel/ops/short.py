@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel.ops.cpu import each_row, over_queries, row_dots
-from fdel.ops.flash import NEG, Mask, named, scores, visible
+from fdel.ops.flash import NEG, Mask, named, score_gradients, scores, sink_gradients, unblocked, visible
 
 LONGEST = 1024  # tokens of a row
 
@@ -43,12 +43,12 @@ def short_attention(
 
     Holds a boolean [B T T] and, of one row at a time where no mesh divides them, the scores of `block` queries.
     """
-    (b, t, n, _), kv_heads = q.shape, k.shape[2]
+    (b, t, *_), kv_heads = q.shape, k.shape[2]
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     q = q.reshape(b, t, kv_heads, -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     out, _ = _short(mask, block, q, k, v, segments, group(sinks), group(alibi))
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
+    return unblocked(out, t)
 
 
 def _seen(m: Mask, segments: Array, q: Array) -> Bool[Array, "B 1 1 T S"]:
@@ -96,22 +96,14 @@ def _forward(m: Mask, block: int, q: Array, k: Array, v: Array, seen: Array, sin
 def _backward(m: Mask, block: int, alibi: Any, *arrays: Array) -> tuple:
     """Return (dq, dk, dv, delta), the last one as in `flash.flash_backward`."""
     q, k, v, seen, out, lse, dout, dlse = arrays
-    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
     delta = row_dots(dout, out) - dlse
-    lse = jnp.where(lse == NEG, 0, lse)
     dq, dk, dv = [], *(jnp.zeros(x.swapaxes(2, 3).shape) for x in (k, v))
     for qs, ks in _blocks(m, block, q.shape[3]):
-        s = scores(m, q[:, :, :, qs], k[:, :, ks], None, *_indices(qs, ks))
-        slope = 1.0 if m.softcap is None else 1 - jnp.square(s / m.softcap)
-        if alibi is not None:
-            qi, ki = _indices(qs, ks)
-            s = s + alibi[:, :, None, None] * (ki - qi[:, None])
-        p = jnp.exp(jnp.where(seen[..., qs, ks], s, NEG) - lse[:, :, :, qs])
-        dp = einsum("bkgqh,bksh->bkgqs", dout[:, :, :, qs], v[:, :, ks])
-        ds = (p * (dp - delta[:, :, :, qs]) * slope * m.scale).astype(q.dtype)
-        dq.append(einsum("bkgqs,bksh->bkgqh", ds, k[:, :, ks]))
+        some = tuple(x[:, :, :, qs] for x in (q, dout, lse, delta))
+        p, ds = score_gradients(m, some, k[:, :, ks], v[:, :, ks], seen[..., qs, ks], alibi, *_indices(qs, ks))
+        dq.append(jnp.einsum("bkgqs,bksh->bkgqh", ds, k[:, :, ks], preferred_element_type=jnp.float32))
         dk = dk.at[..., ks].add(over_queries(q[:, :, :, qs], ds))
-        dv = dv.at[..., ks].add(over_queries(dout[:, :, :, qs], p.astype(q.dtype)))
+        dv = dv.at[..., ks].add(over_queries(dout[:, :, :, qs], p))
     cast = lambda dx, x: dx.swapaxes(2, 3).astype(x.dtype)
     return jnp.concatenate(dq, 3).astype(q.dtype), cast(dk, k), cast(dv, v), delta
 
@@ -131,10 +123,8 @@ def _short_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, sinks, alibi, out, lse = saved
     arrays = q, k, v, _seen(m, segments, q), out, lse, *cotangents
     dq, dk, dv, delta = each_row(partial(_backward, m, block, alibi), *arrays, loop=q.shape[3] > block)
-    dsinks = None
-    if sinks is not None:
-        dsinks = -(jnp.exp(sinks[..., None, None] - lse) * delta).sum((0, 3, 4)).astype(sinks.dtype)
     no_slopes = None if alibi is None else jnp.zeros_like(alibi)
+    dsinks = sink_gradients(sinks, lse, delta)
     return dq, dk, dv, np.zeros(segments.shape, jax.dtypes.float0), dsinks, no_slopes
 
 
