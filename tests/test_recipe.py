@@ -415,7 +415,9 @@ def test_data_settings_follow_their_keys():
     )
     ask = lambda **t: recipe.build_settings(made(trainer=t))
     assert ask(max_training_steps=5).epochs is None and ask(max_training_steps=5, num_train_epochs=2).epochs == 2
-    assert ask(trainer_type="kto").kind == "unpaired" and ask(trainer_type="reward").overlong == "drop"
+    apo = ask(trainer_type="kto", loss_type="apo_zero_unpaired")
+    assert ask(trainer_type="kto").mismatched and not ask(trainer_type="bco").mismatched and not apo.mismatched
+    assert apo.kind == ask(trainer_type="bco").kind == "unpaired" and ask(trainer_type="reward").overlong == "drop"
     assert [ask(completion_only_loss=c).learn for c in (None, True, False)] == ["auto", "completion", "all"]
     assert ask(assistant_only_loss=True).learn == "assistant"
     assert ask(packing=True, packing_strategy="wrapped").packing == "wrapped"

@@ -69,22 +69,51 @@ def pairs(tmp_path_factory) -> tuple[Path, Path]:
     )
 
 
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory) -> tuple[Path, Path]:
+    """As `pairs`, of single completions with a label."""
+    rng, path = np.random.default_rng(1), tmp_path_factory.mktemp("rated")
+    row = lambda i: {"prompt": words(rng, 3), "completion": " " + words(rng, 2 + i % 5), "label": i % 3 > 0}
+    found = {
+        name: write(path / f"{name}.jsonl", [row(i) for i in range(n)]) for name, n in (("train", 13), ("held", 7))
+    }
+    return found["train"], found["held"]
+
+
 def dpo(tiny, pairs, out: Path, **trainer) -> recipe.Recipe:
-    wanted = made(tiny[0], pairs[0], out, pairs[1], trainer_type="dpo", ld_alpha=0.7, **trainer)
+    wanted = made(tiny[0], pairs[0], out, pairs[1], **{"trainer_type": "dpo", "ld_alpha": 0.7} | trainer)
     return wanted.set("reference_model", {"name_or_path": str(tiny[1])})
 
 
-@pytest.mark.slow
-def test_a_reference_computed_before_is_the_one_computed_in_each_step(tiny, pairs, tmp_path, monkeypatch):
-    """Losses, gradient norms and evaluations of DPO within 1e-6; afterwards the step holds no reference.
+REFERRED = {  # how the loss is asked for, and what it would be of equal models
+    "dpo": ({}, np.log(2)),
+    "kto": ({"trainer_type": "kto"}, 0.5),
+    "apo": ({"trainer_type": "kto", "loss_type": "apo_zero_unpaired"}, 0.5),
+    "bco": ({"trainer_type": "bco"}, np.log(2)),
+}
 
-    A run that is cut off goes on bit by bit, and computes nothing again.
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFERRED)
+def test_a_reference_computed_before_is_the_one_computed_in_each_step(tiny, pairs, rated, tmp_path, monkeypatch, kind):
+    """Losses, gradient norms and evaluations within 1e-6; afterwards the step holds no reference.
+
+    A run that is cut off goes on bit by bit, and computes nothing again. KTO reads rows in their order.
     """
-    recipe.train(dpo(tiny, pairs, tmp_path / "online"))
-    wanted = dpo(tiny, pairs, tmp_path / "before", precompute_ref_log_probs=True)
+    options, start = REFERRED[kind]
+
+    def asked(out: Path, **trainer) -> recipe.Recipe:
+        if kind == "dpo":
+            return dpo(tiny, pairs, out, **trainer)
+        wanted = dpo(tiny, rated, out, ld_alpha=None, **options, **trainer)
+        return wanted.set("mixture.shuffle_buffer_size", 0 if kind == "kto" else None)
+
+    recipe.train(asked(tmp_path / "online"))
+    wanted = asked(tmp_path / "before", precompute_ref_log_probs=True)
     recipe.train(wanted)
     rows, others = curve(tmp_path / "before"), curve(tmp_path / "online")
-    assert [r["step"] for r in rows] == [1, 2, 3, 4] and abs(rows[0]["loss"] - np.log(2)) > 0.01
+    assert [r["step"] for r in rows] == [1, 2, 3, 4] and abs(rows[0]["loss"] - start) > 1e-4
+    assert kind != "kto" or max(r["kl"] for r in rows) > 0
     assert rows[0].keys() == others[0].keys()
     for a, b in zip(rows, others, strict=True):
         np.testing.assert_allclose([a[k] for k in b], list(b.values()), rtol=2e-5, atol=1e-6)
@@ -202,7 +231,7 @@ def test_judged_steps_learn_and_transformers_reads_the_model(tiny, tmp_path):
 
 IMPOSSIBLE = [
     ({"trainer_type": "dpo", "precompute_ref_log_probs": True, "sync_ref_model": True}, "sync_ref_model changes the"),
-    ({"trainer_type": "kto", "precompute_ref_log_probs": True}, "use loss_type apo_zero_unpaired"),
+    ({"trainer_type": "kto", "precompute_ref_log_probs": True}, "set mixture.shuffle_buffer_size: 0"),
     ({"trainer_type": "cpo", "precompute_ref_log_probs": True}, "trainer_type cpo does not read it"),
     ({"trainer_type": "embedding", "loss_type": "sigmoid"}, "loss_type='sigmoid'; expected info_nce or triplet"),
     ({"trainer_type": "embedding", "loss_type": "triplet", "negatives": 0}, "needs negatives of at least 1"),

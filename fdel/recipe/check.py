@@ -69,6 +69,16 @@ def adapters(recipe: Recipe) -> bool:
     return recipe.trainer.lora is not None or weights_format(recipe) is not None
 
 
+def shuffled(recipe: Recipe) -> bool:
+    """Whether the rows of training come in another order in every epoch."""
+    return recipe.mixture.pack_shuffle and recipe.mixture.shuffle_buffer_size != 0
+
+
+def mismatched(recipe: Recipe) -> bool:
+    """Whether the loss is KTO's own, which also reads prompts with other rows' completions."""
+    return recipe.trainer.trainer_type == "kto" and "kto" in objective.loss_types(recipe.trainer)
+
+
 def weights_format(recipe: Recipe) -> str | None:
     """The quantization_method of the model's weights, None if they stay as they are."""
     q = recipe.quantization
@@ -132,6 +142,12 @@ def _data(recipe: Recipe) -> Iterator[str]:
         yield "mixture.mixture_block_size: block_mixture is false; remove one of the two"
     if m.pack_on_the_fly and (m.block_mixture or m.mixture_block_size or m.save.path):
         yield "mixture.pack_on_the_fly: a stream keeps nothing and has no blocks; remove save and block_mixture, or this"
+    moved = shuffled(recipe) or m.mixture_weights or any(x.weight is not None for x in m.informs)
+    if moved and t.precompute_ref_log_probs and mismatched(recipe):
+        yield (
+            "trainer.precompute_ref_log_probs: loss_type kto compares each prompt with the completion of the row before: "
+            "keep the rows' order, set mixture.shuffle_buffer_size: 0 and no weights"
+        )
     if m.pack_on_the_fly and t.precompute_ref_log_probs:
         yield "trainer.precompute_ref_log_probs: a stream keeps nothing; remove it, or mixture.pack_on_the_fly"
     weighted = sum(x.weight is not None for x in m.informs)
@@ -205,11 +221,6 @@ def _method(t: Trainer) -> Iterator[str]:
             yield f"trainer.gradient_checkpointing: {e}"
     if t.precompute_ref_log_probs and t.sync_ref_model:
         yield "trainer.precompute_ref_log_probs: sync_ref_model changes the reference; remove one of the two"
-    if t.precompute_ref_log_probs and t.trainer_type == "kto" and "kto" in objective.loss_types(t):
-        yield (
-            "trainer.precompute_ref_log_probs: loss_type kto compares completions after other rows' prompts, drawn anew in "
-            "each epoch; remove it, or use loss_type apo_zero_unpaired"
-        )
     if t.trainer_type in TYPES:
         try:
             objective.check(t)

@@ -38,11 +38,11 @@ def build_settings(recipe: Recipe) -> data.Settings:
         kind=kind, batch=check.batch_rows(recipe), length=check.row_length(recipe),
         packing=PACKING[t.packing_strategy] if packed else None,
         learn="assistant" if t.assistant_only_loss else learn, overlong="truncate" if truncate else "drop",
-        shuffle=m.pack_shuffle and m.shuffle_buffer_size != 0, seed=m.seed,
+        shuffle=check.shuffled(recipe), seed=m.seed,
         epochs=None if endless else t.num_train_epochs or 3, window=m.shuffle_buffer_size or data.Settings.window,
         stop=m.stop_strategy, block=block, stream=m.pack_on_the_fly, prefetch=m.prefetch_buffer_size,
         threads=m.prefetch_workers, negatives=t.negatives, separator=t.step_separator,
-        last_only=t.train_on_last_step_only,
+        last_only=t.train_on_last_step_only, kl=check.mismatched(recipe),
     )  # fmt: skip
 
 

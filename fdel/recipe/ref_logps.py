@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fdel import models, params, text
@@ -31,8 +32,9 @@ def precompute(
 ) -> tuple[data.Data, data.Data | None]:
     """Give the data of training and of evaluation the column "ref_logps", if the recipe asks for it.
 
-    Call it in `jax.set_mesh(mesh)`, before anything is trained. What was computed is kept in `mixture.save.path`, or in
-    `<save_directory>/reference`, under the hash of the data and of the reference: a run that goes on reads it.
+    With KTO's own loss also "kl_ref_logps", of the batches' "kl". Call it in `jax.set_mesh(mesh)`, before anything is
+    trained. What was computed is kept in `mixture.save.path`, or in `<save_directory>/reference`, under the hash of the
+    data and of the reference: a run that goes on reads it.
     """
     if not recipe.trainer.precompute_ref_log_probs:
         return dataset, evaluation
@@ -46,13 +48,19 @@ def precompute(
         for name, file in files.items():
             if jax.process_index() == 0:
                 print(f"reference: log-probabilities of {asked[name].examples} examples", file=sys.stderr)
-            _write(file, per_example(logps, asked[name], rows, params.batch_sharding(mesh)))
-    given = {name: data.with_columns(asked[name], ref_logps=np.load(file)) for name, file in files.items()}
+            found = per_example(logps, asked[name], rows, params.batch_sharding(mesh))
+            _write(file, np.moveaxis(found, 1, 0))
+    names = ("ref_logps", "kl_ref_logps") if check.mismatched(recipe) else ("ref_logps",)
+    columns = lambda file: dict(zip(names, np.load(file), strict=True))
+    given = {name: data.with_columns(asked[name], **columns(file)) for name, file in files.items()}
     return given["train"], given.get("eval")
 
 
 def _logps(recipe: Recipe, model: models.Model) -> Callable[[Any], jax.Array]:
-    """Build batch -> the reference's log-probabilities; see `build.build_reference` for which model that is."""
+    """Build batch -> the reference's log-probabilities [rows 1 ...], or [rows 2] with those of "kl".
+
+    See `build.build_reference` for which model that is.
+    """
     outputs = losses.likelihoods(model.family, model.cfg, ld_alpha=recipe.trainer.ld_alpha)
     run = build.cast(recipe, build.spec_of(recipe, model))(lambda p, batch: outputs(p, batch)["logps"])
     weights = model.params
@@ -62,8 +70,10 @@ def _logps(recipe: Recipe, model: models.Model) -> Callable[[Any], jax.Array]:
         weights = params.lora.unload(params.lora.split(weights)[1])
 
     def precise(weights: Any, batch: Any) -> jax.Array:
+        sides = (batch, batch["kl"]) if "kl" in batch else (batch,)
         with jax.default_matmul_precision(recipe.loader.precision):
-            return run(weights, {k: batch[k] for k in ("tokens", "mask", "lengths")})
+            each = [run(weights, {k: side[k] for k in ("tokens", "mask", "lengths")}) for side in sides]
+            return jnp.stack(each, 1)
 
     jitted = jax.jit(precise)
     return lambda batch: jitted(weights, batch)
@@ -82,7 +92,7 @@ def _file(recipe: Recipe, tok: text.Tokenizer, informs: Sequence[Inform], settin
     folder = params.resolve(str(source.name_or_path), revision=source.extra_kwargs.revision)
     weights = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()]
     how = [plain(x) for x in (recipe.loader, recipe.quantization, recipe.base_config)]
-    facts = json.dumps([keys, weights, how, check.adapters(recipe), recipe.trainer.ld_alpha])
+    facts = json.dumps([keys, weights, how, check.adapters(recipe), recipe.trainer.ld_alpha, check.mismatched(recipe)])
     directory = recipe.mixture.save.path or Path(recipe.trainer.save_directory) / "reference"
     return Path(directory) / f"ref_logps-{hashlib.sha256(facts.encode()).hexdigest()[:32]}.npy"
 

@@ -36,7 +36,7 @@ class Plan:
         """Tokens of each row, in order; of several sequences (a pair, a completion and its "kl") those of the longest."""
         sizes = self.pieces[:, 2] - self.pieces[:, 1]
         sizes = np.add.reduceat(sizes, self.bounds[:-1])[self.order] if len(sizes) else sizes
-        if self.settings.kind != "unpaired":
+        if not self.settings.mismatched:
             return sizes
         prompts = np.concatenate([s.numbers["prompt"] for s in self.stores])[self.pieces[self.order, 0]]
         return np.maximum(sizes, np.minimum(prompts + np.roll(sizes - prompts, 1), self.settings.length))
@@ -87,7 +87,7 @@ def row(p: Plan, r: int) -> Row:
     settings, pieces = p.settings, _pieces(p, r)
     store, i = _locate(p, pieces[0][0])
     numbers = {k: store.numbers[k][i] for k in NUMBERS[settings.kind]}
-    if settings.kind == "unpaired":
+    if settings.mismatched:
         other, j = _locate(p, _pieces(p, r - 1)[0][0])
         kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
         return [_slice(store, i, 0, settings.length), _crop(_join(kl), settings.length)], numbers
@@ -138,7 +138,7 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
     See `losses.model` and `losses.likelihoods` for the keys; with `masked` there is a "mask".
     """
     width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
-    sides, process = 2 if settings.kind == "unpaired" else settings.sides, settings.kind == "process"
+    sides, process = 2 if settings.mismatched else settings.sides, settings.kind == "process"
     fill = {"tokens": np.int32(0), "mask": np.int32(IGNORE) if process else np.bool_(False)}
     fill |= {"positions": np.int32(0), "segment_ids": np.int32(-1)}
     full: dict[str, Any] = {k: np.full((size, sides, width), v) for k, v in fill.items()}
@@ -161,4 +161,4 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
         if name != "prompt":
             batch[name] = np.zeros(size, dtype)
             batch[name][: len(rows)] = [numbers[name] for _, numbers in rows]
-    return batch | ({"kl": side_of(1)} if settings.kind == "unpaired" else {})
+    return batch | ({"kl": side_of(1)} if settings.mismatched else {})

@@ -141,8 +141,8 @@ def dataset(
     """Build the data set of sources: batches of `settings.batch` rows, of which each process gets its equal part, in order.
 
     A batch is a dict of numpy arrays, see `losses.model` and `losses.likelihoods`: "tokens" and "lengths", or "packed";
-    "mask" where not all tokens are learnt; "margin" of pairs; "label" and "kl" of unpaired completions; "labels" of judged
-    steps. Embeddings have tokens [B C T]: a query, its positive, and hard negatives of length 0 if absent. Arrays have
+    "mask" where not all tokens are learnt; "margin" of pairs; "label" of unpaired completions, and their "kl"; "labels" of
+    judged steps. Embeddings have tokens [B C T]: a query, its positive, hard negatives, of length 0 if absent. Arrays have
     `settings.length` tokens, or those of a bucket. All examples are tokenized first, into memory, or once and for all into
     `cache_directory`; with `stream` they are tokenized on the way. Needs the extra `train`. ValueError for settings that
     exclude each other and for data of which nothing can be learnt.

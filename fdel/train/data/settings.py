@@ -41,6 +41,7 @@ class Settings:
               has them, up to one example
     partial   the last incomplete batch of an epoch: "drop" it, or "pad" it with empty rows
     stream    tokenize while training and keep nothing, instead of tokenizing everything first
+    kl        of "unpaired": with "kl", each prompt with the completion of the row before, for KTO's own loss
     negatives of "embedding": hard negatives of a row; one with fewer has empty sequences, of one with more the first count
     separator of "process": the text after each step, at whose last token its label stands
     last_only of "process": learn the last step's label alone
@@ -64,6 +65,7 @@ class Settings:
     block: int | None = None
     partial: str = "drop"
     stream: bool = False
+    kl: bool = False
     negatives: int = 1
     separator: str = "\n"
     last_only: bool = False
@@ -94,6 +96,11 @@ class Settings:
     def sides(self) -> int:
         """Sequences of an example: chosen and rejected, or a query and its documents."""
         return {"pairs": 2, "embedding": 2 + self.negatives}.get(self.kind, 1)
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether a row has a second sequence, its "kl"."""
+        return self.kind == "unpaired" and self.kl
 
     @property
     def whole(self) -> bool:

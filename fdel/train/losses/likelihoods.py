@@ -4,7 +4,8 @@ Beside the keys of `losses.model`, a batch (pairs with tokens int[B 2 T], or sin
 
     ref_logps  float[B 2] or float[B]: log-probabilities under the reference, if they were computed before
     label      bool[B], single completions only: whether it is desirable
-    kl         a batch of as many rows, each a completion after another row's prompt, for KTO
+    kl         a batch of as many rows, each a completion after another row's prompt, for KTO; with its own "ref_logps", if
+               they were computed before, as "kl_ref_logps"
     udm        float[B], optional: BCO's `udm_weights`
 
 A row without any token to be learnt fills up the batch: it has weight 0, and no other row's loss depends on it.
@@ -60,7 +61,8 @@ def likelihoods(
         elif reference is not None:
             out["ref_logps"] = jax.lax.stop_gradient(sums(reference, batch)["logps"])
         if "kl" in batch:
-            kl = outputs(jax.lax.stop_gradient(params), batch["kl"], reference)
+            before = {"ref_logps": batch["kl_ref_logps"]} if "kl_ref_logps" in batch else {}
+            kl = outputs(jax.lax.stop_gradient(params), batch["kl"] | before, reference)
             out |= {"kl_logps": kl["logps"], "kl_ref_logps": ref_logps(kl)}
         return out
 

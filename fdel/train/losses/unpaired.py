@@ -97,7 +97,7 @@ def kto_objective(*, loss_type: str = "kto", beta: float = 0.1, **weights: float
         kl = jnp.zeros(())
         if loss_type == "kto":
             if "kl_logps" not in o:
-                raise ValueError("the batch has no 'kl', the mismatched completions of KTO; or use 'apo_zero_unpaired'")
+                raise ValueError("the batch has no 'kl', which KTO needs: see Settings.kl; or use 'apo_zero_unpaired'")
             kl = kto_kl(o["kl_logps"], o["kl_ref_logps"], counted(o))
         losses = kto(o["logps"], ref_logps(o), batch["label"], kl, beta=beta, **weights)
         losses = jnp.where(counted(o), losses, 0)

@@ -166,7 +166,7 @@ def test_pairs(write: Write, tok: text.Tokenizer) -> None:
 def test_unpaired(write: Write, tok: text.Tokenizer, stream: bool) -> None:
     """The "kl" of a row is its prompt with the completion of the row before it, cut to the length."""
     rows = [{"prompt": "the cat" * (i + 1), "completion": " is" * (9 - i), "label": i % 2} for i in range(6)]
-    how = Settings(kind="unpaired", batch=3, length=16, shuffle=False, stream=stream)
+    how = Settings(kind="unpaired", kl=True, batch=3, length=16, shuffle=False, stream=stream)
     batches = list(dataset(Source(write("a.jsonl", rows)), how, tok))
     assert len(batches) == 2
     halves = []
@@ -182,6 +182,10 @@ def test_unpaired(write: Write, tok: text.Tokenizer, stream: bool) -> None:
                 ids = [*before, *completion][:16]
                 assert part["tokens"][j, : part["lengths"][j]].tolist() == ids
                 assert part["mask"][j].tolist() == [len(before) <= t < len(ids) for t in range(16)]
+    alone = list(dataset(Source(write("a.jsonl", rows)), dataclasses.replace(how, kl=False), tok))
+    for a, b in zip(alone, batches, strict=True):
+        del b["kl"]
+        jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -190,7 +194,7 @@ def test_unpaired_buckets(write: Write, tok: text.Tokenizer, stream: bool) -> No
     rows = [
         {"prompt": "a" * (1 + 9 * (i % 2)), "completion": " b" * (1 + 9 * ((i + 1) % 2)), "label": 1} for i in range(8)
     ]
-    how = Settings(kind="unpaired", batch=2, length=40, buckets=(4, 8, 16, 24), shuffle=False, stream=stream)
+    how = Settings(kind="unpaired", kl=True, batch=2, length=40, buckets=(4, 8, 16, 24), shuffle=False, stream=stream)
     longer = 0
     for b in dataset(Source(write("a.jsonl", rows)), how, tok):
         most, of_kl = b["lengths"].max(), b["kl"]["lengths"].max()
