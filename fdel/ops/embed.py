@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.shard import context, divided, shard
+from fdel.ops.shard import collective, context, divided, shard
 from fdel.ops.weights import Adapters, LowRank, Quantized, Weight, dense
 
 
@@ -30,7 +30,8 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     # Each device looks in its part of the vocabulary. XLA's own division of this lookup fails inside `divided`.
     def part(table: jax.Array, tokens: jax.Array) -> jax.Array:
         mine = tokens - jax.lax.axis_index("tp") * table.shape[0]
-        return jax.lax.psum(table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False), "tp")
+        rows = table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return collective(lambda x: jax.lax.psum(x, "tp"), rows)
 
     known = (tokens >= 0) & (tokens < table.shape[0])
     found = divided(part, {"tp"}, (P("tp"), P()), P())(table, tokens)

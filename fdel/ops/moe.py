@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
-from fdel.ops.shard import context, divided, partition, widen
+from fdel.ops.shard import collective, context, divided, partition, widen
 from fdel.ops.weights import Quantized, Weight
 
 BLOCK = 32  # most rows per step: larger ones waste work in the last block of a group, and are no faster
@@ -223,7 +223,8 @@ def _divided(local: Callable, experts_divided: bool, rows_divided: bool, *args: 
     if not experts_divided:
         return local(x, p, weights, experts)
     if rows_divided:
-        x, weights, experts = (lax.all_gather(c, "ep", axis=0, tiled=True) for c in (x, weights, experts))
+        fetch = lambda c: lax.all_gather(c, "ep", axis=0, tiled=True)
+        x, weights, experts = collective(fetch, x), collective(fetch, weights), fetch(experts)
     y = local(x, p, weights, experts - lax.axis_index("ep") * p["gate"].shape[0])
     y = widen(y)  # the experts' parts add up in float32, as they do on one device
     y = lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")

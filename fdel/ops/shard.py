@@ -91,6 +91,11 @@ def divided(f: Callable, axes: set[str], in_specs: Any, out_specs: Any) -> Calla
     return on_cpu
 
 
+def collective(f: Callable[[Array], Array], x: Array) -> Array:
+    """Compute f(x), which sums or gathers over devices inside `divided`; on CPU in float32, for the reason given there."""
+    return f(widen(x)).astype(x.dtype) if jax.default_backend() == "cpu" else f(x)
+
+
 def widen(x: Any) -> Array:
     """Cast a floating array to float32 or wider, and leave others as they are."""
     x = jnp.asarray(x)

@@ -1,5 +1,6 @@
 """Training on eight devices: the same curve as on one, and what the compiled program holds and sends."""
 
+import contextlib
 import functools
 import re
 
@@ -83,6 +84,33 @@ def test_twenty_steps_equal_one_devices(name, shape):
         got = curve(name, mesh)
     assert want[-1] < 0.8 * want[0]
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+HALF = [("llama", "dp=2,sp=2,tp=2"), ("llama", "fsdp=4,tp=2"), ("qwen3_moe", "ep=8"), ("qwen3_moe", "ep=2,fsdp=2,tp=2")]
+
+
+@functools.cache
+def half(name, shape=None):
+    """The gradient of all parameters, in bfloat16, in one vector, and the loss."""
+    family, sizes = FAMILIES[name]
+    cfg, mesh = family.Config.from_hf(sizes), shape and fp.make_mesh(fp.parse_mesh(shape))
+    spec, g, batch = family.spec(cfg), train.grads(train.losses.sft(family, cfg, chunk=8)), batch_of(0)
+    at = mesh and fp.shardings(spec, mesh)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        weights = jax.jit(lambda key: fp.init(spec, key, dtype=jnp.bfloat16), out_shardings=at)(jax.random.key(0))
+        if mesh:
+            g, batch = parallel.constrain(g, at), jax.device_put(batch, fp.batch_sharding(mesh))
+        grad, sums = jax.jit(parallel.reduce_once(train.accumulate(g, MICROBATCHES)))(weights, batch)
+    return np.concatenate([np.ravel(x).astype(np.float32) for x in jax.tree.leaves(grad)]), float(sums["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,shape", HALF)
+def test_half_precision_gives_one_devices_gradients(name, shape):
+    """To the rounding of bfloat16: 2^-8 for each number. XLA:CPU ends the process for sums in it over some mesh axes."""
+    (want, loss), (got, found) = half(name), half(name, shape)
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+    np.testing.assert_allclose(found, loss, rtol=1e-4)
 
 
 # ---- the compiled program ------------------------------------------------------------------------------------------
