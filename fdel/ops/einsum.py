@@ -129,7 +129,7 @@ def _product(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     dims = (left[1], right[1]), (left[2], right[2])
     # GPU and TPU accumulate in float32 whatever the result, and a float32 result has a float32 product as its gradient.
     wide = _wide(x.dtype) if on_cpu or dtype.itemsize > x.dtype.itemsize else None
-    matrix = x.dtype == jnp.float32 and dims == (((x.ndim - 1,), (1,)), ((), ())) and w.shape[0] >= w.shape[1]
+    matrix = x.dtype.itemsize >= 4 and dims == (((x.ndim - 1,), (1,)), ((), ())) and w.shape[0] >= w.shape[1]
     if on_cpu and matrix and count >= MANY and not context("dp", "fsdp", "ep", "tp", "sp"):
         y = _many_rows(x, w)
     else:

@@ -115,7 +115,8 @@ def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array,
 
     def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
         micro = _split(batch, n)
-        out = _join(jax.lax.map(lambda b: outputs(params, b, *fixed), micro), len(jax.tree.leaves(batch)[0]))
+        first = jax.lax.map(lambda b: value(lambda p: outputs(p, b, *fixed), params), micro)
+        out = _join(first, len(jax.tree.leaves(batch)[0]))
         score = jax.value_and_grad(objective, has_aux=True, allow_int=True)
         (total, sums), cotangents = score(out, batch, *fixed)
 
@@ -126,6 +127,14 @@ def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array,
         return _scan_sum(pull, (micro, _split(floating(cotangents), n))), _checked(total, sums)
 
     return g
+
+
+def value(f: Callable[[Any], Any], x: Any) -> Any:
+    """Compute f(x) as the first half of a pullback.
+
+    Forward-mode differentiation, which is how sophia differentiates gradients, fails for a `jax.custom_vjp` alone.
+    """
+    return jax.vjp(f, x)[0]
 
 
 def _split(batch: Batch, n: int) -> Batch:

@@ -408,25 +408,32 @@ def test_state_is_sharded_as_parameters(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["sum", "statistics"])
+@pytest.mark.parametrize("head", ["sum", "statistics", "cached"])
 def test_gradients_of_a_model_can_be_differentiated(head) -> None:
-    """What sophia does: H u of a llama's loss, through flash attention and the chunked head; central differences, 1e-3."""
+    """What sophia does: H u of a llama's loss, through attention, the chunked head, gradcache; central differences."""
     r = np.random.default_rng(0)
     tokens = r.integers(0, small.VOCAB, (2, 160))
     total = losses.sft(llama, small.CFG)
 
-    def loss(p):
-        if head == "sum":
-            return total(p, {"tokens": tokens})[0]
-        x, _ = llama.hidden(p, tokens, small.CFG)
-        return losses.token_stats(x, llama.head(p, small.CFG), np.roll(tokens, -1, 1)).logp.sum()
+    def logps(p, batch):
+        x, _ = llama.hidden(p, batch["tokens"], small.CFG)
+        stats = losses.token_stats(x, llama.head(p, small.CFG), jnp.roll(batch["tokens"], -1, 1))
+        return {"logps": stats.logp.sum(-1), "known": batch["tokens"][:, 0] > 0}
+
+    both = lambda out, _: (out["logps"].prod(), {"weight": out["known"].sum()})
+    gradient = {
+        "sum": train.grads(total),
+        "statistics": train.grads(lambda p, batch: both(logps(p, batch), batch)),
+        "cached": train.gradcache(logps, both, 2),
+    }[head]
 
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), tree)
         p = wide(params.init(llama.spec(small.CFG), jax.random.key(0)))
         u = wide(jax.tree.map(lambda x: r.normal(size=x.shape), p))
-        grad = jax.jit(jax.grad(loss))
-        got = jax.jit(lambda p, u: jax.jvp(jax.grad(loss), (p,), (u,))[1])(p, u)
+        plain = lambda p: gradient(p, {"tokens": tokens})[0]
+        grad = jax.jit(plain)
+        got = jax.jit(lambda p, u: jax.jvp(plain, (p,), (u,))[1])(p, u)
         above, below = (grad(jax.tree.map(lambda x, y, e=e: x + e * y, p, u)) for e in (1e-5, -1e-5))
         for name, g in params.named_leaves(got):
             want = (dict(params.named_leaves(above))[name] - dict(params.named_leaves(below))[name]) / 2e-5

@@ -18,6 +18,7 @@ from fdel.ops.einsum import einsum
 from fdel.ops.head import Head, cap, logits
 from fdel.ops.shard import by_rows
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits, logits_gradient
+from fdel.train.steps import value
 
 CHUNK = 512
 
@@ -157,7 +158,7 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 @jax.custom_vjp
 def _stats(hidden: jax.Array, head: Head, labels: jax.Array) -> TokenStats:
-    one = lambda _, xs: (None, from_logits(logits(xs[0], head), xs[1]))
+    one = lambda _, xs: (None, from_logits(value(lambda x: logits(x, head), xs[0]), xs[1]))
     return jax.lax.scan(one, None, (hidden, labels))[1]
 
 
