@@ -157,6 +157,11 @@ def test_the_same_command_again_goes_on(tiny, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, a, b)
     with pytest.raises(recipe.RecipeError, match="12 rows cannot be divided among 8 devices"):
         recipe.train(of("wide", 3).set("sharding", None).set("trainer.total_batch_size", 12))
+    with pytest.raises(
+        recipe.RecipeError, match=r"each of 2 parts has 4 rows, which cannot be divided among 8 replicas"
+    ):
+        parts = of("wide", 3).set("trainer.gradient_accumulation_steps", 2).set("trainer.total_batch_size", 8)
+        recipe.train(parts.set("sharding.axis_dims", [-1, 1, 1, 1, 1]))
     with pytest.raises(recipe.RecipeError, match="has checkpoints; choose a new directory"):
         recipe.train(of("parts", 6).set("trainer.resume_if_possible", False))
 

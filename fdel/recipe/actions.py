@@ -84,6 +84,13 @@ def _may_begin(recipe: Recipe, mesh: jax.sharding.Mesh) -> None:
             raise parse.RecipeError(
                 f"trainer.{name}: {rows} rows cannot be divided among {devices} devices (dp, fsdp, ep)"
             )
+    parts, replicas = t.gradient_accumulation_steps, mesh.shape["dp"]
+    part = check.batch_rows(recipe) // parts
+    if part % replicas:
+        raise parse.RecipeError(
+            f"trainer.gradient_accumulation_steps: each of {parts} parts has {part} rows, which cannot be divided among "
+            f"{replicas} replicas (dp); choose fewer parts, or more rows"
+        )
     found = Path(t.save_directory) / "checkpoints"
     if not t.resume_if_possible and found.is_dir() and any(found.iterdir()):
         raise parse.RecipeError(
