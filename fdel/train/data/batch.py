@@ -38,8 +38,26 @@ class Plan:
         sizes = np.add.reduceat(sizes, self.bounds[:-1])[self.order] if len(sizes) else sizes
         if not self.settings.mismatched:
             return sizes
-        prompts = np.concatenate([s.numbers["prompt"] for s in self.stores])[self.pieces[self.order, 0]]
-        return np.maximum(sizes, np.minimum(prompts + np.roll(sizes - prompts, 1), self.settings.length))
+        prompts = self._prompts
+        return np.maximum(sizes, np.minimum(prompts + (sizes - prompts)[self.others], self.settings.length))
+
+    @functools.cached_property
+    def others(self) -> np.ndarray:
+        """The row whose completion stands in each row's "kl": the one before, as TRL has it in a batch.
+
+        Where that one has the same prompt, as the other row of a pair has, it is the one before that.
+        """
+        rows, prompts = np.arange(len(self)), self._prompts
+        alike = rows[prompts == np.roll(prompts, 1)]
+        same = [r for r in alike if np.array_equal(_prompt(self, r), _prompt(self, r - 1))]
+        others = rows - 1
+        others[same] -= 1
+        return others % max(1, len(rows))
+
+    @property
+    def _prompts(self) -> np.ndarray:
+        """Tokens of each row's prompt."""
+        return np.concatenate([s.numbers["prompt"] for s in self.stores])[self.pieces[self.order, 0]]
 
 
 def lengths(stores: Sequence[Store]) -> np.ndarray:
@@ -50,7 +68,8 @@ def lengths(stores: Sequence[Store]) -> np.ndarray:
 def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed: Sequence[int]) -> Plan:
     """Distribute examples over rows, window by window, and order the rows."""
     rng = np.random.default_rng([settings.seed, *seed])
-    size, all_pieces, all_bounds, all_orders, rows, count = lengths(stores), [], [np.zeros(1, np.int64)], [], 0, 0
+    size, rows, count = lengths(stores), 0, 0
+    all_pieces, all_bounds, all_orders = ([np.zeros(shape, np.int64)] for shape in ((0, 3), 1, 0))
     window = max(1, settings.window // settings.batch) * settings.batch  # so that sorted rows fill their batches
     for i in range(0, len(examples), window):
         here = examples[i : i + window]
@@ -63,8 +82,8 @@ def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed
         all_bounds.append(bounds[1:] + count)
         all_orders.append(order + rows)
         rows, count = rows + len(order), count + len(pieces)
-    join = lambda parts: np.concatenate([np.zeros((0, *parts[0].shape[1:]), np.int64), *parts])
-    return Plan(tuple(stores), join(all_pieces), join(all_bounds), join(all_orders), settings)
+    pieces, bounds, order = map(np.concatenate, (all_pieces, all_bounds, all_orders))
+    return Plan(tuple(stores), pieces, bounds, order, settings)
 
 
 def _alike(widths: np.ndarray, order: np.ndarray, settings: Settings, rng: np.random.Generator) -> np.ndarray:
@@ -82,13 +101,13 @@ def _alike(widths: np.ndarray, order: np.ndarray, settings: Settings, rng: np.ra
 def row(p: Plan, r: int) -> Row:
     """Make the r-th row of a plan: its sequences (one, chosen and rejected, or one and its "kl"), and its numbers.
 
-    The "kl" of a row is its prompt with the completion of the row before it in the plan, as TRL has it in a batch.
+    The "kl" of a row is its prompt with the completion of another row, see `Plan.others`.
     """
     settings, pieces = p.settings, _pieces(p, r)
     store, i = _locate(p, pieces[0][0])
     numbers = {k: store.numbers[k][i] for k in NUMBERS[settings.kind]}
     if settings.mismatched:
-        other, j = _locate(p, _pieces(p, r - 1)[0][0])
+        other, j = _locate(p, _pieces(p, p.others[r])[0][0])
         kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
         return [_slice(store, i, 0, settings.length), _crop(_join(kl), settings.length)], numbers
     if settings.packing is None:
@@ -98,6 +117,11 @@ def row(p: Plan, r: int) -> Row:
         store, i = _locate(p, example)
         parts.append(_slice(store, i, start, stop, segment))
     return [_join(parts)], numbers
+
+
+def _prompt(p: Plan, r: int) -> np.ndarray:
+    store, i = _locate(p, _pieces(p, r)[0][0])
+    return _slice(store, i, 0, int(store.numbers["prompt"][i]))["tokens"]
 
 
 def _pieces(p: Plan, r: int) -> list[list[int]]:

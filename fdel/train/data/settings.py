@@ -41,8 +41,7 @@ class Settings:
               has them, up to one example
     partial   the last incomplete batch of an epoch: "drop" it, or "pad" it with empty rows
     stream    tokenize while training and keep nothing, instead of tokenizing everything first
-    kl        of "unpaired": with "kl", each prompt with the completion of the row before, for KTO's own loss; without
-              `shuffle` neighbours should have different prompts, which the two rows of a pair do not
+    kl        of "unpaired": with "kl", each prompt with the completion of another row, for KTO's own loss
     negatives of "embedding": hard negatives of a row; one with fewer has empty sequences, of one with more the first count
     separator of "process": the text after each step, at whose last token its label stands
     last_only of "process": learn the last step's label alone

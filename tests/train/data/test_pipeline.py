@@ -189,6 +189,25 @@ def test_unpaired(write: Write, tok: text.Tokenizer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_unpaired_of_pairs(write: Write, tok: text.Tokenizer, stream: bool) -> None:
+    """Both answers of a pair meet answers to another prompt; the bucket holds them."""
+    rows = [
+        {"prompt": " the" + "abcd"[i], "chosen": " is" * (9 - 2 * i), "rejected": " cat" * (i + 1)} for i in range(4)
+    ]
+    how = Settings(
+        kind="unpaired", kl=True, batch=2, length=40, buckets=(2, 4, 8, 16), window=2, shuffle=False, stream=stream
+    )
+    each = [(b, j) for b in dataset(Source(write("a.jsonl", rows)), how, tok) for j in range(2)]
+    said = lambda b, j: b["tokens"][j][b["mask"][j]].tolist()
+    own = [said(*at) for at in each]
+    assert len(own) == 8 and len({tuple(x) for x in own}) == 8
+    for n, (b, j) in enumerate(each):
+        width = len(b["tokens"][j])
+        assert width >= max(b["lengths"].max(), b["kl"]["lengths"].max())
+        assert said(b["kl"], j) in [x for pair, x in enumerate(own) if pair // 2 != n // 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_unpaired_buckets(write: Write, tok: text.Tokenizer, stream: bool) -> None:
     """The bucket holds the "kl" too, which may be longer than all completions of the batch."""
     rows = [
@@ -368,6 +387,14 @@ def test_stream_gives_everything(write: Write, tok: text.Tokenizer) -> None:
     assert (data.report.kept, data.report.read) == (96, 102) and data.examples is data.batches is data.total is None
     ((reason, (count, _)),) = data.report.notes.items()
     assert reason.startswith("not JSON") and count == 6
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_a_stream_may_end_where_a_window_does(write: Write, tok: text.Tokenizer, rows: int) -> None:
+    data = dataset(
+        Source(write("a.jsonl", [{"text": "the cat"}] * rows)), Settings(batch=2, window=4, stream=True), tok
+    )
+    assert sum(len(b["tokens"]) for b in data) == 8
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------------
