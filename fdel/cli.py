@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import shutil
 import sys
 import time
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     for change in args.set:
         path, _, value = change.partition("=")
         with contextlib.suppress(ValueError):  # what is no JSON is text
-            value = json.loads(value)
+            value = recipe.files.from_json(value)
         wanted = wanted.set(path, value)
     if args.dry_run:
         print(recipe.dumps(wanted, defaults=True), end="")

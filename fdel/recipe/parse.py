@@ -2,12 +2,14 @@
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MISFIT: Any = object()
+LONGEST = 120  # characters of a value in a message
 NAMES = {
     str: "text",
     int: "a whole number",
@@ -46,9 +48,9 @@ def section(cls: type, data: Mapping[str, Any], path: str, faults: list[str]) ->
         found = convert(hints[name], value, where, faults)
         choices = fields[name].metadata.get("choices", ())
         if found is MISFIT:
-            faults.append(f"{where}: found {value!r}, expected {expected(hints[name])}")
+            faults.append(f"{where}: found {shown(value)}, expected {expected(hints[name])}")
         elif choices and found is not None and found not in choices:
-            faults.append(f"{where}: found {found!r}; {nearest(str(found), [str(c) for c in choices])}")
+            faults.append(f"{where}: found {shown(found)}; {nearest(str(found), [str(c) for c in choices])}")
         else:
             values[name] = found
     return cls(**values)
@@ -75,26 +77,49 @@ def convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
         return types.MappingProxyType(read)  # frozen, as the rest
     if hint is float:
         return number(value)
-    fits = hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool)))
-    return value if fits else MISFIT
+    if hint is Any:
+        return frozen(value)
+    return value if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)) else MISFIT
 
 
 def item(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
     """Convert an item of a list or mapping; a misfit is a fault."""
     found = convert(hint, value, path, faults)
     if found is MISFIT:
-        faults.append(f"{path}: found {value!r}, expected {expected(hint)}")
+        faults.append(f"{path}: found {shown(value)}, expected {expected(hint)}")
     return found
 
 
 def number(value: Any) -> Any:
-    """Read a float; YAML takes 2e-5, without a point, for text."""
+    """Read a finite float; YAML takes 2e-5, without a point, for text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return MISFIT
     try:
-        return float(value)
-    except ValueError:
+        found = float(value)
+    except (ValueError, OverflowError):
         return MISFIT
+    return found if math.isfinite(found) else MISFIT
+
+
+def frozen(value: Any, depth: int = 16) -> Any:
+    """Copy plain data of bounded depth, mappings read-only; MISFIT for what JSON could not write."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else MISFIT
+    if not isinstance(value, list | tuple | Mapping) or not depth:
+        return MISFIT
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    inner = {str(k): frozen(v, depth - 1) for k, v in items}
+    if any(v is MISFIT for v in inner.values()):
+        return MISFIT
+    return types.MappingProxyType(inner) if isinstance(value, Mapping) else tuple(inner.values())
+
+
+def shown(value: Any) -> str:
+    """Write a value that was found, cut where it is long."""
+    text = repr(plain(value))
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({type(value).__name__})"
 
 
 def expected(hint: Any) -> str:

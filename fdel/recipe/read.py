@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from fdel.recipe import parse
+from fdel.recipe import files, parse
 from fdel.recipe.schema import (
     ACTIONS,
     ALIASES,
@@ -81,7 +80,10 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     if inside:
         others = sorted(map(str, data.keys() - {inside[0]}))
         parse.fail([f"{name}: unknown beside {inside[0]!r}, which holds the sections" for name in others])
-        data = dict(data[inside[0]] or {})
+        sections = data[inside[0]] or {}
+        if not isinstance(sections, Mapping):
+            raise parse.RecipeError(f"{inside[0]}: found {parse.shown(sections)}, expected a mapping of sections")
+        data = dict(sections)
         actions = data.pop("actions", actions)
     faults: list[str] = []
     recipe = parse.section(Recipe, data, "", faults)
@@ -93,7 +95,7 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
 def _listed(actions: Any, faults: list[str]) -> list:
     if actions is not None and not isinstance(actions, list | tuple):
         faults.append(
-            f"actions: found {actions!r}, expected a list of names, each with a mapping where it has settings"
+            f"actions: found {parse.shown(actions)}, expected a list of names, each with a mapping where it has settings"
         )
     return list(actions) if isinstance(actions, list | tuple) else []
 
@@ -104,14 +106,14 @@ def _action(found: Any, path: str, faults: list[str]) -> Action:
         name, settings = next(iter(found.items()))
     name = ALIASES.get(str(name), str(name))
     if name not in ACTIONS:
-        faults.append(f"{path}: {name!r} is no action; {parse.nearest(name, [*ACTIONS, *ALIASES])}")
+        faults.append(f"{path}: {parse.shown(name)} is no action; {parse.nearest(name, [*ACTIONS, *ALIASES])}")
         return Action(name)
     kind = ACTIONS[name]
     if kind is FileAction and isinstance(settings, str):
         settings = {"path": settings}
     if not isinstance(settings or {}, Mapping) or (kind is None and settings):
         takes = "a mapping of its settings" if kind else "nothing"
-        faults.append(f"{path}.{name}: found {settings!r}, expected {takes}")
+        faults.append(f"{path}.{name}: found {parse.shown(settings)}, expected {takes}")
         return Action(name)
     return Action(name, parse.section(kind, settings or {}, f"{path}.{name}", faults) if kind else None)
 
@@ -125,7 +127,7 @@ def to_dict(recipe: Recipe, *, defaults: bool = False) -> dict[str, Any]:
 
 def dumps(recipe: Recipe, *, defaults: bool = False) -> str:
     """Write a recipe as YAML text."""
-    return _yaml().safe_dump(to_dict(recipe, defaults=defaults), sort_keys=False, allow_unicode=True)
+    return files.dump_yaml(to_dict(recipe, defaults=defaults))
 
 
 def load(path: str | Path) -> Recipe:
@@ -135,48 +137,12 @@ def load(path: str | Path) -> Recipe:
 
 def from_yaml(path: str | Path) -> Recipe:
     """Read a run file in YAML. RecipeError lists its faults; needs the extra `train`."""
-    yaml, text = _yaml(), Path(path).read_text("utf-8")
-    try:
-        parse.fail([*_twice(yaml.compose(text, yaml.SafeLoader))])
-        return _checked(path, yaml.safe_load(text))
-    except yaml.YAMLError as e:
-        raise parse.RecipeError(f"{path} is not YAML: {e}") from e
+    return from_dict(files.from_file(path, json=False))
 
 
 def from_json(path: str | Path) -> Recipe:
     """Read a run file in JSON. RecipeError lists its faults."""
-    try:
-        return _checked(path, json.loads(Path(path).read_text("utf-8")))
-    except json.JSONDecodeError as e:
-        raise parse.RecipeError(f"{path} is not JSON: {e}") from e
-
-
-def _twice(node: Any) -> Iterator[str]:
-    """Find keys that stand twice in a mapping, of which YAML would take the last."""
-    pairs = node.value if node is not None and node.id == "mapping" else []
-    seen = set()
-    for k, v in pairs:
-        if k.value in seen:
-            yield f"{k.value}: stands twice, again in line {k.start_mark.line + 1}; remove one"
-        seen.add(k.value)
-        yield from _twice(v)
-    if node is not None and node.id == "sequence":
-        for x in node.value:
-            yield from _twice(x)
-
-
-def _checked(path: str | Path, data: Any) -> Recipe:
-    if not isinstance(data, Mapping):
-        raise parse.RecipeError(f"{path} holds {type(data).__name__}, expected a mapping of sections")
-    return from_dict(data)
-
-
-def _yaml() -> ModuleType:
-    try:
-        import yaml
-    except ImportError as e:
-        raise ImportError("run files in YAML need pyyaml: pip install 'fdel[train]'; JSON needs nothing") from e
-    return yaml
+    return from_dict(files.from_file(path, json=True))
 
 
 def reference() -> str:

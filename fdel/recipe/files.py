@@ -1,0 +1,147 @@
+"""From a run file to plain data, in time that is bounded by its size: what a stranger wrote cannot hang who reads it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fdel.recipe import parse
+
+SIZE = 1 << 18  # bytes of a run file
+DEPTH = 32  # sections inside of sections
+NODES = 50_000  # values, with those that aliases repeat
+DIGITS = 64  # characters of a number
+
+
+def from_file(path: str | Path, json: bool) -> Mapping[str, Any]:
+    """Read the sections of a run file in JSON or YAML (extra `train`).
+
+    RecipeError for a file that is neither, that holds no mapping, a key twice, or more than a run file needs.
+    """
+    with Path(path).open("rb") as file:
+        raw = file.read(SIZE + 1)
+    if len(raw) > SIZE:
+        raise parse.RecipeError(f"{path} is larger than {SIZE >> 10} KiB, which no run file needs; is it one?")
+    try:
+        text = raw.decode("utf-8-sig")
+        data = from_json(text) if json else from_yaml(text)
+    except parse.RecipeError as e:
+        raise parse.RecipeError(f"{path}: {e}") from e
+    except UnicodeDecodeError as e:
+        raise parse.RecipeError(f"{path} is no text in UTF-8: {e.reason} at byte {e.start}") from e
+    if not isinstance(data, Mapping):
+        raise parse.RecipeError(f"{path} holds {parse.shown(data)}, expected a mapping of sections")
+    return data
+
+
+def from_json(text: str) -> Any:
+    """Read JSON without NaN and without keys that stand twice; RecipeError for what is none."""
+
+    def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise parse.RecipeError(f"{next(n for n in names if names.count(n) > 1)}: stands twice; remove one")
+        return found
+
+    def constant(name: str) -> Any:
+        raise parse.RecipeError(f"{name} is no number of JSON; use a finite one, or null")
+
+    def number(said: str) -> int:
+        if len(said) > DIGITS:
+            raise parse.RecipeError(f"a number of {len(said)} digits, expected at most {DIGITS}")
+        return int(said)
+
+    try:
+        return json.loads(text, object_pairs_hook=section, parse_constant=constant, parse_int=number)
+    except json.JSONDecodeError as e:
+        raise parse.RecipeError(f"is not JSON: {e}") from e
+    except RecursionError as e:
+        raise parse.RecipeError(f"sections lie more than {DEPTH} deep in each other") from e
+
+
+def from_yaml(text: str) -> Any:
+    """Read YAML of bounded depth and size, aliases expanded; RecipeError for what is none."""
+    yaml = yaml_module()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            if self.depth > DEPTH:
+                raise parse.RecipeError(f"sections lie more than {DEPTH} deep in each other")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        parse.fail([*_faults(node, set())])
+        if _size(node, {}) > NODES:
+            raise parse.RecipeError(f"has more than {NODES:,} values once its aliases are expanded; write fewer")
+        return loader.construct_document(node)
+    except yaml.YAMLError as e:
+        raise parse.RecipeError(f"is not YAML: {e}") from e
+    except (ValueError, OverflowError) as e:
+        raise e if isinstance(e, parse.RecipeError) else parse.RecipeError(f"is not YAML: {e}") from e
+    finally:
+        loader.dispose()
+
+
+def _children(node: Any) -> list[Any]:
+    if node.id == "mapping":
+        return [x for pair in node.value for x in pair]
+    return node.value if node.id == "sequence" else []
+
+
+def _size(node: Any, known: dict[int, int | None]) -> int:
+    """Count the values below a node as often as aliases repeat them; an alias inside of what it names is a RecipeError."""
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            raise parse.RecipeError(f"line {node.start_mark.line + 1}: an alias stands inside of what it names")
+        return found
+    known[id(node)] = None
+    known[id(node)] = found = 1 + sum(_size(x, known) for x in _children(node))
+    return found
+
+
+def _faults(node: Any, seen: set[int]) -> Iterator[str]:
+    """Find keys that stand twice, of which YAML would take the last, keys that are no text, and endless numbers."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    line = f"line {node.start_mark.line + 1}"
+    if node.id == "scalar" and len(node.value) > DIGITS and node.tag.rpartition(":")[2] in ("int", "float"):
+        yield f"{line}: a number of {len(node.value)} digits, expected at most {DIGITS}"
+    if node.id == "mapping":
+        names = set()
+        for k, _ in node.value:
+            where = f"line {k.start_mark.line + 1}"
+            if k.id != "scalar":
+                yield f"{where}: a {k.id} as a key, expected a name"
+            elif k.value in names:
+                yield f"{k.value}: stands twice, again in {where}; remove one"
+            else:
+                names.add(k.value)
+    for x in _children(node):
+        yield from _faults(x, seen)
+
+
+def dump_yaml(data: Any) -> str:
+    """Write plain data as YAML text, keys in their order."""
+    return yaml_module().safe_dump(data, sort_keys=False, allow_unicode=True, width=110)
+
+
+def yaml_module() -> ModuleType:
+    """Import pyyaml, or say which extra has it."""
+    try:
+        import yaml
+    except ImportError as e:
+        raise ImportError("run files in YAML need pyyaml: pip install 'fdel[train]'; JSON needs nothing") from e
+    return yaml
