@@ -1,6 +1,5 @@
 """Qwen3-Next: three gated delta-rule layers (arXiv:2412.06464) to one gated softmax-attention layer, and a sparse MoE."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -190,22 +189,21 @@ def delta(h, slots, p, layer, cfg: Config, batch):
 def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None, *, remat: str | None = None):
     """Compute the final normalised hidden states: tokens int[B T] (Packed) or int[T] (Paged) -> [..., embed], state."""
     batch = ops.packed(tokens) if batch is None else batch
-    state = {"pages": None, "slots": None} | (dict(state) if isinstance(state, Mapping) else {"load": state})
     rot, mask, act = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5), ops.ACTIVATIONS[cfg.act]
     norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps, offset=1.0)
-    pool = lambda mixer, layer: ops.pool_index(tuple(m for m, _ in cfg.kinds), {mixer}, layer)
+    index = lambda mixer, layer: ops.pool_index(tuple(m for m, _ in cfg.kinds), {mixer}, layer)
 
     def linear(h, state, p, layer):
-        y, slots = delta(h, state["slots"], p, pool(LINEAR, layer), cfg, batch)
-        return y, state | {"slots": slots}
+        y, slots = delta(h, ops.pool(state, "slots"), p, index(LINEAR, layer), cfg, batch)
+        return y, ops.with_pool(state, "slots", slots)
 
     def full(h, state, p, layer):
         q = ops.rope(norm(ops.einsum("...d,nhd->...nh", h, p["q"]), p["q_norm"]), rot)
         k = ops.rope(norm(ops.einsum("...d,khd->...kh", h, p["k"]), p["k_norm"]), rot)
         v = ops.einsum("...d,khd->...kh", h, p["v"])
-        a, pages = ops.attend(batch, state["pages"], pool(FULL, layer), q, k, v, mask=mask)
+        a, pages = ops.attend(batch, ops.pool(state, "pages"), index(FULL, layer), q, k, v, mask=mask)
         a = a * jax.nn.sigmoid(ops.einsum("...d,nhd->...nh", h, p["q_gate"]))
-        return ops.einsum("...nh,dnh->...d", a, p["o"]), state | {"pages": pages}
+        return ops.einsum("...nh,dnh->...d", a, p["o"]), ops.with_pool(state, "pages", pages)
 
     def dense(h, state, p):
         return ops.glu(h, p["ffn"], act), state

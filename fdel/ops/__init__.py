@@ -8,11 +8,12 @@ from fdel.ops.delta import gated_delta_rule, l2norm
 from fdel.ops.dense import dense_attention
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
-from fdel.ops.flash import Mask, flash_attention
+from fdel.ops.flash import flash_attention
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
 from fdel.ops.head import Head, logits
-from fdel.ops.layers import layers, pool_index
+from fdel.ops.layers import layers, pool, pool_index, with_pool
 from fdel.ops.mamba1 import selective_scan
+from fdel.ops.mask import Mask
 from fdel.ops.mla import mla
 from fdel.ops.moe import grouped_matmul, moe, route_sigmoid, route_softmax
 from fdel.ops.norm import layer_norm, rms_norm
@@ -57,6 +58,7 @@ __all__ = [
     "pack",
     "packed",
     "paged",
+    "pool",
     "pool_index",
     "rms_norm",
     "rope",
@@ -69,4 +71,5 @@ __all__ = [
     "ssd",
     "watch_router",
     "yarn_mscale",
+    "with_pool",
 ]

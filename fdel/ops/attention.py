@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from fdel.ops import dispatch, quantized_pages, ring, short
 from fdel.ops.batch import Batch, Packed, Paged, Pages
 from fdel.ops.dense import dense_attention, dense_weights
-from fdel.ops.flash import Mask, begin, flash_attention, online, scores
+from fdel.ops.flash import begin, flash_attention, online, scores
+from fdel.ops.mask import Mask
 from fdel.ops.watch import watch_attention
 
 GROUP, CPU_GROUP = 512, 64  # keys per step of the paged loop; on CPU what is gathered must stay in the nearest cache
@@ -92,9 +93,12 @@ def attend(
     the pages of layer `layer` first. Head n of N uses key head n // (N / K). Scores and sums are float32. `sinks` adds one
     score per head to the denominator; `alibi` holds slopes (arXiv:2108.12409); `bias` (Packed only) is added to scores.
     With a Packed batch, state may ask for the softmax itself (`ops.attention_weights`).
-    Returns the output in q's dtype and the new state.
+    Returns the output in q's dtype and the new state. What a batch cannot honour is a ValueError: with Paged causal=False,
+    bias and impl, and state that is not for this kind of batch.
     """
     if isinstance(batch, Packed):
+        if isinstance(state, Pages):
+            raise ValueError("a Packed batch leaves no keys and values in Pages; use a Paged batch, or state None")
         kwargs: dict[str, Any] = {"sinks": sinks, "alibi": alibi, "bias": bias}
         q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))
         name = dispatch.choose(PACKED, impl, q, k, v, batch.segment_ids, mask=mask, **kwargs)
@@ -102,8 +106,15 @@ def attend(
         return PACKED[name].call(q, k, v, batch.segment_ids, mask=mask, **kwargs), state
     if bias is not None:
         raise ValueError("an additive bias is not supported with a Paged batch; express it as alibi slopes")
-    if state is None:
-        raise ValueError("a Paged batch needs state; make it with params.init(family.state_spec(cfg, ...))")
+    if impl is not None:
+        raise ValueError(f"impl={impl!r} names a way to attend in a Packed batch; with a Paged batch leave it out")
+    if not mask.causal:
+        raise ValueError(
+            "Mask.causal=False with a Paged batch: tokens to come are not in its pages; use a Packed batch"
+        )
+    if not isinstance(state, Pages):
+        found = "none" if state is None else f"{type(state).__name__} (weights are watched in Packed calls)"
+        raise ValueError(f"a Paged batch needs state, Pages of params.init(family.state_spec(cfg, ...)); found {found}")
     state = write_pages(batch, state, layer, k, v)
     return paged_attention(batch, state, layer, q, mask=mask, sinks=sinks, alibi=alibi, v_dim=v.shape[-1]), state
 

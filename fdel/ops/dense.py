@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.flash import NEG, Mask, scores, visible
+from fdel.ops.flash import scores
+from fdel.ops.mask import NEG, Mask, visible
 
 
 def dense_attention(

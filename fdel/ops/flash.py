@@ -14,32 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.cpu import each_row, over_queries, row_dots
-
-NEG = -1e30  # finite, so that rows without a visible key stay free of NaN
-
-
-@dataclass(frozen=True)
-class Mask:
-    """What a query may see, as a specification: hashable, so it is static under jit.
-
-    `window` is the number of visible keys including the query's own; `softcap` bounds the scores: c tanh(s / c).
-    """
-
-    scale: float
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-
-
-def visible(m: Mask, qi: Array, ki: Array, qs: Array, ks: Array) -> Array:
-    """Boolean mask [B q s] from indices [q], [s] and segment ids [B q], [B s]."""
-    seen = qs[:, :, None] == ks[:, None, :]
-    ahead = ki[None, :] - qi[:, None]
-    if m.causal:
-        seen &= ahead <= 0
-    if m.window is not None:
-        seen &= ahead > -m.window if m.causal else jnp.abs(ahead) < m.window
-    return seen
+from fdel.ops.mask import NEG, Mask, visible
 
 
 def online(carry: tuple, s: Array, seen: Array, v: Array) -> tuple:

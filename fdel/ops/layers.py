@@ -145,3 +145,13 @@ def pool_index(kinds: tuple, pool: set, layer: Any) -> Any:
     """Count the layers before `layer` whose kind is in `pool`: the layer's index in that pool's state."""
     before = [sum(k in pool for k in kinds[:i]) for i in range(len(kinds))]
     return before[layer] if isinstance(layer, int) else jnp.asarray(before)[layer]
+
+
+def pool(state: Any, name: str) -> Any:
+    """Give one pool of a state that has several by name; None where there is no state, or no such pool."""
+    return state.get(name) if isinstance(state, Mapping) else None
+
+
+def with_pool(state: Any, name: str, value: Any) -> Any:
+    """Put a pool back; None, of a Packed call, leaves the state as it is."""
+    return state if value is None else {**state, name: value}

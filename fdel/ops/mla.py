@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from fdel.ops.attention import attend
 from fdel.ops.batch import Batch, Packed, Pages
 from fdel.ops.einsum import einsum
-from fdel.ops.flash import Mask
+from fdel.ops.mask import Mask
 from fdel.ops.weights import Weight
 
 

@@ -20,7 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.flash import NEG, Mask, Where, blocked, flash_attention, flash_backward, flash_forward, named, unblocked
+from fdel.ops.flash import Where, blocked, flash_attention, flash_backward, flash_forward, named, unblocked
+from fdel.ops.mask import NEG, Mask
 from fdel.ops.shard import context, divided
 
 AXIS = "sp"

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 # Mesh axes of each activation axis. Rows spread over every axis that does not divide a row's own work; `ep` is among
@@ -27,6 +27,20 @@ def context(*axes: str) -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return {a: mesh.shape[a] for a in axes if types.get(a) == AxisType.Auto and mesh.shape[a] > 1}
+
+
+def require_mesh(tree: Any) -> None:
+    """Raise ValueError if arrays (or shardings) of the tree lie on several devices, and `jax.set_mesh` has not their mesh.
+
+    The compiler would then divide the work by itself: it sends activations where it should fetch weights.
+    """
+    here = jax.sharding.get_abstract_mesh().shape_tuple
+    for x in jax.tree.leaves(tree):
+        at = x if isinstance(x, Sharding) else jax.typeof(x).sharding
+        mesh = at.mesh.shape_tuple if isinstance(at, NamedSharding) else ()
+        if math.prod(size for _, size in mesh) > 1 and mesh != here:
+            found = f"found arrays on {dict(mesh)} and {f'the mesh {dict(here)}' if here else 'no mesh'} set"
+            raise ValueError(f"call the step in `with jax.set_mesh(mesh):` of its arrays' mesh; {found}")
 
 
 def partition(x: Array | jax.ShapeDtypeStruct, axes: str) -> PartitionSpec:

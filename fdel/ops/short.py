@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel.ops.cpu import each_row, over_queries, row_dots
-from fdel.ops.flash import NEG, Mask, named, score_gradients, scores, sink_gradients, unblocked, visible
+from fdel.ops.flash import named, score_gradients, scores, sink_gradients, unblocked
+from fdel.ops.mask import NEG, Mask, visible
 
 LONGEST = 1024  # tokens of a row
 

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.shard import context, divided, widen
+from fdel.ops.shard import context, divided, require_mesh, widen
 from fdel.train.steps import GradFn
 
 
@@ -49,9 +49,13 @@ def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def constrain(g: GradFn, shardings: Any) -> GradFn:
-    """Lay gradients out as their parameters: otherwise the compiler may keep whole ones, and accumulate those."""
+    """Lay gradients out as their parameters: otherwise the compiler may keep whole ones, and accumulate those.
+
+    A ValueError where another mesh than that of the shardings is set, or none.
+    """
 
     def constrained(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
+        require_mesh(shardings)
         grad, sums = g(params, batch, *fixed)
         return jax.lax.with_sharding_constraint(grad, shardings), sums
 
@@ -63,10 +67,12 @@ def reduce_once(g: GradFn, axis: str = "dp") -> GradFn:
 
     They add up in float32. Put it outside of `accumulate`, whose sums then stay on their devices until the last
     microbatch. Parameters must be whole along the axis, and `g` a sum over rows: no `gradcache` over more than one
-    microbatch, whose objective would see one slice only. Without that axis in the mesh, `g` itself.
+    microbatch, whose objective would see one slice only. Without that axis in the mesh, `g` itself. A
+    ValueError where parameters lie on another mesh than the one set.
     """
 
     def reduced(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
+        require_mesh(params)
         if not context(axis):
             return g(params, batch, *fixed)
         local = lambda *args: jax.lax.psum(jax.tree.map(widen, g(*args)), axis)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fdel.ops.shard import widen
+from fdel.ops.shard import require_mesh, widen
 
 Params = Any
 Batch = Any
@@ -73,9 +73,13 @@ def with_extra(state: TrainState, **extra: Any) -> TrainState:
 
 
 def grads(loss: Loss) -> GradFn:
-    """Differentiate a summed loss in its first argument: (gradients of the sum, sums with "loss")."""
+    """Differentiate a summed loss in its first argument: (gradients of the sum, sums with "loss").
+
+    Parameters on several devices whose mesh `jax.set_mesh` has not set are a ValueError.
+    """
 
     def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
+        require_mesh(params)
         (total, sums), grad = jax.value_and_grad(loss, has_aux=True)(params, batch, *fixed)
         return grad, _checked(total, sums)
 
@@ -114,6 +118,7 @@ def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array,
     floating = lambda tree: [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
+        require_mesh(params)
         micro = _split(batch, n)
         first = jax.lax.map(lambda b: value(lambda p: outputs(p, b, *fixed), params), micro)
         out = _join(first, len(jax.tree.leaves(batch)[0]))

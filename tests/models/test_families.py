@@ -53,6 +53,12 @@ def test_chunked_prefill_and_decode_equal_full_forward(case, name, first, block)
     assert suite.serving_error(case(name), first, block) < 2e-5
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_without_state_none_comes_back(case, name):
+    m = case(name).model
+    assert jax.eval_shape(lambda p, t: m.family.forward(p, t, m.cfg), m.params, case(name).tokens)[1] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_segments_equal_separate_calls(case, name):

@@ -1,5 +1,8 @@
 """Attention against float64 numpy written from the formula; masked keys carry huge scores, so that a leak shows."""
 
+import contextlib
+import dataclasses
+import inspect
 import itertools
 
 import jax
@@ -8,10 +11,15 @@ import numpy as np
 import pytest
 
 from fdel import ops
+from fdel.models.builders import quantized
 from fdel.ops.batch import Packed, Pages
 from fdel.ops.dispatch import choose
-from fdel.ops.flash import Mask, flash_attention
+from fdel.ops.flash import flash_attention
+from fdel.ops.mask import Mask
 from fdel.ops.short import short_attention
+from fdel.params import init
+from fdel.params.mesh import make_mesh
+from fdel.params.spec import Param, zeros
 
 VARIANTS = {
     "causal": {},
@@ -38,7 +46,7 @@ def inputs(t=23, heads=4, kv=2, dim=8, v_dim=6, seed=0):
     return q, k, v, segments, r.normal(size=heads), 0.1 + r.random(heads)
 
 
-def oracle(q, k, v, segments, mask, sinks=None, alibi=None):
+def oracle(q, k, v, segments, mask, sinks=None, alibi=None, bias=None):
     """Token by token in float64."""
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     for b, i, n in itertools.product(range(q.shape[0]), range(q.shape[1]), range(q.shape[2])):
@@ -55,6 +63,8 @@ def oracle(q, k, v, segments, mask, sinks=None, alibi=None):
             s = mask.softcap * np.tanh(s / mask.softcap)
         if alibi is not None:
             s = s + alibi[n] * (np.array(seen) - i)
+        if bias is not None:
+            s = s + bias[n, i, seen]
         total = np.exp(s).sum() + (0 if sinks is None else np.exp(sinks[n]))
         out[b, i, n] = np.exp(s) / total @ v[b, seen, h]
     return out
@@ -270,3 +280,73 @@ def test_watched_weights_equal_the_formula(variant, layer):
     assert seen["other"] == 1
     if variant == "everything":  # a hybrid hands over its pages alone
         np.testing.assert_array_equal(call(state["pages"], layer)[1].values, seen["pages"].values)
+
+
+# ---- nothing that a call says is ignored ---------------------------------------------------------------------------
+
+T = 16
+CHANGES = {  # each field of Mask and each argument of `attend`, with a value that changes the output
+    "scale": 0.9, "causal": False, "window": 3, "softcap": 0.5, "sinks": np.full(4, 2.0), "alibi": np.full(4, 0.4),
+    "bias": np.random.default_rng(4).normal(size=(4, T, T)), "impl": "nonesuch",
+}  # fmt: skip
+PACKED_KINDS = {"short": {}, "flash": {}, "dense": {}, "ring": {"sp": 8}, "gathered": {"sp": 8}}
+PAGED_KINDS = {"paged": None, "paged int8": "int8", "paged fp8": "fp8"}
+REFUSED = {(kind, name) for kind in PAGED_KINDS for name in ("causal", "bias", "impl")}
+REFUSED |= {(kind, name) for kind in PACKED_KINDS for name in ("bias", "impl")} - {("dense", "bias")}
+
+
+def attended(kind, mask, **given):
+    """One row of T tokens through one implementation: [T 4 8]."""
+    q, k, v, *_ = (x[:1] if i < 3 else x for i, x in enumerate(inputs(t=T, v_dim=8)))
+    given = {name: x if isinstance(x, str) else f32(x) for name, x in given.items()}
+    if kind in PACKED_KINDS:
+        shape = PACKED_KINDS[kind]
+        run = jax.jit(lambda *a: ops.attend(batch, None, 0, *a, mask=mask, **({"impl": kind} | given))[0])
+        batch = Packed(jnp.zeros((1, T), int), jnp.zeros((1, T), int))
+        with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+            return np.asarray(run(*map(f32, (q, k, v)))[0])
+    page = Param("layers pages kv_heads page head_dim", (1, 4, 2, 4, 8), zeros)
+    state = init(quantized(Pages(page, page), PAGED_KINDS[kind]), jax.random.key(0), dtype=jnp.float32)
+    _, batch = ops.paged([(0, 0, [0] * T)], np.arange(4)[None], block=T)
+    return np.asarray(ops.attend(batch, state, 0, *(f32(x[0]) for x in (q, k, v)), mask=mask, **given)[0])
+
+
+def test_the_table_of_changes_is_whole():
+    arguments = {"bias", "sinks", "alibi", "impl"}
+    assert set(CHANGES) == {f.name for f in dataclasses.fields(Mask)} | arguments
+    assert arguments == set(inspect.signature(ops.attend).parameters) - set("qkv") - {"batch", "state", "layer", "mask"}
+
+
+@pytest.mark.parametrize("kind", [*PACKED_KINDS, *PAGED_KINDS])
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_argument_is_honoured_or_refused(kind, name):
+    """Against the formula: 2e-6, keys and values in 8 bits: 0.2."""
+    q, k, v, *_ = (x[:1] if i < 3 else x for i, x in enumerate(inputs(t=T, v_dim=8)))
+    field = name in {f.name for f in dataclasses.fields(Mask)}
+    mask = dataclasses.replace(Mask(0.4), **({name: CHANGES[name]} if field else {}))
+    given = {} if field else {name: CHANGES[name]}
+    if (kind, name) in REFUSED:
+        with pytest.raises(ValueError, match=name):
+            attended(kind, mask, **given)
+        return
+    want = oracle(q, k, v, np.zeros((1, T), int), mask, given.get("sinks"), given.get("alibi"), given.get("bias"))[0]
+    got, before = attended(kind, mask, **given), attended(kind, Mask(0.4))
+    assert np.abs(want - before).max() > 0.25
+    np.testing.assert_allclose(got, want, atol=0.2 if "8" in kind else 2e-6)
+
+
+@pytest.mark.parametrize("field,value", [("window", 0), ("window", -3), ("softcap", 0.0), ("scale", float("nan"))])
+def test_a_mask_that_cannot_be_meant_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"Mask.{field}={value}"):
+        dataclasses.replace(Mask(0.4), **{field: value})
+
+
+def test_state_that_a_batch_has_no_use_for_is_refused():
+    """Pages would stay empty in a Packed call, and weights that are watched unseen in a Paged one."""
+    q, k, v, *_ = (f32(x[0, :4]) for x in inputs()[:3])
+    _, batch = ops.paged([(0, 0, [0] * 4)], np.arange(1)[None], block=4)
+    with pytest.raises(ValueError, match="needs state, Pages .*AttentionWeights.*Packed"):
+        ops.attend(batch, ops.attention_weights((0,), 4, (1, 4)), 0, q, k, v, mask=Mask(0.4))
+    with pytest.raises(ValueError, match="Pages.*Paged"):
+        state = Pages(jnp.zeros((1, 1, 2, 4, 8)), jnp.zeros((1, 1, 2, 4, 6)))
+        ops.attend(ops.packed(jnp.zeros((1, 4), int)), state, 0, q[None], k[None], v[None], mask=Mask(0.4))

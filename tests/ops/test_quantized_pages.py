@@ -9,7 +9,7 @@ import pytest
 from fdel import ops, params
 from fdel.models import builders
 from fdel.ops import quantized_pages
-from fdel.ops.flash import Mask
+from fdel.ops.mask import Mask
 from tests.ops.test_attention import oracle
 
 PAGE, WIDTH, T = 4, 6, 23

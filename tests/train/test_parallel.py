@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fdel import params as fp
 from fdel import plan, train
@@ -117,9 +119,9 @@ def test_half_precision_gives_one_devices_gradients(name, shape):
 
 
 @functools.cache
-def compiled(name, shape):
+def compiled(name, shape, other=None):
     mesh = fp.make_mesh(fp.parse_mesh(shape))
-    with jax.set_mesh(mesh):
+    with contextlib.nullcontext() if other == "" else jax.set_mesh(fp.make_mesh(fp.parse_mesh(other or shape))):
         init, step, at = step_of(name, mesh)
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(init, jax.random.key(0)), at
@@ -127,6 +129,33 @@ def compiled(name, shape):
         one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fp.batch_sharding(mesh))
         step = jax.jit(step, donate_argnums=0, out_shardings=(at, None))
         return step.lower(state, jax.tree.map(one, batch_of(0))).compile().as_text()
+
+
+@pytest.mark.parametrize("part", ["whole", "grads", "gradcache", "reduce_once", "constrain"])
+@pytest.mark.parametrize("other", ["", "dp=8", "fsdp=4,tp=2"])
+def test_a_step_outside_of_its_mesh_is_refused(part, other):
+    """It would run, and send activations in place of weights."""
+    found = f"set_mesh.*found arrays on .*fsdp.*: 8.*{'dp' if other == 'dp=8' else 'tp' if other else 'no mesh'}"
+    mesh = fp.make_mesh({"fsdp": 8})
+    weights = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("fsdp")))}
+    total = lambda p, batch: ((p["w"] @ batch).sum(), {"weight": jnp.float32(1)})
+    own = lambda p, batch: (p, {"loss": jnp.float32(0), "weight": jnp.float32(1)})
+    parts = {
+        "grads": train.grads(total), "gradcache": train.gradcache(lambda p, b: b @ p["w"], lambda o, b: (o.sum(), {}), 2),
+        "reduce_once": parallel.reduce_once(own), "constrain": parallel.constrain(own, {"w": weights["w"].sharding}),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=found):
+        if part == "whole":
+            compiled("llama", "fsdp=8", other)
+        else:
+            with jax.set_mesh(fp.make_mesh(fp.parse_mesh(other))) if other else contextlib.nullcontext():
+                jax.jit(parts[part])(weights, jnp.ones((8, 8)))
+
+
+@pytest.mark.slow
+def test_weights_are_fetched_and_activations_stay():
+    """10 all-reduces; compiled without the mesh set, the same step had 181."""
+    assert sum(c.count for c in plan.collectives(compiled("llama", "fsdp=8")) if c.kind == "all-reduce") <= 10
 
 
 @pytest.mark.slow
