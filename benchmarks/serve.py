@@ -4,7 +4,7 @@
 
 Each server runs as a process of its own; completions (prompts of 64 to 256 tokens, 64 new ones) are streamed to 1, 8 and
 32 readers at a time: output tokens/s, time to the first token and between events, and the server's CPU time per token,
-which other work on the machine disturbs least. `bare engine` is ours without a server, with all 32 at once.
+which other work on the machine disturbs least. `bare engine` is ours without a server, read through `Engine.stream`.
 Other servers (peers.py) are looked for in the interpreters of --python, and llama.cpp's among them as .../llama-server; its
 weights need the package gguf here.
 `--scale` shrinks the model, prompts and outputs, to try the script out.
@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 import urllib.error
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from client import post
@@ -28,6 +30,7 @@ from model import publish
 from peers import PEERS, checkpoint, convert, found, get, running
 
 BARE = "bare engine"
+READERS = (1, 8, 32)
 
 
 def prompts(directory: str, scale: float) -> list[str]:
@@ -54,13 +57,14 @@ async def read(port: int, body: dict) -> list[float]:
     return times
 
 
-async def load(port: int, bodies: list[dict], readers: int) -> dict[str, float]:
-    """Read all completions with some readers at a time."""
-    left, every = list(bodies), []
+async def load(asked: Sequence[tuple[Callable[..., Any], tuple]], readers: int) -> dict[str, float]:
+    """Read all streams, each an async function with its arguments that returns its times, some readers at a time."""
+    left, every = list(asked), []
 
     async def reader() -> None:
         while left:
-            every.append(await read(port, left.pop()))
+            read, args = left.pop()
+            every.append(await read(*args))
 
     begin = time.perf_counter()
     await asyncio.gather(*(reader() for _ in range(readers)))
@@ -68,8 +72,8 @@ async def load(port: int, bodies: list[dict], readers: int) -> dict[str, float]:
     first = [1e3 * (t[1] - t[0]) for t in every]
     between = [1e3 * d for t in every for d in np.diff(t[1:])]
     at = lambda values, q: float(np.percentile(values, q))
-    return {"tok_s": sum(b["max_tokens"] for b in bodies) / spent, "ttft p50": at(first, 50), "ttft p99": at(first, 99),
-            "itl p50": at(between, 50), "itl p99": at(between, 99)}  # fmt: skip
+    return {"s": spent, "ttft p50": at(first, 50), "ttft p99": at(first, 99), "itl p50": at(between, 50),
+            "itl p99": at(between, 99)}  # fmt: skip
 
 
 def cpu(pid: int) -> float:
@@ -106,34 +110,42 @@ def measure(name: str, python: str, directory: str, texts: list[str], new: int) 
         convert(directory, PEERS[name].gguf)
     with running(name, python, directory) as (port, pid, ready):
         settle(port)
-        asyncio.run(load(port, [asked | {"prompt": "warm up " * 9, "max_tokens": 8}] * 8, 8))
-        for readers in (1, 8, 32):
+        asyncio.run(load([(read, (port, asked | {"prompt": "warm up " * 9, "max_tokens": 8}))] * 8, 8))
+        for readers in READERS:
             used = cpu(pid)
             bodies = [asked | {"prompt": t} for t in texts[: max(4, readers)]]
             # Other beginnings than those of the run before, which its cache of prefixes holds.
             bodies = [b | {"prompt": f"{readers} {b['prompt']}"} for b in bodies]
-            r = asyncio.run(load(port, bodies, readers))
-            r["cpu"] = 1e3 * (cpu(pid) - used) / (len(bodies) * new)
+            r = asyncio.run(load([(read, (port, b)) for b in bodies], readers))
+            tokens = len(bodies) * new
+            r |= {"tok_s": tokens / r["s"], "cpu": 1e3 * (cpu(pid) - used) / tokens}
             out.append(row(name, readers, r))
             print(out[-1], file=sys.stderr, flush=True)
     return [*out, f"| {name} | ready after | {ready:.1f} s | | | |"]
 
 
 def bare(directory: str, texts: list[str], new: int) -> None:
-    """Print the row of the engine without a server."""
+    """Print the rows of the engine without a server, its streams read in asyncio."""
     from fdel import models, text
     from fdel.serve import Engine, SamplingParams
 
     tok = text.load(directory)
     engine = Engine(models.load(directory, stacked=False), tokenizer=tok)
     engine.start(wait=True)
-    some = SamplingParams(max_tokens=new, ignore_eos=True)
-    engine.generate([text.encode(tok, "warm up " * 9)] * 8, SamplingParams(max_tokens=8, ignore_eos=True))
-    begin, used = time.perf_counter(), time.process_time()
-    engine.generate([text.encode(tok, f"32 {t}") for t in texts], some)
-    spent, used = time.perf_counter() - begin, time.process_time() - used
-    tokens = len(texts) * new
-    print(f"| {BARE} | 32 | {tokens / spent:.1f} | | | {1e3 * used / tokens:.2f} |")
+
+    async def read(said: str, tokens: int) -> list[float]:
+        times, some = [time.perf_counter()], SamplingParams(max_tokens=tokens, ignore_eos=True)
+        async for delta in engine.stream(text.encode(tok, said), some):
+            times += [time.perf_counter()] * bool(delta.tokens)
+        return times
+
+    asyncio.run(load([(read, ("warm up " * 9, 8))] * 8, 8))
+    for readers in READERS:
+        used = time.process_time()
+        asked = [(read, (f"{readers} {t}", new)) for t in texts[: max(4, readers)]]
+        r = asyncio.run(load(asked, readers))
+        tokens = len(asked) * new
+        print(row(BARE, readers, r | {"tok_s": tokens / r["s"], "cpu": 1e3 * (time.process_time() - used) / tokens}))
     engine.close()
 
 
@@ -159,8 +171,8 @@ def main() -> None:
         if BARE in args.only:
             command = [sys.executable, __file__, "--bare", directory, "--scale", str(args.scale)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            lines.append(done.stdout.splitlines()[-1])
-            print(lines[-1], file=sys.stderr, flush=True)
+            lines += done.stdout.splitlines()[-len(READERS) :]
+            print(*lines[2:], sep="\n", file=sys.stderr, flush=True)
         here = [n for n in args.only if n != BARE]
         there = found(here, [sys.executable, *args.python])
         for name in here:

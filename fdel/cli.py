@@ -146,8 +146,8 @@ def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints over HTTP, as OpenAI's API."""
     from fdel.serve import engine, launch
 
-    sizes = ("rows", "pages", "max_length", "budget", "queue", "drafts", "decode_steps", "kv_cache_dtype", "max_loras",
-             "max_lora_rank")  # fmt: skip
+    sizes = ("rows", "pages", "max_length", "budget", "chunk", "queue", "drafts", "decode_steps", "kv_cache_dtype",
+             "max_loras", "max_lora_rank")  # fmt: skip
     settings = engine.Settings(**{name: getattr(args, name) for name in sizes})
     names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace",
              "adapter_root", "truncate")  # fmt: skip

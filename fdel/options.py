@@ -92,6 +92,9 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
         help="where too long prompts are cut (default: they are refused)",
     )
     p.add_argument("--budget", type=int, default=512, help="prompt tokens of one step (default: %(default)s)")
+    p.add_argument(
+        "--chunk", type=int, help="the same beside sequences that decode (default: 64 on CPU, else --budget)"
+    )
     p.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
     p.add_argument("--drafts", type=int, default=0, help="tokens guessed ahead from what was said (default: none)")
     p.add_argument("--decode-steps", type=int, default=1, help="tokens of a call while no prompt waits (%(default)s)")

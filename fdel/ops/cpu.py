@@ -9,13 +9,20 @@ from jaxtyping import Array, Float
 
 from fdel.ops.shard import context
 
+CHUNK = 64  # prompt tokens that cost about as much as three steps of decoding: a server's steps stay short
+
+
+def here() -> bool:
+    """Tell whether programs run on CPU."""
+    return jax.default_backend() == "cpu"
+
 
 def each_row(f: Callable, *arrays: Array, loop: bool) -> Any:
     """Compute f(*arrays) for arrays [B ...], on CPU with a `loop` over the rows: what a row needs stays in cache.
 
     Not where a mesh divides the rows: a loop over them would gather them first.
     """
-    if not loop or jax.default_backend() != "cpu" or len(arrays[0]) == 1 or context("dp", "fsdp", "ep", "tp", "sp"):
+    if not loop or not here() or len(arrays[0]) == 1 or context("dp", "fsdp", "ep", "tp", "sp"):
         return f(*arrays)
     row = lambda xs: jax.tree.map(lambda x: x[0], f(*(x[None] for x in xs)))
     return jax.lax.map(row, arrays)
@@ -33,6 +40,6 @@ def over_queries(x: Float[Array, "B K G T H"], y: Float[Array, "B K G T S"]) -> 
     The smaller matrix is left, since XLA:CPU turns that one round with all that it is computed from. It cannot multiply
     half precision so: there the factors become float32 first.
     """
-    if jax.default_backend() == "cpu":
+    if here():
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.einsum("bkgqh,bkgqs->bkhs", x, y, preferred_element_type=jnp.float32)

@@ -12,6 +12,7 @@ import numpy as np
 
 from fdel import text
 from fdel.models import Model
+from fdel.ops import cpu
 from fdel.serve.core import Core, Job, MaskSource
 from fdel.serve.device import BLOCK, Device, sizes
 from fdel.serve.loop import Loop, Mailbox
@@ -78,7 +79,8 @@ class Engine:
         self.limit = device.length
         cache = not recurrent(model) if s.cache is None else s.cache
         width = max(s.drafts + 1, s.decode_steps)
-        schedule = Schedule(Pool(device.pages, PAGE, cache), s.rows, s.budget, BLOCK, width, s.queue)
+        chunk = s.chunk or (cpu.CHUNK if cpu.here() else None)
+        schedule = Schedule(Pool(device.pages, PAGE, cache), s.rows, s.budget, BLOCK, width, s.queue, chunk)
         self.core = Core(device, schedule, overlap=s.overlap)
         self.loop = Loop(self.core)
         self.ids = itertools.count()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fdel.serve.pages import Pool
 
+PER_ROW = 8  # prompt tokens that take about as long as a token of a sequence that decodes
 NO_ROW = -1  # where a request stands that does not run
 
 
@@ -76,7 +77,8 @@ class Schedule:
     """All requests, and who has which row and pages.
 
     budget: prompt tokens of a step, cut into blocks of `block` tokens of one request each. width: the most tokens that
-    one step adds to a sequence. queue: the most waiting requests.
+    one step adds to a sequence. queue: the most waiting requests. chunk: prompt tokens of a step beside sequences that
+    decode, or `PER_ROW` for each of these if that is more; None: the budget.
     """
 
     pool: Pool
@@ -85,6 +87,7 @@ class Schedule:
     block: int
     width: int = 1
     queue: int = 1024
+    chunk: int | None = None
     running: list[Request] = field(default_factory=list)  # by rank
     waiting: list[Request] = field(default_factory=list)
     suspects: list[list[Request]] = field(default_factory=list)  # only the first group runs
@@ -159,7 +162,10 @@ class Schedule:
                 if self._grow(r, min(len(r.tokens) + r.most + self.width - 1, r.limit)):
                     plan.decodes.append(r)
                     self._launched(r, self.width, 1)
-        room, blocks = self.budget, -(-self.budget // self.block)
+        room = self.budget
+        if plan.decodes and self.chunk is not None:
+            room = min(room, max(self.chunk, PER_ROW * len(plan.decodes)))
+        blocks = -(-room // self.block)
         prefilling = [r for r in self.running if not r.decoding]
         while room > 0 and blocks > 0:
             request = prefilling.pop(0) if prefilling else self._admit(plan)

@@ -17,9 +17,10 @@ class Settings:
 
     rows: sequences that run at a time. pages: cache pages of 64 tokens; None: for all rows at 1024 tokens each, or at
     max_length if that is less. max_length: the most tokens of prompt and output; None: the model's context. budget:
-    prompt tokens computed in one step, which bounds how long running sequences wait. queue: waiting requests before
-    `QueueFull`. overlap: launch a step before the last one is read. cache: share pages between prompts that begin
-    alike; None: where the model allows it. drafts: tokens guessed ahead, by a draft model or from earlier occurrences
+    prompt tokens computed in one step. chunk: the same beside sequences that decode, which bounds how long they wait for
+    others' prompts (8 for each of them, if that is more); None: 64 on CPU, the budget on accelerators. queue: waiting
+    requests before `QueueFull`. overlap: launch a step before the last one is read. cache: share pages between prompts
+    that begin alike; None: where the model allows it. drafts: tokens guessed ahead, by a draft model or from earlier occurrences
     of the newest three; 0: none. decode_steps: tokens that one call adds to each sequence while no prompt waits, which
     saves the host's part of the steps between; readers get them together. batches: the numbers of rows that decode is
     compiled for, the largest last; None: 1, 8, 64, ..., rows. kv_cache_dtype: "int8" or "fp8" keeps keys and values in
@@ -32,6 +33,7 @@ class Settings:
     pages: int | None = None
     max_length: int | None = None
     budget: int = 512
+    chunk: int | None = None
     queue: int = 1024
     overlap: bool = True
     cache: bool | None = None
@@ -45,7 +47,7 @@ class Settings:
 
 def unsupported(model: Model, settings: Settings, draft: Model | None = None) -> str | None:
     """Say why an engine cannot serve a model with these settings and this draft model; None if it can."""
-    for name in ("rows", "pages", "max_length", "budget", "queue", "decode_steps"):
+    for name in ("rows", "pages", "max_length", "budget", "chunk", "queue", "decode_steps"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             return f"{name}={value}; expected at least 1"
