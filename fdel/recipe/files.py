@@ -65,7 +65,7 @@ def from_yaml(text: str) -> Any:
     """Read YAML of bounded depth and size, aliases expanded; RecipeError for what is none."""
     yaml = yaml_module()
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
         depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
