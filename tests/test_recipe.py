@@ -218,11 +218,8 @@ def test_the_guides_context_handling_means_what_it_says():
     how = lambda r: serving.options(r, schema.ServeAction()).truncate
     assert how(guide) == "left" and serving.faults(guide, schema.ServeAction()) == recipe.faults(guide) == []
     assert how(guide.set("esurge.truncate_mode", "middle")) == "middle"
-    assert how(guide.set("esurge.auto_truncate_prompt", False)) is None is how(made())
-    for key, value, message in (
-        ("strict_context", True, "strict_context: refuses the prompts"),
-        ("auto_truncate_prompt", False, "truncate_mode"),
-    ):
+    assert how(guide.set("esurge.auto_truncate_prompt", False).set("esurge.truncate_mode", None)) is None is how(made())
+    for key, value, message in (("strict_context", True, "strict_context: refuses the prompts"),):
         assert message in serving.faults(guide.set(f"esurge.{key}", value), schema.ServeAction())[0]
 
 
@@ -307,13 +304,45 @@ IMPOSSIBLE = [
     ({"trainer": {"optimizer": "lion", "adam_beta2": 0.5}}, "trainer.adam_beta2: optimizer lion does not read it"),
     ({"trainer": {"gradient_checkpointing": "dots"}}, "remat='dots' is not a policy"),
     ({"trainer": {"loss_type": "sigmoid"}}, "loss_type='sigmoid'; expected nll, or dft"),
-    ({"trainer": {"trainer_type": "dpo", "label_smoothing": 0.1}}, "label_smoothing=0.1 with loss_type='sigmoid'"),
+    ({"trainer": {"trainer_type": "dpo", "label_smoothing": 0.5}}, "label_smoothing=0.5 with loss_type='sigmoid'"),
     ({"trainer": {"trainer_type": "cpo", "loss_type": "aot"}}, "loss_type='aot'; expected one of sigmoid, simpo"),
     ({"trainer": {"trainer_type": "kto", "loss_type": ["kto", "bco"]}}, "only trainer_type dpo has several"),
     ({"trainer": {"trainer_type": "gkd", "beta": 2}, "teacher_model": {"name_or_path": "t"}}, "beta=2.0; expected a"),
     ({"trainer": {"trainer_type": "gkd", "lmbda": 0.5}}, "trainer.lmbda: 0.5 cannot be honoured: samples are not"),
     ({"trainer": {"trainer_type": "reward", "lora": {}}}, "trainer.lora: trainer_type reward does not read it"),
     ({"reference_model": {"name_or_path": "r"}}, "reference_model: trainer_type sft has none"),
+    *(
+        ({"trainer": {"trainer_type": "dpo", **keys}}, message)
+        for keys, message in (
+            ({"ref_model_sync_steps": 7}, "trainer.ref_model_sync_steps: nothing reads it without sync_ref_model"),
+            ({"ref_model_mixup_alpha": 0.5}, "trainer.ref_model_mixup_alpha: nothing reads it without sync_ref_model"),
+            ({"discopop_tau": 0.1}, "trainer.discopop_tau: loss_type sigmoid does not read it (discopop: yes)"),
+            ({"f_alpha_divergence_coef": 0.1}, "f_divergence_type reverse_kl does not read it (alpha_divergence: yes)"),
+            ({"loss_weights": [2.0]}, "loss_weights: loss_type sigmoid is one loss"),
+            ({"loss_type": "sft"}, "loss_type sft alone compares nothing"),
+            ({"greater_is_better": True}, "trainer.greater_is_better: nothing reads it without metric_for_best_model"),
+            ({"early_stopping_patience": 2}, "early_stopping_patience: nothing reads it without metric_for_best_model"),
+            ({"eval_batch_size": 8}, "trainer.eval_batch_size: nothing is evaluated"),
+        )
+    ),
+    (
+        {"trainer": {"trainer_type": "cpo", "simpo_gamma": 1}},
+        "loss_type sigmoid does not read it (simpo, alphapo: yes)",
+    ),
+    ({"trainer": {"trainer_type": "cpo", "loss_type": "alphapo"}}, "alphapo needs alpha, such as 0.25"),
+    ({"trainer": {"trainer_type": "distillation", "hidden_state_layers": [0]}}, "without hidden_state_loss_weight"),
+    ({"trainer": {"trainer_type": "distillation", "attention_layers": [0]}}, "without attention_loss_weight"),
+    ({"trainer": {"packing_strategy": "wrapped"}}, "trainer.packing_strategy: nothing is packed"),
+    ({"trainer": {"assistant_only_loss": True, "completion_only_loss": False}}, "assistant_only_loss alone says"),
+    ({"mixture": {"informs": [{}], "mixture_block_size": 4}}, "mixture.mixture_block_size: there are no weights"),
+    ({"mixture": {"informs": [{}], "stop_strategy": "longest"}}, "mixture.stop_strategy: there are no weights"),
+    ({"quantization": {"model": {"group_size": 64}}}, "model.group_size: nothing reads it without quantization_method"),
+    ({"esurge": {"truncate_mode": "left"}}, "esurge.truncate_mode: nothing reads it without auto_truncate_prompt"),
+    (
+        {"actions": [{"serve": {"enable_function_calling": False, "tool_parser_name": "hermes"}}]},
+        "actions[0].serve.tool_parser_name: nothing reads it without enable_function_calling",
+    ),
+    ({"actions": [{"serve": {"oai_like_processor": False}}]}, "actions[0].serve.oai_like_processor: False cannot be"),
     ({"trainer": {"lora": {}, "optimizer": "muon"}}, "muon has no form for adapters"),
     ({"loader": {"dtype": "fp16"}}, "loader: fp16 needs scaled losses"),
     ({"trainer": {"evaluation_steps": 5}}, "evaluation needs both"),
@@ -331,6 +360,7 @@ def test_what_cannot_be_done_is_refused(sections, message):
 @pytest.mark.parametrize(("trainer_type", "keys", "message"), [
     *((kind, {}, f"of trainer_type {kind} writes no text") for kind in trainer.HEADED),
     ("sft", {"require_api_key": True}, "api_key_file: missing"),
+    ("sft", {"require_api_key": False, "api_key_file": "k"}, "require_api_key is false, so that nobody reads it"),
     ("sft", {"host": "0.0.0.0"}, "0.0.0.0"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_before_the_training(trainer_type, keys, message):

@@ -181,8 +181,9 @@ def summary(recipe: Recipe) -> str:
     ]
     given = [
         f"{path} = {parse.plain(value)!r}"
-        for path, f, value in parse.walk(recipe)
-        if value != f.default and not dataclasses.is_dataclass(value) and not _sections(value)
+        for path, f, section in recipe.keys()
+        if (value := getattr(section, f.name)) != f.default and path != "actions"
+        if not dataclasses.is_dataclass(value) and not _sections(value)
     ]
     return "\n".join([*(f"{k:<8} {v}" for k, v in rows), "", *given])
 

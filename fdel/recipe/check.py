@@ -1,6 +1,5 @@
 """What of a recipe cannot be done: keys that this version does not honour, that nothing reads, or that disagree."""
 
-import dataclasses
 from collections.abc import Iterator
 
 from fdel import train
@@ -9,8 +8,6 @@ from fdel.recipe import objective, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import EvalAction
 from fdel.recipe.trainer import HEADED, REFERENCE, TEACHER, TEXT, TYPES, Trainer
-
-ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "moments")
 
 
 def validate(recipe: Recipe) -> None:
@@ -28,14 +25,20 @@ def faults(recipe: Recipe) -> list[str]:
 
 def _refused(recipe: Recipe) -> Iterator[str]:
     kind = recipe.trainer.trainer_type
-    for path, f, value in parse.walk(recipe):
-        m = f.metadata
+    for path, f, section in recipe.keys():
+        m, value = f.metadata, getattr(section, f.name)
         if value == f.default or not m:
             continue
         if m["refuse"] and value not in m["honours"]:
-            yield f"{path}: {value!r} cannot be honoured: {m['refuse']}"
+            yield f"{path}: {parse.shown(value)} cannot be honoured: {m['refuse']}"
         elif m["by"] and kind in TYPES and kind not in m["by"]:
             yield f"{path}: trainer_type {kind} does not read it ({', '.join(m['by'])}: yes); remove it"
+        elif other := m["needs"]:
+            found = objective.loss_types(section) if other == "loss_type" else (getattr(section, other),)
+            if not m["of"] and not any(found):
+                yield f"{path}: nothing reads it without {other}; set that too, or remove this"
+            elif m["of"] and not set(m["of"]) & set(found):
+                yield f"{path}: {other} {', '.join(map(str, found))} does not read it ({', '.join(m['of'])}: yes); remove it"
 
 
 def _actions(recipe: Recipe) -> Iterator[str]:
@@ -153,14 +156,24 @@ def _data(recipe: Recipe) -> Iterator[str]:
     weighted = sum(x.weight is not None for x in m.informs)
     if 0 < weighted < len(m.informs):
         yield "mixture.informs: some data sets have a weight and some have none; give all one"
-    if m.block_mixture and not (weighted or m.mixture_weights):
-        yield "mixture.block_mixture: there are no weights; give mixture_weights, or remove it"
+    for name, value in (
+        ("block_mixture", m.block_mixture), ("mixture_block_size", m.mixture_block_size),
+        ("stop_strategy", m.stop_strategy != "first_exhausted"),
+    ):  # fmt: skip
+        if value and not (weighted or m.mixture_weights):
+            yield f"mixture.{name}: there are no weights; give mixture_weights, or remove it"
+    if t.packing_strategy != "bfd" and not (m.pack_tokens or t.packing):
+        yield "trainer.packing_strategy: nothing is packed; set packing, or remove it"
+    if t.assistant_only_loss and t.completion_only_loss is not None:
+        yield "trainer.completion_only_loss: assistant_only_loss alone says what is learnt; remove one of the two"
     if m.pack_seq_length and not (m.pack_tokens or t.packing):
         yield "mixture.pack_seq_length: nothing is packed; set pack_tokens, or remove it"
     if t.max_length and m.tokenization.max_length and t.max_length != m.tokenization.max_length:
         yield "mixture.tokenization.max_length: differs from trainer.max_length; they are one thing, give one"
     if (t.evaluation_steps is not None) != bool(m.eval_informs):
         yield "trainer.evaluation_steps and mixture.eval_informs: evaluation needs both; one is missing"
+    if t.eval_batch_size and not (m.eval_informs or t.precompute_ref_log_probs):
+        yield "trainer.eval_batch_size: nothing is evaluated; give mixture.eval_informs and evaluation_steps, or remove it"
 
 
 def _sizes(recipe: Recipe) -> Iterator[str]:
@@ -198,16 +211,10 @@ def _method(t: Trainer) -> Iterator[str]:
         yield f"trainer.optimizer: found {t.optimizer!r}; {parse.nearest(t.optimizer, list(train.OPTIMIZERS))}"
     if t.scheduler not in train.SCHEDULES:
         yield f"trainer.scheduler: found {t.scheduler!r}; {parse.nearest(t.scheduler, list(train.SCHEDULES))}"
-    defaults = {f.name: f.default for f in dataclasses.fields(t)}
-    for name in ADAM:
-        if t.optimizer != "adamw" and getattr(t, name) != defaults[name]:
-            yield f"trainer.{name}: optimizer {t.optimizer} does not read it; remove it"
     if t.warmup_steps and t.warmup_ratio:
         yield "trainer.warmup_ratio: warmup_steps is given too; give one"
     if t.learning_rate_end is not None and t.scheduler in ("constant", "inverse_sqrt"):
         yield f"trainer.learning_rate_end: scheduler {t.scheduler} does not read it; remove it"
-    if t.early_stopping_patience is not None and t.metric_for_best_model is None:
-        yield "trainer.early_stopping_patience: needs metric_for_best_model, such as eval_loss"
     if t.metric_for_best_model is not None and t.evaluation_steps is None:
         yield "trainer.metric_for_best_model: nothing is evaluated; set evaluation_steps and mixture.eval_informs"
     if t.lambda_orpo is not None and t.beta is not None and t.lambda_orpo != t.beta:

@@ -66,6 +66,11 @@ def _beta(t: Trainer) -> float:
 
 
 def _dpo(t: Trainer) -> Callable:
+    kinds = loss_types(t)
+    if kinds == ("sft",):
+        raise ValueError("loss_type sft alone compares nothing; use trainer_type sft, or a list with another loss")
+    if t.loss_weights is not None and len(kinds) == 1:
+        raise ValueError(f"loss_weights: loss_type {kinds[0]} is one loss, which needs no weight; remove it")
     return losses.dpo_objective(
         loss_type=loss_types(t), loss_weights=t.loss_weights, wpo=t.use_weighting, beta=_beta(t),
         label_smoothing=t.label_smoothing, f_divergence=t.f_divergence_type, f_alpha=t.f_alpha_divergence_coef,
@@ -74,12 +79,16 @@ def _dpo(t: Trainer) -> Callable:
 
 
 def _cpo(t: Trainer) -> Callable:
-    (kind,) = loss_types(t)
+    (kind,), cpo_alpha = loss_types(t), 0.0 if t.trainer_type == "simpo" else t.cpo_alpha
+    if kind == "alphapo":  # as TRL has it: simpo without the likelihood of cpo, whose reward has a shape
+        if not t.alpha or t.cpo_alpha not in (0.0, 1.0):
+            raise ValueError("loss_type alphapo needs alpha, such as 0.25 (with 0 it is simpo), and has no cpo_alpha")
+        kind, cpo_alpha = "simpo", 0.0
     settings: dict[str, Any] = dict(loss_type=kind, beta=_beta(t), alpha=t.alpha or 0.0, gamma=t.simpo_gamma)
     settings["label_smoothing"] = t.label_smoothing
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
     jax.eval_shape(partial(losses.cpo, **settings), one, one)  # raises what the objective would raise much later
-    return losses.cpo_objective(cpo_alpha=0.0 if t.trainer_type == "simpo" else t.cpo_alpha, **settings)
+    return losses.cpo_objective(cpo_alpha=cpo_alpha, **settings)
 
 
 def _kto(t: Trainer) -> Callable:

@@ -145,14 +145,14 @@ def plain(value: Any, *, defaults: bool = False) -> Any:
 
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """Yield (dotted path, field, value) of every key of a dataclass and of those inside of it."""
+    """Yield (dotted path, field, section) of every key of a dataclass and of those inside of it."""
     if isinstance(value, tuple):
         for i, x in enumerate(value):
             yield from walk(x, f"{path}[{i}]")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for f in dataclasses.fields(value):
             where = f"{path}.{f.name}" if path else f.name
-            yield where, f, getattr(value, f.name)
+            yield where, f, value
             yield from walk(getattr(value, f.name), where)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ class Recipe:
                 raise parse.RecipeError(f"{path}: {name!r} is no section; set the whole of it")
         at[last] = parse.plain(value)
         return from_dict(data)
+
+    def keys(self) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+        """Yield (dotted path, field, section) of every key, those of actions among them."""
+        yield from parse.walk(dataclasses.replace(self, actions=()))
+        for i, action in enumerate(self.actions):
+            yield from parse.walk(action.settings, f"actions[{i}].{action.name}")
 
     def to_yaml(self, path: str | Path) -> None:
         """Write what differs from the defaults as YAML; `from_yaml` gives an equal recipe."""

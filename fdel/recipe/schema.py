@@ -89,7 +89,11 @@ class Format:
         choices=(*METHODS, "a8bit", "a8q", "a4q"), honours=tuple(METHODS),
         refuse="only weights are quantized in this version; use nf4, 8bit or fp8",
     )  # fmt: skip
-    group_size: int | None = key(None, "numbers that share a scale; default: 64 for nf4, else all inputs of an output")
+    group_size: int | None = key(
+        None,
+        "numbers that share a scale; default: 64 for nf4, else all inputs of an output",
+        needs="quantization_method",
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,10 @@ class Esurge:
     auto_cap_new_tokens: bool = key(True, "generate no more than fits", refuse=ALWAYS)
     strict_context: bool = key(False, "refuse prompts that do not fit; not with auto_truncate_prompt")
     truncate_mode: str | None = key(
-        None, "where auto_truncate_prompt cuts; default: left", choices=("left", "right", "middle")
+        None,
+        "where auto_truncate_prompt cuts; default: left",
+        choices=("left", "right", "middle"),
+        needs="auto_truncate_prompt",
     )
     tokenizer_endpoint: str | None = key(None, "address of a tokenizer process", refuse=INSIDE)
     detokenizer_endpoint: str | None = key(None, "address of a detokenizer process", refuse=INSIDE)
@@ -242,7 +249,9 @@ class ServeAction:
     port: int = key(11556, "port to listen on")
     log_level: str = key("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     enable_function_calling: bool = key(True, "parse tool calls")
-    tool_parser_name: str | None = key(None, "format of tool calls")
+    tool_parser_name: str | None = key(
+        None, "format of tool calls; default: by the chat template", needs="enable_function_calling"
+    )
     oai_like_processor: bool = key(True, "answers as OpenAI's", refuse=ALWAYS)
     require_api_key: bool | None = key(None, "refuse requests without a key; default: if there is an api_key_file")
     api_key_file: str | None = key(None, "keys that may ask; see `fdel keys`")

@@ -38,8 +38,12 @@ def faults(recipe: Recipe, action: ServeAction) -> list[str]:
         found.append("actions.serve.api_key_file: missing; require_api_key needs one, see `fdel keys`")
     if recipe.esurge.strict_context and recipe.esurge.auto_truncate_prompt:
         found.append("esurge.strict_context: refuses the prompts that esurge.auto_truncate_prompt cuts; remove one")
-    if recipe.esurge.truncate_mode is not None and not recipe.esurge.auto_truncate_prompt:
-        found.append("esurge.truncate_mode: esurge.auto_truncate_prompt alone reads it; set that to true")
+    if action.require_api_key is False and action.api_key_file is not None:
+        found.append(
+            "actions.serve.api_key_file: require_api_key is false, so that nobody reads it; remove one of the two"
+        )
+    if recipe.esurge.silent_mode and action.log_level != "info":
+        found.append("actions.serve.log_level: esurge.silent_mode logs nothing; remove one of the two")
     if recipe.loader.precision is not None:
         found.append("loader.precision: the server does not read it; remove it")
     return found

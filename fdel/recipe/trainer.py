@@ -27,14 +27,17 @@ def key(
     honours: Sequence = (),
     refuse: str = "",
     by: Sequence[str] = (),
+    needs: str = "",
+    of: Sequence[str] = (),
 ) -> Any:
     """Declare a key of a run file.
 
     `choices` are the values that exist. With `refuse`, the reason, only the default and the values in `honours` can be
-    honoured. `by` names the trainer types that read the key; none: all.
+    honoured. `by` names the trainer types that read the key; none: all. `needs` is another key of the section without
+    which nothing reads this one: it has to be set, or to be one `of` some values.
     """
     meta = {"doc": doc, "choices": tuple(choices), "honours": tuple(honours), "refuse": refuse, "by": tuple(by)}
-    return dataclasses.field(default=default, metadata=meta)
+    return dataclasses.field(default=default, metadata=meta | {"needs": needs, "of": tuple(of)})
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,12 @@ class Trainer:
     learning_rate_end: float | None = key(None, "rate that the schedule ends at; default: 0")
     weight_decay: float = key(0.0, "of matrices")
     clip_grad: float | None = key(1.0, "largest norm of the gradient; null: any")
-    adam_beta1: float = key(0.9, "of adamw")
-    adam_beta2: float = key(0.999, "of adamw")
-    adam_epsilon: float = key(1e-8, "of adamw")
-    moments: str = key("float32", "dtype of adamw's moments", choices=("float32", "bfloat16", "int8"))
+    adam_beta1: float = key(0.9, "of adamw", needs="optimizer", of=("adamw",))
+    adam_beta2: float = key(0.999, "of adamw", needs="optimizer", of=("adamw",))
+    adam_epsilon: float = key(1e-8, "of adamw", needs="optimizer", of=("adamw",))
+    moments: str = key(
+        "float32", "dtype of adamw's moments", choices=("float32", "bfloat16", "int8"), needs="optimizer", of=("adamw",),
+    )  # fmt: skip
     ema_decay: float | None = key(None, "keep a moving average of the parameters, which is then saved and evaluated")
     skip_nonfinite: bool = key(True, "skip steps whose loss or gradient is not finite")
     gradient_checkpointing: bool | str | None = key(
@@ -94,8 +99,10 @@ class Trainer:
     metric_for_best_model: str | None = key(
         None, "metric of evaluation, such as eval_loss, whose best checkpoint stays"
     )
-    greater_is_better: bool = key(False, "of metric_for_best_model")
-    early_stopping_patience: int | None = key(None, "evaluations without a better metric before training ends")
+    greater_is_better: bool = key(False, "of metric_for_best_model", needs="metric_for_best_model")
+    early_stopping_patience: int | None = key(
+        None, "evaluations without a better metric before training ends", needs="metric_for_best_model"
+    )
     use_wandb: bool = key(False, "log to Weights & Biases too")
     use_tensorboard: bool = key(False, "write TensorBoard events too")
     # Data.
@@ -130,14 +137,20 @@ class Trainer:
     )  # fmt: skip
     hidden_state_loss_weight: float = key(0.0, "weight of the squared distance of hidden states", by=("distillation",))
     hidden_state_layers: tuple[int, ...] | None = key(
-        None, "which: 0 enters layer 0, i leaves layer i - 1, -1 is the last, the default", by=("distillation",)
+        None,
+        "which: 0 enters layer 0, i leaves layer i - 1, -1 is the last, the default",
+        by=("distillation",),
+        needs="hidden_state_loss_weight",
     )
     attention_loss_weight: float = key(
         0.0, "weight of the squared distance of attention weights; takes 4 bytes * heads * max_length^2 for each row and "
         "layer that is matched, in both models", by=("distillation",),
     )  # fmt: skip
     attention_layers: tuple[int, ...] | None = key(
-        None, "which, among the layers that attend; -1 is the last; default: all", by=("distillation",)
+        None,
+        "which, among the layers that attend; -1 is the last; default: all",
+        by=("distillation",),
+        needs="attention_loss_weight",
     )
     attention_normalize: bool = key(
         False,
@@ -147,18 +160,26 @@ class Trainer:
     )
     lmbda: float = key(0.0, "share of the student's own samples", by=("gkd",), refuse="samples are not in this version")
     cpo_alpha: float = key(1.0, "weight of the chosen completions' likelihood", by=("cpo",))
-    simpo_gamma: float = key(0.5, "margin of loss_type simpo", by=("cpo", "simpo"))
+    simpo_gamma: float = key(
+        0.5, "margin of loss_type simpo", by=("cpo", "simpo"), needs="loss_type", of=("simpo", "alphapo")
+    )
     f_divergence_type: str = key("reverse_kl", "divergence from the reference", by=("dpo",))
-    f_alpha_divergence_coef: float = key(0.5, "of f_divergence_type alpha_divergence", by=("dpo",))
-    discopop_tau: float = key(0.05, "of loss_type discopop", by=("dpo",))
+    f_alpha_divergence_coef: float = key(
+        0.5, "of f_divergence_type alpha_divergence", by=("dpo",), needs="f_divergence_type", of=("alpha_divergence",)
+    )
+    discopop_tau: float = key(0.05, "of loss_type discopop", by=("dpo",), needs="loss_type", of=("discopop",))
     ld_alpha: float | None = key(None, "weight of the tokens past the shorter completion", by=("dpo",))
     use_weighting: bool = key(False, "weigh pairs by their probability (WPO)", by=("dpo",))
     precompute_ref_log_probs: bool = key(
         False, "compute the reference's log-probabilities once before training, not in every step", by=REFERENCE
     )
     sync_ref_model: bool = key(False, "let the reference follow the model (TR-DPO)", by=("dpo", "kto"))
-    ref_model_mixup_alpha: float = key(0.6, "share of the model in a move of the reference", by=("dpo", "kto"))
-    ref_model_sync_steps: int = key(512, "steps between two moves of the reference", by=("dpo", "kto"))
+    ref_model_mixup_alpha: float = key(
+        0.6, "share of the model in a move of the reference", by=("dpo", "kto"), needs="sync_ref_model"
+    )
+    ref_model_sync_steps: int = key(
+        512, "steps between two moves of the reference", by=("dpo", "kto"), needs="sync_ref_model"
+    )
     desirable_weight: float = key(1.0, "weight of desirable rows", by=("kto",))
     undesirable_weight: float = key(1.0, "weight of undesirable rows", by=("kto",))
     center_rewards_coefficient: float = key(0.0, "keeps rewards around 0", by=("reward",))

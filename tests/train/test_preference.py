@@ -155,6 +155,19 @@ def test_bco(udm: bool) -> None:
         np.testing.assert_allclose(running["mean"], case["metrics"]["delta"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.1, 0.3])
+def test_label_smoothing_makes_dpo_conservative(eps: float) -> None:
+    """cDPO, as TRL publishes it: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), in float64, and its gradient."""
+    chosen, rejected, ref_chosen, ref_rejected = np.random.default_rng(0).normal(0, 20, (4, 9))
+    h, log_sigmoid = 0.3 * ((chosen - ref_chosen) - (rejected - ref_rejected)), lambda x: -np.logaddexp(0, -x)
+    want = -(1 - eps) * log_sigmoid(h) - eps * log_sigmoid(-h)
+    slope = 0.3 * (1 / (1 + np.exp(-h)) - (1 - eps))  # d/dh: sigmoid(h) - (1 - e)
+    loss = lambda *x: preference.dpo(*x, beta=0.3, label_smoothing=eps)
+    args = [jnp.asarray(x, jnp.float32) for x in (chosen, rejected, ref_chosen, ref_rejected)]
+    np.testing.assert_allclose(loss(*args), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda *x: loss(*x).sum())(*args), slope, rtol=1e-4, atol=1e-6)
+
+
 # ---- limits --------------------------------------------------------------------------------------------------------
 
 EXTREME = jnp.array([-1e4, -200.0, -60.0, -1e-8, 0.0, 1e-8, 60.0, 200.0, 1e4])
@@ -196,7 +209,8 @@ def test_wrong_options() -> None:
         (dict(loss_type="simoid"), "loss_type='simoid'; expected one of sigmoid, hinge"),
         (dict(f_divergence="kl"), "f_divergence='kl'; expected one of reverse_kl"),
         (dict(loss_type="apo_zero", f_divergence="forward_kl"), "use 'reverse_kl', or a loss of sigmoid"),
-        (dict(loss_type="sigmoid", label_smoothing=0.1), "expected 0, as only exo_pair"),
+        (dict(loss_type="hinge", label_smoothing=0.1), "expected 0, as only sigmoid, exo_pair"),
+        (dict(loss_type="sigmoid", label_smoothing=0.5), r"expected a number in \[0, 0.5\)"),
         (dict(loss_type="exo_pair"), r"label_smoothing=0.0 with loss_type='exo_pair'; expected a number in \(0, 1\)"),
         (dict(loss_type="robust", label_smoothing=0.5), r"expected a number in \[0, 0.5\)"),
         (dict(loss_type="aot", label_smoothing=-0.1), r"expected a number in \[0, 1\]"),
@@ -210,7 +224,7 @@ def test_wrong_options() -> None:
         (lambda: preference.ld_weights(jnp.ones((1, 2, 3)), 1.5), r"ld_alpha=1.5; expected a number in \[0, 1\]"),
         (lambda: pairs.dpo_objective(loss_type=["sigmoid", "sft"], loss_weights=[1.0]), "1 loss_weights for"),
         (lambda: pairs.dpo_objective(loss_type=["sigmoid", "aot"], wpo=True), "but aot gives no loss per pair"),
-        (lambda: pairs.dpo_objective(loss_type=["sigmoid", "apo_down"], label_smoothing=0.1), "'sigmoid'; expected 0"),
+        (lambda: pairs.dpo_objective(loss_type=["hinge", "apo_down"], label_smoothing=0.1), "'hinge'; expected 0"),
         (lambda: unpaired.kto_objective(loss_type="bco"), "loss_type='bco'; expected one of kto"),
         (lambda: unpaired.kto_objective()({}, {}), "the batch has no 'kl'"),
         (lambda: pairs.dpo_objective()({"logps": zero}, {}), "give the batch a column 'ref_logps'"),

@@ -32,7 +32,8 @@ class _Pair(NamedTuple):
 
 
 def _smoothed(margin: PerPair, eps: float) -> PerPair:
-    return -(1 - eps) * log_sigmoid(margin) - eps * log_sigmoid(-margin)
+    smooth = -eps * log_sigmoid(-margin) if eps else 0.0  # an infinite margin would make 0 * infinity of it
+    return -(1 - eps) * log_sigmoid(margin) + smooth
 
 
 def _square(x: Array) -> Array:
@@ -55,7 +56,7 @@ def _sort(x: PerPair, p: _Pair) -> PerPair:
 
 
 DPO: dict[str, Callable[[_Pair], PerPair]] = {
-    "sigmoid": lambda p: -log_sigmoid(p.margin),  # DPO, arXiv:2305.18290
+    "sigmoid": lambda p: _smoothed(p.margin, p.eps),  # DPO, arXiv:2305.18290; label_smoothing makes it cDPO
     "hinge": lambda p: relu(1 - p.margin),  # SLiC, arXiv:2305.10425
     "ipo": lambda p: _square(p.mean_margin - 0.5 / p.beta),  # arXiv:2310.12036, per token as its authors advise
     "exo_pair": _exo,  # arXiv:2402.00856, eq. 16
@@ -78,6 +79,7 @@ ON_SCORES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmo
 SORTED = ("aot", "aot_unpaired")  # their i-th loss does not belong to the i-th pair
 PER_TOKEN = ("ipo", "sigmoid_norm", "sft")
 SMOOTHED: dict[str, tuple[str, Callable[[float], bool]]] = {  # the losses that read label_smoothing, and its range
+    "sigmoid": ("a number in [0, 0.5)", lambda eps: 0 <= eps < 0.5),
     "exo_pair": ("a number in (0, 1), as 1e-3", lambda eps: 0 < eps < 1),
     "robust": ("a number in [0, 0.5)", lambda eps: 0 <= eps < 0.5),
     "aot": ("a number in [0, 1]", lambda eps: 0 <= eps <= 1),

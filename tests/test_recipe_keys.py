@@ -1,0 +1,151 @@
+"""Every key that passes does something: whatever is accepted changes the loss, the optimizer, the data or the loop."""
+
+import dataclasses
+import re
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import models, ops, params, recipe, train
+from fdel.models import mixtral
+from fdel.recipe import objective, trainer
+from fdel.train.losses import preference
+
+CFG = mixtral.Config(vocab=64, embed=16, ffn=16, layers=1, heads=2, kv_heads=1, head_dim=8, experts=2,
+                     rope=ops.Rope(8, 1e4))  # fmt: skip
+LOSSES = {
+    "sft": ("nll", "dft"), "cpo": ("sigmoid", "hinge", "ipo", "simpo", "alphapo"), "embedding": ("info_nce", "triplet"),
+    "dpo": (*preference.DPO, ("sigmoid", "sft")), "kto": ("kto", "apo_zero_unpaired"),
+}  # fmt: skip
+VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
+NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
+# Another value than the default for each key whose effect is in the loss or in how rows become batches.
+VALUES: dict[str, Any] = {
+    "beta": 0.3, "lambda_orpo": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3, "alpha": 0.25, "temperature": 3.0,
+    "hidden_state_loss_weight": 0.1, "hidden_state_layers": [0], "attention_loss_weight": 0.1, "attention_layers": [0],
+    "attention_normalize": True, "lmbda": 0.5, "cpo_alpha": 0.5, "simpo_gamma": 0.9, "ld_alpha": 0.5,
+    "f_divergence_type": "js_divergence", "f_alpha_divergence_coef": 0.3, "discopop_tau": 0.1, "use_weighting": True,
+    "loss_weights": [2.0], "desirable_weight": 2.0, "undesirable_weight": 2.0, "center_rewards_coefficient": 0.01,
+    "pooling": "mean", "margin": 0.3, "matryoshka_dims": [8], "router_aux_loss_coef": 0.01, "negatives": 2,
+    "gradient_checkpointing": "dots_saveable", "completion_only_loss": False, "assistant_only_loss": True,
+    "packing": True, "packing_strategy": "wrapped", "step_separator": "\n\n", "train_on_last_step_only": True,
+    "max_length": 77, "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
+}  # fmt: skip
+# Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
+OPTIMIZER = {
+    "learning_rate": 0.3, "weight_decay": 0.3, "clip_grad": None, "adam_beta1": 0.5, "adam_beta2": 0.5,
+    "adam_epsilon": 1e-3, "moments": "bfloat16", "warmup_steps": 5, "warmup_ratio": 0.5, "learning_rate_end": 1e-5,
+}  # fmt: skip
+NEEDY = {  # keys that only others make sense of; what else says so is tested by name
+    "early_stopping_patience": 3, "greater_is_better": True, "ref_model_sync_steps": 7, "ref_model_mixup_alpha": 0.5,
+}  # fmt: skip
+LOOP = {
+    "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite",
+    "lora", "log_steps", "evaluation_steps", "save_steps", "save_directory", "save_total_limit", "resume_if_possible",
+    "metric_for_best_model", "use_wandb", "use_tensorboard", "precompute_ref_log_probs", "sync_ref_model",
+    "trainer_type", "optimizer", "scheduler", "loss_type",
+}  # fmt: skip
+
+
+def made(kind: str, loss: Any = None, **keys: Any) -> recipe.Recipe:
+    keys = ({} if loss is None else {"loss_type": loss}) | NEEDS.get(loss, {}) | keys
+    base = {"model": {"name_or_path": "m"}, "mixture": {"informs": [{"data_files": "d"}]}, "actions": ["train"]}
+    base |= {"teacher_model": {"name_or_path": "t"}} if kind in trainer.TEACHER else {}
+    return recipe.from_dict({**base, "trainer": {"trainer_type": kind, **keys}})
+
+
+def batch_of(kind: str) -> dict[str, Any]:
+    rng, shape = (
+        np.random.default_rng(0),
+        (4, *[2] * (kind in (*trainer.PAIRS, "reward")), *[3] * (kind == "embedding")),
+    )
+    rows = lambda: {
+        "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
+        "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
+    }  # fmt: skip
+    batch = rows() | ({"labels": rng.integers(-1, 2, (*shape, 12))} if kind == "prm" else {})
+    return batch | ({"label": np.arange(4) % 3 > 0, "kl": rows()} if kind in ("kto", "bco") else {})
+
+
+def shown(f: Any, *args: Any) -> str:
+    """The program of f's result, without what does not reach it, such as metrics."""
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    needed, kept = {v for v in jaxpr.outvars if hasattr(v, "count") or not hasattr(v, "val")}, []
+    for e in reversed(jaxpr.eqns):
+        if needed & set(e.outvars):
+            needed |= {v for v in e.invars if not hasattr(v, "val")}
+            kept.append(e)
+    pruned = jaxpr.replace(eqns=kept[::-1], effects=jaxpr.effects) if hasattr(jaxpr, "replace") else jaxpr
+    return re.sub(r"0x[0-9a-f]+", "", str(pruned))
+
+
+@cache
+def model_of(kind: str) -> models.Model:
+    spec = mixtral.spec(CFG)
+    if kind in trainer.HEADED:
+        spec = train.losses.reward_spec(mixtral, CFG, 2 if kind == "prm" else 1, bias=kind == "prm")
+    return models.Model(mixtral, CFG, params.abstract(spec, jnp.float32))
+
+
+def effect(found: recipe.Recipe) -> tuple:
+    """What a loss and its data make of a recipe."""
+    t, model = found.trainer, model_of(found.trainer.trainer_type)
+    rest = [{"mean": jnp.zeros(()), "count": jnp.zeros(())}] * (t.trainer_type == "bco")
+    rest += [model.params] * (t.trainer_type in (*trainer.TEACHER, *trainer.REFERENCE))
+    loss = objective.build(t, model, teacher=model, own_reference=True).loss
+    value = lambda *args: loss(*args)[0]
+    gradient = lambda p, *args: jax.grad(value)(p, *args)
+    program = gradient if t.gradient_checkpointing else value
+    return recipe.build_settings(found), shown(program, model.params, batch_of(t.trainer_type), *rest)
+
+
+def test_every_key_of_the_trainer_is_looked_at_here():
+    assert {f.name for f in dataclasses.fields(trainer.Trainer)} == {*VALUES, *OPTIMIZER, *NEEDY, *LOOP}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "loss"), VARIANTS, ids=str)
+def test_a_key_of_the_loss_has_an_effect_or_is_refused(kind, loss):
+    base, idle, refused = made(kind, loss), [], []
+    assert recipe.faults(base) == []
+    before = effect(base)
+    for name, value in VALUES.items():
+        found = made(kind, loss, **{name: value})
+        if recipe.faults(found):
+            refused.append(name)
+        elif name == "gradient_checkpointing":
+            assert effect(found)[1] != shown_gradient(base), name
+        elif effect(found) == before:
+            idle.append(name)
+    assert idle == [] and "lmbda" in refused
+
+
+def shown_gradient(base: recipe.Recipe) -> str:
+    return effect(base.set("trainer.gradient_checkpointing", "everything_saveable"))[1]
+
+
+@pytest.mark.parametrize("scheduler", sorted(train.SCHEDULES))
+@pytest.mark.parametrize("optimizer", sorted(train.OPTIMIZERS))
+def test_a_key_of_the_optimizer_has_an_effect_or_is_refused(optimizer, scheduler):
+    spec = {"a": params.Param("vocab embed", (8, 4), params.normal(1.0), "a.weight")}
+    weights = {"a": jnp.arange(32.0).reshape(8, 4)}
+
+    def effect(found):
+        made, rate = recipe.build_optimizer(found, spec, 20), recipe.build_schedule(found, 20)
+        extra = {"grad_fn": lambda p: p} if optimizer == "sophia" else {}
+        step = lambda w: made.update(w, made.init(w), w, **extra)[0]
+        return [float(rate(s)) for s in range(21)], str(jax.make_jaxpr(step)(weights))
+
+    base = made("sft", optimizer=optimizer, scheduler=scheduler)
+    if recipe.faults(base):
+        return
+    before, idle = effect(base), []
+    for name, value in OPTIMIZER.items():
+        found = base.set(f"trainer.{name}", value)
+        if not recipe.faults(found) and effect(found) == before:
+            idle.append(name)
+    assert idle == []
