@@ -38,7 +38,8 @@ def _refused(recipe: Recipe) -> Iterator[str]:
             if not m["of"] and not any(found):
                 yield f"{path}: nothing reads it without {other}; set that too, or remove this"
             elif m["of"] and not set(m["of"]) & set(found):
-                yield f"{path}: {other} {', '.join(map(str, found))} does not read it ({', '.join(m['of'])}: yes); remove it"
+                have = ", ".join(map(str, found))
+                yield f"{path}: {other} {have} does not read it ({', '.join(m['of'])}: yes); remove it"
 
 
 def _actions(recipe: Recipe) -> Iterator[str]:
