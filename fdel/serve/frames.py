@@ -36,7 +36,7 @@ def _drop(transport: asyncio.Transport | None) -> None:
 
 async def stream(call: Call, frames: Frames, on_error: bytes = body.sse(body.error(FAILED))) -> web.StreamResponse:
     """Send frames as they come. What fails from here on ends the stream with an error event, `on_error` if unforeseen."""
-    response = web.StreamResponse(headers={**body.EVENT_STREAM, "x-request-id": call.id})
+    response = web.StreamResponse(headers=body.EVENT_STREAM)
     try:
         await response.prepare(call.request)
         call.clock.reschedule(None)  # from here on a second answer, such as its 408, would land inside of this one

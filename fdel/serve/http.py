@@ -11,11 +11,12 @@ import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from fdel.serve import about, admin, auth, chat, completions, openai, openapi
+from fdel.serve.connection import HEADERS, Connection, Connections, Runner
 from fdel.serve.core import FAULTS
 from fdel.serve.frames import LATE
 from fdel.serve.openai import APIError, body
@@ -26,8 +27,6 @@ audit = logging.getLogger("fdel.audit")  # one JSON object per call, without tex
 
 BODY = 2**23  # bytes
 SLOW = 30.0  # seconds for a client to send its body
-IDLE = 30.0  # seconds for a client to send the headers of its first request, or of the next
-BODIES = 256  # that may be on their way at a time
 
 
 # ---- the table of routes -------------------------------------------------------------------------------------------
@@ -72,12 +71,10 @@ _SCOPES = {(method, re.sub(":[^}]*}", "}", path)): scope for method, path, scope
 PATHS = (*dict.fromkeys(path for _, path in _SCOPES), "other")  # for metrics
 
 
-def runner(server: Server) -> web.AppRunner:
+def runner(server: Server) -> Runner:
     """Run the application: handlers end with their clients, and connections that say nothing are closed."""
-    return web.AppRunner(
-        application(server), handler_cancellation=True, keepalive_timeout=IDLE, lingering_time=1.0, access_log=None,
-        shutdown_timeout=1.0,
-    )  # fmt: skip
+    count = lambda status: _count(server, "other", status)
+    return Runner(application(server), Connections(count))
 
 
 def application(server: Server) -> web.Application:
@@ -87,23 +84,43 @@ def application(server: Server) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
         call = Call(server, request, "req_" + secrets.token_hex(12), None)
-        server.active += 1
-        status = 499  # the client has gone
+        connection = cast(Connection, request.protocol)
+        server.active, connection.id, status = server.active + 1, call.id, 500
         try:
-            response = await _answer(call, handler)
-            status = response.status
+            try:
+                response = await _answer(call, handler)
+                status = response.status
+            except asyncio.CancelledError:
+                status = 499  # the client has gone
+                raise
+            finally:
+                call.finish()
+                _note(call, status)
+            if unread := not request.content.is_eof():
+                response.force_close()
+            with contextlib.suppress(ConnectionError):
+                await response.prepare(request)
+                await response.write_eof()
         finally:
             server.active -= 1
-            call.finish()
-            _note(call, status)
-        if not response.prepared:
-            response.headers["x-request-id"] = call.id
+        connection.id = None
+        if unread:
+            await connection.discard()
         return response
 
     app = web.Application(middlewares=[guard], client_max_size=BODY)
+    app.on_response_prepare.append(_mark)
     for method, path, _, handler in ROUTES:
-        app.router.add_route(method, path, handler)  # type: ignore[arg-type]
+        app.router.add_route(method, path, handler, expect_handler=_expect)  # type: ignore[arg-type]
     return app
+
+
+async def _mark(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update({**HEADERS, "x-request-id": cast(Connection, request.protocol).id or ""})
+
+
+async def _expect(request: web.Request) -> None:
+    """Ask for no body yet: who may send one is not known."""
 
 
 async def _answer(call: Call, handler: Any) -> web.StreamResponse:
@@ -146,9 +163,12 @@ def _scope(call: Call) -> str | None:
 
 def _enter(call: Call) -> None:
     """Refuse who may not do this, and work while the server drains."""
-    server, scope = call.server, _scope(call)
+    server, scope, headers = call.server, _scope(call), call.request.headers
+    if call.request.version not in (HttpVersion10, HttpVersion11):
+        raise APIError("expected HTTP/1.1", status=505, code="http_version")
     if server.keys is not None and scope is not None:
-        call.key = auth.authenticate(server.keys, call.request.headers.get("Authorization"))
+        given = headers.getall("Authorization", [])
+        call.key = auth.authenticate(server.keys, given[0] if len(given) == 1 else None)
         auth.authorize(call.key, scope)
     if server.draining and scope == "infer":
         said = "the server is shutting down"
@@ -164,15 +184,21 @@ async def _read(call: Call) -> dict[str, Any]:
         return {}
     if request.content_type != "application/json":
         raise APIError("the body must be application/json", status=415, code="unsupported_media_type")
-    if server.reading >= BODIES:
-        said = "too many requests are on their way; try again"
-        raise APIError(said, status=503, type="server_error", code="overloaded", headers={"Retry-After": "1"})
-    server.reading += 1
+    if (request.content_length or 0) > BODY:
+        raise web.HTTPRequestEntityTooLarge(BODY, request.content_length or 0)
+    if request.content.is_eof():  # all of it is here
+        return openai.load(await request.read())
+    if expected := request.headers.get("Expect", ""):
+        if expected.lower() != "100-continue":
+            raise APIError("expected 100-continue", status=417, code="expectation_failed")
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun
     try:
-        async with asyncio.timeout(SLOW):
+        async with server.bodies.timed(call.holder, SLOW):
             raw = await request.read()
-    finally:
-        server.reading -= 1
+    except BlockingIOError as e:
+        said = "too many requests are on their way; try again"
+        raise APIError(said, status=503, type="server_error", code="overloaded", headers={"Retry-After": "1"}) from e
     return openai.load(raw)
 
 
@@ -192,11 +218,15 @@ def _note(call: Call, status: int) -> None:
     """Count a call, and write it down."""
     resource = getattr(call.request.match_info.route, "resource", None)
     path = "other" if resource is None else resource.canonical
-    call.server.metrics.add("fdel_http_requests_total", route=path, status=f"{min(status, 599) // 100}xx")
+    _count(call.server, path, status)
     facts = {"time": round(time.time(), 3), "request": call.id, "route": path, "status": status, **call.facts}
     if call.key is not None:
         facts |= {"key": call.key.id, "role": call.key.role}
     audit.info(auth.audit(facts | {"remote": call.request.remote}))
+
+
+def _count(server: Server, path: str, status: int) -> None:
+    server.metrics.add("fdel_http_requests_total", route=path, status=f"{min(status, 599) // 100}xx")
 
 
 # ---- running it ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from fdel.serve import auth, grammar
+from fdel.serve import auth, grammar, limits
 from fdel.serve.metrics import Metrics
 from fdel.serve.openai import APIError
 from fdel.serve.openai.body import Usage, dump
@@ -36,7 +36,7 @@ class Server:
     timeout: float = 600.0  # seconds for a whole answer
     draining: bool = False
     active: int = 0  # calls under way
-    reading: int = 0  # of them, those whose body is awaited
+    bodies: limits.Places = field(default_factory=lambda: limits.Places(limits.Share(256)))  # that are on their way
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `models`
 
     def engines(self) -> dict[str, Served]:
@@ -56,6 +56,11 @@ class Call:
     clock: Any = None  # the asyncio.Timeout of the whole call
     on_end: list[Callable[[], None]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # for the audit log
+
+    @property
+    def holder(self) -> str:
+        """Whose share this call takes of: a key's, or an address's where no keys are asked for."""
+        return limits.address(self.request.remote) if self.key is None else self.key.id
 
     def served(self, optional: bool = False) -> Served:
         """Find the model that is asked for; with `optional`, the first one if none is named."""

@@ -1,0 +1,169 @@
+"""Connections: how many there may be; malformed HTTP, bodies that nobody wants, readers that do not read."""
+
+import asyncio
+import functools
+import logging
+import resource
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from aiohttp import web
+
+from fdel.serve import limits
+from fdel.serve.openai import APIError, body
+
+log = logging.getLogger(__name__)
+
+IDLE = 30.0  # seconds for a client to send the headers of its first request, or of the next
+STUCK = 60.0  # seconds in which a reader must take something of what waits for it
+LINGER = 1.0  # seconds for which what nobody wants is thrown away, so that its sender reads the answer
+BUFFER = 2**18  # bytes of answers that the kernel keeps for a reader
+PAUSE = 10.0  # seconds between two lines in the log about malformed HTTP
+HEADERS = {"Server": "fdel", "X-Content-Type-Options": "nosniff"}
+FULL = APIError("too many connections from this address", status=503, type="server_error", code="overloaded")
+
+
+def places() -> limits.Places:
+    """Make places for connections: most of the files that this process may open."""
+    return limits.Places(limits.Share(max(8, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256))))
+
+
+@dataclass
+class Connections:
+    """All open connections. `count` is told of each answer to malformed HTTP."""
+
+    count: Callable[[int], None]
+    places: limits.Places = field(default_factory=places)
+    open: set["Connection"] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None
+    malformed: int = 0  # since the last line in the log
+    logged: float = -PAUSE
+
+    def turn(self) -> None:
+        """Look for stuck readers, once a second while there are connections."""
+        loop = asyncio.get_running_loop()
+        self.sweep(loop.time())
+        self.timer = loop.call_later(1.0, self.turn) if self.open else None
+
+    def sweep(self, now: float) -> None:
+        """End connections whose readers took nothing of what waits for them for STUCK seconds."""
+        for c in list(self.open):
+            if c.stuck(now):
+                log.info("%s: the reader is stuck", c.holder)
+                c.abort()
+
+    def say(self, remote: str | None, what: object) -> None:
+        """Write down that HTTP was malformed, but not each time."""
+        self.malformed += 1
+        now = asyncio.get_running_loop().time()
+        if now - self.logged >= PAUSE:
+            log.info("malformed HTTP, %d times; the newest from %s: %.100r", self.malformed, remote, str(what))
+            self.malformed, self.logged = 0, now
+
+
+class Connection(web.RequestHandler):
+    """The protocol of one connection."""
+
+    def __init__(self, server: web.Server, connections: Connections, **options: Any):
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self.connections, self.holder, self.deaf = connections, "", False
+        self.id: str | None = None  # of the request that is being answered
+        self.waits = (0, 0.0)  # bytes that wait for the reader, and since when
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a place; without one, say so and close."""
+        transport, all_ = cast(asyncio.Transport, transport), self.connections
+        peer = transport.get_extra_info("peername")
+        self.holder = limits.address(peer[0] if peer else None)
+        self.own = transport
+        all_.open.add(self)
+        if all_.timer is None:
+            all_.turn()
+        if all_.places.enter(self.holder, self, self.give_way):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            super().connection_made(transport)
+            return
+        self.deaf, said = True, body.dump(body.error(FULL))
+        lines = [
+            *HEADERS.items(),
+            ("Content-Type", "application/json"),
+            ("Content-Length", len(said)),
+            ("Retry-After", 1),
+        ]
+        head = "".join(f"{name}: {value}\r\n" for name, value in [*lines, ("Connection", "close")])
+        transport.write(f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + said)
+        transport.close()
+        all_.count(503)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the place back."""
+        self.connections.places.leave(self.holder, self)
+        self.connections.open.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what comes, unless nobody wants it."""
+        if not self.deaf:
+            super().data_received(data)
+
+    def give_way(self) -> bool:
+        """End for a newer connection, if no request is being answered."""
+        if self.id is None:
+            self.abort()
+        return self.id is None
+
+    def abort(self) -> None:
+        """End without waiting for the reader, as a polite end would for ever."""
+        self.own.abort()
+
+    def stuck(self, now: float) -> bool:
+        """Say whether the reader has taken nothing for STUCK seconds."""
+        size = self.own.get_write_buffer_size()
+        if size != self.waits[0]:
+            self.waits = size, now
+        return size > 0 and now - self.waits[1] >= STUCK
+
+    async def discard(self) -> None:
+        """Throw away what still comes, unparsed, until the client hangs up: a close at once might lose it the answer."""
+        self.deaf = True
+        self.own.resume_reading()
+        await asyncio.sleep(LINGER)
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answer malformed HTTP, and what a handler raised that nobody foresaw; the connection ends."""
+        id, self.id = self.id or "req_" + secrets.token_hex(12), None
+        if status < 500:
+            self.connections.say(request.remote, message or exc)
+            self.connections.count(status)
+            error = APIError("this is no HTTP that the server understands", status=status, code="malformed_http")
+        else:
+            log.error("%s failed", id, exc_info=exc)
+            error = APIError("the server failed", status=status, type="server_error", code="internal")
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is under way already")
+        response = web.Response(body=body.dump(body.error(error)), status=status, content_type="application/json")
+        response.headers.update({**HEADERS, "x-request-id": id})
+        response.force_close()
+        return response
+
+
+class Runner(web.AppRunner):
+    """Runs an application on `Connection`s: handlers end with their clients, and nothing is inflated."""
+
+    def __init__(self, app: web.Application, connections: Connections):
+        super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self.connections = connections
+
+    @property
+    def server(self) -> Any:
+        """What makes the protocol of a new connection; None before `setup`."""
+        found = super().server
+        return found and functools.partial(
+            Connection, found, self.connections, keepalive_timeout=IDLE, access_log=None, auto_decompress=False,
+            lingering_time=0.0,
+        )  # fmt: skip
