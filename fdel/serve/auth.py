@@ -5,11 +5,13 @@ search for a hash. The secret is shown once, when it is made, and stands nowhere
 """
 
 import hashlib
+import ipaddress
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import urllib.parse
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,32 @@ def authorize(key: Key, scope: str) -> None:
             status=403,
             type="permission_error",
         )
+
+
+def check_site(headers: Mapping[str, str], hosts: Collection[str] | None, *, link: bool = False) -> None:
+    """Raise a 403 for what a browser sends because a page of another site says so; for servers without keys.
+
+    `hosts` are names of this server beside those of its machine (None: any, beyond this machine): a page of another
+    name, which leads here by rebinding, would be one of this site. `link`: one may lead here from another site.
+    """
+    host, origin = headers.get("Host"), headers.get("Origin")
+    own = host is None or hosts is None or _is_local(host, hosts)
+    same = headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin") or (
+        link and headers.get("Sec-Fetch-Mode") == "navigate"
+    )
+    if not own or not same or (origin is not None and origin.partition("://")[2].lower() != (host or "").lower()):
+        raise APIError(
+            "without API keys this server answers no pages of other sites, and only to its own names; start it with "
+            "--api-key-file, or with --insecure for other names", code="foreign_site", status=403, type="permission_error",
+        )  # fmt: skip
+
+
+def _is_local(host: str, hosts: Collection[str]) -> bool:
+    try:
+        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+        return "@" not in host and (name in ("localhost", *hosts) or ipaddress.ip_address(name).is_loopback)
+    except ValueError:
+        return False
 
 
 def _hash(secret: str) -> str:

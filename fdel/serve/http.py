@@ -35,7 +35,7 @@ SLOW = 30.0  # seconds for a client to send its body
 async def describe(call: Call) -> web.Response:
     """GET /openapi.json: this server's routes."""
     first = next(iter(call.server.models.values()))
-    return call.json(openapi.document(ROUTES, call.server.models, first.limits))
+    return call.json(openapi.document(ROUTES, call.server.models, first.limits, keys=call.server.keys is not None))
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -170,6 +170,8 @@ def _enter(call: Call) -> None:
         given = headers.getall("Authorization", [])
         call.key = auth.authenticate(server.keys, given[0] if len(given) == 1 else None)
         auth.authorize(call.key, scope)
+    elif scope is not None:
+        auth.check_site(headers, server.hosts, link=(call.request.method, call.request.path) == ("GET", "/"))
     if server.draining and scope == "infer":
         said = "the server is shutting down"
         raise APIError(said, status=503, type="server_error", code="draining", headers={"Retry-After": "5"})
@@ -180,10 +182,10 @@ async def _read(call: Call) -> dict[str, Any]:
     request, server = call.request, call.server
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise APIError("the body must not be compressed", status=415, code="unsupported_encoding")
+    if request.content_type != "application/json":  # also of none: no page of another site can send that
+        raise APIError("the body must be application/json", status=415, code="unsupported_media_type")
     if not request.can_read_body:
         return {}
-    if request.content_type != "application/json":
-        raise APIError("the body must be application/json", status=415, code="unsupported_media_type")
     if (request.content_length or 0) > BODY:
         raise web.HTTPRequestEntityTooLarge(BODY, request.content_length or 0)
     if request.content.is_eof():  # all of it is here

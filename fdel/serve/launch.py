@@ -121,7 +121,8 @@ def listen(found: Sequence[Served], options: Options, keys: dict[str, auth.Key] 
         s.engine.start()
     named = {s.name: s for s in found}
     counted = metrics.Metrics(metrics.serving(list(named), http.PATHS))
-    server = Server(named, counted, keys, options.key_file, options.adapter_root)
+    hosts = None if options.insecure else (options.host.lower(),)
+    server = Server(named, counted, keys, options.key_file, hosts, options.adapter_root)
 
     def started(port: int) -> None:
         print(f"serving {', '.join(named)} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)

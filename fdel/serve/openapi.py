@@ -25,9 +25,13 @@ _TEXTS = {"/": "text/html", "/metrics": "text/plain"}
 
 
 def document(
-    routes: Iterable[tuple[str, str, str | None, Any]], models: Mapping[str, Any], limits: openai.Limits
+    routes: Iterable[tuple[str, str, str | None, Any]],
+    models: Mapping[str, Any],
+    limits: openai.Limits,
+    *,
+    keys: bool,
 ) -> dict[str, Any]:
-    """Describe routes (method, path, scope or None for an open one, handler) of a server of these models."""
+    """Describe routes (method, path, scope or None for an open one, handler) of a server, with `keys` or without."""
     requests, paths = openai.requests(limits), dict[str, dict[str, Any]]()
     for method, path, scope, handler in routes:
         kind, answer = _KINDS.get(path, (None, {"/v1/models": "models"}.get(path)))
@@ -37,7 +41,7 @@ def document(
                 path, kind, answer, scope, "201" if (method, path) == ("POST", "/admin/keys") else "200"
             ),
         }
-        if scope is not None:
+        if scope is not None and keys:
             about["security"] = [{"key": []}]
         if kind is not None:
             schema = requests[kind].schema

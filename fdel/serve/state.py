@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ class Server:
     metrics: Metrics
     keys: dict[str, auth.Key] | None = None
     key_file: Path | None = None  # where changes of `keys` are written
+    hosts: Collection[str] | None = ()  # without keys: names under which this machine is asked; None: any
     adapter_root: Path | None = None  # below which adapters may be loaded
     rates: auth.Rates = field(default_factory=auth.Rates)
     counted: dict[str, float] = field(default_factory=dict)  # the engines' own counters, as last exported

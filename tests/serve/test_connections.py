@@ -137,3 +137,87 @@ def test_two_keys_in_one_request_are_none(running):
         running, "/v1/models", f"Authorization: Bearer {running.secrets['admin']}", "Connection: close", method="GET"
     )
     assert refusal(raw(running, top, wait=5))[0] in (400, 401)
+
+
+# ---- without keys: what a web page of somebody else may make a browser send -------------------------------------------
+
+
+def ask(running, path="/v1/models", method="GET", body=None, **headers) -> int:
+    """The status of a request with these headers (_ for -) and no key."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return call(running, method, path, body, role=None, headers=named)[0]
+
+
+@pytest.fixture
+def open_to_all(running, monkeypatch):
+    """The server without keys."""
+    monkeypatch.setattr(running.state, "keys", None)
+    return running
+
+
+OWN = ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.9:1", "[::1]:8000", "own.example:8000")
+OTHER = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "evil.example:127",
+         "[::2]", "10.0.0.1", "[", "", "127.1", "localhost@x")  # fmt: skip
+
+
+@pytest.mark.parametrize("host", [*OWN, *OTHER])
+def test_a_name_that_leads_here_by_rebinding_is_refused(open_to_all, monkeypatch, host):
+    """Without keys, this machine's own names alone, and that of --host."""
+    monkeypatch.setattr(open_to_all.state, "hosts", ("own.example",))
+    assert ask(open_to_all, Host=host) == (200 if host in OWN else 403)
+    assert ask(open_to_all, "/health", Host=host) == 200
+    monkeypatch.setattr(open_to_all.state, "hosts", None)  # beyond this machine, by --insecure
+    assert ask(open_to_all, Host=host) == 200
+
+
+def test_who_names_no_host_is_no_browser(open_to_all):
+    assert raw(open_to_all, b"GET /v1/models HTTP/1.0\r\n\r\n", wait=5).startswith(b"HTTP/1.0 200")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_pages_of_others_may_not_ask(open_to_all, method):
+    path, body = ("/v1/models", None) if method == "GET" else ("/v1/chat/completions", CHAT)
+    own = f"127.0.0.1:{open_to_all.port}"
+    asks = lambda **headers: ask(open_to_all, path, method, body, **headers)
+    for site, status in {"cross-site": 403, "same-site": 403, "same-origin": 200, "none": 200, "new": 403}.items():
+        assert asks(Sec_Fetch_Site=site) == status
+    for origin, status in {f"http://{own}": 200, f"https://{own}": 200, "null": 403, "http://127.0.0.1:1": 403,
+                           "http://evil.example": 403, f"http://{own}.evil.example": 403, "": 403}.items():  # fmt: skip
+        assert asks(Origin=origin) == status
+    assert asks(Origin=f"http://{own}", Sec_Fetch_Site="cross-site") == 403
+
+
+def test_a_link_to_the_playground_works(open_to_all):
+    """Another page may lead there, and nowhere else."""
+    lead = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}
+    assert ask(open_to_all, "/", **lead) == 200
+    assert ask(open_to_all, "/v1/models", **lead) == 403 and ask(open_to_all, "/", Sec_Fetch_Site="cross-site") == 403
+
+
+def test_with_keys_the_page_that_asks_does_not_matter(running):
+    """A browser sends none by itself."""
+    headers = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site", "Host": "evil.example"}
+    assert call(running, "GET", "/v1/models", headers=headers)[0] == 200
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_an_empty_post_changes_nothing(running, monkeypatch, keys):
+    """A form or `fetch` of any page can send one, but not with this content type."""
+    if not keys:
+        monkeypatch.setattr(running.state, "keys", None)
+    role = "admin" if keys else None
+    try:
+        for kind in (None, "text/plain", "application/x-www-form-urlencoded"):
+            headers = {"Content-Type": kind} if kind else {}
+            assert call(running, "POST", "/admin/drain", role=role, headers=headers)[0] == 415
+        assert not running.state.draining
+        assert call(running, "POST", "/admin/drain", role=role, headers={"Content-Type": "application/json"})[0] == 200
+    finally:
+        running.state.draining = False
+
+
+def test_the_document_asks_for_keys_where_the_server_does(running, monkeypatch):
+    asks = lambda role: "'security'" in str(call(running, "GET", "/openapi.json", role=role)[1])
+    assert asks("user")
+    monkeypatch.setattr(running.state, "keys", None)
+    assert not asks(None)
