@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the serve extra")
+from fdel.serve import openai  # noqa: E402
 from tests.serve.wire import at_rest, call, wait_for  # noqa: E402
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -250,3 +251,70 @@ def test_nothing_else_runs_in_the_page(page, running):
     away = [r["url"] for r in page.requests() if not r["url"].startswith(f"http://127.0.0.1:{running.port}/")]
     blocked = [e for e in page.errors() if "Content Security Policy" in e]
     assert len(blocked) >= 3 and not [u for u in away if "localhost" not in u]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}}}  # fmt: skip
+
+
+def test_calls_of_tools_are_shown_and_answered(page, monkeypatch):
+    """A call appears as such; what is typed next is its result, and all of it goes back to the server."""
+    parse = openai.parse_chat
+    force = lambda body, limits: parse(body | {"tool_choice": "required"}, limits)
+    monkeypatch.setattr(openai, "parse_chat", lambda b, limits: force(b, limits) if "tools" in b else parse(b, limits))
+    page.js(f"document.querySelector('#tools').value = {json.dumps(json.dumps([TOOL]))}")
+    page.type("#max_completion_tokens", "60")
+    page.type("#text", "the weather", "Enter")
+    page.until("document.querySelector('.call') && !document.querySelector('#send').disabled")
+    assert page.js("document.querySelector('.call').dataset.kind") == "call of weather"
+    assert json.loads(page.js("document.querySelector('.call').textContent")) == {"city": "Paris"}
+    assert page.js("document.querySelector('#text').placeholder") == "Result of weather"
+    page.js("document.querySelector('#tools').value = ''")
+    page.type("#max_completion_tokens", "3")
+    page.type("#text", "fine", "Enter")
+    page.until("document.querySelectorAll('.tool').length === 1 && !document.querySelector('#send').disabled")
+    sent = [json.loads(r["postData"]) for r in page.requests() if r["url"].endswith("/chat/completions")][1]
+    user, assistant, result = sent["messages"]
+    assert assistant["tool_calls"][0]["id"] == result["tool_call_id"] and result["content"] == "fine"
+    assert page.js("document.querySelector('#text').placeholder").startswith("Say something") and page.errors() == []
+    page.js("document.querySelector('#tools').value = 'no JSON'")
+    page.type("#text", "again", "Enter")
+    page.until("document.querySelector('.error')")
+    assert not page.js("document.querySelector('#send').disabled")
+
+
+def test_reasoning_and_errors_are_shown_as_such(page):
+    """Reasoning apart from the answer, an error in a stream and one that is no JSON in a box of their own."""
+    chunk = lambda **delta: {"choices": [{"delta": delta, "finish_reason": None}]}
+    frames = [chunk(reasoning_content="so"), chunk(content="yes"), {"error": {"message": "it broke"}}]
+    sent = "".join(f"data: {json.dumps(f)}\n\n" for f in frames)
+    answer = lambda said, status: page.js(
+        f"window.fetch = (f => (u, o) => u.endsWith('completions') ? Promise.resolve(new Response("
+        f"{json.dumps(said)}, {{ status: {status} }})) : f(u, o))(window.fetch), 0")  # fmt: skip
+    answer(sent, 200)
+    page.type("#text", "hello", "Enter")
+    page.until("document.querySelector('.error')")
+    shown = page.js(
+        "[...document.querySelectorAll('#talk > div')].map(x => [x.className, x.dataset.kind || '', x.textContent])"
+    )
+    assert shown == [["user", "", "hello"], ["assistant reasoning", "reasoning", "so"], ["assistant", "", "yes"],
+                     ["error", "error", "it broke"]]  # fmt: skip
+    answer("<html>a proxy's page</html>", 502)
+    page.type("#text", "again", "Enter")
+    page.until("document.querySelectorAll('.error').length === 2")
+    assert "status 502" in page.js("document.querySelectorAll('.error')[1].textContent")
+
+
+def test_a_phone(page):
+    """At 360 pixels nothing is cut off, and there is room to write."""
+    page.do("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
+    try:
+        page.type("#max_completion_tokens", "30")
+        page.type("#text", "the weather " * 20, "Enter")
+        page.until("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
+        assert page.js("document.documentElement.scrollWidth") <= 360
+        assert page.js("document.querySelector('#text').clientWidth") > 280
+        inside = "(r => r.left >= 0 && r.right <= 360 && r.width > 40)(x.getBoundingClientRect())"
+        assert page.js(f"[...document.querySelectorAll('button, input, select, textarea')].every(x => {inside})")
+    finally:
+        page.do("Emulation.clearDeviceMetricsOverride")
