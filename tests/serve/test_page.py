@@ -263,7 +263,8 @@ def test_calls_of_tools_are_shown_and_answered(page, monkeypatch):
     force = lambda body, limits: parse(body | {"tool_choice": "required"}, limits)
     monkeypatch.setattr(openai, "parse_chat", lambda b, limits: force(b, limits) if "tools" in b else parse(b, limits))
     page.js(f"document.querySelector('#tools').value = {json.dumps(json.dumps([TOOL]))}")
-    page.type("#max_completion_tokens", "60")
+    page.type("#max_completion_tokens", "120")
+    page.type("#temperature", "0")
     page.type("#text", "the weather", "Enter")
     page.until("document.querySelector('.call') && !document.querySelector('#send').disabled")
     assert page.js("document.querySelector('.call').dataset.kind") == "call of weather"
