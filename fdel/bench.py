@@ -1,5 +1,6 @@
 """Measure a checkpoint on this machine: prefill, decode, first token, a training step, loading. Used by `fdel bench`."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel import models, params, serve, train
+from fdel.serve import weights
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
@@ -62,18 +64,23 @@ def train_step(model: models.Model, rows: int = 4, length: int = 512) -> float:
     return seconds(run, 3)
 
 
-def lines(directory: Path, *, dtype: Any = None, train: bool = True) -> Iterator[str]:
+def lines(directory: Path, *, dtype: Any = None, mesh: str | None = None, train: bool = True) -> Iterator[str]:
     """Measure a checkpoint and yield one line per measure as soon as it is known."""
-    begin = time.perf_counter()
-    model = models.load(directory, dtype=dtype, stacked=False)
+    over, begin = weights.mesh_for(mesh), time.perf_counter()
+    model = weights.load(directory, dtype=dtype, mesh=over)
     jax.block_until_ready(model.params)
     size = params.nbytes(model.params)
-    yield f"load: {time.perf_counter() - begin:.2f} s for {size / 1e6:,.0f} MB on {jax.devices()[0].device_kind}"
+    where = f"{1 if over is None else over.size} x {jax.devices()[0].device_kind}"
+    yield f"load: {time.perf_counter() - begin:.2f} s for {size / 1e6:,.0f} MB on {where}"
     longest = getattr(model.cfg, "max_positions", 1 << 30)
     yield f"prefill 512: {1e3 * prefill(model, min(512, longest - 1)):.0f} ms"
     for rows in (1, 8):
         yield f"decode batch {rows}: {decode(model, rows, *((128, 64) if longest > 192 else (8, 8))):.1f} tokens/s"
     if train:
         length = min(512, longest)
-        stacked = model._replace(params=params.restack(model.params, model.family.spec(model.cfg)))
-        yield f"train step 4x{length}: {4 * length / train_step(stacked, 4, length):,.0f} tokens/s"
+        spec = model.family.spec(model.cfg)
+        stacked = model._replace(params=params.restack(model.params, spec))
+        with contextlib.nullcontext() if over is None else jax.set_mesh(over):
+            if over is not None:
+                stacked = stacked._replace(params=params.reshard(stacked.params, spec, over))
+            yield f"train step 4x{length}: {4 * length / train_step(stacked, 4, length):,.0f} tokens/s"

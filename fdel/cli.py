@@ -25,7 +25,8 @@ def demo(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Continue a prompt with a checkpoint and stream the text."""
-    from fdel import demo, models, params, text
+    from fdel import demo, params, text
+    from fdel.serve import weights
 
     directory = params.resolve(args.model)
     tok = text.load(directory)
@@ -33,7 +34,7 @@ def generate(args: argparse.Namespace) -> int:
     if args.chat:
         rendered = text.render_chat(tok, [{"role": "user", "content": args.prompt}], add_generation_prompt=True)
         prompt = text.encode(tok, rendered, special=False)
-    model = models.load(directory, dtype=args.dtype, stacked=False)
+    model = weights.load(directory, dtype=args.dtype, mesh=weights.mesh_for(args.mesh))
     if not args.chat:
         print(args.prompt, end="", flush=True)
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
@@ -128,7 +129,7 @@ def bench(args: argparse.Namespace) -> int:
     """Measure prefill, decode, a training step and loading of a checkpoint on this machine."""
     from fdel import bench, params
 
-    for line in bench.lines(params.resolve(args.model), dtype=args.dtype, train=not args.no_train):
+    for line in bench.lines(params.resolve(args.model), dtype=args.dtype, mesh=args.mesh, train=not args.no_train):
         print(line, flush=True)
     return 0
 
@@ -149,7 +150,7 @@ def serve(args: argparse.Namespace) -> int:
     sizes = ("rows", "pages", "max_length", "budget", "chunk", "queue", "drafts", "decode_steps", "kv_cache_dtype",
              "max_loras", "max_lora_rank")  # fmt: skip
     settings = engine.Settings(**{name: getattr(args, name) for name in sizes})
-    names = ("host", "port", "names", "dtype", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace",
+    names = ("host", "port", "names", "dtype", "mesh", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace",
              "adapter_root", "truncate")  # fmt: skip
     given = {name: getattr(args, name) for name in names} | ({"programs": args.programs} if "programs" in args else {})
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
@@ -164,7 +165,8 @@ def eval(args: argparse.Namespace) -> int:
     names = ("tasks", "include_path", "num_fewshot", "limit", "max_new_tokens", "temperature", "top_p", "batch",
              "apply_chat_template", "system_instruction")  # fmt: skip
     wanted = evaluate.Options(**{name: getattr(args, name) for name in names})
-    evaluate.main(args.model, wanted, args.output, dtype=args.dtype, quantize=args.quantize, max_length=args.max_length)
+    how = {name: getattr(args, name) for name in ("dtype", "mesh", "quantize", "max_length")}
+    evaluate.main(args.model, wanted, args.output, **how)
     return 0
 
 
@@ -234,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     options.plan(command(plan, ("model", "a run file, or a directory with a config.json; the options belong to that")))
     p = command(bench, checkpoint)
     p.add_argument("--dtype", **dtype)
+    options.mesh(p)
     p.add_argument("--no-train", action="store_true", help="leave out the training step")
     options.serve(command(serve), dtype)
     options.eval(command(eval, checkpoint), dtype)

@@ -13,6 +13,11 @@ def dtype(name: str) -> str:
     return name
 
 
+def mesh(p: argparse.ArgumentParser) -> None:
+    """Add `--mesh`, of the commands that serve."""
+    p.add_argument("--mesh", help="devices to divide weights and cache over, such as tp=4 (default: one device)")
+
+
 def generate(p: argparse.ArgumentParser, dtype: dict) -> None:
     """Add the options of `fdel generate`."""
     p.add_argument("--chat", action="store_true", help="send the prompt as a user message through the chat template")
@@ -34,6 +39,7 @@ def generate(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument("--stop", action="append", default=[], help="end before this text (may be given several times)")
     p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     p.add_argument("--dtype", **dtype)
+    mesh(p)
 
 
 def run(p: argparse.ArgumentParser) -> None:
@@ -78,6 +84,7 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     )
     p.add_argument("--adapter-root", type=Path, help="directory below which admins may load adapters (default: none)")
     p.add_argument("--dtype", **dtype)
+    mesh(p)
     p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
     p.add_argument("--max-loras", type=int, default=0, help="adapters to make room for at the start (default: none)")
     p.add_argument("--max-lora-rank", type=int, default=16, help="their greatest rank (default: %(default)s)")
@@ -123,6 +130,7 @@ def eval(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument("--max-length", type=int, help="tokens that the model reads (default: its context)")
     p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
     p.add_argument("--dtype", **dtype)
+    mesh(p)
 
 
 def keys(p: argparse.ArgumentParser) -> None:

@@ -176,6 +176,7 @@ def report(family: ModuleType, cfg: Any, t: Training, *, memory: float | None = 
         render([("largest arrays of a device", "MiB"), *((s, mib(shape_bytes(s))) for s in _largest(text))]),
         f"FLOPs per step: {flops:.4g}, per device {flops / devices:.4g}",
         render(_traffic(collectives(text), mib)),
+        *params.shared(family.spec(cfg), params.make_mesh(params.parse_mesh(t.mesh))),
     ]
     return "\n\n".join(parts)
 

@@ -74,16 +74,20 @@ def info(directory: Path, *, mesh: str | None = None, context: int | None = None
         (f"cache bytes per token ({dtype})", f"{token:,}"),
         ("cache bytes per sequence", f"{sequence:,}"),
     ]
-    return render(rows) + ("" if mesh is None else "\n\n" + sharding_table(spec, mesh, dtype, rules))
+    if mesh is None:
+        return render(rows)
+    cache = module.state_spec(cfg, pages=1, page=1, rows=0) if rules == "serve" else None
+    return render(rows) + "\n\n" + sharding_table(spec, mesh, dtype, rules, cache)
 
 
-def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train") -> str:
-    """Tabulate the shards of every array on a mesh that need not exist here."""
+def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train", cache: Any = None) -> str:
+    """Tabulate the shards of every array, and of a token's `cache` (a spec tree), on a mesh that need not exist here."""
     sizes = dict.fromkeys(params.AXES, 1) | params.parse_mesh(mesh)
     if -1 in sizes.values():
         raise ValueError(f"mesh {mesh!r}: give every size; there are no devices here to take the remaining ones from")
     abstract: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    shardings = params.shardings(spec, abstract, {"train": params.TRAIN, "serve": params.SERVE}[rules])
+    chosen = {"train": params.TRAIN, "serve": params.SERVE}[rules]
+    shardings = params.shardings(spec, abstract, chosen)
     rows: Table = [("array", "axes", "shape", "sharding", "bytes per device")]
     total = 0
     for (path, p), s in zip(params.named_leaves(spec), jax.tree.leaves(shardings), strict=True):
@@ -92,7 +96,10 @@ def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train") -> st
         where = ", ".join("-" if a is None else a if isinstance(a, str) else "*".join(a) for a in s.spec)
         rows.append((path, p.axes, "x".join(map(str, p.shape)), f"({where})", f"{mine:,}"))
     rows.append(("total", "", "", "", f"{total:,}"))
-    return render(rows)
+    if cache:
+        held = params.nbytes(cache, dtype, params.shardings(cache, abstract, params.SERVE))
+        rows.append(("cache of a token", "", "", "", f"{held:,}"))
+    return "\n".join([render(rows), *params.shared(spec, abstract, chosen)])
 
 
 def diff(a: Path, b: Path, *, tolerance: float = 0.0) -> Iterator[str]:

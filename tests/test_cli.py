@@ -1,6 +1,7 @@
 """The command line on a tiny checkpoint: what it prints, writes, refuses, and its exit codes."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -56,8 +57,14 @@ def test_info_tabulates_shards_of_a_mesh_that_is_not_here(checkpoint, capsys):
     assert cli.main(["info", str(checkpoint), "--mesh", "fsdp=16,tp=2"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert "(-, tp, fsdp)" in rows["layers.gate"] and rows["layers.gate"].endswith(f" {4 * 3 * 32 * 48 // 32:,}")
-    assert cli.main(["info", str(checkpoint), "--mesh", "tp=4"]) == 2
-    assert "kv_heads" in capsys.readouterr().err
+    assert cli.main(["info", str(checkpoint), "--mesh", "tp=4", "--rules", "serve"]) == 0
+    out = capsys.readouterr().out
+    assert "kv_heads: 2 on tp=4: 2 devices hold the same 1 of 2 in weights and cache" in out
+    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line}
+    assert rows["layers.k"] == f"{4 * 3 * 16 * 32 // 2:,}" and rows["layers.q"] == f"{4 * 3 * 32 * 32 // 4:,}"
+    assert rows["cache"] == f"{2 * 3 * 2 * 8 * 4 // 2:,}"
+    assert cli.main(["info", str(checkpoint), "--mesh", "tp=8"]) == 2
+    assert "'heads' of size 4 is not divisible by tp=8" in capsys.readouterr().err
     assert cli.main(["info", str(checkpoint), "--mesh", "tp=-1"]) == 2
     assert "give every size" in capsys.readouterr().err
 
@@ -165,6 +172,65 @@ def test_serving_beyond_this_machine_needs_keys(checkpoint, capsys):
     assert "give --api-key-file" in capsys.readouterr().err
     assert cli.main(["serve", str(checkpoint), "--tool-parser", "hermess"]) == 2
     assert "use one of hermes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tp=16", "mesh {'tp': 16} needs a multiple of 16 devices, found 8"),
+        ("tp=3", "'heads' of size 4 is not divisible by tp=3"),
+        ("dp=2,tp=2", "every device of dp=2 would compute the same"),
+        ("tp", "cannot read 'tp'"),
+    ],
+)
+def test_meshes_that_do_not_fit(checkpoint, capsys, mesh, message):
+    for command in (["serve"], ["generate", "x"], ["bench"]):
+        assert cli.main([command[0], str(checkpoint), *command[1:], "--mesh", mesh]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_mesh_writes_what_one_device_writes(checkpoint, capsys):
+    asked = ["generate", str(checkpoint), "hello", "--max-tokens", "12", "--ignore-eos"]
+    said = [(cli.main(asked + mesh), capsys.readouterr().out) for mesh in ([], ["--mesh", "tp=2"], ["--mesh", "tp=4"])]
+    assert said[0][0] == 0 and said[0] == said[1] == said[2]
+    assert cli.main(["bench", str(checkpoint), "--mesh", "tp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "on 2 x cpu" in out and "train step" in out
+
+
+@pytest.mark.slow
+def test_a_server_on_a_mesh_answers_as_on_one_device(checkpoint, capsys):
+    """As its own process, over HTTP, with weights and cache on two virtual devices."""
+    command = [
+        sys.executable,
+        "-m",
+        "fdel",
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--rows",
+        "2",
+        "--max-length",
+        "128",
+    ]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    said = []
+    for more in ([], ["--mesh", "tp=2"]):
+        server = subprocess.Popen([*command, "--name", "tiny", *more], stderr=subprocess.PIPE, text=True, env=env)
+        try:
+            address = next(found[1] for line in server.stderr if (found := re.search(r"(http://\S+)/v1", line)))
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+            kind = {"Content-Type": "application/json"}
+            asked = urllib.request.Request(address + "/v1/completions", json.dumps(body).encode(), kind)
+            with urllib.request.urlopen(asked) as answer:
+                said.append(json.load(answer)["choices"][0]["text"])
+        finally:
+            server.kill()
+            server.wait()
+    assert said[0] == said[1] != ""
 
 
 @pytest.mark.slow

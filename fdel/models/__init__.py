@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import json
+import logging
 import pkgutil
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from fdel import params as P
 from fdel.models.config import ConfigError
 
+log = logging.getLogger(__name__)
 ALIASES = {"gemma3_text": "gemma3"}  # model_type -> file, where they differ
 SHARED = ("builders", "config")  # files here that are not families
 
@@ -71,7 +73,10 @@ def load(
     directory = P.resolve(path, revision=revision)
     module, cfg = read_config(directory)
     spec = module.spec(cfg) if stacked else P.unstack(module.spec(cfg))
-    shardings = None if mesh is None else P.shardings(spec, mesh, P.TRAIN if rules is None else rules)
+    rules = P.TRAIN if rules is None else rules
+    shardings = None if mesh is None else P.shardings(spec, mesh, rules)
+    for line in () if mesh is None else P.shared(spec, mesh, rules):
+        log.warning(line)
     rename = getattr(module, "rename", lambda name, cfg: name)
     known = {name for leaf in jax.tree.leaves(spec) for name in P.hf_names(leaf)}
     pick = lambda name: rename(name, cfg) if "lm_head.weight" in known or name != "lm_head.weight" else None

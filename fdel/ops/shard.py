@@ -1,12 +1,12 @@
 """Say where activations lie on the devices: the one place where the forward knows of a mesh."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 # Mesh axes of each activation axis. Rows spread over every axis that does not divide a row's own work; `ep` is among
@@ -17,6 +17,10 @@ AXES: dict[str, tuple[str, ...]] = {
     "vocab": ("tp",),
     "attending": ("tp",),  # the heads of attention weights that are watched
 }
+
+COPIES = (
+    "_copies"  # ends the name of the second half of a mesh axis, along which devices hold the same, see `params.mesh`
+)
 
 
 def context(*axes: str) -> dict[str, int]:
@@ -29,17 +33,34 @@ def context(*axes: str) -> dict[str, int]:
     return {a: mesh.shape[a] for a in axes if types.get(a) == AxisType.Auto and mesh.shape[a] > 1}
 
 
+def _joined(sizes: Mapping[str, int]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for axis, size in sizes.items():
+        name = axis.removesuffix(COPIES)
+        out[name] = out.get(name, 1) * size
+    return out
+
+
+def joined(mesh: Mesh) -> Mesh:
+    """Give the mesh of which one axis was split, for arrays whose parts several devices hold; others as they are."""
+    sizes = _joined(mesh.shape)
+    if len(sizes) == len(mesh.shape):
+        return mesh
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+
+
 def require_mesh(tree: Any) -> None:
     """Raise ValueError if arrays (or shardings) of the tree lie on several devices, and `jax.set_mesh` has not their mesh.
 
     The compiler would then divide the work by itself: it sends activations where it should fetch weights.
     """
-    here = jax.sharding.get_abstract_mesh().shape_tuple
+    here = dict(jax.sharding.get_abstract_mesh().shape)
     for x in jax.tree.leaves(tree):
         at = x if isinstance(x, Sharding) else jax.typeof(x).sharding
-        mesh = at.mesh.shape_tuple if isinstance(at, NamedSharding) else ()
-        if math.prod(size for _, size in mesh) > 1 and mesh != here:
-            found = f"found arrays on {dict(mesh)} and {f'the mesh {dict(here)}' if here else 'no mesh'} set"
+        mesh = _joined(at.mesh.shape) if isinstance(at, NamedSharding) else {}
+        if math.prod(mesh.values()) > 1 and mesh != here:
+            found = f"found arrays on {mesh} and {f'the mesh {here}' if here else 'no mesh'} set"
             raise ValueError(f"call the step in `with jax.set_mesh(mesh):` of its arrays' mesh; {found}")
 
 

@@ -4,7 +4,19 @@ from . import lora, store
 from .files import CheckpointError, Tensor, read, tensors
 from .hf import load, save
 from .hub import push, resolve
-from .mesh import AXES, SERVE, TRAIN, batch_sharding, make_mesh, parse_mesh, partition_spec, shardings
+from .mesh import (
+    AXES,
+    SERVE,
+    TRAIN,
+    Rules,
+    batch_sharding,
+    make_mesh,
+    parse_mesh,
+    partition_spec,
+    reshard,
+    shardings,
+    shared,
+)
 from .peft import load_peft, save_peft
 from .quantize import dequantize, quantize
 from .spec import (
@@ -32,10 +44,9 @@ from .spec import (
 )
 
 __all__ = [
-    "AXES", "SERVE", "TRAIN", "CheckpointError", "Layout", "Param", "Tensor", "abstract", "batch_sharding", "constant",
-    "count", "dequantize", "hf_names", "init", "layers", "layout", "leaf_dtype", "load", "load_peft", "lora",
+    "AXES", "SERVE", "TRAIN", "CheckpointError", "Layout", "Param", "Rules", "Tensor", "abstract", "batch_sharding",
+    "constant", "count", "dequantize", "hf_names", "init", "layers", "layout", "leaf_dtype", "load", "load_peft", "lora",
     "make_mesh", "named_leaves", "nbytes", "normal", "ones", "parse_mesh", "partition_spec", "parts", "path_name",
-    "push", "quantize", "read", "resolve", "restack", "runs", "save", "save_peft", "shardings", "stack", "store",
-    "tensors",
-    "unstack", "zeros",
+    "push", "quantize", "read", "reshard", "resolve", "restack", "runs", "save", "save_peft", "shardings", "shared",
+    "stack", "store", "tensors", "unstack", "zeros",
 ]  # fmt: skip

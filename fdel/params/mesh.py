@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .spec import Param, named_leaves
+from fdel.ops.shard import COPIES
+from fdel.ops.weights import LowRank, Quantized, is_weight
+
+from .spec import Param, named_leaves, path_name, unstack
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -46,6 +50,9 @@ TRAIN: Rules = MappingProxyType(
 )
 # Serving reads every weight at each step: gathering shards over fsdp would cost more than the step itself.
 SERVE: Rules = MappingProxyType({**TRAIN, "embed": None})
+# Axes that may have fewer parts than their mesh axis has devices, which then hold each part several times: query heads are
+# divided all the same, and each device has the keys and values that its own need; a vocabulary is as large as it is.
+SHARED = ("kv_heads", "vocab")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -100,7 +107,8 @@ def _faults(p: Param, rules: Rules, mesh: Mesh | None) -> Iterator[str]:
         if axis not in rules:
             yield f"axis {axis!r} has no rule; add it: rules | {{{axis!r}: None}}"
             continue
-        names, fix = _mesh_axes(rules[axis]), f"rules | {{{axis!r}: None}}"
+        names = _mesh_axes(rules[axis])
+        fix = f"rules | {{{axis!r}: None}}, in a run file sharding.rules: {{{axis}: null}},"
         for name in names:
             if name in used:
                 yield f"mesh axis {name!r} is used twice, by {used[name]!r} and {axis!r}; use {fix}"
@@ -112,7 +120,7 @@ def _faults(p: Param, rules: Rules, mesh: Mesh | None) -> Iterator[str]:
             yield f"axis {axis!r} wants mesh axis {lacking[0]!r}, the mesh has {tuple(mesh.shape)}; use {fix}"
             continue
         count = math.prod(mesh.shape[name] for name in names)
-        if size % count:
+        if size % count and not (axis in SHARED and len(names) == 1):
             over = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
             yield f"axis {axis!r} of size {size} is not divisible by {over}; use {fix} or a smaller mesh axis"
 
@@ -141,7 +149,69 @@ def shardings(spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
             for fault, paths in faults.items()
         ]
         raise ValueError("cannot shard:\n" + "\n".join(lines))
-    return jax.tree.map(lambda p: NamedSharding(mesh, partition_spec(p, rules)), spec)
+    return jax.tree.map(lambda p: _sharding(p, mesh, rules), spec)
+
+
+def _parts(p: Param, mesh: Any, rules: Rules) -> Iterator[tuple[str, str, int, int]]:
+    """Find axes with fewer parts than devices: (axis, mesh axis, size of the axis, its parts)."""
+    for axis, size in zip(p.axes.split(), p.shape, strict=True):
+        if axis in SHARED and len(names := _mesh_axes(rules[axis])) == 1 and size % mesh.shape[names[0]]:
+            yield axis, names[0], size, math.gcd(size, mesh.shape[names[0]])
+
+
+def _sharding(p: Param, mesh: Any, rules: Rules) -> NamedSharding:
+    """Shard one array; where several devices hold each part, on a mesh whose axis is split in two, of the same devices."""
+    for _, name, _, parts in _parts(p, mesh, rules):
+        sizes = {a: n for axis, size in mesh.shape.items() for a, n in (
+            ((name, parts), (name + COPIES, size // parts)) if axis == name else ((axis, size),)
+        )}  # fmt: skip
+        shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
+        abstract = isinstance(mesh, AbstractMesh)
+        mesh = (
+            AbstractMesh(shape, names, axis_types=types)
+            if abstract
+            else Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+        )
+    return NamedSharding(mesh, partition_spec(p, rules))
+
+
+def shared(spec: Any, mesh: Any, rules: Rules = TRAIN) -> list[str]:
+    """Say which axes have fewer parts than there are devices for them, and what that costs; mostly there are none."""
+    found = {x for p in jax.tree.leaves(spec) for x in _parts(p, mesh, rules)}
+    return [
+        f"{axis}: {size} on {name}={mesh.shape[name]}: {mesh.shape[name] // parts} devices hold the same "
+        f"{size // parts} of {size} in weights and cache"
+        for axis, name, size, parts in sorted(found)
+    ]
+
+
+def reshard(params: Any, spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
+    """Move parameters to where rules put them on a mesh; what lies there already stays, and is not copied.
+
+    `params` may be stacked or listed, quantized (inputs of a matrix are one axis then, divided as the first of them that
+    is) and adapted (low-rank factors are small, and go whole to every device).
+    """
+    at = dict(named_leaves(shardings(spec, mesh, rules))) | dict(named_leaves(shardings(unstack(spec), mesh, rules)))
+
+    def quantized(w: Quantized, s: NamedSharding, inputs: int) -> Quantized:
+        axes = (*s.spec, *(None,) * (w.values.ndim - 1 + inputs - len(s.spec)))
+        inner = next((a for a in axes[len(axes) - inputs :] if a is not None), None)
+
+        def child(x: jax.Array) -> jax.Array:
+            whole = inner is None or x.shape[-1] % math.prod(s.mesh.shape[a] for a in _mesh_axes(inner))
+            outer = axes[: len(axes) - inputs]
+            return jax.device_put(x, NamedSharding(s.mesh, PartitionSpec(*outer, None if whole else inner)))
+
+        return jax.tree.map(child, w)
+
+    def one(path: tuple, w: Any) -> Any:
+        s = at[path_name(path)]
+        if isinstance(w, LowRank):
+            a, b, scale = jax.device_put((w.a, w.b, w.scale), NamedSharding(mesh, PartitionSpec()))
+            return replace(w, base=one(path, w.base), a=a, b=b, scale=scale)
+        return quantized(w, s, len(w.inputs)) if isinstance(w, Quantized) else jax.device_put(w, s)
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_weight)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

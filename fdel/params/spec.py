@@ -208,9 +208,12 @@ def count(tree: Tree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def nbytes(tree: Tree, dtype: Any = jnp.float32) -> int:
-    """Bytes of a spec tree in `dtype`, or of a params tree as it is."""
+def nbytes(tree: Tree, dtype: Any = jnp.float32, shardings: Tree | None = None) -> int:
+    """Bytes of a spec tree in `dtype`, or of a params tree as it is; with shardings, those of one device."""
     size = lambda x: leaf_dtype(x, dtype).itemsize if isinstance(x, Param) else x.dtype.itemsize
+    if shardings is not None:
+        mine = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * size(x), tree, shardings)
+        return sum(jax.tree.leaves(mine))
     return sum(math.prod(x.shape) * size(x) for x in jax.tree.leaves(tree))
 
 

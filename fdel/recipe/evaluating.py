@@ -12,7 +12,7 @@ from fdel.recipe import parse, serving
 from fdel.recipe.build import build_tokenizer
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import EvalAction
-from fdel.serve import engine, launch
+from fdel.serve import engine, launch, weights
 from fdel.serve import evaluate as benchmarks
 
 
@@ -25,7 +25,7 @@ def evaluate(
     """
     manager = prepare(recipe, action) if manager is None else manager
     output = None if action.output_path is None else Path(action.output_path)
-    model, tok = serving.load(recipe) if trained is None else trained, build_tokenizer(recipe)
+    model, tok = serving.load(recipe) if trained is None else weights.placed(trained), build_tokenizer(recipe)
     how = dataclasses.replace(serving.settings(recipe), rows=min(recipe.esurge.max_num_seqs, recipe.eval.batch_size))
     fits = launch.pages_that_fit(model, recipe.esurge.hbm_utilization, how.kv_cache_dtype)
     if recipe.esurge.silent_mode:

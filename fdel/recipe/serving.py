@@ -4,13 +4,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fdel import models, params
+from fdel import models
 from fdel.recipe import check, parse
 from fdel.recipe.build import build_mesh, build_tokenizer
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS, ServeAction
 from fdel.recipe.trainer import HEADED
-from fdel.serve import engine, launch
+from fdel.serve import engine, launch, weights
 
 
 def serve(recipe: Recipe, action: ServeAction, trained: models.Model | None = None) -> None:
@@ -88,14 +88,9 @@ def settings(recipe: Recipe) -> engine.Settings:
 
 def load(recipe: Recipe) -> models.Model:
     """Load the model onto the mesh of `sharding`, quantized if it is so."""
-    m, names, mesh = recipe.model, recipe.loader, build_mesh(recipe)
+    m, names, mesh, method = recipe.model, recipe.loader, build_mesh(recipe), check.weights_format(recipe)
     dtype = DTYPES.get(names.param_dtype or names.dtype or "")
-    model = models.load(
-        str(m.name_or_path), dtype=dtype, mesh=mesh if mesh.size > 1 else None, rules=params.SERVE, stacked=False,
-        revision=m.extra_kwargs.revision,
+    return weights.load(
+        str(m.name_or_path), dtype=dtype, mesh=mesh if mesh.size > 1 else None, revision=m.extra_kwargs.revision,
+        quantize=METHODS[method] if method else None, group=recipe.quantization.model.group_size,
     )  # fmt: skip
-    if method := check.weights_format(recipe):
-        spec = params.unstack(model.family.spec(model.cfg))
-        group = recipe.quantization.model.group_size
-        model = model._replace(params=params.quantize(model.params, METHODS[method], spec=spec, group=group))
-    return model

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fdel import models, params, text
-from fdel.serve import harness
+from fdel import params, text
+from fdel.serve import harness, weights
 from fdel.serve.engine import Engine, Settings
 
 
@@ -88,6 +88,7 @@ def main(
     output: Path | None = None,
     *,
     dtype: Any = None,
+    mesh: str | None = None,
     quantize: str | None = None,
     max_length: int | None = None,
 ) -> None:
@@ -96,11 +97,8 @@ def main(
     ValueError for tasks that are unknown, FileExistsError for an output that is there, before the model is loaded.
     """
     new_file(output)
-    manager, directory = find(options), params.resolve(directory)
-    model = models.load(directory, dtype=dtype, stacked=False)
-    if quantize is not None:
-        spec = params.unstack(model.family.spec(model.cfg))
-        model = model._replace(params=params.quantize(model.params, quantize, spec=spec))
+    over, manager, directory = weights.mesh_for(mesh), find(options), params.resolve(directory)
+    model = weights.load(directory, dtype=dtype, mesh=over, quantize=quantize)
     tok = text.load(directory)
     engine = Engine(model, Settings(rows=options.batch, max_length=max_length), tokenizer=tok)
     results = evaluate(engine, tok, options, directory.resolve().name, manager)

@@ -13,11 +13,11 @@ import jax
 
 from fdel import models, params, text
 from fdel.models import builders
-from fdel.serve import auth, grammar, http, metrics, reasoning, tools
+from fdel.serve import auth, grammar, http, metrics, reasoning, tools, weights
 from fdel.serve.engine import Engine, Settings
 from fdel.serve.served import Served
 from fdel.serve.state import Server
-from fdel.serve.step import PAGE, compute_dtype
+from fdel.serve.step import PAGE, compute_dtype, mesh_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class Options:
 
     names: one for each directory; by default the directories' own. adapters: PEFT directories by the names under which
     the first model answers with them. adapter_root: the directory below which an admin may load more of them while the
-    server runs; None: nowhere. dtype None: the checkpoint's. quantize: "int8", "fp8" or "nf4" for the matrices in
+    server runs; None: nowhere. dtype None: the checkpoint's. mesh: devices to divide weights
+    and cache over, as "tp=4"; None: one. quantize: "int8", "fp8" or "nf4" for the matrices in
     the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
     the chat template. audit: a file to which every call is appended, without texts and secrets. truncate: where prompts
     are cut that do not fit, "left", "right" or "middle"; None: they are refused. grace: seconds for
@@ -40,6 +41,7 @@ class Options:
     names: Sequence[str] = ()
     adapters: Mapping[str, str] = field(default_factory=dict)
     dtype: Any = None
+    mesh: str | None = None
     quantize: str | None = None
     tool_parser: str | None = None
     key_file: Path | None = None
@@ -62,13 +64,10 @@ def main(directories: Sequence[str | Path], options: Options) -> None:
         raise ValueError(
             f"the names {', '.join(every)} for {len(directories)} models; expected one for each, none twice"
         )
-    found: list[Served] = []
+    mesh, found = weights.mesh_for(options.mesh), list[Served]()
     for name, directory in zip(names, directories, strict=True):
         directory = params.resolve(directory)
-        model = models.load(directory, dtype=options.dtype, stacked=False)
-        if options.quantize is not None:
-            spec = params.unstack(model.family.spec(model.cfg))
-            model = model._replace(params=params.quantize(model.params, options.quantize, spec=spec))
+        model = weights.load(directory, dtype=options.dtype, mesh=mesh, quantize=options.quantize)
         found += served(model, text.load(directory), name, options, {} if found else options.adapters)
     listen(found, options, keys)
 
@@ -89,7 +88,7 @@ def served(
     model: models.Model, tok: text.Tokenizer, name: str, options: Options, adapters: Mapping[str, str] | None = None
 ) -> list[Served]:
     """Make an engine of a model: what it serves under its name, and under those of adapters. Nothing is started."""
-    model = model._replace(params=params.unstack(model.params))
+    model = weights.placed(model)
     spec = params.unstack(model.family.spec(model.cfg))
     adapted = {n: params.load_peft(spec, model.params, path) for n, path in (adapters or {}).items()}
     settings = options.settings
@@ -136,7 +135,12 @@ def pages_that_fit(model: models.Model, share: float, kv_cache_dtype: str | None
     if not stats or "bytes_limit" not in stats:
         return None
     spec = lambda pages: model.family.state_spec(model.cfg, pages=pages, page=PAGE, rows=1)
-    size = lambda pages: params.nbytes(builders.quantized(spec(pages), kv_cache_dtype), compute_dtype(model.params))
+    mesh, dtype = mesh_of(model.params), compute_dtype(model.params)
+
+    def size(pages: int) -> int:
+        tree = builders.quantized(spec(pages), kv_cache_dtype)
+        return params.nbytes(tree, dtype, None if mesh is None else params.shardings(tree, mesh, params.SERVE))
+
     page = size(2) - size(1)
     free = share * stats["bytes_limit"] - stats["bytes_in_use"]
     return max(1, int(free // page)) if page else None

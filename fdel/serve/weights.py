@@ -1,17 +1,53 @@
 """The parameters of one engine: the base's and each adapter's. Adapters that share the base's arrays run in one call."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fdel import models
 from fdel import params as P
 from fdel.models import Model
 from fdel.ops.weights import Adapters, LowRank, is_weight
 from fdel.params.quantize import change
 from fdel.serve.step import mesh_of
+
+
+def mesh_for(text: str | None) -> Mesh | None:
+    """Make the mesh of `--mesh tp=4`, of the first devices that there are; None: one device. ValueError if it cannot be."""
+    shape = P.parse_mesh(text or "")
+    idle = [f"{a}={n}" for a, n in shape.items() if a not in ("tp", "ep") and n != 1]
+    if idle:
+        raise ValueError(
+            f"mesh {text!r}: every device of {', '.join(idle)} would compute the same; serving divides weights and cache "
+            "over tp, and experts over ep"
+        )
+    size, devices = math.prod(shape.values()), jax.devices()
+    return None if size == 1 else P.make_mesh(shape, devices if size < 0 or size > len(devices) else devices[:size])
+
+
+def load(
+    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None, rules: P.Rules = P.SERVE,
+    quantize: str | None = None, group: int | None = None, revision: str | None = None,
+) -> Model:  # fmt: skip
+    """Load a checkpoint as engines want it: layers listed, over a mesh by rules, matrices in few bits if `quantize`."""
+    model = models.load(path, dtype=dtype, mesh=mesh, rules=rules, stacked=False, revision=revision)
+    if quantize is not None:
+        spec = P.unstack(model.family.spec(model.cfg))
+        model = model._replace(params=P.quantize(model.params, quantize, spec=spec, group=group))
+    return placed(model, rules)
+
+
+def placed(model: Model, rules: P.Rules = P.SERVE) -> Model:
+    """List the layers of a model and, where it lies on a mesh, lay it out by rules: those of training gather weights."""
+    params, mesh = P.unstack(model.params), mesh_of(model.params)
+    if mesh is not None:
+        params = P.reshard(params, model.family.spec(model.cfg), mesh, rules)
+    return model._replace(params=params)
 
 
 class Weights:

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.shard import context, divided, require_mesh, widen
+from fdel.ops.shard import context, divided, joined, require_mesh, widen
 from fdel.train.steps import GradFn
 
 
@@ -29,7 +29,7 @@ def state_shardings(state: Any, shardings: Any) -> Any:
     One of another rank than the parameter's, and everything else (counts, scales), is whole on every device.
     """
     like = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
-    mesh = jax.tree.leaves(shardings)[0].mesh
+    mesh = joined(jax.tree.leaves(shardings)[0].mesh)
 
     def one(path: tuple, x: Any) -> NamedSharding:
         found = next((like[path[i:]] for i in range(len(path) + 1) if path[i:] in like), None)
@@ -52,7 +52,16 @@ def constrain(g: GradFn, shardings: Any) -> GradFn:
     """Lay gradients out as their parameters: otherwise the compiler may keep whole ones, and accumulate those.
 
     A ValueError where another mesh than that of the shardings is set, or none.
+    Those of `params.mesh.SHARED` axes are whole along the mesh axis that their parameters share: `jax.shard_map` knows one
+    mesh alone.
     """
+
+    def unshared(s: NamedSharding) -> NamedSharding:
+        mesh = joined(s.mesh)
+        known = lambda a: None if isinstance(a, str) and s.mesh.shape[a] != mesh.shape[a] else a
+        return s if s.mesh is mesh else NamedSharding(mesh, P(*map(known, s.spec)))
+
+    shardings = jax.tree.map(unshared, shardings)
 
     def constrained(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
         require_mesh(shardings)

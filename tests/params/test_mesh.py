@@ -119,10 +119,24 @@ def test_a_rule_may_name_several_mesh_axes() -> None:
 def test_indivisible_sizes_are_listed_with_the_fix() -> None:
     mesh = M.make_mesh({"tp": 4, "dp": 2})
     with pytest.raises(ValueError) as e:
-        M.shardings(spec(kv_heads=2), mesh)
+        M.shardings({"layers": {name: Param("embed heads head_dim", (8, 6, 2), W) for name in "qk"}}, mesh)
     text = str(e.value)
-    assert "axis 'kv_heads' of size 2 is not divisible by tp=4; use rules | {'kv_heads': None}" in text
-    assert "at layers.k, layers.v" in text and "layers.q" not in text
+    assert "axis 'heads' of size 6 is not divisible by tp=4; use rules | {'heads': None}" in text
+    assert "in a run file sharding.rules: {heads: null}" in text and "at layers.k, layers.q" in text
+
+
+@pytest.mark.parametrize(("kv_heads", "own", "copies"), [(4, 1, 1), (2, 1, 2), (6, 3, 2), (1, 1, 4), (3, 3, 4)])
+def test_devices_share_key_value_heads_where_there_are_too_few(kv_heads: int, own: int, copies: int) -> None:
+    """tp=4: neighbours hold the same part, that of their query heads; the mesh has the same devices in the same order."""
+    mesh = M.make_mesh({"tp": 4, "dp": 2})
+    tree = M.shardings(spec(kv_heads), mesh)
+    k = tree["layers"]["k"]
+    assert k.spec == P(None, "fsdp", "tp", None) and list(k.mesh.devices.flat) == list(mesh.devices.flat)
+    assert k.shard_shape((3, 8, kv_heads, 2)) == (3, 8, own, 2)
+    held = k.devices_indices_map((3, 8, kv_heads, 2))
+    assert [held[d][2].start or 0 for d in mesh.devices.flat] == [i // copies * own for i in range(4)] * 2
+    said = f"kv_heads: {kv_heads} on tp=4: {copies} devices hold the same {own} of {kv_heads} in weights and cache"
+    assert M.shared(spec(kv_heads), mesh) == ([] if copies == 1 else [said])
     tree = M.shardings(spec(kv_heads=2), mesh, M.TRAIN | {"kv_heads": None})
     assert tree["layers"]["k"].spec == P(None, "fsdp", None, None)
 

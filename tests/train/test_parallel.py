@@ -20,12 +20,14 @@ SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=4)  # fmt: skip
 FAMILIES = {
     "llama": (llama, SIZES),
+    "one_key": (llama, SIZES | dict(num_key_value_heads=1)),
     "qwen3_moe": (qwen3_moe, SIZES | dict(moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2,
                                           head_dim=8, norm_topk_prob=True)),
 }  # fmt: skip
 MESHES = {
     "llama": ["dp=8", "fsdp=8", "tp=4,dp=2", "sp=8", "dp=2,fsdp=2,tp=2", "fsdp=2,sp=4", "dp=2,sp=2,tp=2", "dp=4,tp=2",
-              "fsdp=4,tp=2", "fsdp=2,tp=2,sp=2"],
+              "fsdp=4,tp=2", "fsdp=2,tp=2,sp=2", "tp=8"],
+    "one_key": ["dp=2,tp=4", "fsdp=2,tp=2,sp=2"],
     "qwen3_moe": ["dp=8", "fsdp=8", "ep=8", "ep=2,fsdp=2,tp=2", "ep=4,dp=2", "ep=2,sp=2,dp=2", "ep=2,tp=4",
                   "fsdp=4,ep=2", "tp=2,sp=4", "dp=2,fsdp=2,sp=2"],
 }  # fmt: skip

@@ -1,0 +1,106 @@
+"""Serving on a mesh: what was laid out for training is laid out anew, and each device has the key-value heads it needs."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fdel import models, params, plan
+from fdel.models import llama
+from fdel.serve import Engine, SamplingParams, Settings, launch, weights
+from tests.serve.small import CFG
+
+SPEC = llama.spec(CFG)
+PROMPTS = [[5, 6, 7, 8], [9, 10], list(range(20, 60))]
+SHAPE = dict(rows=4, pages=9, budget=64, batches=(4,))
+
+
+def tokens(model: models.Model, **settings) -> list[list[int]]:
+    engine = Engine(model, Settings(**SHAPE, **settings))
+    return [g.tokens for g in engine.generate(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))]
+
+
+def sent(model: models.Model) -> Counter[tuple[str, str, int]]:
+    """Count what devices send each other in a decode step: (kind, shape, devices)."""
+    device = Engine(model, Settings(**SHAPE)).core.device
+    text = device._compilers("decode", 4)[0]().as_text()
+    return Counter((c.kind, s, c.devices) for c in plan.collectives(text) for s in c.shapes)
+
+
+def gathered(model: models.Model) -> list[str]:
+    """List the arrays that a decode step gathers, but for logits and what is smaller than any matrix of a device."""
+    shapes = [s for kind, s, _ in sent(model) if kind == "all-gather"]
+    return [s for s in shapes if str(CFG.vocab) not in s and plan.shape_bytes(s) >= CFG.embed * 16]
+
+
+@pytest.fixture(scope="module")
+def on_disk(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("mesh")
+    models.save(model._replace(params=params.restack(model.params, SPEC)), path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8", "nf4"])
+def test_what_was_trained_is_served_as_if_it_were_loaded(tokenizer, on_disk, quantize) -> None:
+    """fsdp=4, tp=2: the same places as of a fresh load, no gathering of weights in a step, the same tokens."""
+    mesh = params.make_mesh({"fsdp": 4, "tp": 2})
+    fresh = weights.load(on_disk, mesh=mesh, quantize=quantize)
+    trained = models.load(on_disk, mesh=mesh)
+    if quantize:
+        trained = trained._replace(params=params.quantize(trained.params, quantize, spec=SPEC))
+    (found,) = launch.served(trained, tokenizer, "m", launch.Options(settings=Settings(**SHAPE)))
+    served = found.engine.model
+    want, got = (jax.tree.map(lambda x: x.sharding, m.params) for m in (fresh, served))
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    assert all(a.is_equivalent_to(b, x.ndim) for a, b, x in zip(
+        jax.tree.leaves(want), jax.tree.leaves(got), jax.tree.leaves(fresh.params), strict=True
+    ))  # fmt: skip
+    q = served.params["layers"][0]["q"]
+    assert (q.values if quantize else q).sharding.spec[0] == "tp"
+    assert gathered(served) == [] and sent(served) == sent(fresh)
+    assert tokens(served) == tokens(weights.load(on_disk, quantize=quantize))
+    if quantize is None:  # what was wrong: every product of a step was added up over fsdp
+        left = models.load(on_disk, mesh=mesh, stacked=False)
+        assert sent(left).total() >= 2 * sent(served).total()
+
+
+def test_what_lies_in_its_place_is_not_moved(model) -> None:
+    mesh = params.make_mesh({"tp": 2, "dp": 4})
+    once = params.reshard(model.params, SPEC, mesh, params.SERVE)
+    again = params.reshard(once, SPEC, mesh, params.SERVE)
+    same = lambda a, b: (
+        a.addressable_shards[0].data.unsafe_buffer_pointer() == (b.addressable_shards[0].data.unsafe_buffer_pointer())
+    )
+    assert all(jax.tree.leaves(jax.tree.map(same, once, again)))
+
+
+@pytest.mark.slow
+def test_adapters_are_moved_with_their_base(model) -> None:
+    mesh = params.make_mesh({"fsdp": 4, "tp": 2})
+    adapted = params.lora.add(model.params, 4, 8.0, key=jax.random.key(0), spec=params.unstack(SPEC))
+    moved = params.reshard(adapted, SPEC, mesh, params.SERVE)
+    q = moved["layers"][0]["q"]
+    assert q.base.sharding.spec[0] == "tp" and q.a.sharding.is_fully_replicated
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), moved, adapted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_heads", "tp", "copies"), [(2, 4, 2), (1, 2, 2), (2, 8, 4), (1, 8, 8)])
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_more_devices_than_key_value_heads(kv_heads, tp, copies, kv) -> None:
+    """Each device keeps the keys and values that its query heads read, and no others; the tokens are one device's."""
+    cfg = llama.Config.from_hf(CFG.to_hf() | dict(num_attention_heads=8, head_dim=4, num_key_value_heads=kv_heads))
+    make = jax.jit(lambda key: params.unstack(params.init(llama.spec(cfg), key)))
+    one = models.Model(llama, cfg, jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, make(jax.random.key(0))))
+    mesh = params.make_mesh({"tp": tp}, jax.devices()[:tp])
+    many = one._replace(params=params.reshard(one.params, llama.spec(cfg), mesh, params.SERVE))
+    engine = Engine(many, Settings(**SHAPE, kv_cache_dtype=kv))
+    got = [g.tokens for g in engine.generate(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))]
+    assert got == tokens(one, kv_cache_dtype=kv)
+    (state,) = engine.core.device.state
+    assert state.k.addressable_shards[0].data.shape[2] == max(1, kv_heads * copies // tp) == 1
+    assert many.params["layers"][0]["k"].addressable_shards[0].data.shape[0] == 1
+    assert gathered(many) == []
+    assert jnp.issubdtype(state.k.dtype, jnp.integer) == (kv is not None)
