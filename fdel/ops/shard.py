@@ -41,7 +41,7 @@ def _joined(sizes: Mapping[str, int]) -> dict[str, int]:
     return out
 
 
-def joined(mesh: Mesh) -> Mesh:
+def joined(mesh: Any) -> Mesh:
     """Give the mesh of which one axis was split, for arrays whose parts several devices hold; others as they are."""
     sizes = _joined(mesh.shape)
     if len(sizes) == len(mesh.shape):
