@@ -1,12 +1,13 @@
 """Say where activations lie on the devices: the one place where the forward knows of a mesh."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 # Mesh axes of each activation axis. Rows spread over every axis that does not divide a row's own work; `ep` is among
@@ -33,23 +34,6 @@ def context(*axes: str) -> dict[str, int]:
     return {a: mesh.shape[a] for a in axes if types.get(a) == AxisType.Auto and mesh.shape[a] > 1}
 
 
-def _joined(sizes: Mapping[str, int]) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for axis, size in sizes.items():
-        name = axis.removesuffix(COPIES)
-        out[name] = out.get(name, 1) * size
-    return out
-
-
-def joined(mesh: Any) -> Mesh:
-    """Give the mesh of which one axis was split, for arrays whose parts several devices hold; others as they are."""
-    sizes = _joined(mesh.shape)
-    if len(sizes) == len(mesh.shape):
-        return mesh
-    types = (AxisType.Auto,) * len(sizes)
-    return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
-
-
 def require_mesh(tree: Any) -> None:
     """Raise ValueError if arrays (or shardings) of the tree lie on several devices, and `jax.set_mesh` has not their mesh.
 
@@ -58,7 +42,11 @@ def require_mesh(tree: Any) -> None:
     here = dict(jax.sharding.get_abstract_mesh().shape)
     for x in jax.tree.leaves(tree):
         at = x if isinstance(x, Sharding) else jax.typeof(x).sharding
-        mesh = _joined(at.mesh.shape) if isinstance(at, NamedSharding) else {}
+        mesh = dict(at.mesh.shape) if isinstance(at, NamedSharding) else {}
+        if set(mesh) > set(here):  # an axis in two, of the same devices: see `params.mesh.SHARED`
+            for before, axis in [*itertools.pairwise(mesh)][::-1]:
+                if axis not in here:
+                    mesh[before] *= mesh.pop(axis)
         if math.prod(mesh.values()) > 1 and mesh != here:
             found = f"found arrays on {mesh} and {f'the mesh {here}' if here else 'no mesh'} set"
             raise ValueError(f"call the step in `with jax.set_mesh(mesh):` of its arrays' mesh; {found}")

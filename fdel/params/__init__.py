@@ -10,6 +10,7 @@ from .mesh import (
     TRAIN,
     Rules,
     batch_sharding,
+    joined,
     make_mesh,
     parse_mesh,
     partition_spec,
@@ -45,8 +46,8 @@ from .spec import (
 
 __all__ = [
     "AXES", "SERVE", "TRAIN", "CheckpointError", "Layout", "Param", "Rules", "Tensor", "abstract", "batch_sharding",
-    "constant", "count", "dequantize", "hf_names", "init", "layers", "layout", "leaf_dtype", "load", "load_peft", "lora",
-    "make_mesh", "named_leaves", "nbytes", "normal", "ones", "parse_mesh", "partition_spec", "parts", "path_name",
+    "constant", "count", "dequantize", "hf_names", "init", "joined", "layers", "layout", "leaf_dtype", "load", "load_peft",
+    "lora", "make_mesh", "named_leaves", "nbytes", "normal", "ones", "parse_mesh", "partition_spec", "parts", "path_name",
     "push", "quantize", "read", "reshard", "resolve", "restack", "runs", "save", "save_peft", "shardings", "shared",
     "stack", "store", "tensors", "unstack", "zeros",
 ]  # fmt: skip

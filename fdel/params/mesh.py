@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fdel.ops.shard import COPIES
 from fdel.ops.weights import LowRank, Quantized, is_weight
 
 from .spec import Param, named_leaves, path_name, unstack
@@ -53,6 +52,7 @@ SERVE: Rules = MappingProxyType({**TRAIN, "embed": None})
 # Axes that may have fewer parts than their mesh axis has devices, which then hold each part several times: query heads are
 # divided all the same, and each device has the keys and values that its own need; a vocabulary is as large as it is.
 SHARED = ("kv_heads", "vocab")
+COPIES = "_copies"  # ends the name of the half of a mesh axis along which devices hold the same
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -173,6 +173,18 @@ def _sharding(p: Param, mesh: Any, rules: Rules) -> NamedSharding:
             else Mesh(mesh.devices.reshape(shape), names, axis_types=types)
         )
     return NamedSharding(mesh, partition_spec(p, rules))
+
+
+def joined(mesh: Any) -> Mesh:
+    """Give the mesh of which `shardings` split an axis; others as they are."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.shape.items():
+        name = axis.removesuffix(COPIES)
+        sizes[name] = sizes.get(name, 1) * size
+    if len(sizes) == len(mesh.shape):
+        return mesh
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
 def shared(spec: Any, mesh: Any, rules: Rules = TRAIN) -> list[str]:

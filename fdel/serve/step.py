@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from fdel import ops
 from fdel import params as P
 from fdel.models import builders
-from fdel.ops.shard import joined
 from fdel.serve.drafts import guess, propose
 from fdel.serve.request import TOP
 from fdel.serve.sample import Sampling, sample, sampling_rows
@@ -64,7 +63,7 @@ def mesh_of(params: Any) -> Mesh | None:
     """The mesh that parameters are spread over; None if they are on one device."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    return joined(mesh) if isinstance(mesh, Mesh) and mesh.size > 1 else None
+    return P.joined(mesh) if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def compute_dtype(params: Any) -> np.dtype:

@@ -18,7 +18,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.shard import context, divided, joined, require_mesh, widen
+from fdel.ops.shard import context, divided, require_mesh, widen
+from fdel.params import joined
 from fdel.train.steps import GradFn
 
 
