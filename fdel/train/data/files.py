@@ -1,8 +1,8 @@
-"""Which files a data set has: paths, globs, folders in the Hub's layouts, URLs."""
+"""Which files a data set has: paths, globs, folders in the Hub's layouts, URLs; which of its rows are asked for."""
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,27 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 INFO = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+SPLIT = re.compile(
+    r"(?P<name>\w+(\.\w+)*)(\[((?P<start>-?\d+)(?P<start_pct>%)?)?:((?P<stop>-?\d+)(?P<stop_pct>%)?)?\])?"
+    r"(\((?P<rounding>closest|pct1_dropremainder)\))?"
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set on disk or behind a URL: what to read, and what its rows should look like.
+    """A data set on disk, behind a URL or in memory: what to read, and what its rows should look like.
 
-    `files` are paths, globs, folders and URLs (through fsspec). A folder is one of the Hub: with a README that lists its
-    files, written by `save_to_disk`, or with splits in the names of folders and files. `format` (json, jsonl, parquet,
-    arrow, csv, text) is that of the suffix if None. `rename` maps a file's columns to fdel's. `transform` gets each row
-    after that and returns it, changed or not, or None to leave it out; since a cache cannot look inside, it needs a
-    `version` there. `weight` is the share of this source in a mixture; `rows` are the most that are read.
+    `files` are paths, globs, folders and URLs (through fsspec), or the rows themselves: a list of dicts, or a
+    `datasets.Dataset`. A folder is one of the Hub: with a README that lists its files, written by `save_to_disk`, or with
+    splits in the names of folders and files; it reads nothing outside of itself, and with `within`, neither do paths and
+    globs read anything outside of that folder. `format` (json, jsonl, parquet, arrow, csv, text) is that of the suffix if
+    None. `split` is that of `datasets`: "train", "train[:50%]", "train[10:20]"; files and rows have "train" alone. `rename`
+    maps a file's columns to fdel's. `transform` gets each row after that and returns it, or None to leave it out; since a
+    cache cannot look inside, it needs a `version` there. `weight` is the share of this source in a mixture;
+    `rows` are the most that are read.
     """
 
-    files: str | tuple[str, ...]
+    files: Any
     format: str | None = None
     split: str = "train"
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -34,24 +41,80 @@ class Source:
     version: str = ""
     weight: float | None = None
     rows: int | None = None
+    within: Path | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class File:
-    """A local file, its name for people, and its format."""
+    """A local file, its name for people, and its format; or rows in memory."""
 
     path: Path
     name: str
     format: str
+    rows: Any = None
+
+
+def sources(given: Any) -> list[Source]:
+    """List sources: one, several, or rows in memory."""
+    several = isinstance(given, list | tuple) and given and all(isinstance(s, Source) for s in given)
+    return list(given) if several else [given if isinstance(given, Source) else Source(given)]
 
 
 def find(source: Source) -> list[File]:
-    """List the files of a source in a fixed order; FileNotFoundError if a pattern finds none, ValueError for formats."""
-    patterns = [source.files] if isinstance(source.files, str) else list(source.files)
+    """List the files of a source in a fixed order.
+
+    FileNotFoundError if a pattern finds none; ValueError for formats, splits, and what leads out of a folder.
+    """
+    name = _split(source.split)["name"]
+    patterns = [source.files] if isinstance(source.files, str | Path) else source.files
+    if not (isinstance(patterns, list | tuple) and all(isinstance(p, str | Path) for p in patterns)) or not patterns:
+        _only_train(name, "rows in memory")
+        return [File(Path(), "memory", "memory", patterns)]
     found = [
-        pair for pattern in patterns for pair in (_remote(pattern) if "://" in pattern else _local(pattern, source))
+        pair
+        for pattern in map(str, patterns)
+        for pair in (_remote(pattern, name) if "://" in pattern else _local(pattern, name, source.within))
     ]
-    return [File(path, name, source.format or _format(name)) for path, name in found]
+    return [File(path, shown, source.format or _format(shown)) for path, shown in found]
+
+
+def span(source: Source, total: int) -> range:
+    """Number the rows that a source reads of all `total` of its files, as `datasets` slices a split."""
+    m = _split(source.split)
+    ends, percent = [m["start"], m["stop"]], bool(m["start_pct"] or m["stop_pct"])
+    if percent and (
+        any(abs(int(e or 0)) > 100 for e in ends) or (m["rounding"] == "pct1_dropremainder" and total < 100)
+    ):
+        raise ValueError(
+            f"split {source.split!r} of {total} rows: expected percentages to 100, for pct1 of 100 rows or more"
+        )
+    scale = (
+        (lambda n: n * (total // 100)) if m["rounding"] == "pct1_dropremainder" else lambda n: round(n * total / 100)
+    )
+    cut = [None if e is None else scale(int(e)) if percent else int(e) for e in ends]
+    rows = range(total)[slice(*cut)]
+    return rows if source.rows is None else rows[: source.rows]
+
+
+def sliced(source: Source) -> bool:
+    """Whether the rows that a source reads depend on how many there are in all its files."""
+    return "[" in source.split
+
+
+def _split(split: str) -> re.Match:
+    found = SPLIT.fullmatch(split)
+    if found is None:
+        raise ValueError(
+            f"split {split!r}: expected a name and a slice at the most, as train, train[:50%] or train[10:20]"
+        )
+    return found
+
+
+def _only_train(split: str, what: str) -> None:
+    if split != "train":
+        raise ValueError(
+            f"split {split!r}: {what} have the split 'train' alone, as in `datasets`; name a folder for others"
+        )
 
 
 def _format(name: str) -> str:
@@ -63,21 +126,34 @@ def _format(name: str) -> str:
     return FORMATS[suffix]
 
 
-def _local(pattern: str, source: Source) -> list[tuple[Path, str]]:
+def _local(pattern: str, split: str, within: Path | None) -> list[tuple[Path, str]]:
     path = Path(pattern)
     if path.is_dir():
-        found = _folder(path, source.split)
-    elif path.is_file():
-        found = [path]
+        found = inside(path, _folder(path, split))
     else:
+        _only_train(split, "files")
         base = Path(path.anchor)
-        found = sorted(p for p in base.glob(str(path.relative_to(base))) if p.is_file())
+        found = [path] if path.is_file() else sorted(base.glob(str(path.relative_to(base))))
+    found = [p for p in (found if within is None else inside(within, found)) if p.is_file()]
     if not found:
-        raise FileNotFoundError(f"{pattern} finds no file of the split {source.split!r}; check the path and split=")
+        raise FileNotFoundError(f"{pattern} finds no file of the split {split!r}; check the path and the split")
     return [(p, str(p)) for p in found]
 
 
-def _remote(url: str) -> list[tuple[Path, str]]:
+def inside(folder: Path, found: Iterable[Path]) -> list[Path]:
+    """Give the paths back; ValueError if one leads out of the folder, or out of the Hub's cache that it is a part of."""
+    root, found = folder.resolve(), list(found)
+    roots = [root, *(p.parents[1] / "blobs" for p in (root, *root.parents) if p.parent.name == "snapshots")]
+    for path in found:
+        if not any(path.resolve().is_relative_to(r) for r in roots):
+            raise ValueError(
+                f"{path} leads to {path.resolve()}, outside of the data set {folder}; copy the file into it"
+            )
+    return found
+
+
+def _remote(url: str, split: str) -> list[tuple[Path, str]]:
+    _only_train(split, "files")
     try:
         import fsspec
     except ImportError as e:
@@ -89,40 +165,62 @@ def _remote(url: str) -> list[tuple[Path, str]]:
     return [(Path(fsspec.open_local(f"simplecache::{n}")), n) for n in names]
 
 
-def _folder(folder: Path, split: str) -> list[Path]:
+def _folder(folder: Path, split: str) -> Sequence[Path]:
     """Find the files of a split in a folder of the Hub's layouts."""
     saved = next((f for f in (folder / split, folder) if (f / "state.json").is_file()), None)
     if saved:
-        state = json.loads((saved / "state.json").read_text("utf-8"))
-        return [saved / part["filename"] for part in state["_data_files"]]
-    listed = _readme(folder, split)
-    if listed:
-        return sorted({p for pattern in listed for p in folder.glob(pattern) if p.is_file()})
-    inside = {p: p.relative_to(folder).as_posix().lower() for p in sorted(folder.rglob("*")) if p.is_file()}
+        files, name = _read(inside(folder, [saved / "state.json"])[0], _state)
+        return [saved / f for f in files] if saved != folder or split in ("train", name) else []
+    if patterns := _readme(folder, split):
+        return sorted({p for pattern in patterns for p in folder.glob(pattern)})
+    found = {p: p.relative_to(folder).as_posix().lower() for p in sorted(folder.rglob("*")) if p.is_file()}
     known = lambda name: Path(name.removesuffix(".gz")).suffix in FORMATS and Path(name).name not in INFO
-    files = [p for p, name in inside.items() if known(name) and not re.search(r"(^|/)(\.|__)", name)]
-    named = lambda words: [p for p in files if re.search(rf"(^|[^a-z])({words})([^a-z]|$)", inside[p])]
+    files = [p for p, name in found.items() if known(name) and not re.search(r"(^|/)(\.|__)", name)]
+    named = lambda words: [p for p in files if re.search(rf"(^|[^a-z])({words})([^a-z]|$)", found[p])]
     if split in SPLITS and not any(named(words) for words in SPLITS.values()):
         return files if split == "train" else []
     return named(SPLITS.get(split, re.escape(split)))
 
 
+def _read(file: Path, read: Callable[[str], Any]) -> Any:
+    """Read what a file of a folder says about the others; ValueError if it is not what it should be."""
+    try:
+        return read(file.read_text("utf-8"))
+    except (LookupError, TypeError, AttributeError, ValueError, NotImplementedError, RecursionError) as e:
+        raise ValueError(f"{file} does not list a data set's files: {type(e).__name__}: {e}") from e
+
+
+def _state(text: str) -> tuple[list[str], Any]:
+    state = json.loads(text)
+    return [str(part["filename"]) for part in state["_data_files"]], state.get("_split")
+
+
 def _readme(folder: Path, split: str) -> list[str]:
     """Read the patterns of a split from the head of README.md, that of the default configuration; [] if it lists none."""
     readme = folder / "README.md"
-    head = re.match(r"---\n(.*?)\n---", readme.read_text("utf-8"), re.S) if readme.is_file() else None
+    head = _read(readme, lambda t: re.match(r"---\n(.*?)\n---", t, re.S)) if readme.is_file() else None
     if not head or "data_files" not in head.group(1):
         return []
     try:
         import yaml
     except ImportError as e:
         raise ImportError(f"{readme} lists the files in YAML; install the extra: pip install 'fdel[data]'") from e
-    configs = yaml.safe_load(head.group(1)).get("configs", [])
-    chosen = next((c for c in configs if c.get("default") or c.get("config_name") == "default"), configs[0])
-    files = chosen.get("data_files", [])
-    if isinstance(files, dict):
-        files = [{"split": k, "path": v} for k, v in files.items()]
-    elif not any(isinstance(f, dict) for f in files):
-        files = [{"split": "train", "path": files}]
-    paths = [f["path"] for f in files if f["split"] == split]
-    return [p for path in paths for p in ([path] if isinstance(path, str) else path)]
+
+    def listed(_: str) -> list[str]:
+        try:
+            configs = yaml.safe_load(head.group(1)).get("configs", [])
+        except yaml.YAMLError as e:
+            raise ValueError(str(e)) from e
+        chosen = next((c for c in configs if c.get("default") or c.get("config_name") == "default"), configs[0])
+        files = chosen.get("data_files", [])
+        if isinstance(files, dict):
+            files = [{"split": k, "path": v} for k, v in files.items()]
+        elif not any(isinstance(f, dict) for f in files):
+            files = [{"split": "train", "path": files}]
+        paths = [f["path"] for f in files if f["split"] == split]
+        found = [p for path in paths for p in ([path] if isinstance(path, str) else path)]
+        if absolute := [p for p in found if Path(p).is_absolute()]:
+            raise ValueError(f"{absolute[0]} is absolute; expected paths inside of the folder")
+        return found
+
+    return _read(readme, listed)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fdel import text
-from fdel.train.data.files import File, Row, Source, find
+from fdel.train.data.files import File, Row, Source, find, sliced, span
 from fdel.train.data.rows import Example, encode_rows
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.tables import Table, open_table
@@ -26,7 +26,7 @@ from fdel.train.data.tables import Table, open_table
 CHUNK = 512  # rows that are tokenized together
 NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(("sft", "prompt", "embedding", "process"), {})
 NUMBERS |= {"pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
-FORMAT = 1  # of the cache; another number makes caches of before invalid
+FORMAT = 2  # of the cache; another number makes caches of before invalid
 
 
 @dataclass(frozen=True)
@@ -70,38 +70,77 @@ def store(parts: Mapping[str, np.ndarray], settings: Settings, report: Report) -
     return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, settings.sides, report)
 
 
-def row_range(source: Source, read: int, table: Table, first: int = 0, step: int = 1) -> range:
-    """Give the rows of a table to read, after `read` rows of the files before it."""
-    return range(first, table.length if source.rows is None else min(table.length, source.rows - read), step)
+def row_range(source: Source, before: int, total: int, table: Table, first: int = 0, step: int = 1) -> range:
+    """Give the rows of a table to read, after `before` of the `total` rows of all files; `total` counts if it is sliced."""
+    asked = span(source, total if sliced(source) else before + table.length)
+    low, high = (min(max(n - before, 0), table.length) for n in (asked.start, asked.stop))
+    return range(first + max(0, -(-(low - first) // step)) * step, high, step)
 
 
-def prepare(table: Table, rows: range, source: Source) -> list[tuple[str, Row | ValueError | None]]:
-    """Read rows with their places, renamed and transformed; None for a row that the transform leaves out."""
-    return [(table.place(i), _change(row, source)) for i, row in zip(rows, table.read(rows), strict=True)]
+def prepare(table: Table, rows: range, source: Source, seen: set[str]) -> list[tuple[str, Row | ValueError | None]]:
+    """Read rows with their places, renamed and transformed; None for a row that the transform leaves out.
+
+    `seen` takes the names of their columns.
+    """
+    return [(table.place(i), _change(row, source, seen)) for i, row in zip(rows, _rows(table, rows), strict=True)]
 
 
-def _change(row: Row | ValueError, source: Source) -> Row | ValueError | None:
+def _rows(table: Table, rows: range) -> list[Row | ValueError]:
+    """Read rows; where one of them cannot be read, one by one."""
+    try:
+        return table.read(rows)
+    except Exception as e:
+        if isinstance(e, OSError | ImportError):
+            raise
+        if len(rows) == 1:
+            return [ValueError(f"cannot be read ({type(e).__name__}: {e})")]
+    return [found for i in rows for found in _rows(table, range(i, i + 1))]
+
+
+def _change(row: Row | ValueError, source: Source, seen: set[str]) -> Row | ValueError | None:
     if isinstance(row, ValueError):
         return row
-    row = {source.rename.get(k, k): v for k, v in row.items()}
+    seen |= row.keys()
+    there = {new for old, new in source.rename.items() if old in row}
+    if absent := next(
+        (old for old, new in source.rename.items() if old not in row and new in row.keys() - there), None
+    ):
+        new = source.rename[absent]
+        return ValueError(f"no column {absent!r} to be read as {new!r} (found {', '.join(row)})")
+    kept = {k: v for k, v in row.items() if k not in source.rename and k not in there}
+    row = kept | {new: row[old] for old, new in source.rename.items() if old in row}
+    if source.transform is None:
+        return row
     try:
-        return row if source.transform is None else source.transform(row)
-    except (ValueError, LookupError, TypeError) as e:
+        return source.transform(row)
+    except Exception as e:
+        if isinstance(e, OSError):
+            raise
         return ValueError(f"the transform failed: {type(e).__name__}: {e}")
 
 
+def check_columns(source: Source, seen: set[str]) -> None:
+    """Raise ValueError for a column to be renamed that no row has."""
+    absent = [old for old in source.rename if old not in seen]
+    if seen and absent:
+        raise ValueError(f"{_name(source)}: no row has the column {absent[0]!r}; found are {', '.join(sorted(seen))}")
+
+
 def tokenize(source: Source, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[list[Example], Report]]:
-    """Tokenize a whole source, chunk by chunk, in order."""
+    """Tokenize a whole source, chunk by chunk, in order. ValueError for a column to be renamed that no row has."""
+    seen: set[str] = set()
 
     def chunks() -> Iterator[Callable[[], tuple[list[Example], Report]]]:
-        read = 0
-        for file in find(source):
+        files, before = find(source), 0
+        total = sum(open_table(f).length for f in files) if sliced(source) else 0
+        for file in files:
             table = open_table(file)
-            rows = row_range(source, read, table)
-            read += len(rows)
+            rows = row_range(source, before, total, table)
+            before += table.length
             for i in range(0, len(rows), CHUNK):
-                here = prepare(table, rows[i : i + CHUNK], source)
+                here = prepare(table, rows[i : i + CHUNK], source, seen)
                 yield functools.partial(encode_rows, here, tok, settings)
+        check_columns(source, seen)
 
     return _in_threads(chunks(), settings.threads)
 
@@ -129,7 +168,11 @@ def build(source: Source, tok: text.Tokenizer, settings: Settings) -> Store:
 
 def _check(source: Source, report: Report) -> None:
     if not report.kept:
-        raise ValueError(f"{source.files}: no row can be used\n{report}")
+        raise ValueError(f"{_name(source)}: no row can be used\n{report}")
+
+
+def _name(source: Source) -> str:
+    return ", ".join(dict.fromkeys(f.name for f in find(source)))
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------------
@@ -160,14 +203,27 @@ def cache(source: Source, tok: text.Tokenizer, settings: Settings, directory: st
 def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
     """Hash what decides about a source's tokens."""
     files: list[File] = find(source)
-    seen = [(f.name, f.path.stat().st_size, 0 if "://" in f.name else f.path.stat().st_mtime_ns) for f in files]
-    of_source = {k: getattr(source, k) for k in ("format", "rename", "version", "rows")}
+    seen = [_digest(f) if f.format == "memory" else (f.name, *_stat(f)) for f in files]
+    of_source = {k: getattr(source, k) for k in ("format", "split", "rename", "version", "rows")}
     alone = {"embedding": ("negatives",), "process": ("separator", "last_only")}.get(settings.kind, ())
     deciding = ("kind", "learn", "overlong", "length", "whole", "bad_rows", *alone)
     of_settings = {k: getattr(settings, k) for k in deciding}
     of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)
     facts = json.dumps([FORMAT, seen, of_source, of_settings, of_tokenizer], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+def _stat(file: File) -> tuple[int, int]:
+    found = file.path.stat()
+    return found.st_size, 0 if "://" in file.name else found.st_mtime_ns
+
+
+def _digest(file: File) -> str:
+    """Hash rows in memory."""
+    table, found = open_table(file), hashlib.sha256()
+    for i in range(0, table.length, CHUNK):
+        found.update(json.dumps(table.read(range(table.length)[i : i + CHUNK]), default=repr).encode())
+    return found.hexdigest()
 
 
 def _write(source: Source, tok: text.Tokenizer, settings: Settings, folder: Path) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data.batch import Plan, plan, row
-from fdel.train.data.files import File, Source, find
+from fdel.train.data.files import File, Source, find, sliced
 from fdel.train.data.rows import Example, encode_rows
 from fdel.train.data.settings import Report, Settings
-from fdel.train.data.store import CHUNK, arrays, prepare, row_range, store
+from fdel.train.data.store import CHUNK, arrays, check_columns, prepare, row_range, store
 from fdel.train.data.tables import open_table
 
 
@@ -53,6 +53,8 @@ class StreamIterator(grain.DatasetIterator):
         self.plan: Plan | None = None
         self.began = self.places
         self.table = functools.lru_cache(maxsize=len(stream.lanes))(open_table)
+        self.length = functools.lru_cache(maxsize=None)(lambda file: open_table(file).length)
+        self.seen: dict[int, tuple[Source, set[str]]] = {}  # the columns found in each source
 
     def __next__(self) -> Any:
         while self.plan is None or self.next >= len(self.plan):
@@ -101,13 +103,14 @@ class StreamIterator(grain.DatasetIterator):
                 self._check()
                 continue
             source, file = files[at]
-            read = 0 if source.rows is None else sum(self.table(f).length for s, f in files[:at] if s is source)
             table = self.table(file)
-            rows = row_range(source, read, table, first, stream.process[1])[: min(CHUNK, count - len(found))]
+            before = self._before(lane, source, file)
+            rows = row_range(source, *before, table, first, stream.process[1])[: min(CHUNK, count - len(found))]
             if not rows:
                 self.places[lane] = turn, at + 1, stream.process[0]
                 continue
-            examples, report = encode_rows(prepare(table, rows, source), stream.tok, settings)
+            seen = self.seen.setdefault(id(source), (source, set()))[1]
+            examples, report = encode_rows(prepare(table, rows, source, seen), stream.tok, settings)
             found += examples
             stream.report += report
             self.places[lane] = turn, at, rows[-1] + stream.process[1]
@@ -121,6 +124,16 @@ class StreamIterator(grain.DatasetIterator):
             return files
         return [files[i] for i in np.random.default_rng([settings.seed, lane, turn]).permutation(len(files))]
 
+    def _before(self, lane: int, source: Source, file: File) -> tuple[int, int]:
+        """Count the rows of the source's files before this one, and of all, as far as `row_range` wants them."""
+        if source.rows is None and not sliced(source):
+            return 0, 0
+        files = [f for s, f in self.stream.lanes[lane] if s is source]
+        before = sum(map(self.length, files[: files.index(file)]))
+        return before, sum(map(self.length, files)) if sliced(source) else 0
+
     def _check(self) -> None:
+        for source, seen in self.seen.values():
+            check_columns(source, seen)
         if not self.stream.report.kept:
             raise ValueError(f"no row can be used\n{self.stream.report}")

@@ -11,7 +11,8 @@ import io
 import json
 import mmap
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ import numpy as np
 from fdel.train.data.files import File, Row
 
 SCAN = 2**26  # bytes looked at together for ends of lines
+LONGEST = 2**25  # bytes of a line, which takes many times that to parse
+RATIO, FLOOR = 100, 2**26  # how many times its size, and how many bytes anyway, a compressed file may hold
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Table:
 def open_table(file: File) -> Table:
     """Open a file; ValueError if it is not of its format. Parquet and arrow need the extra `data`."""
     readers = {"json": _json, "jsonl": _jsonl, "csv": _csv, "text": _text, "parquet": _parquet, "arrow": _arrow}
+    readers |= {"memory": _memory}
     if file.format not in readers:
         raise ValueError(f"{file.name}: unknown format {file.format!r}; expected one of {', '.join(readers)}")
     return readers[file.format](file)
@@ -47,9 +51,25 @@ def open_table(file: File) -> Table:
 def _bytes(file: File) -> Any:
     """Map a file into memory; a compressed one is read."""
     if file.name.endswith(".gz"):
-        return gzip.decompress(file.path.read_bytes())
+        most = max(FLOOR, RATIO * file.path.stat().st_size)
+        try:
+            with gzip.open(file.path) as f:
+                data = f.read(most + 1)
+        except (EOFError, zlib.error) as e:
+            raise ValueError(f"{file.name} is damaged: {e}") from e
+        _bounded(file, len(data))
+        return data
     with open(file.path, "rb") as f:
         return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if file.path.stat().st_size else b""
+
+
+def _bounded(file: File, size: int) -> None:
+    packed = file.path.stat().st_size
+    if size > max(FLOOR, RATIO * packed):
+        raise ValueError(
+            f"{file.name}: {packed:,} bytes hold more than {RATIO} times as many when they are decompressed, which is "
+            "refused; if that is right, decompress the file yourself"
+        )
 
 
 def _lines(file: File) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +87,9 @@ def _lines(file: File) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
 
 def _line_table(file: File, parse: Any) -> Table:
     data, starts, ends, numbers = _lines(file)
-    read = lambda rows: [parse(data[starts[i] : ends[i]]) for i in rows]
+    long = lambda i: ValueError(f"a line of {ends[i] - starts[i]:,} bytes, the most is {LONGEST:,}; split the row")
+    fits = lambda i: ends[i] - starts[i] <= LONGEST
+    read = lambda rows: [parse(data[starts[i] : ends[i]]) if fits(i) else long(i) for i in rows]
     return Table(file.name, len(numbers), read, lambda row: int(numbers[row]) + 1)
 
 
@@ -78,6 +100,8 @@ def _jsonl(file: File) -> Table:
 def _object(line: bytes) -> Row | ValueError:
     try:
         row = json.loads(line)
+    except RecursionError:
+        return ValueError("JSON that is nested too deeply")
     except ValueError as e:
         return ValueError(f"not JSON ({e})")
     return row if isinstance(row, dict) else ValueError(f"expected a JSON object, found {type(row).__name__}")
@@ -97,12 +121,12 @@ def _json(file: File) -> Table:
     """Read a list of objects, an object with such a list as "data", or (under this suffix, too) one object per line."""
     data = _bytes(file)
     first = data[: max(data.find(b"\n"), 0)]
-    by_line = isinstance(_object(first), dict) and re.compile(rb"\S").search(data, len(first))
+    by_line = len(first) <= LONGEST and isinstance(_object(first), dict) and re.compile(rb"\S").search(data, len(first))
     if by_line or re.search(r"\.(jsonl|ndjson)(\.gz)?$", file.name):
         return _jsonl(file)
     try:
         content = json.loads(bytes(data))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{file.name} is neither JSON nor JSON lines: {e}") from e
     if isinstance(content, dict):
         content = content["data"] if isinstance(content.get("data"), list) else [content]
@@ -111,20 +135,28 @@ def _json(file: File) -> Table:
 
 
 def _csv(file: File) -> Table:
-    text = io.StringIO(bytes(_bytes(file)).decode("utf-8-sig"), newline="")
+    # What is no UTF-8 becomes lone surrogates, so that only the rows which are read for it are lost.
+    text = io.StringIO(bytes(_bytes(file)).decode("utf-8-sig", "surrogateescape"), newline="")
     reader = csv.reader(text, delimiter="\t" if ".tsv" in file.name else ",", strict=True)
-    content, lines, before = [], [], 0
-    try:
-        for row in reader:
-            if row:
-                content.append(row)
-                lines.append(before + 1)
-            before = reader.line_num
-    except csv.Error as e:
-        raise ValueError(f"{file.name}:{before + 1} is not CSV: {e}") from e
+    content: list = []
+    lines, before, done = [], 0, False
+    while not done:
+        try:
+            row = next(reader, None)
+            done = row is None
+        except csv.Error as e:  # the reader goes on with the next line
+            row = ValueError(f"not CSV, in lines {before + 1} to {reader.line_num}: {e}")
+        if row:
+            content.append(row)
+            lines.append(before + 1)
+        before = reader.line_num
+    if content and isinstance(content[0], ValueError):
+        raise ValueError(f"{file.name}: its header is {content[0]}")
     header, content, lines = (content or [[]])[0], content[1:], lines[1:]
 
-    def named(row: list[str]) -> Row | ValueError:
+    def named(row: list[str] | ValueError) -> Row | ValueError:
+        if isinstance(row, ValueError):
+            return row
         if len(row) != len(header):
             return ValueError(f"{len(row)} fields, but the header names {len(header)}")
         return dict(zip(header, row, strict=True))
@@ -158,6 +190,7 @@ def _take(table: Any, rows: range) -> list:
 
 def _parquet(file: File) -> Table:
     parquet = _pyarrow(file).parquet.ParquetFile(file.path)
+    _bounded(file, sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)))
     sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     group = functools.lru_cache(maxsize=1)(parquet.read_row_group)
@@ -172,3 +205,24 @@ def _parquet(file: File) -> Table:
         return found
 
     return Table(file.name, int(starts[-1]), read)
+
+
+def _memory(file: File) -> Table:
+    """Take rows in memory: a sequence of dicts, or a `datasets.Dataset`, whose rows are numbered from 0."""
+    given, columns = file.rows, hasattr(file.rows, "column_names")
+    if (
+        isinstance(given, Mapping | str)
+        or not (columns or isinstance(given, Sequence))
+        or not hasattr(given, "__len__")
+    ):
+        named = f" of {', '.join(map(str, given))}: choose one" if isinstance(given, Mapping) else ""
+        raise ValueError(f"expected rows as a list of dicts or a datasets.Dataset, found {type(given).__name__}{named}")
+
+    def read(rows: range) -> list[Row | ValueError]:
+        if columns:
+            found = given[list(rows)]
+            return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+        odd = lambda row: ValueError(f"expected a dict, found {type(row).__name__}")
+        return [dict(row) if isinstance(row, Mapping) else odd(row) for row in (given[i] for i in rows)]
+
+    return Table(file.name, len(given), read, lambda row: row)

@@ -3,13 +3,16 @@
 import csv
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fdel.train.data import Source, find, open_table
+from fdel import text
+from fdel.train.data import Settings, Source, dataset, find, open_table
 
 pa = pytest.importorskip("pyarrow", reason="writes the files")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -104,12 +107,72 @@ def test_bad_rows(tmp_path: Path) -> None:
         "not JSON (Expecting"
     )
     assert [str(r) for r in table(tmp_path / "a.csv").read(range(3))][1] == "1 fields, but the header names 2"
-    (tmp_path / "b.csv").write_text('a,b\n1,2\n3,"4\n')
-    with pytest.raises(ValueError, match="b.csv:3 is not CSV: unexpected end of data"):
-        table(tmp_path / "b.csv")
+    (tmp_path / "b.csv").write_bytes(b'a,b\n1,2\n"3"x,4\n5,\xff\n7,8\n9,"10\n11\n')
+    good, quote, bytes_, last, end = table(tmp_path / "b.csv").read(range(5))
+    assert (good, last) == ({"a": "1", "b": "2"}, {"a": "7", "b": "8"}) and bytes_["b"] == "\udcff"
+    assert re.match("not CSV, in lines 3 to 3: ", str(quote)) and re.match("not CSV, in lines 6 to 7: ", str(end))
+    (tmp_path / "c.csv").write_text('"a"b,c\n1,2\n')
+    with pytest.raises(ValueError, match="c.csv: its header is not CSV, in lines 1 to 1"):
+        table(tmp_path / "c.csv")
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ValueError, match="a.json is neither JSON nor JSON lines"):
         table(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_rows_that_no_parser_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Deep nesting, numbers without end and lines beyond the limit are bad rows, and the others are read."""
+    monkeypatch.setattr("fdel.train.data.tables.LONGEST", 2**20)
+    bad = ["[" * 200_000, '{"a": ' * 100_000, '{"a": 1' + "0" * 9999 + "}", json.dumps({"a": "x" * 2**20})]
+    (tmp_path / name).write_text("\n".join(['{"a": 1}', *bad, '{"a": 2}']))
+    first, *found, last = table(tmp_path / name).read(range(6))
+    assert (first, last) == ({"a": 1}, {"a": 2})
+    reasons = ["nested too deeply", "nested too deeply", "not JSON", "a line of 1,048,585 bytes, the most is 1,048,576"]
+    assert all(isinstance(f, ValueError) and r in str(f) for f, r in zip(found, reasons, strict=True))
+
+
+def test_a_file_that_is_one_deep_value_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="a.json is neither JSON nor JSON lines"):
+        table(tmp_path / "a.json")
+
+
+def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compressed may hold a hundred times its size, or the floor; a gzip that ends early is damaged."""
+    monkeypatch.setattr("fdel.train.data.tables.FLOOR", 2**16)
+    zeros, random = b"0" * 2**20, np.random.default_rng(0).bytes(2**18)
+    (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(zeros))
+    pq.write_table(pa.table({"text": ["x" * 2**20, "y" * 2**20]}), tmp_path / "bomb.parquet", compression="zstd")
+    for name in ("bomb.txt.gz", "bomb.parquet"):
+        with pytest.raises(ValueError, match=f"{name}: [0-9,]+ bytes hold more than 100 times as many"):
+            table(tmp_path / name)
+    (tmp_path / "fine.txt.gz").write_bytes(gzip.compress(random.hex().encode()))
+    assert len(table(tmp_path / "fine.txt.gz").read(range(1))[0]["text"]) == 2**19
+    (tmp_path / "half.txt.gz").write_bytes(gzip.compress(random)[:1000])
+    with pytest.raises(ValueError, match="half.txt.gz is damaged"):
+        table(tmp_path / "half.txt.gz")
+
+
+def test_rows_in_memory() -> None:
+    """Lists of dicts and data sets of `datasets`, by number; what is neither is refused by its name."""
+    datasets = pytest.importorskip("datasets", reason="makes one")
+    theirs = datasets.Dataset.from_list(ROWS)
+    for given in (ROWS, tuple(ROWS), theirs, theirs.shuffle(seed=0).sort("id")):
+        (file,) = find(Source(given))
+        t = open_table(file)
+        for rows in (range(7), range(1, 7, 2), range(3, 3)):
+            assert t.length == 7 and t.read(rows) == [ROWS[i] for i in rows]
+        assert t.place(3) == "memory:3"
+    (file,) = find(Source([{"a": 1}, 3]))
+    assert str(open_table(file).read(range(2))[1]) == "expected a dict, found int"
+    splits = datasets.DatasetDict({"train": theirs, "test": theirs})
+    for given, match in (
+        (splits, "DatasetDict of train, test: choose one"),
+        (3, "found int"),
+        (iter(ROWS), "iterator"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            open_table(find(Source(given))[0])
 
 
 def test_ends_of_lines_between_scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +230,94 @@ def test_folder(tmp_path: Path, name: str) -> None:
         else:
             with pytest.raises(FileNotFoundError, match=f"finds no file of the split '{split}'"):
                 find(Source(str(tmp_path), split=split))
+
+
+def test_a_folder_reads_nothing_outside_of_itself(tmp_path: Path) -> None:
+    """Patterns, absolute names and links that lead out are errors that say where; links inside of the Hub's cache work."""
+    folder, secret = tmp_path / "data", tmp_path / "secret.jsonl"
+    secret.write_text("{}")
+    (folder / "train").mkdir(parents=True)
+
+    def refused(match: str, **options) -> None:
+        with pytest.raises(ValueError, match=match):
+            find(Source(str(folder), **options))
+
+    outside = f"leads to {secret}, outside of the data set"
+    listed = lambda path: f"---\nconfigs:\n- config_name: x\n  data_files: {path}\n---\n"
+    for path, match in (("../secret.jsonl", outside), ("../*", outside), (str(secret), "is absolute")):
+        (folder / "README.md").write_text(listed(path))
+        refused(match)
+    for odd in (
+        "---\nconfigs: [data_files, {\n---\n",
+        "---\nconfigs: {data_files: 1}\n---\n",
+        listed("{train: {a: 1}}"),
+    ):
+        (folder / "README.md").write_text(odd)
+        if "a: 1" not in odd:
+            refused("README.md does not list a data set's files")
+    (folder / "README.md").unlink()
+    state = folder / "train/state.json"
+    for name in (str(secret), "../../secret.jsonl"):
+        state.write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        refused(outside)
+    for odd in ("[]", "{", '{"_data_files": [1]}', "[" * 200_000):
+        state.write_text(odd)
+        refused("state.json does not list a data set's files")
+    state.unlink()
+    (folder / "train/a.jsonl").symlink_to(secret)
+    refused(outside)
+    with pytest.raises(ValueError, match=outside):
+        find(Source(str(folder / "train/*.jsonl"), within=folder))
+    assert len(find(Source(str(folder / "train/*.jsonl")))) == 1  # who names files himself may link them
+    cache = tmp_path / "hub/datasets--x"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots/0123/data").mkdir(parents=True)
+    (cache / "blobs/abc").write_text("{}")
+    (cache / "snapshots/0123/data/train.jsonl").symlink_to("../../../blobs/abc")
+    for at in ("", "data"):
+        assert len(find(Source(str(cache / "snapshots/0123" / at)))) == 1
+
+
+SPLITS = (
+    "train train[:50%] train[50%:] train[10:20] train[:10] train[-3:] train[:-3] train[33%:66%] train[-10%:] train[:] "
+    "train[5:900] train[20%:5] train[:4%](closest)"
+).split()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("total", [23, 50, 101])
+def test_splits_are_those_of_datasets(tmp_path: Path, tok, total: int, stream: bool) -> None:
+    """Of two files together, of a folder and of rows in memory; the oracle reads the same files."""
+    datasets = pytest.importorskip("datasets", reason="the oracle")
+    rows = [{"text": f"{i}"} for i in range(total)]
+    (tmp_path / "a.jsonl").write_text(lines(rows[:9]))
+    (tmp_path / "b.jsonl").write_text(lines(rows[9:]))
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    splits = [*SPLITS, "train[:10%](pct1_dropremainder)"] if total > 100 else SPLITS
+    instructions = [datasets.ReadInstruction.from_spec(s) for s in splits]
+    wanted = datasets.load_dataset("json", data_files=files, split=instructions, cache_dir=str(tmp_path / "cache"))
+    for split, found in zip(splits, wanted, strict=True):
+        for given in (tuple(files), rows) if stream else (tuple(files), str(tmp_path), rows):
+            source = Source(given, split=split)
+            if not len(found):
+                continue
+            how = Settings(batch=1, length=8, shuffle=False, stream=stream)
+            data = dataset(source, how, tok)
+            read = [text.decode(tok, b["tokens"][0, : b["lengths"][0] - 1].tolist()) for b in data]
+            assert read == found["text"][:], (split, given)
+
+
+@pytest.mark.parametrize(("split", "match"), [
+    ("bogus", "files have the split 'train' alone"), ("validation[:10]", "files have the split 'train' alone"),
+    ("train[:50%", "expected a name and a slice"), ("train+test", "expected a name and a slice"),
+    ("train[a:b]", "expected a name and a slice"), ("../x", "expected a name and a slice"), ("", "expected a name"),
+    ("train[:101%]", "expected percentages to 100"), ("train[:9%](pct1_dropremainder)", "of 100 rows or more"),
+])  # fmt: skip
+def test_a_split_that_means_nothing_is_an_error(tmp_path: Path, tok, split: str, match: str) -> None:
+    (tmp_path / "a.jsonl").write_text(lines([{"text": "the"}]))
+    for given in (str(tmp_path / "a.jsonl"), [{"text": "the"}]):
+        with pytest.raises(ValueError, match=match.replace("files", "(files|rows in memory)")):
+            dataset(Source(given, split=split), Settings(batch=1), tok)
 
 
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
