@@ -5,7 +5,7 @@ gives. `render_chat` and `chat_tokens` apply its chat template. `step` and `flus
 Nothing here needs jax.
 """
 
-from fdel.text.chat import ChatError, chat_tokens, render_chat
+from fdel.text.chat import ChatError, chat_tokens, render_chat, template_variables
 from fdel.text.stream import Detokenizer, flush, step, token_bytes
 from fdel.text.tokenizer import Tokenizer, decode, encode, load, save, train_bpe
 
@@ -21,6 +21,7 @@ __all__ = [
     "render_chat",
     "save",
     "step",
+    "template_variables",
     "token_bytes",
     "train_bpe",
 ]

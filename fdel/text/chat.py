@@ -21,6 +21,12 @@ from fdel.text.tokenizer import Tokenizer, encoding
 MAX_CHARS = 2**24  # the longest text that a template may write, and the largest string, list or number it may build
 MAX_SECONDS = 10.0  # the longest time that it may run
 
+# What neither a request nor a row of data may set in a template: it comes from elsewhere, or from nowhere.
+RESERVED = frozenset(
+    "messages tools template chat_template tokenize add_generation_prompt documents continue_final_message return_dict tok "
+    "special self".split()
+)
+
 _OPEN = "THE_FINAL_MESSAGE_STAYS_OPEN "  # the space at its end shows whether the template trims messages
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, under the names that chats give it
 _PLAIN: dict[type, Callable] = {bool: bool, str: str.__str__, int: int.__int__, float: float.__float__}
@@ -28,6 +34,14 @@ _PLAIN: dict[type, Callable] = {bool: bool, str: str.__str__, int: int.__int__, 
 
 class ChatError(ValueError):
     """A chat that its template cannot render: the template complains, has a bug, or goes past a limit."""
+
+
+def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the variables back that a request or a row of data sets in a template; ChatError for a name it may not set."""
+    for name in given:
+        if not isinstance(name, str) or name in RESERVED or not name.isidentifier():
+            raise ChatError(f"chat_template_kwargs: the name {name!r:.64} cannot be set there")
+    return dict(given)
 
 
 def render_chat(

@@ -26,11 +26,9 @@ from fdel.serve.openai.checks import (
     text,
 )  # fmt: skip
 from fdel.serve.request import BIASES, STOPS, TOP
+from fdel.text.chat import RESERVED
 
 NAME = r"[a-zA-Z0-9_.-]{1,64}"
-# What a client may not set in the template: it comes from elsewhere in the request, or from nowhere.
-SHADOWED = {"messages", "tools", "template", "chat_template", "tokenize", "add_generation_prompt", "documents",
-            "continue_final_message", "return_dict", "tok", "special", "self"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def _messages(limits: Limits) -> dict[str, Check]:
 
 
 def _variable(name: str, path: str) -> str:
-    if name in SHADOWED or not name.isidentifier():
+    if name in RESERVED or not name.isidentifier():
         refuse(f"{path}.{name:.64}", "this name cannot be set here")
     return name
 

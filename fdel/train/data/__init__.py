@@ -8,11 +8,11 @@ batch of its number. A stream plans window by window.
 """
 
 from fdel.train.data.batch import Plan, collate, plan, row
+from fdel.train.data.encode import Example, encode_rows
 from fdel.train.data.files import File, Source, find
 from fdel.train.data.mix import interleave, order
 from fdel.train.data.pack import best_fit, first_fit, pack
 from fdel.train.data.pipeline import Batches, Data, dataset, in_order, read_ahead, with_columns
-from fdel.train.data.rows import Example, encode_rows
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache, key
 from fdel.train.data.tables import Table, open_table

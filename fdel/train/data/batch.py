@@ -66,16 +66,21 @@ def lengths(stores: Sequence[Store]) -> np.ndarray:
 
 
 def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed: Sequence[int]) -> Plan:
-    """Distribute examples over rows, window by window, and order the rows."""
+    """Distribute examples over rows, window by window, or block by block of a mixture; order the rows of each.
+
+    Rows of one example stay in the order of the examples, which are shuffled: a mixture keeps its shares.
+    """
     rng = np.random.default_rng([settings.seed, *seed])
     size, rows, count = lengths(stores), 0, 0
     all_pieces, all_bounds, all_orders = ([np.zeros(shape, np.int64)] for shape in ((0, 3), 1, 0))
     window = max(1, settings.window // settings.batch) * settings.batch  # so that sorted rows fill their batches
+    window = settings.block or window
+    mixed = settings.shuffle and settings.packing is not None
     for i in range(0, len(examples), window):
         here = examples[i : i + window]
         pieces, bounds = pack(size[here], settings.length, settings.packing)
         pieces[:, 0] = here[pieces[:, 0]]
-        order = rng.permutation(len(bounds) - 1) if settings.shuffle else np.arange(len(bounds) - 1)
+        order = rng.permutation(len(bounds) - 1) if mixed else np.arange(len(bounds) - 1)
         if settings.buckets:
             order = _alike(np.diff(pieces[:, 1:], axis=1)[order, 0], order, settings, rng)
         all_pieces.append(pieces)

@@ -15,7 +15,7 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data.batch import Batch, Plan, Row, collate, plan, row
-from fdel.train.data.files import Source
+from fdel.train.data.files import Source, sources
 from fdel.train.data.mix import order
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache
@@ -86,11 +86,12 @@ class Batches:
 class Data:
     """A data set: `iter` gives grain's iterator of batches, with `get_state` and `set_state`; facts that are known before.
 
-    Of a stream only `report` is known, of the rows so far; the others are None.
+    Of a stream only `report` is known, of the rows so far; the others are None. `sources` are those it was built of.
     """
 
     dataset: Any
     origin: Any
+    sources: Sequence[Source] = ()
 
     def __iter__(self) -> Any:
         return iter(self.dataset)
@@ -130,7 +131,7 @@ class Data:
 
 
 def dataset(
-    sources: Source | Sequence[Source],
+    given: Any,
     settings: Settings,
     tok: text.Tokenizer,
     *,
@@ -138,7 +139,9 @@ def dataset(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Data:
-    """Build the data set of sources: batches of `settings.batch` rows, of which each process gets its equal part, in order.
+    """Build the data set of a `Source`, of several, or of rows in memory: a list of dicts, or a `datasets.Dataset`.
+
+    It has batches of `settings.batch` rows, of which each process gets its equal part, in order.
 
     A batch is a dict of numpy arrays, see `losses.model` and `losses.likelihoods`: "tokens" and "lengths", or "packed";
     "mask" where not all tokens are learnt; "margin" of pairs; "label" of unpaired completions, and their "kl"; "labels" of
@@ -151,8 +154,8 @@ def dataset(
         import grain
     except ImportError as e:
         raise ImportError("data sets need grain; install the extra: pip install 'fdel[train]'") from e
-    sources = [sources] if isinstance(sources, Source) else list(sources)
-    _check(sources, settings, cache_directory, process_count)
+    found = sources(given)
+    _check(found, settings, cache_directory, process_count)
     process = (process_index, process_count)
     if settings.stream:
         from fdel.train.data.stream import Stream
@@ -160,13 +163,14 @@ def dataset(
         masked = settings.kind not in ("prompt", "embedding") and settings.learn != "all"
         own = settings.batch // process_count
         put = lambda rows: collate(rows, settings, own, max(_width(r) for r in rows), masked)
-        stream = Stream(sources, tok, settings, process)
+        stream = Stream(found, tok, settings, process)
         batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)
-        return Data(ahead, stream)
+        return Data(ahead, stream, found)
     make = build if cache_directory is None else functools.partial(cache, directory=cache_directory)
-    weights = None if sources[0].weight is None else [s.weight or 0.0 for s in sources]
-    return read_ahead(Batches([make(s, tok, settings) for s in sources], weights, settings, process))
+    weights = None if found[0].weight is None else [s.weight or 0.0 for s in found]
+    batches = Batches([make(s, tok, settings) for s in found], weights, settings, process)
+    return dataclasses.replace(read_ahead(batches), sources=found)
 
 
 def read_ahead(origin: Batches) -> Data:

@@ -37,14 +37,18 @@ class Settings:
     window    how many examples are packed, sorted by length, or shuffled in a stream, together
     stop      of a mixture with weights: an epoch ends with the "first_exhausted" source, or after the "longest", while the
               others begin again
-    block     of a mixture with weights: every `block` examples have the exact shares, in random order; None: each prefix
-              has them, up to one example
+    block     of a mixture with weights: every `block` examples have the exact shares, in random order, and are packed and
+              sorted by length among themselves; None: each prefix has them, up to one example, or where examples are
+              packed or sorted, up to a window
     partial   the last incomplete batch of an epoch: "drop" it, or "pad" it with empty rows
     stream    tokenize while training and keep nothing, instead of tokenizing everything first
     kl        of "unpaired": with "kl", each prompt with the completion of another row, for KTO's own loss
     negatives of "embedding": hard negatives of a row; one with fewer has empty sequences, of one with more the first count
     separator of "process": the text after each step, at whose last token its label stands
     last_only of "process": learn the last step's label alone
+    vocab     how many token ids the model has: a row with others is bad, a tokenizer that gives them an error; None: any
+    max_prompt, max_completion
+              of "pairs" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
     prefetch  batches made ahead
     threads   that make batches and tokenize
     """
@@ -69,6 +73,9 @@ class Settings:
     negatives: int = 1
     separator: str = "\n"
     last_only: bool = False
+    vocab: int | None = None
+    max_prompt: int | None = None
+    max_completion: int | None = None
     prefetch: int = 4
     threads: int = 2
 
@@ -79,6 +86,10 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
         if min(self.batch, self.length, self.window, self.threads, self.block or 1, *self.buckets) < 1:
             raise ValueError("batch, length, window, threads, block and buckets are numbers of at least 1")
+        if min(1 if n is None else n for n in (self.vocab, self.max_prompt, self.max_completion)) < 1:
+            raise ValueError("vocab, max_prompt and max_completion are numbers of at least 1, or None")
+        if self.kind not in ("pairs", "unpaired") and (self.max_prompt or self.max_completion):
+            raise ValueError(f"max_prompt and max_completion are for kind='pairs' and 'unpaired', not {self.kind!r}")
         if self.negatives < 0 or not self.separator:
             raise ValueError(
                 f"negatives={self.negatives}, separator={self.separator!r}; expected 0 or more, and a text"

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from fdel import text
+from fdel.train.data.encode import Example, encode_rows
 from fdel.train.data.files import File, Row, Source, find, sliced, span
-from fdel.train.data.rows import Example, encode_rows
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.tables import Table, open_table
 
@@ -100,7 +100,7 @@ def _rows(table: Table, rows: range) -> list[Row | ValueError]:
 def _change(row: Row | ValueError, source: Source, seen: set[str]) -> Row | ValueError | None:
     if isinstance(row, ValueError):
         return row
-    seen |= row.keys()
+    seen.update(row)
     there = {new for old, new in source.rename.items() if old in row}
     if absent := next(
         (old for old, new in source.rename.items() if old not in row and new in row.keys() - there), None
@@ -206,7 +206,18 @@ def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
     seen = [_digest(f) if f.format == "memory" else (f.name, *_stat(f)) for f in files]
     of_source = {k: getattr(source, k) for k in ("format", "split", "rename", "version", "rows")}
     alone = {"embedding": ("negatives",), "process": ("separator", "last_only")}.get(settings.kind, ())
-    deciding = ("kind", "learn", "overlong", "length", "whole", "bad_rows", *alone)
+    deciding = (
+        "kind",
+        "learn",
+        "overlong",
+        "length",
+        "whole",
+        "bad_rows",
+        "vocab",
+        "max_prompt",
+        "max_completion",
+        *alone,
+    )
     of_settings = {k: getattr(settings, k) for k in deciding}
     of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)
     facts = json.dumps([FORMAT, seen, of_source, of_settings, of_tokenizer], sort_keys=True)

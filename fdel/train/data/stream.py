@@ -9,8 +9,8 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data.batch import Plan, plan, row
+from fdel.train.data.encode import Example, encode_rows
 from fdel.train.data.files import File, Source, find, sliced
-from fdel.train.data.rows import Example, encode_rows
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import CHUNK, arrays, check_columns, prepare, row_range, store
 from fdel.train.data.tables import open_table

@@ -356,6 +356,95 @@ def test_mixture_shares(write: Write, tok: text.Tokenizer, stream: bool) -> None
     assert abs(found[1] - found[0] / 2) <= 16 and abs(found[2] - found[0] / 2) <= 16
 
 
+def drawn(write: Write, tok: text.Tokenizer, **how) -> list[int]:
+    """From which of two sources, of weights 0.8 and 0.2, the examples come, in the order in which they are trained."""
+    sources = [Source(write(f"{i}.jsonl", numbered([5] * 200, 200 * i)), weight=w) for i, w in enumerate((0.8, 0.2))]
+    batches = dataset(sources, Settings(length=16, seed=1, **how), tok)
+    return [int(t) // 100 // 200 for b in batches for t in b["tokens"][real(b)] if t % 100 == 0]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("how", [{}, {"packing": "best_fit"}, {"buckets": (8,)}, {"packing": "wrapped"}], ids=str)
+def test_blocks_are_exact_in_what_is_trained(write: Write, tok: text.Tokenizer, shuffle: bool, how: dict) -> None:
+    found = drawn(write, tok, batch=5, block=10, shuffle=shuffle, partial="pad", **how)
+    blocks = np.array(found[: len(found) // 10 * 10]).reshape(-1, 10)
+    assert len(blocks) == 25 and (blocks.sum(1) == 2).all()
+    assert not shuffle or len({tuple(b) for b in blocks.tolist()}) > 5
+
+
+def test_prefixes_of_a_mixture_have_its_shares(write: Write, tok: text.Tokenizer) -> None:
+    found = np.cumsum(drawn(write, tok, batch=5))
+    assert np.abs(found - 0.2 * np.arange(1, len(found) + 1)).max() <= 1
+
+
+def test_a_shuffled_epoch_is_no_window_of_the_file(source: Source, tok: text.Tokenizer) -> None:
+    """Without packing the order is the permutation of the whole epoch, another one in each."""
+    how = Settings(batch=19, length=48, window=19, epochs=2)
+    firsts = [int(t[0]) // 100 for b in dataset(source, how, tok) for t in b["tokens"]]
+    assert sorted(firsts[:57]) == sorted(firsts[57:]) == list(range(57)) and firsts[:57] != firsts[57:]
+    assert max(firsts[:19]) - min(firsts[:19]) > 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_column_that_is_not_there_is_an_error(write: Write, tok: text.Tokenizer, stream: bool) -> None:
+    """If no row has it; a row that lacks it and has another of the new name is bad; what is renamed wins."""
+    how = Settings(batch=1, length=16, stream=stream, shuffle=False, partial="pad")
+    read = lambda rows, **rename: dataset(Source(write("a.jsonl", rows), rename=rename), how, tok)
+    said = lambda data: [text.decode(tok, b["tokens"][0, : b["lengths"][0] - 1].tolist()) for b in data]
+    plain = [{"text": "the cat", "content": "a mat"}] * 2
+    for target in ("text", "completion"):
+        with pytest.raises(ValueError, match="a.jsonl: no row has the column 'bogus'; found are content, text"):
+            list(read(plain, bogus=target))
+    for row in (plain[0], dict(reversed(plain[0].items()))):
+        assert said(read([row], content="text")) == ["a mat"]
+    assert said(read(plain[:1], content="text", text="content")) == ["a mat"]
+    mixed = [{"content": "it is"}, {"text": "good", "tools": None}, *plain]
+    data = read(mixed, content="text", tools="tools")
+    assert said(data) == ["it is", "a mat", "a mat"] and data.report.kept == 3
+    assert list(data.report.notes) == ["no column 'content' to be read as 'text' (found text, tools)"]
+    assert said(read([{"text": "it"}, {"text": "is", "said": "so"}], said="said")) == ["it", "is"]  # some rows have it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_from_memory(write: Write, tmp_path, tok: text.Tokenizer, stream: bool) -> None:
+    """Batches are those of a file of the same rows; a cache knows them by what they hold."""
+    rows, how = numbered(LENGTHS), Settings(batch=8, length=32, stream=stream, packing="best_fit", seed=2)
+    file = Source(write("a.jsonl", rows))
+    for source in (rows, Source(rows), [Source(rows)]):
+        found = dataset(source, how, tok)
+        assert all(same(a, b) for a, b in zip(found, dataset(file, how, tok), strict=True))
+    options = {"cache_directory": tmp_path / "cache"} if not stream else {}
+    mixed = dataset([Source(rows, weight=0.5), Source(rows[:20], weight=0.5)], how, tok, **options)
+    assert tokens(mixed) and (stream or mixed.examples == 77)
+    keys = [key(Source(x), tok, how) for x in (rows, list(rows), rows[1:])]
+    assert keys[0] == keys[1] != keys[2]
+    with pytest.raises(ValueError, match="expected rows as a list of dicts or a datasets.Dataset, found dict of text"):
+        list(dataset({"text": ["a"]}, how, tok))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_row_that_cannot_be_read_is_bad(tok: text.Tokenizer, stream: bool) -> None:
+    """Whatever its reading or its transform raises, but for errors of the disk."""
+
+    class Rows(list):
+        def __getitem__(self, i: int) -> dict:
+            if i % 10 == 3:
+                raise errors[i // 10 % 3]
+            return super().__getitem__(i)
+
+    errors = [OverflowError("too large"), KeyError("x"), RecursionError("deep")]
+    change = lambda row: row if row["input_ids"][0] % 7 else 1 // 0
+    how = Settings(batch=1, length=48, stream=stream)
+    data = dataset(Source(Rows(numbered(LENGTHS)), transform=change), how, tok)
+    assert len(list(data)) == data.report.kept == 57 - 6 - 9
+    assert sum(n for n, _ in data.report.notes.values()) == 15
+    assert any("cannot be read (KeyError" in k for k in data.report.notes)
+    assert any("the transform failed: ZeroDivisionError" in k for k in data.report.notes)
+    errors[1] = OSError("gone")
+    with pytest.raises(OSError, match="gone"):
+        list(dataset(Source(Rows(numbered(LENGTHS))), how, tok))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_rename_transform_limit(write: Write, tok: text.Tokenizer, stream: bool) -> None:
     """Columns are renamed first, then a transform changes or leaves out; the limit is of rows read, over all files."""

@@ -1,5 +1,6 @@
 """Rows to tokens, against transformers' tokenizer and chat template, under the rules of TRL's trainers."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from fdel import text
+from fdel.text.chat import RESERVED
 from fdel.train.data import Settings, encode_rows
 
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -104,8 +106,19 @@ def test_conversational_completion(tok: text.Tokenizer, theirs) -> None:
 
 
 def test_template_variables(tok: text.Tokenizer, theirs) -> None:
-    row = {"messages": [USER], "chat_template_kwargs": {"add_generation_prompt": True}}
-    equal(one(tok, row), (chat(theirs, [USER], add_generation_prompt=True), 0))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'so' if thinking else 'it' }}"
+    row = {"messages": [USER], "chat_template_kwargs": {"thinking": True}}
+    tok = dataclasses.replace(tok, templates={"default": template})
+    equal(one(tok, row), (chat(theirs, [USER], thinking=True, chat_template=template), 0))
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED) + ["no name", "1"])
+def test_a_row_may_not_bring_its_template(tok: text.Tokenizer, name: str) -> None:
+    """Nor what else is not its own: the names that the server refuses too."""
+    bad = {"messages": [USER], "chat_template_kwargs": {name: "PWNED {{ 7 * 7 }}"}}
+    found, report = encode_rows([("a:1", bad), ("a:2", {"messages": [USER]})], tok, Settings())
+    assert len(found) == 1 and "49" not in text.decode(tok, found[0].ids[0].tolist())
+    assert list(report.notes) == [f"chat_template_kwargs: the name {name!r} cannot be set there"]
 
 
 def test_tokenized(tok: text.Tokenizer) -> None:
@@ -193,6 +206,15 @@ def test_first_token_cannot_be_learnt(tok: text.Tokenizer) -> None:
 
 # ---- bad rows ------------------------------------------------------------------------------------------------------
 
+
+def nested(depth: int) -> list:
+    """A message whose content is a list in a list in a list."""
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return [{"role": "user", "content": value}]
+
+
 BAD = [
     ({}, {"content": "x", "n": None}, r"no column 'text' \(found content\); rename one"),
     ({}, {"text": 3}, "expected a string, found int"),
@@ -202,8 +224,8 @@ BAD = [
     ({}, {"messages": "x"}, "expected a list of messages, found 'x'"),
     ({}, {"messages": ["x"]}, "expected messages to be dicts"),
     ({}, {"input_ids": [1, 2], "labels": [1]}, "differ in length"),
-    ({}, {"input_ids": ["a", "b"]}, "lists of whole numbers"),
-    ({}, {"input_ids": [1, 2], "labels": [1, None]}, "lists of whole numbers"),
+    ({}, {"input_ids": ["a", "b"]}, "list of whole numbers"),
+    ({}, {"input_ids": [1, 2], "labels": [1, None]}, "list of whole numbers"),
     ({}, {"messages": [USER], "chat_template_kwargs": "x"}, "chat_template_kwargs as a dict, found 'x'"),
     ({"learn": "completion"}, {"text": "x"}, "no column 'text'|needs the columns prompt and completion"),
     ({"learn": "assistant"}, {"text": "x"}, "needs messages, found texts"),
@@ -212,6 +234,22 @@ BAD = [
     ({"kind": "pairs"}, {"chosen": "x", "rejected": [SAID]}, "both as strings"),
     ({"kind": "unpaired"}, {"prompt": "x", "completion": "y", "label": "good"}, "label 'good'; expected true or false"),
     ({}, ValueError("not JSON"), "not JSON"),
+    ({}, {"input_ids": 5}, "list of whole numbers"),
+    ({}, {"input_ids": [1.5, 2]}, "list of whole numbers"),
+    ({}, {"input_ids": [2**31, 1]}, "list of whole numbers of 32 bits"),
+    ({}, {"input_ids": [2**70, 1]}, "list of whole numbers of 32 bits"),
+    ({}, {"input_ids": [[1, 2], [3, 4]]}, "list of whole numbers"),
+    ({}, {"input_ids": [-1, 2]}, "input_ids hold -1; expected ids from 0"),
+    ({"vocab": 400}, {"input_ids": [3, 400]}, "input_ids hold 400; the model has the ids 0 to 399"),
+    ({}, {"messages": nested(10_000)}, "RecursionError"),
+    ({"kind": "pairs"}, {"chosen": "x", "rejected": "y", "margin": 10**400}, "OverflowError: int too large"),
+    ({"kind": "pairs"}, {"chosen": "x", "rejected": "y", "margin": [1]}, "TypeError: float"),
+    (
+        {"kind": "pairs"},
+        {"chosen": "x", "rejected": "y", "margin": float("nan")},
+        "margin nan; expected a finite number",
+    ),
+    ({}, {"text": "é" * 2**24 + "a"}, "a text of 16,777,217 characters, the most is 16,777,216; split the row"),
 ]
 
 
@@ -236,6 +274,87 @@ def test_bad_row(tok: text.Tokenizer, settings: dict, row, match: str) -> None:
     if "no token to learn" not in match:
         with pytest.raises(ValueError, match=f"^a:2: .*({match})"):
             encode_rows(rows, tok, Settings(**settings, bad_rows="raise"))
+
+
+class PanicException(BaseException):  # noqa: N818 (as tokenizers' is called, which is no Exception either)
+    """What a tokenizer raises whose Rust code panics."""
+
+
+class Panicking:
+    """A tokenizer's backend that panics over some texts; the rest is the other's."""
+
+    def __init__(self, backend, error: BaseException) -> None:
+        self.backend, self.error, self.calls = backend, error, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.backend, name)
+
+    def encode_batch_fast(self, texts: list[str], **options):
+        self.calls += 1
+        if any("?" in t for t in texts):
+            raise self.error
+        return self.backend.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("error", [PanicException("at line 7"), MemoryError(), Exception("odd")])
+def test_a_text_that_the_tokenizer_fails_on_is_a_bad_row(tok: text.Tokenizer, error: BaseException) -> None:
+    """The others come as they would alone, and it is found by halves; what is no fault of a row ends the run."""
+    rows = [(f"a:{i}", {"text": f"the cat {i}" + "?" * (i == 37)}) for i in range(64)]
+    expected, _ = encode_rows([r for r in rows if r[0] != "a:37"], tok, Settings())
+    backend = Panicking(tok.backend, error)
+    found, report = encode_rows(rows, dataclasses.replace(tok, backend=backend), Settings())
+    assert [e.ids[0].tolist() for e in found] == [e.ids[0].tolist() for e in expected] and backend.calls <= 14
+    ((reason, (count, places)),) = report.notes.items()
+    assert re.match(rf"the tokenizer fails on 'the cat 37\?' \({type(error).__name__}", reason)
+    assert (count, places) == (1, ("a:37",))
+    with pytest.raises(KeyboardInterrupt):
+        encode_rows(rows, dataclasses.replace(tok, backend=Panicking(tok.backend, KeyboardInterrupt())), Settings())
+
+
+def test_texts_are_tokenized_in_bounded_lists(tok: text.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(f"a:{i}", {"text": f"the cat {i} " + "a" * i}) for i in range(40)]
+    whole, _ = encode_rows(rows, tok, Settings())
+    monkeypatch.setattr("fdel.train.data.encode.TOGETHER", 30)
+    backend = Panicking(tok.backend, KeyError())
+    parts, _ = encode_rows(rows, dataclasses.replace(tok, backend=backend), Settings())
+    assert [e.ids[0].tolist() for e in parts] == [e.ids[0].tolist() for e in whole] and backend.calls > 20
+
+
+@pytest.mark.parametrize("row", [
+    {"text": "the cat"}, {"messages": [USER, SAID]}, {"prompt": "the", "completion": " cat"},
+])  # fmt: skip
+@pytest.mark.parametrize("learn", ["auto", "assistant"])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tok: text.Tokenizer, row: dict, learn: str) -> None:
+    """Where a token occurs that the model does not have, by its place, text and id; not where none occurs."""
+    if learn == "assistant" and "messages" not in row:
+        row = {"messages": [USER, SAID]}
+    example = one(tok, row, learn=learn)
+    most = max(int(x.max()) for x in example.ids)
+    assert one(tok, row, learn=learn, vocab=most + 1).ids[0].tolist() == example.ids[0].tolist()
+    found = rf"here:1: token {most}, {re.escape(repr(tok.backend.id_to_token(most)))}, is none of the model's {most};"
+    with pytest.raises(ValueError, match=found):
+        one(tok, row, learn=learn, vocab=most)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "unpaired"])
+def test_prompts_keep_their_end_and_completions_their_start(tok: text.Tokenizer, kind: str) -> None:
+    """As TRL's max_prompt_length and max_completion_length, before max_length cuts what is left."""
+    row = {"prompt": "so what is 2 + 2 ?", "chosen": " it is four é", "rejected": " it", "completion": " it is four é"}
+    row |= {"label": True} if kind == "unpaired" else {}
+    row = row if kind == "pairs" else {k: v for k, v in row.items() if k not in ("chosen", "rejected")}
+    whole = one(tok, row, kind=kind)
+    start = int(np.flatnonzero(whole.masks[0])[0])
+    for prompt, completion, length in ((3, None, 99), (None, 2, 99), (3, 2, 99), (1, 9, 4), (99, 99, 99)):
+        cut = one(tok, row, kind=kind, max_prompt=prompt, max_completion=completion, length=length)
+        for ids, mask, full in zip(cut.ids, cut.masks, whole.ids, strict=True):
+            kept = full[:start][-(prompt or 99) :], full[start:][:completion]
+            assert ids.tolist() == np.concatenate(kept)[:length].tolist()
+            assert mask.tolist() == ([False] * len(kept[0]) + [True] * len(kept[1]))[:length]
+        assert kind == "pairs" or cut.numbers["prompt"] == min(start, prompt or 99)
+    with pytest.raises(
+        ValueError, match="max_prompt and max_completion are for kind='pairs' and 'unpaired', not 'sft'"
+    ):
+        Settings(max_prompt=3)
 
 
 def test_report_adds_up(tok: text.Tokenizer) -> None:
