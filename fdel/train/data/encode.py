@@ -108,13 +108,14 @@ def _check(texts: Sequence[Any]) -> None:
 
 def _known(example: Example, sides: tuple[Draft, ...], tok: text.Tokenizer, settings: Settings) -> None:
     """Raise ValueError for ids that the model does not have."""
-    for tokens in example.ids if settings.vocab is not None else ():
-        if len(tokens) and tokens.max() >= settings.vocab:
+    known = 2**31 if settings.vocab is None else settings.vocab
+    for tokens in example.ids:
+        if len(tokens) and tokens.max() >= known:
             wrong = int(tokens.max())
             if any(d.ids is not None and not d.chat for d in sides):
-                raise ValueError(f"input_ids hold {wrong}; the model has the ids 0 to {settings.vocab - 1}")
+                raise ValueError(f"input_ids hold {wrong}; the model has the ids 0 to {known - 1}")
             raise UnknownToken(
-                f"token {wrong}, {tok.backend.id_to_token(wrong)!r}, is none of the model's {settings.vocab}; the "
+                f"token {wrong}, {tok.backend.id_to_token(wrong)!r}, is none of the model's {known}; the "
                 f"tokenizer has {tok.backend.get_vocab_size()}: use the model's own, or a model with as many embeddings"
             )
 
@@ -163,7 +164,7 @@ def _tokenize(tok: text.Tokenizer, texts: list[str], special: bool) -> list[Any]
 def _raise_failed(sides: tuple[Draft, ...], ids: Ids) -> None:
     for d in sides:
         for said in (d.text, d.prompt):
-            if isinstance(e := ids.get((d.chat, said)), ValueError):
+            if isinstance(e := ids.get((d.chat, said or "")), ValueError):
                 raise e
 
 
