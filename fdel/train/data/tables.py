@@ -139,11 +139,11 @@ def _csv(file: File) -> Table:
     text = io.StringIO(bytes(_bytes(file)).decode("utf-8-sig", "surrogateescape"), newline="")
     reader = csv.reader(text, delimiter="\t" if ".tsv" in file.name else ",", strict=True)
     content: list = []
-    lines, before, done = [], 0, False
-    while not done:
+    row: list[str] | ValueError | None = []
+    lines, before = [], 0
+    while row is not None:
         try:
             row = next(reader, None)
-            done = row is None
         except csv.Error as e:  # the reader goes on with the next line
             row = ValueError(f"not CSV, in lines {before + 1} to {reader.line_num}: {e}")
         if row:
