@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from fdel.ops.shard import context
 
-CHUNK = 64  # prompt tokens that cost about as much as three steps of decoding: a server's steps stay short
+CHUNK = 64  # prompt tokens that take about as long as three steps of decoding
 
 
 def here() -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fdel.serve.pages import Pool
 
-PER_ROW = 8  # prompt tokens that take about as long as a token of a sequence that decodes
+FEW = 8  # sequences that decode; beside more of them short chunks cost too much throughput
 NO_ROW = -1  # where a request stands that does not run
 
 
@@ -77,8 +77,8 @@ class Schedule:
     """All requests, and who has which row and pages.
 
     budget: prompt tokens of a step, cut into blocks of `block` tokens of one request each. width: the most tokens that
-    one step adds to a sequence. queue: the most waiting requests. chunk: prompt tokens of a step beside sequences that
-    decode, or `PER_ROW` for each of these if that is more; None: the budget.
+    one step adds to a sequence. queue: the most waiting requests. chunk: prompt tokens of a step beside at most `FEW`
+    sequences that decode; None: the budget.
     """
 
     pool: Pool
@@ -163,8 +163,8 @@ class Schedule:
                     plan.decodes.append(r)
                     self._launched(r, self.width, 1)
         room = self.budget
-        if plan.decodes and self.chunk is not None:
-            room = min(room, max(self.chunk, PER_ROW * len(plan.decodes)))
+        if self.chunk is not None and 0 < len(plan.decodes) <= FEW:
+            room = min(room, self.chunk)
         blocks = -(-room // self.block)
         prefilling = [r for r in self.running if not r.decoding]
         while room > 0 and blocks > 0:

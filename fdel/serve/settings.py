@@ -17,16 +17,16 @@ class Settings:
 
     rows: sequences that run at a time. pages: cache pages of 64 tokens; None: for all rows at 1024 tokens each, or at
     max_length if that is less. max_length: the most tokens of prompt and output; None: the model's context. budget:
-    prompt tokens computed in one step. chunk: the same beside sequences that decode, which bounds how long they wait
-    for others' prompts (8 for each of them, if that is more); None: 64 on CPU, the budget on accelerators. queue:
-    waiting requests before `QueueFull`. overlap: launch a step before the last one is read. cache: share pages
-    between prompts that begin alike; None: where the model allows it. drafts: tokens guessed ahead, by a draft model
-    or from earlier occurrences of the newest three; 0: none. decode_steps: tokens that one call adds to each sequence
-    while no prompt waits, which saves the host's part of the steps between; readers get them together. batches: the
-    numbers of rows that decode is compiled for, the largest last; None: 1, 8, 64, ..., rows. kv_cache_dtype: "int8"
-    or "fp8" keeps keys and values in 8 bits, with a scale for each token and head; None: in the dtype of the
-    activations. max_loras: so many adapters, of max_lora_rank at most, have room from the start, so that adding one
-    compiles nothing; more or larger ones work all the same.
+    prompt tokens computed in one step. chunk: the same beside at most 8 sequences that decode, which bounds how long
+    these wait for others' prompts; None: 64 on CPU, the budget on accelerators. queue: waiting requests before
+    `QueueFull`. overlap: launch a step before the last one is read. cache: share pages between prompts that begin
+    alike; None: where the model allows it. drafts: tokens guessed ahead, by a draft model or from earlier occurrences
+    of the newest three; 0: none. decode_steps: tokens that one call adds to each sequence while no prompt waits,
+    which saves the host's part of the steps between; readers get them together. batches: the numbers of rows that
+    decode is compiled for, the largest last; None: 1, 8, 64, ..., rows. kv_cache_dtype: "int8" or "fp8" keeps keys
+    and values in 8 bits, with a scale for each token and head; None: in the dtype of the activations. max_loras: so
+    many adapters, of max_lora_rank at most, have room from the start, so that adding one compiles nothing; more or
+    larger ones work all the same.
     """
 
     rows: int = 32

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fdel.serve.schedule import NO_ROW, PER_ROW, QueueFull
+from fdel.serve.schedule import FEW, NO_ROW, QueueFull
 from tests.serve.fake import VOCAB, make_core, make_job, run, solo
 
 PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 9, 9, 9, 9, 2], [8, 8, 8, 8, 8, 8, 8]]
@@ -141,30 +141,26 @@ def test_steps_respect_the_budget_and_decode_goes_on() -> None:
     assert max(n for n, _ in core.device.calls) == 6 and [n for n, _ in core.device.calls if n] == [3, 6, 6, 6, 6, 6]
 
 
-def test_prompts_are_cut_finer_beside_sequences_that_decode() -> None:
-    """Alone a prompt has the budget; beside n that decode `chunk` tokens, or PER_ROW for each of the n if that is more."""
-    core = make_core(pages=200, rows=8, budget=40)
-    core.schedule.chunk = 4
-    core.add(make_job(0, list(range(1, 71)), 90))
-    for _ in range(2):
-        core.step()
-    core.add(make_job(1, [7] * 30, 90))
-    core.step()
-    assert [n for n, _ in core.device.calls if n] == [40, 30, PER_ROW]
-    for i in range(2, 5):
-        core.add(make_job(i, [i, 2, 1], 90))
-    for _ in range(6):
-        core.step()
-    core.device.calls.clear()
-    core.add(make_job(9, [9] * 60, 1))
-    while len([n for n, _ in core.device.calls if n]) < 2:
-        core.step()
-    assert [n for n, _ in core.device.calls if n] == [40, 20]  # five decode: 5 * PER_ROW, which is the budget
-    core.schedule.chunk = None
-    core.add(make_job(10, [8] * 60, 1))
-    core.device.calls.clear()
-    core.step()
-    assert core.device.calls[0][0] == 40
+def test_prompts_are_cut_finer_beside_few_sequences_that_decode() -> None:
+    """Alone a prompt has the budget, beside one to FEW that decode `chunk` tokens, beside more the budget again."""
+    schedule = make_core(pages=400, rows=FEW + 2, budget=40).schedule
+    schedule.chunk = 4
+    counts = lambda: [c.count for c in schedule.plan().chunks]
+
+    def arrive(id: int, prompt: int) -> None:
+        schedule.add(make_job(id, [id] * prompt, 90).request)
+
+    arrive(0, 70)
+    assert [counts(), counts()] == [[40], [30]]
+    arrive(1, 10)
+    assert [counts(), counts(), counts()] == [[4], [4], [2]]
+    for i in range(2, FEW):
+        arrive(i, 3)
+        assert counts() == [3]
+    arrive(FEW, 6)
+    assert [counts(), counts()] == [[4], [2]]  # beside FEW
+    arrive(FEW + 1, 50)
+    assert [counts(), counts(), counts()] == [[40], [10], []]
 
 
 def test_calls_are_short_while_a_prompt_waits() -> None:
