@@ -127,14 +127,14 @@ async def measure(c: Client, pid: int, requests: int, idle: int) -> list[str]:
 
 def main(requests: int = 10_000, idle: int = 1000, out: Path | None = None) -> None:
     """Run it."""
-    from fdel.serve import auth
+    from fdel.serve import auth, keyfile
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * idle + 256)), hard))  # the server inherits it
     with tempfile.TemporaryDirectory() as directory:
         checkpoint(directory)
         key, secret = auth.create("benchmark", "admin", time.time())
-        auth.save(Path(directory) / "keys.json", [key])
+        keyfile.save(Path(directory) / "keys.json", [key])
         options = ["--name", "m", "--port", "0", "--api-key-file", f"{directory}/keys.json"]
         with process(directory, "-m", "fdel", "serve", directory, *options) as running:
             port = int(re.search(r"http://[^/]+:(\d+)", (Path(directory) / "log").read_text())[1])

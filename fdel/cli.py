@@ -172,23 +172,25 @@ def eval(args: argparse.Namespace) -> int:
 
 def keys(args: argparse.Namespace) -> int:
     """Make, list and remove API keys of a server. The secret of a new key is shown once."""
-    from fdel.serve import auth
+    from fdel.serve import auth, keyfile
 
     file = Path(args.file)
-    known = auth.load(file) if file.exists() else {}
     if args.do == "list":
-        for key in known.values():
-            print(key.id, key.role, key.name)
+        for key in keyfile.load(file).values():
+            print(key.id, key.role, key.name if key.name.isprintable() else repr(key.name))
     elif args.do == "add":
         rates = {name: getattr(args, name) for name in ("requests_per_minute", "tokens_per_minute")}
         key, secret = auth.create(args.name, args.role, time.time(), **rates)
-        auth.save(file, [*known.values(), key])
+        keyfile.change(file, lambda known: {**known, key.hash: key})
         print(secret)
     else:
-        rest = [key for key in known.values() if key.id != args.name]
-        if len(rest) == len(known):
-            raise ValueError(f"{file} has no key with the id {args.name!r}; `fdel keys {file} list` shows them")
-        auth.save(file, rest)
+
+        def rest(known: dict[str, auth.Key]) -> dict[str, auth.Key]:
+            if args.name not in {key.id for key in known.values()}:
+                raise ValueError(f"{file} has no key with the id {args.name!r}; `fdel keys {file} list` shows them")
+            return {h: key for h, key in known.items() if key.id != args.name}
+
+        keyfile.change(file, rest)
     return 0
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from fdel import cli, models, ops, params, report, serve, text
 from fdel.models import llama
-from fdel.serve import auth
+from fdel.serve import auth, keyfile
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=3, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
 SIZE = 2 * 300 * 32 + 3 * (2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32
@@ -158,13 +158,13 @@ def test_keys_are_made_listed_and_removed(tmp_path, capsys):
     said = lambda *args: (cli.main(["keys", file, *args]), capsys.readouterr())
     code, shown = said("add", "bot", "--role", "service", "--requests-per-minute", "5")
     secret = shown.out.strip()
-    (key,) = auth.load(file).values()
-    assert code == 0 and auth.authenticate(auth.load(file), f"Bearer {secret}") == key
+    (key,) = keyfile.load(file).values()
+    assert code == 0 and auth.authenticate(keyfile.load(file), f"Bearer {secret}") == key
     assert (key.name, key.role, key.requests_per_minute) == ("bot", "service", 5)
     code, shown = said("list")
     assert shown.out.split() == [key.id, "service", "bot"] and secret not in shown.out
     assert said("remove", "nobody")[0] == 2 and said("add", "x", "--role", "root")[0] == 2
-    assert said("remove", key.id)[0] == 0 and auth.load(file) == {}
+    assert said("remove", key.id)[0] == 0 and keyfile.load(file) == {}
 
 
 def test_serving_beyond_this_machine_needs_keys(checkpoint, capsys):

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from aiohttp import web
 
 from fdel import params
-from fdel.serve import auth
+from fdel.serve import auth, keyfile
 from fdel.serve.openai import APIError
 from fdel.serve.openai.checks import choice, number, record, text
 from fdel.serve.openai.tables import NAME
@@ -43,24 +44,26 @@ async def add_key(call: Call) -> web.Response:
     if call.server.keys is None:
         raise APIError("this server asks for no keys; start it with a key file", status=409, code="no_keys")
     key, secret = auth.create(**{"name": "", "role": "user", **asked}, now=time.time())
-    _change_keys(call.server, {**call.server.keys, key.hash: key})
+    await _change_keys(call.server, lambda known: {**known, key.hash: key})
     return call.json({"id": key.id, "secret": secret}, 201)
 
 
 async def remove_key(call: Call) -> web.Response:
     """DELETE /admin/keys/{id}."""
-    id, keys = call.request.match_info["id"], call.server.keys or {}
-    rest = {h: k for h, k in keys.items() if k.id != id}
-    if len(rest) == len(keys):
+    id = call.request.match_info["id"]
+    if id not in {key.id for key in (call.server.keys or {}).values()}:
         raise APIError("there is no such key", status=404, code="not_found")
-    _change_keys(call.server, rest)
+    await _change_keys(call.server, lambda known: {h: k for h, k in known.items() if k.id != id})
     return call.json({"id": id, "deleted": True})
 
 
-def _change_keys(server: Server, keys: dict[str, auth.Key]) -> None:
-    if server.key_file is not None:
-        auth.save(server.key_file, keys.values())
-    server.keys = keys
+async def _change_keys(server: Server, edit: Callable[[dict[str, auth.Key]], dict[str, auth.Key]]) -> None:
+    """Change the file, if there is one, and go by what it holds then."""
+    if server.key_file is None:
+        server.keys = edit(server.keys or {})
+        return
+    await asyncio.shield(asyncio.to_thread(keyfile.change, server.key_file.path, edit))
+    server.reload()
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------

@@ -7,13 +7,11 @@ search for a hash. The secret is shown once, when it is made, and stands nowhere
 import hashlib
 import ipaddress
 import json
-import os
 import re
 import secrets
 import urllib.parse
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fdel.serve.openai.checks import APIError
@@ -44,9 +42,13 @@ class Key:
     tokens_per_minute: float | None = None
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.id, str) and re.fullmatch(r"[\w.-]{1,64}", self.id, re.ASCII)):
+            raise ValueError(f"key {self.id!r}: expected 1 to 64 letters, digits, _, . and - as id")
+        if not isinstance(self.name, str) or type(self.created) not in (int, float):
+            raise ValueError(f"key {self.id!r}: expected a text as name, and seconds since 1970 as created")
         if self.role not in ROLES:
             raise ValueError(f"key {self.id!r} has the role {self.role!r}; expected one of {', '.join(ROLES)}")
-        if not re.fullmatch("[0-9a-f]{64}", self.hash):
+        if not (isinstance(self.hash, str) and re.fullmatch("[0-9a-f]{64}", self.hash)):
             raise ValueError(f"key {self.id!r}: expected a SHA-256 in hexadecimal as hash")
         for name in ("requests_per_minute", "tokens_per_minute"):
             rate = getattr(self, name)
@@ -58,33 +60,6 @@ def create(name: str, role: str, now: float, **rates: float | None) -> tuple[Key
     """Make a key: what is kept, and the secret, which is shown to its owner once."""
     secret = f"fdel-{secrets.token_urlsafe(32)}"
     return Key(secrets.token_hex(6), name, role, _hash(secret), now, **rates), secret
-
-
-def save(path: str | Path, keys: Iterable[Key]) -> None:
-    """Write keys to a file that only its owner can read; a crash leaves the old file or the new one."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump([asdict(key) for key in keys], file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def load(path: str | Path) -> dict[str, Key]:
-    """Read keys, by their hash. ValueError for a file that others can read, or that holds something else."""
-    path = Path(path)
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise ValueError(f"{path} has the mode {mode:04o}, so others can read it; run: chmod 600 {path}")
-    try:
-        keys = [Key(**row) for row in json.loads(path.read_text("utf-8"))]
-    except (TypeError, json.JSONDecodeError) as e:
-        raise ValueError(f"{path} is no file of keys, or a damaged one: {type(e).__name__}") from e
-    found = {key.hash: key for key in keys}
-    if len(found) < len(keys) or len({key.id for key in keys}) < len(keys):
-        raise ValueError(f"{path} holds a key twice; remove one")
-    return found
 
 
 def authenticate(keys: Mapping[str, Key], authorization: str | None) -> Key:

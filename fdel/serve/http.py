@@ -166,6 +166,7 @@ def _enter(call: Call) -> None:
     server, scope, headers = call.server, _scope(call), call.request.headers
     if call.request.version not in (HttpVersion10, HttpVersion11):
         raise APIError("expected HTTP/1.1", status=505, code="http_version")
+    server.reload(time.monotonic())
     if server.keys is not None and scope is not None:
         given = headers.getall("Authorization", [])
         call.key = auth.authenticate(server.keys, given[0] if len(given) == 1 else None)
@@ -247,6 +248,8 @@ async def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; then answer what is under way for `grace` seconds. A second signal ends it at once.
 
+    SIGHUP reads the file of keys again, and ends nothing.
+
     `started` is called with the port once it listens. RuntimeError if an engine ends by itself.
     """
     running, stop, loop = runner(server), asyncio.Event(), asyncio.get_running_loop()
@@ -259,6 +262,7 @@ async def run(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told, number)
+    loop.add_signal_handler(signal.SIGHUP, server.reload)
     try:
         await running.setup()
         site = web.TCPSite(running, host, port)
@@ -279,5 +283,5 @@ async def run(
             await loop.run_in_executor(None, s.engine.close)  # tells the readers of what is left
         await running.cleanup()
         server.pool.shutdown(wait=False, cancel_futures=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -1,7 +1,11 @@
 """Start a server: load checkpoints, compile, listen. What `fdel serve` does."""
 
 import asyncio
+import faulthandler
 import logging
+import os
+import signal
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +17,7 @@ import jax
 
 from fdel import models, params, text
 from fdel.models import builders
-from fdel.serve import auth, grammar, http, metrics, reasoning, tools, weights
+from fdel.serve import auth, grammar, http, keyfile, metrics, reasoning, tools, weights
 from fdel.serve.engine import Engine, Settings
 from fdel.serve.served import Served
 from fdel.serve.state import Server
@@ -74,7 +78,7 @@ def main(directories: Sequence[str | Path], options: Options) -> None:
 
 def check(options: Options) -> dict[str, auth.Key] | None:
     """Read the keys. ValueError for an address that needs some, and for a file, directory or parser that is none."""
-    keys = None if options.key_file is None else auth.load(options.key_file)
+    keys = None if options.key_file is None else keyfile.load(options.key_file)
     http.check_host(options.host, keys, options.insecure)
     if options.tool_parser not in (None, "none", "harmony", *tools.FORMATS):
         known = ", ".join([*tools.FORMATS, "harmony", "none"])
@@ -109,7 +113,11 @@ def listen(found: Sequence[Served], options: Options, keys: dict[str, auth.Key] 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     http.audit.propagate = False
     if options.audit is not None:
-        http.audit.addHandler(logging.FileHandler(options.audit))
+        file = os.open(options.audit, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if stat.S_ISREG(os.fstat(file).st_mode):  # for its owner alone, also if it was there
+            os.fchmod(file, 0o600)
+        http.audit.addHandler(logging.StreamHandler(os.fdopen(file, "a")))
+    faulthandler.register(signal.SIGUSR1)  # writes where every thread stands, and ends nothing
     if options.programs is not None:
         options.programs.mkdir(
             mode=0o700, parents=True, exist_ok=True
@@ -121,7 +129,8 @@ def listen(found: Sequence[Served], options: Options, keys: dict[str, auth.Key] 
     named = {s.name: s for s in found}
     counted = metrics.Metrics(metrics.serving(list(named), http.PATHS))
     hosts = None if options.insecure else (options.host.lower(),)
-    server = Server(named, counted, keys, options.key_file, hosts, options.adapter_root)
+    watch = None if options.key_file is None else keyfile.Watch(options.key_file)
+    server = Server(named, counted, keys, watch, hosts, options.adapter_root)
 
     def started(port: int) -> None:
         print(f"serving {', '.join(named)} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from fdel.serve import auth, grammar, limits
+from fdel.serve import auth, grammar, keyfile, limits
 from fdel.serve.metrics import Metrics
 from fdel.serve.openai import APIError
 from fdel.serve.openai.body import Usage, dump
@@ -28,7 +28,7 @@ class Server:
     models: Mapping[str, Served]
     metrics: Metrics
     keys: dict[str, auth.Key] | None = None
-    key_file: Path | None = None  # where changes of `keys` are written
+    key_file: keyfile.Watch | None = None  # where `keys` are from
     hosts: Collection[str] | None = ()  # without keys: names under which this machine is asked; None: any
     adapter_root: Path | None = None  # below which adapters may be loaded
     rates: auth.Rates = field(default_factory=auth.Rates)
@@ -39,6 +39,13 @@ class Server:
     active: int = 0  # calls under way
     bodies: limits.Places = field(default_factory=lambda: limits.Places(limits.Share(256)))  # that are on their way
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `models`
+
+    def reload(self, now: float | None = None) -> None:
+        """Go by the file of keys, if it has changed; see `keyfile.Watch`."""
+        if self.keys is None or self.key_file is None:
+            return
+        if (found := self.key_file.changed(now)) is not None:
+            self.keys = found
 
     def engines(self) -> dict[str, Served]:
         """One name for each engine."""

@@ -18,7 +18,7 @@ import jax
 
 from fdel import models, params, text
 from fdel.models import llama
-from fdel.serve import auth
+from fdel.serve import auth, keyfile
 
 HERE = Path(__file__).parent
 MODEL = "tiny"
@@ -52,7 +52,7 @@ def make(path: Path) -> tuple[Path, Path, str]:
     models.save(models.Model(llama, cfg, weights), path / MODEL)
     text.save(made, path / MODEL)
     key, secret = auth.create("clients", "user", 0.0)
-    auth.save(path / "keys.json", [key])
+    keyfile.save(path / "keys.json", [key])
     return path / MODEL, path / "keys.json", secret
 
 

@@ -24,7 +24,7 @@ import jsonschema
 import pytest
 
 from fdel import text
-from fdel.serve import about, connection, frames, grammar, tools
+from fdel.serve import about, auth, connection, frames, grammar, keyfile, tools
 from fdel.serve import chat as chat_route
 from fdel.serve import http as server_http
 from fdel.serve.openai.schema import SCHEMAS
@@ -803,6 +803,33 @@ def test_sigterm(model, how):
         assert found["said"].endswith("data: [DONE]\n\n")
     else:
         assert wire.frames(found["said"])[-1]["error"]["code"] == "aborted" and "[DONE]" not in found["said"]
+
+
+@rows("t43")
+def test_sighup(model, tmp_path, monkeypatch):
+    """The keys are read again, and what is under way goes on."""
+    monkeypatch.setattr(keyfile, "EVERY", 1e9)
+    made = {name: auth.create(name, "user", 0.0) for name in ("user", "new")}
+    keyfile.save(tmp_path / "keys", [made["user"][0]])
+    state = wire.make_state(model, keyfile.load(tmp_path / "keys"), tmp_path / "keys")
+    found: dict = {}
+
+    def client(port: int) -> None:
+        running = type("R", (), {"port": port, "secrets": {name: secret for name, (_, secret) in made.items()}})
+        connection = open_chat(running, LONG | {"stream": True})
+        response = connection.getresponse()
+        first = response.read(10)
+        keyfile.save(tmp_path / "keys", [made["new"][0]])
+        found["before"] = chat(running)[0], chat(running, role="new")[0]
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_for(lambda: chat(running)[0] == 401)
+        found["after"] = chat(running, role="new")[0]
+        found["said"] = (first + response.read()).decode()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    started = lambda port: threading.Thread(target=client, args=(port,), daemon=True).start()
+    asyncio.run(server_http.run(state, "127.0.0.1", 0, 30.0, started))
+    assert found["before"] == (200, 401) and found["after"] == 200 and found["said"].endswith("data: [DONE]\n\n")
 
 
 @rows("t47")

@@ -2,15 +2,19 @@
 
 import hashlib
 import json
+import os
 import re
 import stat
+import subprocess
+import sys
 
 import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdel.serve import auth
+from fdel import cli
+from fdel.serve import auth, keyfile
 from fdel.serve.auth import Key, Rates
 from fdel.serve.openai import APIError, body
 from fdel.serve.openai.schema import SCHEMAS
@@ -46,17 +50,17 @@ def test_file(tmp_path) -> None:
         auth.create("b", "admin", 2.0),
     ]
     path = tmp_path / "keys.json"
-    auth.save(path, [key for key, _ in made])
+    keyfile.save(path, [key for key, _ in made])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and [p.name for p in tmp_path.iterdir()] == ["keys.json"]
     assert not any(secret in path.read_text() for _, secret in made)
-    assert auth.load(path) == {key.hash: key for key, _ in made}
+    assert keyfile.load(path) == {key.hash: key for key, _ in made}
     path.chmod(0o644)
-    auth.save(path, [made[0][0]])  # replaces the file, and its mode with it
-    assert list(auth.load(path).values()) == [made[0][0]]
+    keyfile.save(path, [made[0][0]])  # replaces the file, and its mode with it
+    assert list(keyfile.load(path).values()) == [made[0][0]]
     for mode in (0o640, 0o604, 0o660):
         path.chmod(mode)
         with pytest.raises(ValueError, match=f"mode {mode:04o}"):
-            auth.load(path)
+            keyfile.load(path)
     path.chmod(0o600)
     row = json.loads(path.read_text())[0]
     broken = ["{", "[1]", "1", json.dumps([row | {"x": 1}]), json.dumps([row | {"role": "root"}]), json.dumps([row, row]),
@@ -65,7 +69,7 @@ def test_file(tmp_path) -> None:
     for said in broken:
         path.write_text(said)
         with pytest.raises(ValueError, match="key") as e:
-            auth.load(path)
+            keyfile.load(path)
         assert made[0][1] not in str(e.value)
 
 
@@ -157,3 +161,148 @@ def test_audit() -> None:
     for unknown in ("prompt", "authorization", "messages"):
         with pytest.raises(ValueError, match=f"found {unknown}"):
             auth.audit({unknown: "a"})
+
+
+# ---- the file of keys, which `fdel keys` and a server share ----------------------------------------------------------
+
+
+def test_changes_of_the_file_are_merged(tmp_path) -> None:
+    """Whoever changes it begins with what it holds now."""
+    path = tmp_path / "keys.json"
+    made = [auth.create(f"n{i}", "user", 0.0)[0] for i in range(3)]
+    for key in made:
+        keyfile.change(path, lambda known, key=key: {**known, key.hash: key})
+    assert keyfile.load(path) == {key.hash: key for key in made}
+    keyfile.change(path, lambda known: {h: k for h, k in known.items() if k.id != made[1].id})
+    assert [*keyfile.load(path).values()] == [made[0], made[2]]
+    assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in tmp_path.iterdir())
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path) -> None:
+    """Processes and threads, which add and remove."""
+    path = tmp_path / "keys.json"
+    code = f"""
+import sys
+from fdel.serve import auth, keyfile
+for i in range(5):
+    key, _ = auth.create(sys.argv[1] + str(i), "user", 0.0)
+    keyfile.change({str(path)!r}, lambda known: {{**known, key.hash: key}})
+    if i % 2:
+        keyfile.change({str(path)!r}, lambda known: {{h: k for h, k in known.items() if k.id != key.id}})
+"""
+    jobs = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abcd"]
+    assert [job.wait(60) for job in jobs] == [0] * 4
+    assert sorted(key.name for key in keyfile.load(path).values()) == [f"{n}{i}" for n in "abcd" for i in (0, 2, 4)]
+
+
+def test_a_lock_that_is_never_given_back_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(keyfile, "WAIT", 0.1)
+    path = tmp_path / "keys.json"
+
+    def change(known):
+        with pytest.raises(OSError, match="another process"):
+            keyfile.change(path, dict)
+        return known
+
+    keyfile.change(path, change)
+    keyfile.change(path, dict)
+
+
+class Files:
+    """A file of keys that a server watches, with a clock of its own."""
+
+    def __init__(self, folder):
+        self.path, self.now = folder / "keys.json", 100.0
+        self.key, self.other = (auth.create(n, "user", 0.0)[0] for n in "ab")
+        keyfile.save(self.path, [self.key, self.other])
+        self.watch, self.keys = keyfile.Watch(self.path), {}
+
+    def found(self, seconds: float = 1.0) -> list[Key]:
+        """What the server goes by some time later."""
+        self.now += seconds
+        self.keys = found if (found := self.watch.changed(self.now)) is not None else self.keys
+        return [*self.keys.values()]
+
+
+@pytest.fixture
+def files(tmp_path) -> Files:
+    return Files(tmp_path)
+
+
+def test_a_server_sees_a_change_within_a_second(files) -> None:
+    assert files.found() == [files.key, files.other]
+    for wanted in ([files.key], [files.key, files.other], [files.other], []):
+        keyfile.save(files.path, wanted)  # at once, so that times and sizes may be the same as before
+        assert files.found() == wanted
+
+
+def test_the_file_is_looked_at_now_and_then(files, monkeypatch) -> None:
+    """However many requests come."""
+    files.found(5.0)
+    looked = []
+    monkeypatch.setattr(keyfile, "_signature", lambda path: (looked.append(path), 0))
+    for _ in range(1000):
+        files.found(0.001)
+    assert len(looked) <= 2
+
+
+@pytest.mark.parametrize("harm", ["gone", "mode", "half", "directory"])
+def test_a_file_that_cannot_be_read_keeps_the_keys(files, harm, caplog) -> None:
+    """One line in the log says why, and what comes back counts again."""
+    text = files.path.read_text()
+    assert files.found() == [files.key, files.other]
+    if harm == "mode":
+        files.path.chmod(0o644)
+    else:
+        files.path.unlink()
+        if harm == "half":
+            files.path.write_text(text[: len(text) // 2])
+            files.path.chmod(0o600)
+        elif harm == "directory":
+            files.path.mkdir()
+    for _ in range(9):
+        assert files.found() == [files.key, files.other]
+    assert len([r for r in caplog.records if "keys" in r.getMessage()]) == 1 and not caplog.records[0].exc_info
+    if harm == "directory":
+        files.path.rmdir()
+    keyfile.save(files.path, [files.other])
+    assert files.found() == [files.other]
+
+
+def test_a_clock_that_jumps_reads_the_file_all_the_same(files) -> None:
+    """The file's own times may lie in the future or the past."""
+    for when in (2**31, 1, 0):
+        keyfile.save(files.path, [files.other])
+        os.utime(files.path, (when, when))
+        assert files.found() == [files.other]
+        keyfile.save(files.path, [files.key])
+        os.utime(files.path, (when, when))
+        assert files.found() == [files.key]
+
+
+def test_keys_are_shown_as_they_are_and_move_no_cursor(tmp_path, capsys) -> None:
+    path = tmp_path / "keys.json"
+    names = ["plain", "Zoë 東京", "\x1b[2Jgone", "a\nb", "\u202eevil", ""]
+    for name in names:
+        assert cli.main(["keys", str(path), "add", name]) == 0
+    capsys.readouterr()
+    assert cli.main(["keys", str(path), "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(names) and all(line.isprintable() for line in lines)
+    assert lines[0].endswith("user plain") and lines[1].endswith("user Zoë 東京")
+    assert (
+        cli.main(["keys", str(path), "remove", lines[0].split()[0]]) == 0 and len(keyfile.load(path)) == len(names) - 1
+    )
+    assert cli.main(["keys", str(path), "remove", "none"]) == 2 and len(keyfile.load(path)) == len(names) - 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"id": 3}, {"id": ""}, {"id": "a\nb"}, {"id": "a" * 65}, {"name": None}, {"created": "x"}]
+)
+def test_keys_of_a_file_are_checked(tmp_path, change) -> None:
+    path = tmp_path / "keys.json"
+    key, _ = auth.create("a", "user", 0.0)
+    keyfile.save(path, [key])
+    path.write_text(json.dumps([json.loads(path.read_text())[0] | change]))
+    with pytest.raises(ValueError, match=f"{path}|key"):
+        keyfile.load(path)

@@ -11,9 +11,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from fdel import params, serve, text
+from fdel import cli, params, serve, text
 from fdel.ops.weights import LowRank
-from fdel.serve import auth, launch, reasoning
+from fdel.serve import auth, keyfile, launch, reasoning
 from fdel.serve import chat as chat_route
 from fdel.serve import http as server_http
 from fdel.serve.openai.schema import SCHEMAS
@@ -441,7 +441,7 @@ def test_two_admins_load_one_name(running, adapters):
 def test_options_are_checked_once(tmp_path):
     """The keys that were checked are those that are served."""
     key, _ = auth.create("a", "user", 0.0)
-    auth.save(tmp_path / "keys", [key])
+    keyfile.save(tmp_path / "keys", [key])
     assert launch.check(launch.Options(key_file=tmp_path / "keys")) == {key.hash: key}
     assert launch.check(launch.Options()) is None
     with pytest.raises(ValueError, match="no directory"):
@@ -499,6 +499,31 @@ def test_keys_are_managed_by_admins_alone(running):
     assert call(running, "DELETE", f"/admin/keys/{made['id']}", role="admin")[0] == 200
     assert call(running, "GET", "/v1/models", role="new")[0] == 401
     assert call(running, "POST", "/admin/keys", {"role": "root"}, role="admin")[0] == 400
+
+
+def test_the_server_and_the_command_line_have_the_same_keys(running, capsys):
+    """What one adds or removes is so for the other, and nothing comes back."""
+    own = len(keyfile.load(running.path))
+    asks = lambda role: call(running, "GET", "/v1/models", role=role)[0]
+
+    def keys(*args: str) -> str:
+        assert cli.main(["keys", str(running.path), *args]) == 0
+        return capsys.readouterr().out.strip()
+
+    running.secrets["cli"] = keys("add", "made outside", "--role", "readonly")
+    wire.wait_for(lambda: asks("cli") == 200)
+    made = call(running, "POST", "/admin/keys", {"role": "readonly", "name": "inside"}, role="admin")[1]
+    running.secrets["api"] = made["secret"]
+    assert asks("cli") == asks("api") == 200 and len(keyfile.load(running.path)) == own + 2
+    line = next(line for line in keys("list").splitlines() if line.endswith("made outside"))
+    keys("remove", line.split()[0])
+    wire.wait_for(lambda: asks("cli") == 401)
+    other = call(running, "POST", "/admin/keys", {"role": "readonly"}, role="admin")[1]
+    assert asks("cli") == 401 and asks("api") == 200 and len(keyfile.load(running.path)) == own + 2
+    for id in (made["id"], other["id"]):
+        assert call(running, "DELETE", f"/admin/keys/{id}", role="admin")[0] == 200
+    assert asks("api") == 401 and keyfile.load(running.path) == running.state.keys
+    del running.secrets["cli"], running.secrets["api"]
 
 
 def test_the_page_is_its_own_and_needs_a_key(running):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fdel import models, text
-from fdel.serve import auth, grammar, metrics
+from fdel.serve import auth, grammar, keyfile, metrics
 from fdel.serve import http as server_http
 from fdel.serve.engine import Engine, Settings
 from fdel.serve.served import Served
@@ -34,14 +34,19 @@ def tokenizer() -> text.Tokenizer:
     return dataclasses.replace(tok, templates={"default": TEMPLATE}, eos_ids=(small.EOS,))
 
 
-def make_state(model: models.Model, *keys) -> Server:
+def make_state(model: models.Model, keys=None, path: Path | None = None) -> Server:
     """A server of an engine that runs; all have the same programs."""
     tok = tokenizer()
     sizes = Settings(rows=4, batches=(4,), max_length=small.CONTEXT, budget=64, queue=64, max_loras=1, max_lora_rank=4)
     engine = Engine(model, sizes, tokenizer=tok)
     served = Served("small", engine, tok, 1.0, grammar.Vocabulary(tok, small.VOCAB), format="hermes")
     engine.start(wait=True)
-    return Server({"small": served}, metrics.Metrics(metrics.serving(["small"], server_http.PATHS)), *keys)
+    return Server(
+        {"small": served},
+        metrics.Metrics(metrics.serving(["small"], server_http.PATHS)),
+        keys,
+        path and keyfile.Watch(path),
+    )
 
 
 @contextlib.contextmanager
@@ -73,8 +78,8 @@ def server(model: models.Model, folder: Path) -> Iterator[SimpleNamespace]:
     path = folder / "keys.json"
     made = {role: auth.create(role, role, 0.0) for role in auth.ROLES}
     made["slow"] = auth.create("slow", "user", 0.0, requests_per_minute=2)
-    auth.save(path, [key for key, _ in made.values()])
-    state = make_state(model, auth.load(path), path)
+    keyfile.save(path, [key for key, _ in made.values()])
+    state = make_state(model, keyfile.load(path), path)
     served = state.models["small"]
     try:
         with listening(state) as port:
