@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from fdel.train.evaluation import everywhere
 
 Notes = dict[str, Any]
 SAVE_ERRORS = (OSError, ValueError)  # a full disk comes as either, from the JSON or from the arrays
-RESTORE_ERRORS = (OSError, ValueError, KeyError)
+# What damage may raise; of notes that are JSON but not what was saved, nearly anything.
+RESTORE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +33,18 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(p.name) for p in directory.glob("*") if p.name.isdecimal() and p.is_dir())
 
 
-def restore(directory: Path, like: Any) -> tuple[Any, Notes]:
-    """Read the newest checkpoint that is whole: (state, notes).
+def restore(directory: Path, like: Any, accept: Callable[[Notes], Any] = lambda notes: notes) -> tuple[Any, Any]:
+    """Read the newest checkpoint that is whole: the state, and what `accept` makes of its notes.
 
-    `like` is a tree of `jax.ShapeDtypeStruct`. Damaged ones are reported, and renamed once an older one was read. If none
-    can be read, a CheckpointError says why: starting over would bury them.
+    `like` is a tree of `jax.ShapeDtypeStruct`. `accept` raises one of `RESTORE_ERRORS` for notes that are damaged. Damaged
+    ones are reported, and renamed once an older one was read. If none can be read, a CheckpointError says why: starting
+    over would bury them.
     """
     failed: dict[int, Exception] = {}
     for step in reversed(steps(directory)):
         path = directory / str(step)
         try:
-            found = _read(path, like)
+            found = _read(path, like, accept)
         except RESTORE_ERRORS as e:
             log.warning("checkpoint %s cannot be restored: %s", path, _reason(e))
             failed[step] = e
@@ -55,18 +58,19 @@ def restore(directory: Path, like: Any) -> tuple[Any, Notes]:
     raise CheckpointError(directory, [*reasons, "move the checkpoints away to start over"])
 
 
-def _read(path: Path, like: Any) -> tuple[Any, Notes]:
+def _read(path: Path, like: Any, accept: Callable[[Notes], Any]) -> tuple[Any, Any]:
     problem: Exception | None = None
     try:
         store.verify(path)
         notes = store.read_notes(path)
         if 0 < jax.process_index() < notes["processes"]:
             notes = store.read_notes(path, jax.process_index())
+        accepted = accept(notes)
     except RESTORE_ERRORS as e:
         problem = e
     if not everywhere(problem is None):
         raise problem or CheckpointError(path, ["another process found damage"])
-    return store.restore(path, like), notes
+    return store.restore(path, like), accepted
 
 
 def _reason(error: BaseException) -> str:
@@ -191,30 +195,53 @@ def _version(package: str) -> str:
         return "not installed"  # run from its source
 
 
-def resume(directory: Path, state: Any, iterator: Any, config: Any, shared: bool = False) -> tuple[Any, Notes]:
+def resume(
+    directory: Path, state: Any, iterator: Any, config: Any, shared: bool, read: Callable[[Any], Any]
+) -> tuple[Any, Any]:
     """Restore the state and the place in the data, and say what differs from the run that saved them.
 
     `state` is a state to replace, whose arrays are deleted first (there may be no room for two), or the jitted function
     that makes it, which is not run. As many processes as before are needed, since each has its own part of the data,
-    unless its place is `shared`: the same on all processes, however many they are.
+    unless its place is `shared`: the same on all processes, however many they are. `read` makes something of the notes'
+    progress, and raises one of `RESTORE_ERRORS` if it is damaged; (state, what it made) is returned.
     """
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = jax.eval_shape(state) if callable(state) else state
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one), shapes)
     if not callable(state):
         jax.tree.map(lambda x: x.delete(), state)
-    state, found = restore(directory, like)
+    fresh = iterator.get_state()
+
+    def accept(found: Notes) -> tuple[Notes, Any]:
+        place, progress = found["data"], read(found["progress"])
+        if int(found["processes"]) == jax.process_count() or shared:
+            place = base64.b64decode(place["base64"]) if "base64" in place else place["json"]
+            iterator.set_state(_place(place, fresh))
+        return found, progress
+
+    state, (found, progress) = restore(directory, like, accept)
     if found["processes"] != jax.process_count() and not shared:
         raise ValueError(
             f"{directory}: its data was divided among {found['processes']} processes, now there are "
             f"{jax.process_count()}; use as many as before, or data whose place does not depend on it (data.shared)"
         )
-    place = found["data"]
-    iterator.set_state(base64.b64decode(place["base64"]) if "base64" in place else place["json"])
     for name, now in {"config": json.loads(json.dumps(config)), "versions": _versions()}.items():
-        for change in _changes(name, found[name], now):
-            log.warning("since step %d was saved, %s", found["progress"]["step"], change)
-    return state, found
+        for change in _changes(name, found.get(name), now):
+            log.warning("since step %s was saved, %s", found["progress"]["step"], change)
+    return state, progress
+
+
+def _place(found: Any, fresh: Any) -> Any:
+    """Give a place in the data back; TypeError if its numbers are none, where those of a new iterator are."""
+    if isinstance(fresh, dict) and isinstance(found, dict):
+        for name in fresh.keys() & found.keys():
+            _place(found[name], fresh[name])
+    elif isinstance(fresh, list | tuple) and isinstance(found, list):
+        for a, b in zip(found, fresh, strict=False):
+            _place(a, b)
+    elif fresh is not None and not isinstance(found, type(fresh)):
+        raise TypeError(f"the place in the data is {found!r:.80}, expected one like {fresh!r:.80}")
+    return found
 
 
 def _changes(name: str, old: Any, new: Any) -> list[str]:

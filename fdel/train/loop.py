@@ -101,8 +101,9 @@ def fit(
     kept in the checkpoints.
 
     SIGTERM, or Ctrl-C once: finishes the step, saves, and raises SystemExit with 128 + the signal's number. Raises
-    CheckpointError if there are checkpoints but none that can be restored, FloatingPointError after `max_nonfinite` steps,
-    and the error of a save if it is the last one; earlier failures are logged. Needs the extra `train` if it saves.
+    CheckpointError if there are checkpoints but none that can be restored, FloatingPointError after `max_nonfinite` steps
+    or if no step of the run was finite, and the error of a save if it is the last one; earlier failures are logged. Needs
+    the extra `train` if it saves.
     """
     _check(loop, evaluate)
     iterator = iter(data)
@@ -129,6 +130,11 @@ def fit(
                 saver.save(now, state, run.notes(iterator, config))
             killed = preemption.signalled(caught, now)
         run.read(state, last=not killed or now == loop.steps)
+        if not killed and 0 < now == run.progress.skipped:
+            raise FloatingPointError(
+                f"none of the {now} steps had a finite loss and gradient, so nothing was learnt and the run is not saved "
+                "as ended; look at the model's weights, at the first rows of the data, and at the learning rate"
+            )
         if saver:
             saver.finish(now, state, run.notes(iterator, config))
     if killed:
@@ -190,6 +196,8 @@ def _count(progress: Progress, row: Row, tokens: int, most: int) -> Progress:
     """Count a step, and stop a run that has gone wrong: FloatingPointError after `most` non-finite steps in a row."""
     bad = row.get("skipped", 0) > 0 or not math.isfinite(row["loss"])
     in_a_row = progress.nonfinite + 1 if bad else 0
+    if in_a_row >= 10 and str(in_a_row).strip("0") == "1":  # 10, 100, 1000, ...
+        log.warning("%d steps in a row, up to step %d, had no finite loss or gradient", in_a_row, row["step"])
     if 0 < most <= in_a_row:
         raise FloatingPointError(
             f"the loss or its gradient was not finite in {in_a_row} steps in a row, up to step {row['step']} "
@@ -245,8 +253,21 @@ def _begin(
         raise ValueError(f"the data's iterator, {type(iterator).__name__}, has no get_state() to save its place with")
     path.mkdir(parents=True, exist_ok=True)
     checkpoint.clean(path)
-    state, found = checkpoint.resume(path, state, iterator, config, shared) if going_on else (fresh(), {})
+    progress = Progress()
+    if going_on:
+        state, progress = checkpoint.resume(path, state, iterator, config, shared, _progress)
+    else:
+        state = fresh()
     saver = checkpoint.Saver(
         path, keep=loop.keep, keep_best=loop.keep_best, metric=loop.metric, greater=loop.greater_is_better
     )
-    return state, Progress(**found.get("progress", {})), saver
+    return state, progress, saver
+
+
+def _progress(saved: Mapping[str, Any]) -> Progress:
+    """Read what a checkpoint says of the progress; TypeError if it is damaged."""
+    found = Progress(**saved)
+    best = found.best is None or isinstance(found.best, float | int)
+    if not best or not all(type(n) is int for n in dataclasses.replace(found, best=0).__dict__.values()):
+        raise TypeError(f"the progress is {saved!r:.200}; expected whole numbers")
+    return found

@@ -183,7 +183,7 @@ def bar(total: int | None, step: int, show: bool) -> Iterator[Callable[[Row], No
                 "eval_loss": "eval {:.4f}",
                 "tokens_per_second": "{:,.0f} tokens/s",
                 "mfu": "MFU {:.1%}",
-                "total_skipped": "{} skipped",
+                "nonfinite_steps": "{} not finite",
             }
             text = ", ".join(form.format(row[k]) for k, form in shown.items() if row.get(k))
             progress.set_postfix_str(text, refresh=False)

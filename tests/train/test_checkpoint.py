@@ -1,5 +1,6 @@
 """The checkpoints of a run: which stay, what damage does, what a full disk does."""
 
+import json
 import logging
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from fdel.params import CheckpointError, store
 from fdel.train import checkpoint
+from fdel.train.loop import _progress
 
 STATE = {"w": jnp.arange(20_000, dtype=jnp.float32), "n": jnp.int32(0)}
 LIKE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
@@ -77,6 +79,47 @@ def test_damage_falls_back_to_the_checkpoint_before_and_says_so(tmp_path, kind, 
     assert checkpoint.steps(tmp_path) == [1] and (tmp_path / "3.damaged").is_dir()
     saved(tmp_path, (2, None), (3, None))  # their places are free again
     assert int(checkpoint.restore(tmp_path, LIKE)[0]["n"]) == 3
+
+
+NOTES = {"data": {"json": {"next_index": 2}}, "processes": 1, "progress": {"step": 2}, "config": None, "versions": {}}
+
+
+class Place:
+    """An iterator with a place, which checks nothing that grain does not."""
+
+    state: dict = {"next_index": 0}  # noqa: RUF012
+
+    def get_state(self) -> dict:
+        return self.state
+
+    def set_state(self, state: dict) -> None:
+        self.state = {"next_index": state["next_index"]}
+
+
+@pytest.mark.parametrize("text", [
+    "[" * 100_000, "[]", "null", "3", '"x"', "{}", "\x00",
+    *(json.dumps({k: v for k, v in NOTES.items() if k != name}) for name in ("data", "processes", "progress")),
+    *(json.dumps(NOTES | {"data": x}) for x in (None, [], {}, {"json": {}}, {"json": None}, {"base64": "a"})),
+    *(json.dumps(NOTES | {"data": {"json": {"next_index": x}}}) for x in ("2", 1.5, None, [2])),
+    *(json.dumps(NOTES | {"processes": x}) for x in ("one", None, [])),
+    *(json.dumps(NOTES | {"progress": x}) for x in (None, [], {"step": "2"}, {"stop": 2}, {"step": 2, "best": "a"})),
+], ids=lambda text: text[:60])  # fmt: skip
+def test_damaged_notes_fall_back_too(tmp_path, text):
+    """Whatever is wrong with them: the checkpoint before is read, and the place in the data is its."""
+    for step in (1, 2):
+        (tmp_path / f"{step}/notes").mkdir(parents=True)
+    (tmp_path / "1/notes/process_0.json").write_text(json.dumps(NOTES | {"data": {"json": {"next_index": 1}}}))
+    (tmp_path / "2/notes/process_0.json").write_text(text)
+    place = Place()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "restore", lambda path, like: path.name)
+        state, progress = checkpoint.resume(tmp_path, lambda: 0, place, None, False, _progress)
+        assert (state, progress.step, place.state) == ("1", 2, {"next_index": 1})
+        assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "2.damaged"]
+        assert checkpoint.ranked(tmp_path, "m") == []
+        (tmp_path / "1/notes/process_0.json").write_text(text)
+        with pytest.raises(CheckpointError, match="move the checkpoints away to start over"):
+            checkpoint.resume(tmp_path, lambda: 0, place, None, False, _progress)
 
 
 def test_nothing_is_renamed_or_begun_anew_if_none_fits(tmp_path):

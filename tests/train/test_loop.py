@@ -397,6 +397,21 @@ def test_steps_that_are_not_finite_are_counted_and_stop_the_run(step, start, tmp
         fit(lambda s, b: bad(next(count))(s, b), start, data(), loop(tmp_path, save_every=0, max_nonfinite=2))
 
 
+def test_a_run_without_a_finite_step_fails_and_is_not_saved_as_ended(step, start, tmp_path, caplog):
+    """After a warning at the tenth step in a row; also where it goes on; one finite step is enough."""
+    poison = lambda state, batch: (lambda s, m: (s, m | {"loss": m["loss"] * jnp.nan}))(*step(state, batch))
+    for steps, kept in ((11, ["4", "8"]), (12, ["4", "8"])):
+        with pytest.raises(FloatingPointError, match=f"none of the {steps} steps had a finite loss"):
+            fit(poison, start, data(), loop(tmp_path, steps=steps))
+        assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == kept or steps == 12
+    assert "10 steps in a row, up to step 10, had no finite loss or gradient" in caplog.text
+    with pytest.raises(FloatingPointError, match="none of the 12 steps"):
+        fit(step, start, data(), loop(tmp_path, steps=12))
+    good = iter([step, poison, poison])
+    fit(lambda s, b: next(good)(s, b), start, data(), loop(tmp_path / "one", steps=3, save_every=0))
+    assert logged(tmp_path / "one")[-1]["nonfinite_steps"] == 2
+
+
 def test_evaluation_is_exact_by_weight(start):
     """Against sums over single rows; the batches' weights differ."""
     batches = [batch for batch, _ in zip(data(), range(2), strict=False)]
