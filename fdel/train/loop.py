@@ -93,8 +93,8 @@ def fit(
 ) -> TrainState:
     """Run `state, metrics = step(state, batch, *fixed)` to `loop.steps`, from the last checkpoint if there is one.
 
-    `state` is consumed. A jitted function that makes it (with out_shardings on a mesh) is called only if there is nothing
-    to restore. `iter(data)` yields dicts of numpy arrays, this process's rows; `sharding` puts them on the mesh. With
+    `state` is consumed. A jitted function that makes it (with out_shardings on a mesh) is called if nothing is restored.
+    `iter(data)` yields dicts of numpy arrays, this process's rows; `sharding` puts them on the mesh. With
     checkpoints it has `get_state()`, JSON, and `set_state(state)`; with `data.shared`, as in `train.data`, the state is the
     same on all processes, and another number of them can go on. `evaluate(state)` gives numbers whose names begin with
     "eval_"; `callbacks` are called at each row, on every process, and end the run by returning True. `config` is JSON,
@@ -130,11 +130,8 @@ def fit(
                 saver.save(now, state, run.notes(iterator, config))
             killed = preemption.signalled(caught, now)
         run.read(state, last=not killed or now == loop.steps)
-        if not killed and 0 < now == run.progress.skipped:
-            raise FloatingPointError(
-                f"none of the {now} steps had a finite loss and gradient, so nothing was learnt and the run is not saved "
-                "as ended; look at the model's weights, at the first rows of the data, and at the learning rate"
-            )
+        if not killed:
+            _learnt(run.progress)
         if saver:
             saver.finish(now, state, run.notes(iterator, config))
     if killed:
@@ -210,6 +207,14 @@ def _count(progress: Progress, row: Row, tokens: int, most: int) -> Progress:
         skipped=progress.skipped + bad,
         nonfinite=in_a_row,
     )
+
+
+def _learnt(progress: Progress) -> None:
+    if 0 < progress.step == progress.skipped:
+        raise FloatingPointError(
+            f"none of the {progress.step} steps had a finite loss and gradient, so nothing was learnt and the run is not "
+            "saved as ended; look at the model's weights, at the first rows of the data, and at the learning rate"
+        )
 
 
 def _judge(progress: Progress, evaluated: Row, loop: Loop) -> Progress:
