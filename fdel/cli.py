@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import shutil
 import sys
 import time
@@ -143,6 +144,19 @@ def plot(args: argparse.Namespace) -> int:
     return 0
 
 
+def monitor(args: argparse.Namespace) -> int:
+    """Print what a server does, a line at a time; or a dashboard with the same graphs for Grafana."""
+    from fdel import monitor
+
+    if args.grafana:
+        print(json.dumps(monitor.dashboard(), indent=1))
+        return 0
+    key = args.key_file.read_text().strip() if args.key_file else ""
+    for line in monitor.lines(args.address, key, args.every):
+        print(line, flush=True)
+    return 0
+
+
 def serve(args: argparse.Namespace) -> int:
     """Serve checkpoints over HTTP, as OpenAI's API."""
     from fdel.serve import engine, launch
@@ -241,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
     options.mesh(p)
     p.add_argument("--no-train", action="store_true", help="leave out the training step")
     options.serve(command(serve), dtype)
+    options.monitor(command(monitor))
     options.eval(command(eval, checkpoint), dtype)
     options.keys(command(keys, ("file", "the key file; made if it is not there")))
     p = command(plot)

@@ -42,6 +42,14 @@ def generate(p: argparse.ArgumentParser, dtype: dict) -> None:
     mesh(p)
 
 
+def monitor(p: argparse.ArgumentParser) -> None:
+    """Add the options of `fdel monitor`."""
+    p.add_argument("address", nargs="?", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    p.add_argument("--key-file", type=Path, help="a file that holds the secret of a key that may read metrics")
+    p.add_argument("--every", type=float, default=1.0, help="seconds between two lines (default: %(default)s)")
+    p.add_argument("--grafana", action="store_true", help="print a dashboard that Grafana imports")
+
+
 def run(p: argparse.ArgumentParser) -> None:
     """Add the options of `fdel run`."""
     p.add_argument("recipe", nargs="?", help="the run file, YAML or JSON")

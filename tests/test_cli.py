@@ -122,7 +122,7 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, c
 
 
 def test_help_of_every_command(capsys):
-    for command in ("demo", "generate", "info", "convert", "diff", "run", "plan", "bench", "serve", "keys", "plot"):
+    for command in "demo generate info convert diff run plan bench serve keys plot monitor".split():
         with pytest.raises(SystemExit) as e:
             cli.main([command, "--help"])
         assert e.value.code == 0 and getattr(cli, command).__doc__[:30] in capsys.readouterr().out
