@@ -412,7 +412,7 @@ def test_base_config_changes_the_config_and_refuses_what_nothing_reads(checkpoin
     wanted = made(model={"name_or_path": str(checkpoint)}, sharding={"axis_dims": [1] * 5})
     found = recipe.build_model(wanted.set("base_config.values", {"rms_norm_eps": 0.5, "max_position_embeddings": 64}))
     assert (found.cfg.norm_eps, found.cfg.max_positions) == (0.5, 64)
-    with pytest.raises(recipe.RecipeError, match="attn_dtype: llama does not read it"):
+    with pytest.raises(recipe.RecipeError, match="attn_dtype: .*llama does not read"):
         recipe.build_model(wanted.set("base_config.values", {"attn_dtype": "float32"}))
     with pytest.raises(recipe.RecipeError, match="other shapes"):
         recipe.build_model(wanted.set("base_config.values", {"intermediate_size": 64}))

@@ -52,11 +52,10 @@ class Config:
     @classmethod
     def from_hf(cls, d: dict) -> "Config":
         """Build from config.json; of older keys, the values that transformers implements are understood."""
-        config.refuse(d, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-        cfg = config.from_hf(cls, d)
-        if d.get("num_key_value_heads") is not None:
-            config.refuse(d, num_key_value_heads=cfg.heads)
-        return cfg
+        return config.from_hf(
+            cls, d, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, head_dim=config.ANY,
+            num_key_value_heads=lambda c: c.heads, qk_head_dim=lambda c: c.nope_dim + c.rope_dim,
+        )  # fmt: skip
 
     to_hf = config.to_hf
 

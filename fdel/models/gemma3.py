@@ -21,9 +21,10 @@ def kinds(d: dict) -> tuple[str, ...]:
 
 def local_rope(d: dict) -> ops.Rope:
     """Read the rotary parameters of sliding layers (never scaled in older files)."""
-    if (d.get("rope_parameters") or {}).get(SLIDING):
-        return config.rope(d, d.get("head_dim", 256), layer_type=SLIDING)
-    return ops.Rope(d.get("head_dim", 256), d.get("rope_local_base_freq", 10000.0))
+    local = {"rope_theta": d.get("rope_local_base_freq", 10000.0), "rope_parameters": d.get("rope_parameters")}
+    if SLIDING not in (local["rope_parameters"] or {}):
+        local.pop("rope_parameters")
+    return config.rope(local, d.get("head_dim", 256), layer_type=SLIDING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +52,7 @@ class Config:
     )
     source: str = config.source()
 
-    @classmethod
-    def from_hf(cls, d: dict) -> "Config":
-        """Build from config.json; biases and bidirectional attention are not understood."""
-        config.refuse(d, attention_bias=False, use_bidirectional_attention=False)
-        return config.from_hf(cls, d)
-
+    from_hf = classmethod(config.from_hf)
     to_hf = config.to_hf
 
 

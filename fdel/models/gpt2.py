@@ -29,9 +29,9 @@ class Config:
 
     @classmethod
     def from_hf(cls, d: dict) -> "Config":
-        """Build from config.json; scaling by layer index and cross attention are not understood."""
-        config.refuse(d, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-        return config.from_hf(cls, d)
+        """Build from config.json; what it says of summaries and of the order of products is not read."""
+        summary = {key: config.ANY for key in d if isinstance(key, str) and key.startswith("summary_")}
+        return config.from_hf(cls, d, reorder_and_upcast_attn=config.ANY, n_ctx=config.ANY, **summary)
 
     to_hf = config.to_hf
 

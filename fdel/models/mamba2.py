@@ -47,9 +47,9 @@ class Config:
     @classmethod
     def from_hf(cls, d: dict) -> "Config":
         """Build from config.json; hidden_size * expand must be the mixer's width."""
-        cfg = config.from_hf(cls, d)
-        config.refuse({"expand": d.get("expand", 2)}, expand=cfg.heads * cfg.head_dim / cfg.embed)
-        return cfg
+        steps = dict.fromkeys(("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"), config.ANY)
+        steps |= {"expand": lambda c: c.inner / c.embed, "intermediate_size": lambda c: c.inner}
+        return config.from_hf(cls, {"expand": 2} | d, norm_before_gate=config.ANY, **steps)
 
     def to_hf(self) -> dict:
         """Write config.json."""

@@ -11,8 +11,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def window(d: dict) -> int | None:
-    """Read the window, which counts only with use_sliding_window."""
-    return d.get("sliding_window", 4096) if d.get("use_sliding_window", False) else None
+    """Read the window, which counts only with use_sliding_window; the keys are read in any case."""
+    size, used = d.get("sliding_window", 4096), d.get("use_sliding_window", False)
+    return size if used else None
 
 
 def kinds(d: dict) -> tuple[str, ...]:

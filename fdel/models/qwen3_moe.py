@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.models.qwen3 import attention, attention_spec, state_spec, top_spec
+from fdel.models.qwen3 import attention, attention_spec, state_spec, top_spec, window
 from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_moe", "Qwen3MoeForCausalLM"
@@ -58,7 +58,7 @@ class Config:
     tied: bool = config.hf("tie_word_embeddings", False)
     attn_bias: bool = config.hf("attention_bias", False)
     window: int | None = config.computed(
-        lambda d: d.get("sliding_window", 4096) if d.get("use_sliding_window") else None,
+        window,
         lambda w: {"sliding_window": w, "use_sliding_window": w is not None},
     )
     kinds: tuple[str, ...] = config.computed(kinds, kinds_to_hf)

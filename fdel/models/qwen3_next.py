@@ -30,7 +30,7 @@ def kinds_to_hf(kinds: tuple) -> dict:
 
 def partial(d: dict) -> float:
     """Read the rotated share of each head."""
-    return (d.get("rope_parameters") or d).get("partial_rotary_factor", d.get("partial_rotary_factor", 0.25))
+    return (d.get("rope_parameters") or {}).get("partial_rotary_factor", d.get("partial_rotary_factor", 0.25))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,7 @@ class Config:
     )
     source: str = config.source()
 
-    @classmethod
-    def from_hf(cls, d: dict) -> "Config":
-        """Build from config.json; attention biases are not understood."""
-        config.refuse(d, attention_bias=False)
-        return config.from_hf(cls, d)
-
+    from_hf = classmethod(config.from_hf)
     to_hf = config.to_hf
 
     @property

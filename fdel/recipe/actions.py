@@ -109,7 +109,7 @@ def export(recipe: Recipe, model: models.Model, tok: text.Tokenizer) -> Path:
     t, out = recipe.trainer, Path(recipe.trainer.save_directory) / "model"
     spec = spec_of(recipe, model)
     if t.trainer_type in HEADED:
-        save_classifier(spec, model, tok, out)
+        save_classifier(model, tok, out)
     elif check.adapters(recipe):
         params.save_peft(spec, model.params, out, base_name=str(recipe.model.name_or_path))
         if t.lora is not None and t.lora.merge:
@@ -122,20 +122,13 @@ def export(recipe: Recipe, model: models.Model, tok: text.Tokenizer) -> Path:
     return out
 
 
-def save_classifier(spec: Any, model: models.Model, tok: text.Tokenizer, path: Path) -> None:
-    """Save a model with a head of its own: as transformers' ...ForSequenceClassification, or, where it judges steps and the
-    head has a bias, ...ForTokenClassification."""
-    params.save(spec, model.params, path)
-    config = models.config_dict(model.family, model.cfg)
-    kind = "ForTokenClassification" if "score_bias" in spec else "ForSequenceClassification"
-    config["architectures"] = [model.family.ARCHITECTURE.replace("ForCausalLM", kind)]
-    names = {str(i): f"LABEL_{i}" for i in range(len(model.params["score"]))}
-    config |= {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
-    config["dtype"] = str(model.params["score"].dtype)
-    config.pop("torch_dtype", None)
-    if config.get("pad_token_id") is None:  # transformers finds the last token of a padded row by it
+def save_classifier(model: models.Model, tok: text.Tokenizer, path: Path) -> None:
+    """Save a model with a head of its own; transformers finds the last token of a padded row by pad_token_id."""
+    models.save(model, path)
+    config = json.loads((path / "config.json").read_text())
+    if config.get("pad_token_id") is None:
         config["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
-    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 # ---- actions -------------------------------------------------------------------------------------------------------

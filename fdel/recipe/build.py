@@ -19,7 +19,6 @@ from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS
 from fdel.recipe.schema import Model as Source
 from fdel.recipe.trainer import HEADED, RATES, Lora
-from fdel.train import losses
 
 # ---- mesh and models -----------------------------------------------------------------------------------------------
 
@@ -47,7 +46,8 @@ def compute_dtype(recipe: Recipe) -> Any:
 def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models.Model:
     """Load the model that is trained onto `mesh`, by default that of `sharding`; quantized, with adapters, if it is so.
 
-    For trainer_types reward and prm its params are those of `losses.reward_spec`, with a new head.
+    For trainer_types reward and prm its params are those of `models.classifier`, with a new head unless
+    the checkpoint has one.
     """
     t, load = recipe.trainer, recipe.loader
     frozen = check.adapters(recipe)
@@ -55,6 +55,8 @@ def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models
     mesh = build_mesh(recipe) if mesh is None else mesh
     model = _load(recipe, recipe.model, None if name is None else jnp.dtype(DTYPES[name]), mesh, "model")
     spec = spec_of(recipe, model)
+    if t.trainer_type in HEADED and "score" in model.params:
+        return model  # is one already: its training goes on
     if t.trainer_type in HEADED:
         inner = {k: v for k, v in model.params.items() if k in spec["model"]}
         head = {k: v for k, v in spec.items() if k != "model"}
@@ -84,7 +86,7 @@ def spec_of(recipe: Recipe, model: models.Model) -> Any:
     if recipe.trainer.trainer_type not in HEADED:
         return family.spec(cfg)
     steps = recipe.trainer.trainer_type == "prm"  # two classes with a bias, as transformers classifies tokens
-    return losses.reward_spec(family, cfg, 2 if steps else 1, bias=steps)
+    return models.classifier.spec(family, cfg, 2 if steps else 1, steps)
 
 
 def lora_targets(lora: Lora, spec: Any) -> str:
@@ -153,13 +155,18 @@ def _given(path: str | None, section: str) -> str:
 def _load(recipe: Recipe, source: Source, dtype: Any, mesh: jax.sharding.Mesh, name: str) -> models.Model:
     directory = params.resolve(_given(source.name_or_path, name), revision=source.extra_kwargs.revision)
     model = models.load(directory, dtype=dtype, mesh=mesh)
+    _fits(recipe, model, name)
     values = recipe.base_config.values
     if not values or name == "teacher_model":
         return model
-    before = json.loads((directory / "config.json").read_text())
+    before = json.loads(model.cfg.source)
     cfg, faults = model.cfg, []
     for key, value in parse.plain(values).items():
-        after = model.family.Config.from_hf(before | {key: value})
+        try:
+            after = model.family.Config.from_hf(before | {key: value})
+        except models.ConfigError as e:
+            faults.append(f"base_config.values.{key}: {e}")
+            continue
         if after == cfg and before.get(key) != value:
             near = parse.nearest(key, sorted({*before, *_keys(model.cfg)}))
             faults.append(f"base_config.values.{key}: {model.family.MODEL_TYPE} does not read it; {near}")
@@ -169,6 +176,19 @@ def _load(recipe: Recipe, source: Source, dtype: Any, mesh: jax.sharding.Mesh, n
         faults.append("base_config.values: the checkpoint's tensors have other shapes than these values ask for")
     parse.fail(faults)
     return model._replace(cfg=cfg)
+
+
+def _fits(recipe: Recipe, model: models.Model, name: str) -> None:
+    """Raise RecipeError for a classifier where text is learnt, and for one with other labels than are learnt."""
+    if "score" not in model.params:
+        return
+    found = f"{name}.name_or_path: is a classifier of {len(model.params['score'])} labels"
+    if recipe.trainer.trainer_type not in HEADED or name != "model":
+        raise parse.RecipeError(f"{found}, which writes no text; only trainer_type {' and '.join(HEADED)} train one")
+    want = [(path, p.shape) for path, p in params.named_leaves(spec_of(recipe, model))]
+    if want != [(path, p.shape) for path, p in params.named_leaves(models.spec_of(model))]:
+        head = "two labels with a bias" if recipe.trainer.trainer_type == "prm" else "one label without a bias"
+        raise parse.RecipeError(f"{found}; trainer_type {recipe.trainer.trainer_type} trains a head of {head}")
 
 
 def _keys(cfg: Any) -> set[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from fdel import ops
-from fdel.models import Model
+from fdel.models import Model, classifier
 from fdel.ops import quantized_pages
 from fdel.serve.step import PAGE
 
@@ -47,6 +47,8 @@ class Settings:
 
 def unsupported(model: Model, settings: Settings, draft: Model | None = None) -> str | None:
     """Say why an engine cannot serve a model with these settings and this draft model; None if it can."""
+    if reason := classifier.no_text(model.params):
+        return reason
     for name in ("rows", "pages", "max_length", "budget", "chunk", "queue", "decode_steps"):
         value = getattr(settings, name)
         if value is not None and value < 1:

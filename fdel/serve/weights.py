@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdel import models
 from fdel import params as P
-from fdel.models import Model
+from fdel.models import Model, classifier
 from fdel.ops.weights import Adapters, LowRank, is_weight
 from fdel.params.quantize import change
 from fdel.serve.step import mesh_of
@@ -36,6 +36,8 @@ def load(
 ) -> Model:  # fmt: skip
     """Load a checkpoint as engines want it: layers listed, over a mesh by rules, matrices in few bits if `quantize`."""
     model = models.load(path, dtype=dtype, mesh=mesh, rules=rules, stacked=False, revision=revision)
+    if reason := classifier.no_text(model.params):
+        raise ValueError(f"{path}: {reason}")
     if quantize is not None:
         spec = P.unstack(model.family.spec(model.cfg))
         model = model._replace(params=P.quantize(model.params, quantize, spec=spec, group=group))

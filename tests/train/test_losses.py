@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fdel import ops, train
 from fdel import params as P
 from fdel.models import llama
+from fdel.train.losses import reward_spec
 from fdel.train.losses.distill import (
     attention_mse,
     distill,
@@ -28,7 +29,7 @@ from fdel.train.losses.distill import (
     top_k_kl,
 )
 from fdel.train.losses.head import logits_sum
-from fdel.train.losses.reward import bradley_terry, process_reward, process_row, reward, reward_spec, score_rows
+from fdel.train.losses.reward import bradley_terry, process_reward, process_row, reward, score_rows
 from fdel.train.losses.sft import dft, nll, sft
 from fdel.train.losses.stats import IGNORE
 

@@ -4,6 +4,7 @@ For a training step, each comes with its model: `sft`, `distill`, `reward`, ... 
 `train.grads`; `likelihoods` with `dpo_objective`, ... and `embedding` build the two halves of `train.gradcache`.
 """
 
+from fdel.models.classifier import spec as reward_spec
 from fdel.train.losses.distill import (
     Terms,
     attention_mse,
@@ -27,7 +28,7 @@ from fdel.train.losses.likelihoods import (
 from fdel.train.losses.model import rows, run, score, shift
 from fdel.train.losses.pairs import cpo_objective, dpo_objective, orpo_objective
 from fdel.train.losses.preference import cpo, dpo, ld_weights, log_odds, orpo
-from fdel.train.losses.reward import bradley_terry, process_reward, process_row, reward, reward_spec, score_rows
+from fdel.train.losses.reward import bradley_terry, process_reward, process_row, reward, score_rows
 from fdel.train.losses.sft import dft, nll, sft
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits
 from fdel.train.losses.unpaired import (

@@ -1,7 +1,7 @@
 """Reward models: a linear head on the hidden states, learnt from pairs (Bradley-Terry) or from labelled steps.
 
 Parameters are {"model": the family's, without its output projection, "score": float[labels D]}, and "score_bias" where the
-head has one; see `reward_spec`.
+head has one; see `models.classifier`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,6 @@ from jax.nn import log_sigmoid
 from jaxtyping import Array, Float
 
 from fdel import ops
-from fdel.params.spec import Param, normal, zeros
 from fdel.train.losses.embedding import embed
 from fdel.train.losses.head import CHUNK, token_sum
 from fdel.train.losses.model import Batch, rows, run
@@ -21,17 +20,6 @@ from fdel.train.losses.sft import nll
 from fdel.train.losses.stats import IGNORE
 
 Sums = dict[str, Any]
-
-
-def reward_spec(family: ModuleType, cfg: Any, labels: int = 1, *, bias: bool = False) -> dict[str, Any]:
-    """Declare a reward model's arrays, under the names of transformers' ...ForSequenceClassification.
-
-    With `bias`, of ...ForTokenClassification. One label is a reward; process rewards have one per class.
-    """
-    model = {k: v for k, v in family.spec(cfg).items() if not k.startswith("head")}
-    score = Param("labels embed", (labels, cfg.embed), normal(0.02), "score.weight")
-    spec = {"model": model, "score": score}
-    return spec | ({"score_bias": Param("labels", (labels,), zeros, "score.bias")} if bias else {})
 
 
 def score_rows(family: ModuleType, cfg: Any, **options: Any) -> Callable[[Any, Batch], Float[Array, "... labels"]]:
