@@ -95,7 +95,7 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     mesh(p)
     p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
     p.add_argument("--max-loras", type=int, default=0, help="adapters to make room for at the start (default: none)")
-    p.add_argument("--max-lora-rank", type=int, default=16, help="their greatest rank (default: %(default)s)")
+    p.add_argument("--max-lora-rank", type=int, help="greatest rank of adapters (default: 64, but 16 for the room)")
     p.add_argument("--kv-cache-dtype", choices=("int8", "fp8"), help="keep keys and values in 8 bits")
     p.add_argument("--tool-parser", help="how the models write calls of tools (default: by their chat template)")
     p.add_argument("--rows", type=int, default=32, help="sequences that run at a time (default: %(default)s)")

@@ -86,7 +86,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _json(file: Path, raw: bytes, problems: list[str]) -> dict[str, Any]:
+def json_object(file: Path, raw: bytes, problems: list[str]) -> dict[str, Any]:
+    """Parse a JSON object; append what is wrong with it to `problems`."""
     try:
         value = json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as e:
@@ -114,18 +115,22 @@ def _entry(entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
     return shape, dtype, begin, end
 
 
-def safetensors_header(file: Path, problems: list[str]) -> dict[str, Tensor]:
+def safetensors_header(file: Path, problems: list[str], most: int = MAX_HEADER) -> dict[str, Tensor]:
     """Read which tensors a safetensors file holds, in file order; append what is wrong with it to `problems`.
 
-    As in the safetensors library, tensors must cover the file without overlap, hole or rest.
+    `most` is the most bytes that the header may have. As in the safetensors library, tensors must cover the file without
+    overlap, hole or rest.
     """
     size = file.stat().st_size
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
+        if size < 8 or length > size - 8:
             problems.append(f"{file.name}: {size} bytes cannot hold a header of {length}; no safetensors, or truncated")
             return {}
-        entries = _json(file, f.read(length), problems)
+        if length > most:
+            problems.append(f"{file.name}: a header of {length:,} bytes; expected {most:,} at most")
+            return {}
+        entries = json_object(file, f.read(length), problems)
     found: dict[str, tuple[tuple[int, ...], np.dtype, int, int]] = {}
     bad = len(problems)
     for name, entry in entries.items():
@@ -148,7 +153,7 @@ def safetensors_header(file: Path, problems: list[str]) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path, header: Header, problems: list[str]) -> dict[str, Tensor]:
-    where = _json(index, index.read_bytes(), problems).get("weight_map")
+    where = json_object(index, index.read_bytes(), problems).get("weight_map")
     # A path in the index must not lead out of the directory.
     if not isinstance(where, dict) or not all(
         isinstance(f, str) and re.fullmatch(r"[\w.-]+", f) for f in where.values()

@@ -5,13 +5,14 @@ the axes of each side in one, as the Param lays them out. An embedding, to PEFT,
 lora_embedding_A [r, vocab] and lora_embedding_B [embed, r], our b and a transposed (https://github.com/huggingface/peft).
 """
 
+import functools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,8 @@ from safetensors.numpy import save_file
 
 from fdel.ops.weights import LowRank, is_weight
 
-from .files import CheckpointError, tensors
+from .files import CheckpointError, Tensor, json_object, safetensors_header
+from .patterns import Patterns
 from .quantize import Matrix, change, declarations, file_dims, matrix
 from .spec import Layout, Param, hf_names, layout, named_leaves, zeros
 
@@ -37,47 +39,78 @@ NEUTRAL = {
 ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
 
 
-def load_peft(spec: Tree, params: Tree, path: str | Path) -> Tree:
+class _Pair(NamedTuple):
+    """A lora_A and a lora_B: where they belong in the stacked axes of their array, and what they are multiplied with."""
+
+    index: tuple[int, ...]
+    names: tuple[str, str]
+    tensors: tuple[Tensor, ...]
+    table: bool
+    rank: int
+    scale: float
+
+
+def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | None = None) -> Tree:
     """Give params the adapter in directory `path`, in float32; of the base weights nothing is read.
 
     Layers of a stack without an adapter get one that is zero and stays so in training; lower ranks are padded with
     zeros. Parts of a fused tensor get their rows of lora_B and a lora_A each. What cannot be applied exactly (another
-    kind of adapter, an initialisation that changes the base, a tensor without a place in the spec): `CheckpointError`.
+    kind of adapter, an initialisation that changes the base, a tensor without a place in the spec), a rank above
+    `max_rank` and values that are not finite: `CheckpointError`. Names, shapes and ranks are checked before any tensor
+    is read.
     """
     path = Path(path)
     for name in CONFIG, WEIGHTS:
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} has no {name}; PEFT's save_pretrained writes it (.bin files are not read)")
-    config = json.loads((path / CONFIG).read_text("utf-8"))
-    files = {name: t.read() for name, t in tensors(path / WEIGHTS).items() if ".base_layer." not in name}
-    problems = [f"{CONFIG}: {k}={v!r} is not supported" for k, v in config.items() if not _understood(k, v)]
-    adapters = {}
-    used = set()
-    for leaf, p, m in _adaptable(spec, params):
-        read = {}
-        for index, module in _modules(p):
-            names = _tensor_names(module, leaf in TABLES)
-            if all(name in files for name in names):
-                used |= {*names}
-                a, b = (files[name] for name in names)
-                a, b = (b.T, a.T) if leaf in TABLES else (a, b)
-                shapes = [x.file_shape for x in _layouts(p, m, len(a))]
-                if [a.shape, b.shape] == shapes:
-                    read[index] = a, b, _scale(config, module, len(a))
-                else:
-                    problems.append(f"{names[0]} {a.shape}, {names[1]} {b.shape}: expected {shapes[0]}, {shapes[1]}")
-        if read:
-            adapters[leaf] = _assemble(p, m, read)
-    problems += [f"{name} has no place in the spec" for name in files if name not in used]
+    problems: list[str] = []
+    leaves = list(_adaptable(spec, params))
+    modules = sum(math.prod(len(r) for _, r in p.stacked) for _, p, _ in leaves)
+    scale = _scales(path / CONFIG, problems, modules)
+    header = safetensors_header(path / WEIGHTS, problems, (1 << 16) + 1024 * modules)
+    files = {name: t for name, t in header.items() if ".base_layer." not in name}
+    pairs = {} if problems else _pairs(leaves, files, scale, max_rank, problems)
+    arrays = {} if problems else {x: _assemble(p, m, pairs[x], problems) for x, p, m in leaves if x in pairs}
     if problems:
         raise CheckpointError(path, problems)
 
     def one(leaf: str, w: Any) -> Any:
-        if leaf in adapters and isinstance(w, LowRank):
+        if leaf in arrays and isinstance(w, LowRank):
             raise ValueError(f"{leaf} has an adapter; merge or unload it before another one is loaded")
-        return LowRank(w, *map(jnp.asarray, adapters[leaf])) if leaf in adapters else w
+        return LowRank(w, *map(jnp.asarray, arrays[leaf])) if leaf in arrays else w
 
     return change(one, params)
+
+
+def _pairs(
+    leaves: Sequence[tuple[str, Param, Matrix]],
+    files: Mapping[str, Tensor],
+    scale: Callable[[str, int], float],
+    max_rank: int | None,
+    problems: list[str],
+) -> dict[str, list[_Pair]]:
+    """Find the tensors of each leaf by their names and shapes; nothing is read."""
+    out: dict[str, list[_Pair]] = {}
+    used: set[str] = set()
+    for leaf, p, m in leaves:
+        table = leaf in TABLES
+        for index, module in _modules(p):
+            names = _tensor_names(module, table)
+            if any(name not in files for name in names):
+                continue
+            used |= {*names}
+            found = tuple(files[name] for name in names)  # parts of a fused tensor have the same
+            a, b = (t.shape[::-1] for t in reversed(found)) if table else (t.shape for t in found)
+            kinds = [str(t.dtype) for t in found if not jnp.issubdtype(t.dtype, jnp.floating)]
+            try:
+                if kinds:
+                    raise ValueError(f"{kinds[0]}; expected floating-point numbers")
+                rank = _rank(p, m, a, b, max_rank)
+                out.setdefault(leaf, []).append(_Pair(index, names, found, table, rank, scale(module, rank)))
+            except ValueError as e:
+                problems.append(f"{names[0]} {a}, {names[1]} {b}: {e}")
+    problems += [f"{name} has no place in the spec" for name in files if name not in used]
+    return out
 
 
 def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = "") -> None:
@@ -116,6 +149,29 @@ def _understood(field: str, value: Any) -> bool:
     return field in NEUTRAL or value in ALLOWED.get(field, ()) or not value
 
 
+def _scales(file: Path, problems: list[str], modules: int) -> Callable[[str, int], float]:
+    """Read adapter_config.json, of a model with so many modules: a function of (module, rank) that gives its scale."""
+    most = (1 << 16) + 512 * modules
+    if (size := file.stat().st_size) > most:
+        problems.append(f"{file.name}: {size:,} bytes; expected {most:,} at most")
+        return lambda module, rank: 1.0
+    config = json_object(file, file.read_bytes(), problems)
+    problems += [
+        f"{file.name}: {k}={str(v)[:100]!r} is not supported" for k, v in config.items() if not _understood(k, v)
+    ]
+    alphas = config.get("alpha_pattern") or {}
+    alphas = alphas if isinstance(alphas, dict) else {"alpha_pattern": alphas}
+    each = {"lora_alpha": config.get("lora_alpha"), **alphas}
+    wrong = [k for k, v in each.items() if type(v) not in (int, float) or not abs(v) < 1e30]
+    problems += [f"{file.name}: {k[:100]!r}: {str(each[k])[:100]!r}; expected a finite number" for k in wrong]
+    try:
+        patterns = Patterns(alphas)
+    except ValueError as e:
+        problems.append(f"{file.name}: alpha_pattern: {e}")
+    root = math.sqrt if config.get("use_rslora") else float
+    return lambda module, rank: patterns.get(module, config["lora_alpha"]) / root(rank)
+
+
 def _adaptable(spec: Tree, params: Tree) -> Iterator[tuple[str, Param, Matrix]]:
     """The leaves of params that are weights of modules: (path, declaration, how it is a matrix)."""
     for leaf, p in declarations(params, spec).items():
@@ -135,6 +191,7 @@ def _tensor_names(module: str, table: bool) -> tuple[str, str]:
     return f"base_model.model.{module}.{kind.format('A')}", f"base_model.model.{module}.{kind.format('B')}"
 
 
+@functools.lru_cache(maxsize=64)
 def _layouts(p: Param, m: Matrix, rank: int) -> tuple[Layout, Layout]:
     """How lora_A maps to [rank, *inputs] and lora_B to [*outputs, rank]."""
     sizes = dict(zip(p.axes.split(), p.shape, strict=True)) | {"rank": rank}
@@ -148,20 +205,32 @@ def _layouts(p: Param, m: Matrix, rank: int) -> tuple[Layout, Layout]:
     return one(["rank", *inputs], inputs, "rank {}"), one([*outputs, "rank"], outputs, "{} rank")
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), config["lora_alpha"])
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+def _rank(p: Param, m: Matrix, a: tuple[int, ...], b: tuple[int, ...], most: int | None) -> int:
+    """Compare the shapes of lora_A and lora_B with the spec; give their rank. ValueError says what does not fit."""
+    rank = a[0] if a else 0
+    expected = [x.file_shape for x in _layouts(p, m, max(rank, 1))]
+    if [a, b] != expected:
+        raise ValueError(f"expected {expected[0]}, {expected[1]}")
+    if most is not None and rank > most:
+        raise ValueError(f"rank {rank}; the most is {most} here (max_lora_rank)")
+    return rank
 
 
-def _assemble(p: Param, m: Matrix, read: Mapping[tuple[int, ...], tuple]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Put the tensors of one array's modules together: its factors a and b, and scale."""
-    rank = max(len(a) for a, _, _ in read.values())
+def _assemble(p: Param, m: Matrix, pairs: Sequence[_Pair], problems: list[str]) -> tuple[np.ndarray, ...]:
+    """Read the tensors of one array's modules: its factors a and b, and scale. Notes what is not finite."""
+    rank = max(pair.rank for pair in pairs)
     batch, outputs, inputs = m.cut(p.shape)
     a, b = np.zeros((*batch, rank, *inputs), np.float32), np.zeros((*batch, *outputs, rank), np.float32)
     scale = np.zeros(batch, np.float32)
-    for index, (file_a, file_b, s) in read.items():
-        r = len(file_a)
+    for index, names, tensors, table, r, s in pairs:
+        with np.errstate(over="ignore"):
+            files = [t.read().astype(np.float32) for t in tensors]
+        problems += [
+            f"{n} holds values that are not finite"
+            for n, x in zip(names, files, strict=True)
+            if not np.isfinite(x).all()
+        ]
+        file_a, file_b = (x.T for x in reversed(files)) if table else files
         layout_a, layout_b = _layouts(p, m, r)
         a[index][:r], b[index][..., :r], scale[index] = layout_a.read(file_a), layout_b.read(file_b), s
     return a, b, scale

@@ -1,10 +1,12 @@
 """Administration: keys, adapters, the end of service."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -16,6 +18,7 @@ from fdel.serve.openai.tables import NAME
 from fdel.serve.served import Served
 from fdel.serve.state import Call, Server
 
+log = logging.getLogger(__name__)
 ADAPTERS = 64  # that may be loaded at a time
 _RATE, _NAME, _MODEL = number(1e-3, 1e9), text(64, 1, NAME), text(256, 1)
 # What the bodies are, by path.
@@ -78,14 +81,19 @@ async def load_adapter(call: Call) -> web.Response:
         raise APIError(f"the model {base.name!r} is an adapter; name a model", param="model")
     path = directory(server.adapter_root, asked["lora_path"])
 
+    def check() -> None:
+        if name in server.models:
+            said = f"the name {name!r} is taken; unload it first"
+            raise APIError(said, param="lora_name", status=409, code="exists")
+        if sum(s.parent is not None for s in server.models.values()) >= ADAPTERS:
+            raise APIError(f"{ADAPTERS} adapters are loaded, which is the most", status=409, code="full")
+
     async def work() -> None:
+        check()
+        adapted = await call.aside(lambda: _read(base, path))  # may take a while, and holds up nobody
         async with server.changing:
-            if name in server.models:
-                said = f"the name {name!r} is taken; unload it first"
-                raise APIError(said, param="lora_name", status=409, code="exists")
-            if sum(s.parent is not None for s in server.models.values()) >= ADAPTERS:
-                raise APIError(f"{ADAPTERS} adapters are loaded, which is the most", status=409, code="full")
-            await call.aside(lambda: _load(base, name, path))
+            check()
+            await call.aside(lambda: _update(base, name, adapted))
             server.metrics.extend("model", name)
             server.models = {**server.models, name: base.under(name)}
 
@@ -127,14 +135,27 @@ def directory(root: Path | None, said: str) -> Path:
     raise APIError("there is no adapter of this path", param="lora_path", status=404, code="not_found")
 
 
-def _load(base: Served, name: str, path: Path) -> None:
-    model = base.engine.model
+def _read(base: Served, path: Path) -> Any:
+    engine = base.engine
+    model, most = engine.model, engine.settings.lora_rank
     try:
-        adapted = params.load_peft(params.unstack(model.family.spec(model.cfg)), model.params, path)
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as e:
-        said = str(e) if isinstance(e, ValueError) else "its files cannot be read"
-        raise APIError(f"this adapter does not fit the model: {said}", param="lora_path") from e
-    base.engine.update_params(adapted, adapter=name)
+        return params.load_peft(params.unstack(model.family.spec(model.cfg)), model.params, path, max_rank=most)
+    except ValueError as e:
+        raise _unfit(str(e)) from e
+    except Exception as e:  # whatever else a file may bring about is told to the log alone
+        log.exception("an adapter cannot be read")
+        raise _unfit("its files cannot be read") from e
+
+
+def _update(base: Served, name: str, adapted: Any) -> None:
+    try:
+        base.engine.update_params(adapted, adapter=name)
+    except ValueError as e:
+        raise _unfit(str(e)) from e
+
+
+def _unfit(said: str) -> APIError:
+    return APIError(f"this adapter does not fit the model: {said}", param="lora_path")
 
 
 # ---- the end -------------------------------------------------------------------------------------------------------

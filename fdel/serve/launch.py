@@ -94,8 +94,9 @@ def served(
     """Make an engine of a model: what it serves under its name, and under those of adapters. Nothing is started."""
     model = weights.placed(model)
     spec = params.unstack(model.family.spec(model.cfg))
-    adapted = {n: params.load_peft(spec, model.params, path) for n, path in (adapters or {}).items()}
     settings = options.settings
+    load = lambda path: params.load_peft(spec, model.params, path, max_rank=settings.lora_rank)
+    adapted = {n: load(path) for n, path in (adapters or {}).items()}
     if settings.pages is None:
         settings = replace(settings, pages=pages_that_fit(model, options.memory, settings.kv_cache_dtype))
     engine = Engine(model, settings, tokenizer=tok, adapters=adapted)

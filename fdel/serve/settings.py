@@ -24,9 +24,9 @@ class Settings:
     of the newest three; 0: none. decode_steps: tokens that one call adds to each sequence while no prompt waits,
     which saves the host's part of the steps between; readers get them together. batches: the numbers of rows that
     decode is compiled for, the largest last; None: 1, 8, 64, ..., rows. kv_cache_dtype: "int8" or "fp8" keeps keys
-    and values in 8 bits, with a scale for each token and head; None: in the dtype of the activations. max_loras: so
-    many adapters, of max_lora_rank at most, have room from the start, so that adding one compiles nothing; more or
-    larger ones work all the same.
+    and values in 8 bits, with a scale for each token and head; None: in the dtype of the activations. max_lora_rank:
+    adapters of a greater rank are refused; None or 0: 64. max_loras: so many adapters, of max_lora_rank or by default
+    of 16, have room from the start, so that adding one compiles nothing; more work all the same.
     """
 
     rows: int = 32
@@ -42,7 +42,12 @@ class Settings:
     batches: Sequence[int] | None = None
     kv_cache_dtype: str | None = None
     max_loras: int = 0
-    max_lora_rank: int = 16
+    max_lora_rank: int | None = None
+
+    @property
+    def lora_rank(self) -> int:
+        """The greatest rank of an adapter."""
+        return self.max_lora_rank or 64
 
 
 def unsupported(model: Model, settings: Settings, draft: Model | None = None) -> str | None:
@@ -57,10 +62,8 @@ def unsupported(model: Model, settings: Settings, draft: Model | None = None) ->
         return f"drafts={settings.drafts}; expected 0 or more"
     if settings.drafts and settings.decode_steps > 1:
         return f"drafts={settings.drafts} and decode_steps={settings.decode_steps}; both add several tokens, use one"
-    if settings.max_loras < 0 or settings.max_lora_rank < 1:
-        return (
-            f"max_loras={settings.max_loras}, max_lora_rank={settings.max_lora_rank}; expected 0 or more, of 1 or more"
-        )
+    if settings.max_loras < 0 or (settings.max_lora_rank or 0) < 0:
+        return f"max_loras={settings.max_loras}, max_lora_rank={settings.max_lora_rank}; expected 0 or more"
     if draft is not None and not settings.drafts:
         return "a draft model with drafts=0; say how many tokens it guesses ahead, such as drafts=3"
     if draft is not None and (draft.cfg.vocab != model.cfg.vocab or recurrent(draft)):

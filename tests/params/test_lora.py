@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fdel.models import gpt2, llama
 from fdel.ops.einsum import einsum
@@ -304,3 +305,116 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         save_peft(SPEC, PARAMS, tmp_path)
     with pytest.raises(ValueError, match="no place for adapters of layers.up"):
         save_peft(SPEC, lora.add(PARAMS, 2, 4, "up", key=KEY, spec=SPEC), tmp_path)
+
+
+# ---- files of strangers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    """A good adapter of rank 2 of the matrices q; a function writes it anew with other tensors and other settings."""
+    params = randomised(lora.add(PARAMS, 2, 4, r"\.q$", key=KEY, spec=SPEC))
+    save_peft(SPEC, params, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    good = load_file(tmp_path / "adapter_model.safetensors")
+
+    def write(change: Any = None, **settings: Any) -> Path:
+        save_file({**good, **(change or {})}, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | settings))
+        return tmp_path
+
+    return write
+
+
+NAME = "base_model.model.layers.1.heads_head_dim_embed.lora_{}.weight"
+A, B = NAME.format("A"), NAME.format("B")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [A, B])
+def test_values_that_are_not_finite_are_refused(file, name: str, value: float) -> None:
+    """By the name of their tensor; also those that float32 cannot hold."""
+    shape = {A: (2, 12), B: (10, 2)}[name]
+    x = np.ones(shape)
+    x[-1, -1] = value
+    for bad in (x.astype(np.float32), x, np.full(shape, 1e300)):
+        with pytest.raises(CheckpointError, match=rf"1 problem\n  {name} holds values that are not finite"):
+            load_peft(SPEC, PARAMS, file({name: bad}))
+
+
+def test_ranks_have_a_limit(file) -> None:
+    assert load_peft(SPEC, PARAMS, file(), max_rank=2)["layers"]["q"].a.shape == (2, 2, 12)
+    with pytest.raises(CheckpointError, match=r"lora_B.weight \(10, 2\): rank 2; the most is 1 here \(max_lora_rank\)"):
+        load_peft(SPEC, PARAMS, file(), max_rank=1)
+    none = {A: np.zeros((0, 12), np.float32), B: np.zeros((10, 0), np.float32)}
+    with pytest.raises(CheckpointError, match=r"lora_A.weight \(0, 12\), .*: expected \(1, 12\), \(10, 1\)"):
+        load_peft(SPEC, PARAMS, file(none))
+    with pytest.raises(CheckpointError, match="int32; expected floating-point"):
+        load_peft(SPEC, PARAMS, file({A: np.zeros((2, 12), np.int32)}))
+    flat = {A: np.zeros(24, np.float32), B: np.ones((), np.float32)}
+    with pytest.raises(CheckpointError, match=r"lora_A.weight \(24,\), .* \(\): expected"):
+        load_peft(SPEC, PARAMS, file(flat))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern: pattern '\\(' cannot be used: a missing"),
+        ({"alpha_pattern": {"(([a-z_.0-9])+)+!": 1}}, None),
+        ({"alpha_pattern": {"q": "4"}}, "'q': '4'; expected a finite number"),
+        ({"alpha_pattern": [1]}, r"'alpha_pattern': '\[1\]'; expected a finite number"),
+        ({"lora_alpha": None}, "'lora_alpha': 'None'; expected a finite number"),
+        ({"lora_alpha": float("nan")}, "'lora_alpha': 'nan'; expected a finite number"),
+        ({"lora_alpha": 10**400}, "'lora_alpha': .*; expected a finite number"),
+        ({"revision": "a" * 100_000}, "100,.* bytes; expected .* at most"),
+    ],
+)
+def test_settings_of_strangers(file, settings: dict, said: str | None) -> None:
+    if said is None:
+        load_peft(SPEC, PARAMS, file(**settings))
+    else:
+        with pytest.raises(CheckpointError, match=f"1 problem\n  adapter_config.json: {said}"):
+            load_peft(SPEC, PARAMS, file(**settings))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ("[" * 30_000, "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ("{", "not valid JSON"),
+        ('{"r": 1, "r": 2}', "twice"),
+    ],
+    ids=["nested", "list", "cut", "twice"],
+)
+def test_settings_that_are_no_settings(file, raw: str, said: str) -> None:
+    path = file()
+    (path / "adapter_config.json").write_text(raw)
+    with pytest.raises(CheckpointError, match=said):
+        load_peft(SPEC, PARAMS, path)
+
+
+def test_large_files_are_refused_by_their_headers(file, monkeypatch) -> None:
+    """No tensor is read: one of 3 GiB that has no place, one of a wrong shape, and 300,000 of them."""
+    path = file()
+    monkeypatch.setattr("fdel.params.files._readinto", lambda *args: pytest.fail("read"))
+
+    def write(entries: dict[str, list[int]]) -> None:
+        at, header = 0, {}
+        for name, shape in entries.items():
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at := at + 4 * math.prod(shape)]}
+        raw = json.dumps(header).encode()
+        with (path / "adapter_model.safetensors").open("wb") as f:
+            f.write(len(raw).to_bytes(8, "little") + raw)
+            f.truncate(8 + len(raw) + at)
+
+    size = 3 << 28  # elements of 3 GiB
+    for entries, said in (
+        ({A: [2, 12], B: [10, 2], "other": [size]}, "other has no place in the spec"),
+        ({A: [size // 12, 12], B: [10, 2]}, r"expected \(67108864, 12\), \(10, 67108864\)"),
+        ({A: [2, 12]}, "lora_A.weight has no place in the spec"),
+        ({f"t{i}": [1] for i in range(300_000)}, "a header of .* bytes; expected .* at most"),
+    ):
+        write(entries)
+        with pytest.raises(CheckpointError, match=said):
+            load_peft(SPEC, PARAMS, path)

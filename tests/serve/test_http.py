@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import jax
 import jsonschema
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fdel import cli, params, serve, text
 from fdel.ops.weights import LowRank
@@ -420,6 +422,70 @@ def test_adapters_that_do_not_fit(running, adapters):
     (root / "good" / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
     assert load(running)[0] == 400
     assert load(running, model="other")[0] == 404 and chat(running)[0] == 200
+
+
+def overwrite(folder, **changes):
+    """Change the settings of an adapter's file, and all values of its tensors."""
+    file = folder / "adapter_config.json"
+    values = changes.pop("values", None)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    if values is not None:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        save_file({k: np.full_like(v, values) for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"values": np.nan}, "lora_A.weight holds values that are not finite"),
+        ({"values": np.inf}, "lora_A.weight holds values that are not finite"),
+        ({"values": 1e20, "lora_alpha": 1e29}, "layers.0.q"),
+        ({"alpha_pattern": {"(": 1}}, "pattern '(' cannot be used"),
+        ({"alpha_pattern": {"[" * 30_000: 1}}, "most are"),
+        ({"lora_alpha": "a"}, "expected a finite number"),
+        ({"r": 1, "use_dora": [[[]]]}, "use_dora"),
+    ],
+    ids=["nan", "inf", "overflow", "regex", "long regex", "alpha", "dora"],
+)
+def test_adapters_of_strangers(running, adapters, changes, said):
+    """Refused at once, by name, and nobody's answers change."""
+    before = chat(running)[1]["choices"]
+    overwrite(adapters[0] / "good", **changes)
+    status, got, headers = load(running)
+    assert status == 400 and said in got["error"]["message"] and "x-request-id" in headers
+    assert [*running.state.models] == ["small"] and chat(running)[1]["choices"] == before
+
+
+def test_a_rank_above_the_limit(running, model, adapters):
+    spec = params.unstack(model.family.spec(model.cfg))
+    large = params.lora.add(model.params, 5, 8, r"\.q$", key=jax.random.key(1), spec=spec)
+    params.save_peft(spec, jax.tree.map(lambda x: x + 1, large), adapters[0] / "large")
+    status, got, _ = load(running, path="large")
+    assert status == 400 and "rank 5; the most is 4 here" in got["error"]["message"]
+
+
+def test_a_slow_adapter_holds_up_nobody(running, adapters, monkeypatch):
+    """While the file of one is read, others come and go."""
+    begun, go = threading.Event(), threading.Event()
+    real = params.load_peft
+
+    def slow(spec, tree, path, **kwargs):
+        if path.name == "slow":
+            begun.set()
+            assert go.wait(60)
+        return real(spec, tree, path, **kwargs)
+
+    monkeypatch.setattr("fdel.params.load_peft", slow)
+    shutil.copytree(adapters[0] / "good", adapters[0] / "slow")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(load(running, "slow", "slow")[0]))
+    thread.start()
+    try:
+        assert begun.wait(60) and load(running)[0] == 200 and unload(running)[0] == 200
+    finally:
+        go.set()
+        thread.join(60)
+    assert found == [200] and unload(running, "slow")[0] == 200
 
 
 def test_adapters_are_for_admins_and_where_a_root_is_given(running, adapters, monkeypatch):
