@@ -63,32 +63,26 @@ def unload(params: Tree) -> Tree:
     return change(lambda _, w: w.base if isinstance(w, LowRank) else w, params)
 
 
-def unstackable(params: Tree, base: Tree) -> str | None:
-    """Say why `stack` cannot hold an adapter of this base; None if it can.
-
-    All other arrays have to be the base's own, and what is adapted a matrix of a layer: tokens are sorted by expert
-    before they reach the matrices of experts, and nobody knows their order there.
-    """
-    depth = 0 if isinstance(params["layers"], list) else 1
-    known = dict(named_leaves(base, is_leaf=is_weight))
-    arrays = lambda w: [id(x) for x in jax.tree.leaves(w)]
-    for path, w in named_leaves(params, is_leaf=is_weight):
-        low = isinstance(w, LowRank)
-        if path not in known or isinstance(known[path], LowRank) or arrays(w.base if low else w) != arrays(known[path]):
-            return f"{path} is not an array of the base"
-        if low and (w.batch > depth or path.partition(".")[0] != "layers"):
-            return f"{path} is adapted, which is not a matrix of a layer"
-    return None
+def factors(w: LowRank, dtype: Any) -> tuple[Array, Array]:
+    """Give the factors a and scale * b of an update, computed in float32, in the dtype in which they are multiplied."""
+    scale = w.scale.reshape(*w.scale.shape, *[1] * (w.b.ndim - w.scale.ndim))
+    return w.a.astype(dtype), (w.b.astype(jnp.float32) * scale).astype(dtype)
 
 
-def stack(base: Tree, adapters: Mapping[int, Tree], slots: int, rank: int, also: Sequence[Tree] = ()) -> Tree:
+def stack(
+    base: Tree, adapters: Mapping[int, Tree], slots: int, rank: int, also: Sequence[Tree] = (), dtype: Any = jnp.float32
+) -> Tree:
     """Put adapters of one base into one tree: what any of them adapts becomes an `Adapters` leaf of `slots` updates.
 
     `adapters` are listed trees (`unstack`) by their slot, of `rank` at most; `also` are more trees, for whose adapters
-    leaves are made, but not filled. Give tokens their adapters with `choose`.
+    leaves are made, but not filled. Factors become `dtype`, that of the activations: those that are not finite in it
+    become its greatest value, which harms their own tokens alone (0 x NaN would harm all). Give tokens their adapters with
+    `choose`.
     """
     leaves = {slot: dict(named_leaves(tree, is_leaf=is_weight)) for slot, tree in adapters.items()}
     others = [dict(named_leaves(tree, is_leaf=is_weight)) for tree in also]
+    top = float(jnp.finfo(dtype).max)
+    finite = lambda x: jnp.nan_to_num(x, nan=top, posinf=top, neginf=-top)
 
     def one(path: str, w: Any) -> Any:
         found = [tree[path] for tree in (*leaves.values(), *others) if isinstance(tree.get(path), LowRank)]
@@ -96,14 +90,12 @@ def stack(base: Tree, adapters: Mapping[int, Tree], slots: int, rank: int, also:
             return w
         _, *inputs = found[0].a.shape
         *outputs, _ = found[0].b.shape
-        dtype = jnp.result_type(*(f.a.dtype for f in found))
         a, b = jnp.zeros((slots, rank, *inputs), dtype), jnp.zeros((*outputs, slots, rank), dtype)
         for slot, tree in leaves.items():
             low = tree[path]
             if isinstance(low, LowRank):
-                own = slice(low.a.shape[0])
-                a = a.at[slot, own].set(low.a.astype(dtype))
-                b = b.at[..., slot, own].set((low.b * low.scale.astype(low.b.dtype)).astype(dtype))
+                own, (low_a, low_b) = slice(low.a.shape[0]), factors(low, dtype)
+                a, b = a.at[slot, own].set(finite(low_a)), b.at[..., slot, own].set(finite(low_b))
         return Adapters(w, a, b)
 
     return change(one, base)

@@ -42,7 +42,7 @@ ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True
 class _Pair(NamedTuple):
     """A lora_A and a lora_B: where they belong in the stacked axes of their array, and what they are multiplied with."""
 
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     names: tuple[str, str]
     tensors: tuple[Tensor, ...]
     table: bool

@@ -9,15 +9,13 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import ops
-from fdel import params as P
 from fdel.models import Model
 from fdel.serve.sample import Sampling, sampling_rows
 from fdel.serve.schedule import Chunk, Request
-from fdel.serve.step import PAGE, Out, compute_dtype, mesh_of, programs
-from fdel.serve.weights import Weights
+from fdel.serve.step import PAGE, Out, compute_dtype, programs
+from fdel.serve.weights import Weights, owned
 
 BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
@@ -36,10 +34,11 @@ def sizes(first: int, last: int, factor: int) -> list[int]:
 class Device:
     """What runs on the accelerators. `rows` sequences at a time, of at most `length` tokens, in `pages` pages.
 
-    weights: the parameters of each adapter, "" for none; `slots` adapters of a `rank` have room from the start. blocks,
-    batches: the numbers of prefill blocks and of decode rows that programs are compiled for. drafts: tokens guessed ahead
-    in `decode`, if it is asked to; by `draft`, then always, so that this model's cache has no gaps. kv: the cache's
-    format, "int8" or "fp8"; None: the activations' dtype. steps: tokens that `decode` adds where it may add `many`.
+    weights: the parameters of each adapter, "" for none; `slots` adapters of a `rank` have room from the start, and none
+    may exceed `most_rank`. blocks, batches: the numbers of prefill blocks and of decode rows that programs are compiled
+    for. drafts: tokens guessed ahead in `decode`, if it is asked to; by `draft`, then always, so that this model's cache
+    has no gaps. kv: the cache's format, "int8" or "fp8"; None: the activations' dtype. steps: tokens that `decode` adds
+    where it may add `many`.
     """
 
     model: Model
@@ -55,15 +54,18 @@ class Device:
     slots: int = 0
     rank: int = 0
     steps: int = 1
+    most_rank: int = 64
     fixed: ClassVar[str | None] = None  # why weights stay as they are and nothing is scored, where that is so
 
     def __post_init__(self) -> None:
-        self.weights = Weights(self.model, self.adapters, self.slots, self.rank)
-        mesh, small = mesh_of(self.model.params), self.draft
+        self.weights = Weights(self.model, self.adapters, self.slots, self.rank, self.most_rank)
+        mesh, small = self.weights.mesh, self.draft
         net = None if small is None else (small.family, small.cfg)
-        self.small = () if small is None else (P.unstack(small.params),)
+        self.small = () if small is None else (owned(small.params),)
+        # What was given is not held: weights come and go.
+        self.model, self.adapters, self.draft = self.model._replace(params=None), {}, None
         self.programs = programs(self.model.family, self.model.cfg, mesh, net, self.kv)
-        put = partial(jax.device_put, device=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+        put = partial(jax.device_put, device=self.weights.everywhere)
         words = -(-self.model.cfg.vocab // 32)
         self.unmasked = {n: put(np.zeros((n, words), np.uint32)) for n in {*self.blocks, *self.batches}}
         self.table = np.full((self.rows, -(-self.length // PAGE)), NOWHERE, np.int32)
@@ -117,8 +119,11 @@ class Device:
     def _begin(self) -> None:
         self.state = self.held = None  # free the old ones first
         options = dict(rows=self.rows, length=self.table.shape[1] * PAGE, pages=self.pages)
-        dtypes = tuple(compute_dtype(w) for w in (self.weights[""], *self.small))
-        self.state, self.held = self.programs.begin(**options, dtypes=dtypes)
+        dtypes = (self.weights.dtype, *map(compute_dtype, self.small))
+        made = self.programs.begin(**options, dtypes=dtypes)
+        if self.weights.mesh is None:  # committed, as every step returns them: else the second step would compile again
+            made = jax.device_put(made, self.weights.everywhere)
+        self.state, self.held = made
 
     def admit(self, r: Request, sampling: Sampling) -> None:
         """Give a request its row."""
@@ -157,7 +162,7 @@ class Device:
             self._pages(r)
         plan[:n, 0], plan[:n, 1] = [r.row for r in requests], [r.id in masks for r in requests]
         plan[:n, 2:] = self.table[plan[:n, 0]]
-        drafts = self.drafts if draft or self.draft else 0
+        drafts = self.drafts if draft or self.small else 0
         return self._run("decode", requests, plan, at, masks, drafts=drafts, steps=self.steps if many else 1), at
 
     def _warm_up(self, least: int) -> None:
@@ -170,7 +175,7 @@ class Device:
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
         # One run over nothing, so that memory and threads are there.
-        n, drafts = self.batches[-1], self.drafts if self.draft else 0
+        n, drafts = self.batches[-1], self.drafts if self.small else 0
         args = (self.weights.call(""), *self.small), self.state, self.held, self._blank(n, 2), self.unmasked[n]
         self.state, self.held, _ = self.programs.decode(*args, drafts=drafts, steps=1)
         one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
@@ -184,10 +189,10 @@ class Device:
         if name == "extend":
             plan, ways = self._blank(n, 4), [{"block": BLOCK}]
         else:
-            drafted = {(0, 1), (self.drafts, 1), (0, self.steps)} if self.draft is None else {(self.drafts, 1)}
+            drafted = {(0, 1), (self.drafts, 1), (0, self.steps)} if not self.small else {(self.drafts, 1)}
             plan, ways = self._blank(n, 2), [{"drafts": drafts, "steps": steps} for drafts, steps in drafted]
         # Shapes alone: steps that run meanwhile replace these arrays.
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self.weights.mesh else None)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         state, held = jax.tree.map(shape, (self.state, self.held))
         args = [((adapted, *self.small), state, held, plan, self.unmasked[n]) for adapted in self.weights.calls()]
         return [partial(lambda a, w: program.lower(*a, **w).compile(), a, w) for a in args for w in ways]

@@ -43,7 +43,7 @@ def make_device(
     blocks, batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
     return make(
         model, s.rows, length, pages, blocks, batches, s.drafts, draft,
-        adapters or {}, s.kv_cache_dtype, s.max_loras, s.max_lora_rank, s.decode_steps,
+        adapters or {}, s.kv_cache_dtype, s.max_loras, s.max_lora_rank or 16, s.decode_steps, s.lora_rank,
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ class Engine:
         self.settings = s = Settings() if settings is None else settings
         if reason := unsupported(model, s, draft):
             raise ValueError(reason)
-        self.model, self.tokenizer = model, tokenizer
+        self.tokenizer = tokenizer
         self.eos = tuple(eos) if eos is not None else default_eos(model) if tokenizer is None else tokenizer.eos_ids
         device = make_device(model, s, adapters, draft, make)
         self.limit = device.length
@@ -84,6 +84,11 @@ class Engine:
         self.core = Core(device, schedule, overlap=s.overlap)
         self.loop = Loop(self.core)
         self.ids = itertools.count()
+
+    @property
+    def model(self) -> Model:
+        """The family, its Config, and the parameters that are served now, with listed layers. Do not donate them."""
+        return self.core.device.model._replace(params=self.core.device.weights[""])
 
     # ---- requests ----
 
@@ -112,7 +117,7 @@ class Engine:
             raise ValueError(f"adapter {adapter!r} is not loaded; loaded are: {known or 'none'}")
         if self.tokenizer is None and sampling.stops:
             raise ValueError("stop strings need a tokenizer; pass tokenizer=text.load(folder), or use stop_token_ids")
-        vocab = self.model.cfg.vocab
+        vocab = self.core.device.model.cfg.vocab
         prompt = fit(prompt, sampling, self.limit)
         check_prompt(prompt, vocab, self.limit, "the prompt")
         ends, room = stop_ids(sampling, self.eos), min(sampling.max_tokens, self.limit - len(prompt))
@@ -228,13 +233,16 @@ class Engine:
         """Go on after `pause`."""
         self.loop.resume()
 
-    def update_params(self, params: Any, adapter: str = "") -> None:
-        """Serve with other weights from the next step on (an adapter that is new is added).
+    def update_params(self, params: Any, adapter: str = "", *, reshard: bool = False, cast: bool = False) -> None:
+        """Serve with other weights from the next step on (an adapter that is new is added). They are copied.
 
-        Running requests go on with their tokens so far, whose keys and values are computed again.
+        Running requests go on with their tokens so far, whose keys and values are computed again. `params`, stacked or
+        listed, have the structure, shapes, dtypes and shardings of those that are served, and finite values, else
+        ValueError, and nothing changes. `reshard` lays them out as those, from wherever they are; `cast` casts them.
         """
         self._check_free()
-        self.loop.between(lambda: self.core.replace_weights(adapter, params))
+        new = self.core.device.weights.checked(adapter, params, reshard=reshard, cast=cast)
+        self.loop.between(lambda: self.core.replace_weights(adapter, new))
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; requests that still use it fail."""
@@ -267,7 +275,7 @@ class Engine:
     def _padded(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
         """Check tokens and pad them to one of few lengths."""
         self._check_free()
-        check_prompt(tokens, self.model.cfg.vocab, self.limit + 1, "the text")
+        check_prompt(tokens, self.core.device.model.cfg.vocab, self.limit + 1, "the text")
         padded = np.zeros(max(PAGE, 1 << (len(tokens) - 1).bit_length()), np.int32)
         padded[: len(tokens)] = tokens
         return padded, len(tokens)

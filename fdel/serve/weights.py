@@ -1,12 +1,15 @@
 """The parameters of one engine: the base's and each adapter's. Adapters that share the base's arrays run in one call."""
 
 import math
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdel import models
@@ -14,7 +17,8 @@ from fdel import params as P
 from fdel.models import Model, classifier
 from fdel.ops.weights import Adapters, LowRank, is_weight
 from fdel.params.quantize import change
-from fdel.serve.step import mesh_of
+from fdel.serve.places import Place, check_place, check_update, finite, owned, places
+from fdel.serve.step import compute_dtype, mesh_of
 
 
 def mesh_for(text: str | None) -> Mesh | None:
@@ -58,24 +62,34 @@ class Weights:
     Adapters that differ from the base by low-rank updates of its layers alone have slots in one tree (`lora.stack`), in
     which every token finds its own: requests for them and for the base share their calls. Others (experts, embeddings,
     arrays of their own) are whole trees with calls of their own. Room for `slots` adapters of a `rank` is there from the
-    start; whoever needs more doubles it, which makes the next steps compile again.
+    start; whoever needs more doubles it, which makes the next steps compile again. When adapters go, the smallest tree
+    that has been there before and holds the others takes its place: nothing compiles. Ranks above `most` are refused.
+
+    All arrays belong to the engine, so that a trainer may donate its own: stacked ones are copied, and all that come
+    later. Only a listed tree that is there from the start is held as it is: do not donate that.
     """
 
-    def __init__(self, model: Model, adapters: Mapping[str, Any], slots: int = 0, rank: int = 0):
+    def __init__(self, model: Model, adapters: Mapping[str, Any], slots: int = 0, rank: int = 0, most: int = 64):
         self.mesh: Any = mesh_of(model.params)
-        self.base = model.params  # as it was given: adapters are compared with it
-        self.trees = {"": P.unstack(model.params)}
-        self.size, self.rank = slots, rank if slots else 0
+        self.dtype, self.most = compute_dtype(model.params), most
+        self.lock = threading.Lock()  # held while the base is replaced
+        self.trees: dict[str, Any] = {"": owned(model.params)}
+        first = jax.tree.leaves(self.trees[""])[0].sharding
+        self.everywhere = first if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.trees[""])
+        self._remember(places(model.params))
         self.slots: dict[str, int] = {}
-        self.room: list[Any] = []
+        self.kinds: dict[str, LowRank] = {}  # shapes of an update of what may be adapted, by path
         self.together: Any = None  # the base's parameters, with those of all slots
         if slots:  # what adapters may adapt: the matrices of layers, but for experts'
             spec = P.unstack(model.family.spec(model.cfg))
             add = lambda params: P.lora.add(params, 1, 1.0, key=jax.random.key(0), spec=spec)
-            kept = lambda _, w: None if isinstance(w, LowRank) and w.batch else w
-            self.room = [change(kept, jax.eval_shape(add, self.trees[""]))]  # shapes, which keep no old base alive
+            self._know(jax.eval_shape(add, self.trees[""]))
+        # Which paths have updates, how many, of which rank: the least, and all that there have been.
+        self.least = frozenset(self.kinds), slots, rank if slots else 0
+        self.sizes: list[tuple[frozenset[str], int, int]] = []
         for name, tree in adapters.items():
-            self._put(name, *self._listed(tree))
+            self._put(name, self.checked(name, tree))
         self._stack()
 
     def __contains__(self, name: str) -> bool:
@@ -86,23 +100,23 @@ class Weights:
 
     def __getitem__(self, name: str) -> Any:
         """Parameters of one adapter alone."""
-        return self.trees[name]
+        with self.lock:
+            return _there(self.trees[name])
 
-    def __setitem__(self, name: str, params: Any) -> None:
-        """Add an adapter, or replace its parameters or the base's; adapters of an old base keep it."""
+    def __setitem__(self, name: str, new: Any) -> None:
+        """Add an adapter, or replace one or the base, by what `checked` gave. Adapters of an old base keep it."""
         if name == "":
-            self.base, self.slots = params, {}
-            self.trees[""] = P.unstack(params)
+            self._replace(new)
         else:
-            made = self._listed(params)  # may raise, before anything is changed
-            self.pop(name)
-            self._put(name, *made)
+            self._drop(name)
+            self._put(name, new)
         self._stack()
 
     def pop(self, name: str, default: Any = None) -> Any:
-        """Forget an adapter. What is computed for its slot has no effect until another one takes it."""
-        self.slots.pop(name, None)
-        return self.trees.pop(name, default)
+        """Forget an adapter, and clear its slot."""
+        found = self._drop(name, default)
+        self._stack()
+        return found
 
     def slot(self, name: str) -> int:
         """The slot of an adapter in the common tree; -1 for the base, and for those with calls of their own."""
@@ -110,39 +124,123 @@ class Weights:
 
     def call(self, name: str) -> Any:
         """Parameters for a call for this adapter, and for all others of its group."""
-        return self.together if name == "" or name in self.slots else self.trees[name]
+        return _there(self.together if name == "" or name in self.slots else self.trees[name])
 
     def calls(self) -> list[Any]:
         """The parameters of all groups, the base's first."""
         return [self.together, *(tree for name, tree in self.trees.items() if name and name not in self.slots)]
 
-    def _listed(self, params: Any) -> tuple[Any, bool]:
-        """List the layers of an adapter's parameters; and tell whether it can share calls with the base."""
-        if P.lora.unstackable(params, self.base) is not None:
-            return P.unstack(params), False
-        known = dict(P.named_leaves(self.trees[""], is_leaf=is_weight))  # no second copy of what is listed here
-        own = lambda path, w: replace(w, base=known[path]) if isinstance(w, LowRank) else known[path]
-        return change(own, P.unstack(params)), True
+    def checked(self, name: str, params: Any, *, reshard: bool = False, cast: bool = False) -> Any:
+        """Compare new parameters with the base's; what `weights[name] = ...` takes. Nothing is copied.
 
-    def _put(self, name: str, listed: Any, shared: bool) -> None:
-        self.trees[name] = listed
-        if shared:
+        With `reshard` they may lie elsewhere, with `cast` be of other floating-point types. ValueError names the first
+        array that does not fit, or whose values are not finite, with what was found and expected.
+        """
+        new = places(params)
+        bare: Any = P.lora.unload(new) if name else new
+        want, found = dict(P.named_leaves(self.like)), dict(P.named_leaves(bare))
+        if wrong := sorted(want.keys() ^ found.keys()):
+            said = "is missing" if wrong[0] in want else "has no place in the model that is served"
+            raise ValueError(f"{wrong[0]} {said} ({len(wrong)} such arrays); expected parameters of the same structure")
+        kinds: list[Any] = [jax.tree.structure(tree) for tree in (bare, self.like)]
+        if kinds[0] != kinds[1]:
+            raise ValueError("weights are quantised in another way than those that are served; quantize them alike")
+        for path, p in found.items():
+            check_place(path, p, want[path], reshard, cast)
+        low = {path: w for path, w in P.named_leaves(new, is_leaf=is_weight) if name and isinstance(w, LowRank)}
+        for path, w in low.items():
+            check_update(path, w, self.most)
+        all_finite, base = finite(), {path: p for path, p in found.items() if not (name and self._is_base(path, p))}
+        whole = {id(p.array): p.array for p in base.values() if jnp.issubdtype(p.dtype, jnp.inexact)}
+        good = jax.device_get({key: all_finite(x) for key, x in whole.items()})
+        bad = [path for path, p in base.items() if not good.get(id(p.array), True) and not all_finite(p.copy())]
+        for path, w in low.items():
+            factors = P.lora.factors(jax.tree.map(Place.copy, _factors(w)), self.dtype)
+            bad += [f"{path}.{part}" for part, x in zip("ab", factors, strict=True) if not all_finite(x)]
+        if bad:
+            said = f"{bad[0]} has values that are not finite in {self.dtype}"
+            raise ValueError(f"{said}, scaled as they are used; so do {len(bad) - 1} other arrays. Nothing was changed")
+        return new
+
+    def _is_base(self, path: str, p: Place) -> bool:
+        """Tell whether an array is the base's: the engine's own, or what that was copied from."""
+        made_of, at = self.given[path]
+        return p.array is self.own.get(path) or (p.array is made_of() and p.at == at)
+
+    def _remember(self, given: Any) -> None:
+        """Know the arrays of the base, and those that it was made of as long as somebody else has them."""
+        self.own = dict(P.named_leaves(self.trees[""]))
+        self.given = {path: (weakref.ref(p.array), p.at) for path, p in P.named_leaves(given)}
+
+    def _replace(self, new: Any) -> None:
+        """Copy another base, array by array; each old one is let go of before, so that nothing is there twice."""
+        with self.lock:
+            fresh, structure = jax.tree.flatten(new)
+            self.together, self.trees[""], self.own, self.slots = None, None, {}, {}
+            old = jax.tree.leaves(self.like)
+            arrays = [p.copy(x.dtype, x.sharding) for p, x in zip(fresh, old, strict=True)]
+            self.trees[""] = jax.tree.unflatten(structure, arrays)
+            self._remember(new)
+
+    def _put(self, name: str, new: Any) -> None:
+        """Hold an adapter's parameters; where they are the base's, its own arrays."""
+        named = dict(P.named_leaves(P.lora.unload(new)))
+        shared = all(self._is_base(path, p) for path, p in named.items())
+        take = lambda path, p, x: self.own[path] if self._is_base(path, p) else p.copy(x.dtype, x.sharding)
+        arrays = [take(path, p, x) for (path, p), x in zip(named.items(), jax.tree.leaves(self.like), strict=True)]
+        base = jax.tree.unflatten(jax.tree.structure(self.like), arrays)
+
+        def joined(w: Any, b: Any) -> Any:
+            update = lambda: jax.tree.map(lambda p: p.copy(None, self.everywhere), _factors(w))
+            return replace(update(), base=b) if isinstance(w, LowRank) else b
+
+        self.trees[name] = tree = jax.tree.map(joined, new, base, is_leaf=is_weight)
+        if shared and all(path.startswith("layers.") and not w.batch for path, w in _updates(tree)):
             self.slots[name] = next(i for i in range(len(self.slots) + 1) if i not in self.slots.values())
+            self._know(tree)
+
+    def _drop(self, name: str, default: Any = None) -> Any:
+        self.slots.pop(name, None)
+        return self.trees.pop(name, default)
+
+    def _know(self, tree: Any) -> None:
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        self.kinds |= {path: jax.tree.map(shape, _factors(w)) for path, w in _updates(tree) if not w.batch}
 
     def _stack(self) -> None:
         adapters = {slot: self.trees[name] for name, slot in self.slots.items()}
-        leaves = [w for tree in adapters.values() for w in jax.tree.leaves(tree, is_leaf=is_weight)]
-        ranks = [w.a.shape[0] for w in leaves if isinstance(w, LowRank)]
-        self.size = grown(self.size, 1 + max(adapters, default=-1))
-        self.rank = grown(self.rank, max(ranks, default=0))
-        together = P.lora.stack(self.trees[""], adapters, self.size, self.rank, self.room)
-        if self.mesh is not None:  # each device has all factors: they are small, and nothing moves at a step
-            put = lambda x: jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
-            placed = lambda _, w: replace(w, a=put(w.a), b=put(w.b)) if isinstance(w, Adapters) else w
-            together = change(placed, together)
-        self.together = together
+        updates = [update for tree in adapters.values() for update in _updates(tree)]
+        paths, rank = frozenset(path for path, _ in updates), max((w.b.shape[-1] for _, w in updates), default=0)
+        count = 1 + max(adapters, default=-1)
+        fits = [s for s in self.sizes if s[0] >= paths and s[1] >= count and s[2] >= rank]
+        if not fits:
+            least, size, width = self.least
+            fits = [(least | paths, grown(size, count), grown(width, rank))]
+            self.sizes += fits
+        paths, self.size, self.rank = min(fits, key=lambda s: len(s[0]) * s[1] * s[2])
+        also = [{path: self.kinds[path] for path in paths}]
+        together = P.lora.stack(self.trees[""], adapters, self.size, self.rank, also, self.dtype)
+        put = lambda x: jax.device_put(x, self.everywhere)  # factors are small, and nothing moves at a step
+        placed = lambda _, w: replace(w, a=put(w.a), b=put(w.b)) if isinstance(w, Adapters) else w
+        self.together = change(placed, together)
 
 
 def grown(size: int, needed: int) -> int:
     """Double a size until it is large enough."""
     return size if size >= needed else grown(2 * size or 1, needed)
+
+
+def _factors(w: LowRank) -> LowRank:
+    """A low-rank update without its weight."""
+    absent: Any = None
+    return replace(w, base=absent)
+
+
+def _updates(tree: Any) -> list[tuple[str, LowRank]]:
+    return [(path, w) for path, w in P.named_leaves(tree, is_leaf=is_weight) if isinstance(w, LowRank)]
+
+
+def _there(tree: Any) -> Any:
+    if tree is None:
+        raise RuntimeError("the weights were lost when update_params failed half-way; call it again")
+    return tree

@@ -1,5 +1,7 @@
 """Weights with several adapters: each token's result against float64 numpy, in every kind of product that models do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,17 +97,19 @@ def test_errors_say_what_to_do() -> None:
         ops.weights.dense(leaf(tree, CHOICES))
 
 
-def test_what_cannot_be_stacked() -> None:
-    base = {"embed": jnp.ones((5, 4)), "layers": [{"w": jnp.ones((3, 4)), "experts": jnp.ones((2, 3, 4))}]}
-    layer, zero = base["layers"][0], jnp.zeros
-    adapt = lambda **change: {"embed": base["embed"], "layers": [layer | change]}
-    low = LowRank(layer["w"], zero((2, 4)), zero((3, 2)), jnp.float32(1))
-    assert lora.unstackable(adapt(w=low), base) is None
-    assert "layers.0.w is not an array" in lora.unstackable(adapt(w=layer["w"] + 0), base)
-    other = LowRank(layer["w"] + 0, low.a, low.b, low.scale)
-    assert "layers.0.w is not an array" in lora.unstackable(adapt(w=other), base)
-    experts = LowRank(layer["experts"], zero((2, 2, 4)), zero((2, 3, 2)), zero(2))
-    assert "layers.0.experts is adapted" in lora.unstackable(adapt(experts=experts), base)
-    table = LowRank(base["embed"], zero((2, 4)), zero((5, 2)), jnp.float32(1))
-    assert "embed is adapted" in lora.unstackable({"embed": table, "layers": [layer]}, base)
-    assert "layers.0.w" in lora.unstackable(adapt(w=low), adapt(w=low))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("factor", ["a", "b", "scale"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("subscripts", PRODUCTS)
+def test_factors_that_are_not_finite_harm_their_own_tokens_alone(subscripts, dtype, factor, value) -> None:
+    """In either factor, which are multiplied in either order; also what overflows by its scale or in half precision."""
+    x, base, low, _ = made(subscripts)
+    listed = lambda w: {"layers": [{"w": w}]}
+    bad = dataclasses.replace(low[2], **{factor: jnp.full_like(getattr(low[2], factor), value)})
+    stacked = [
+        lora.stack(listed(base), {0: listed(low[0]), 2: listed(w)}, 3, 5, dtype=jnp.dtype(dtype)) for w in (low[2], bad)
+    ]
+    want, got = (np.asarray(ops.einsum(subscripts, x.astype(dtype), leaf(t, CHOICES))) for t in stacked)
+    others = CHOICES != 2
+    np.testing.assert_array_equal(got[others], want[others])
+    assert np.isfinite(want).all() and not (got[~others] == want[~others]).any()
