@@ -19,10 +19,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "attending": ("tp",),  # the heads of attention weights that are watched
 }
 
-COPIES = (
-    "_copies"  # ends the name of the second half of a mesh axis, along which devices hold the same, see `params.mesh`
-)
-
 
 def context(*axes: str) -> dict[str, int]:
     """Give the sizes of those mesh axes that the compiler may still use here, in `jax.set_mesh`'s mesh.
@@ -43,7 +39,7 @@ def require_mesh(tree: Any) -> None:
     for x in jax.tree.leaves(tree):
         at = x if isinstance(x, Sharding) else jax.typeof(x).sharding
         mesh = dict(at.mesh.shape) if isinstance(at, NamedSharding) else {}
-        if set(mesh) > set(here):  # an axis in two, of the same devices: see `params.mesh.SHARED`
+        if here and set(mesh) > set(here):  # an axis in two, of the same devices: see `params.mesh.SHARED`
             for before, axis in [*itertools.pairwise(mesh)][::-1]:
                 if axis not in here:
                     mesh[before] *= mesh.pop(axis)
