@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from fdel import train
 from fdel.ops.layers import remat_policy
-from fdel.recipe import objective, parse
+from fdel.recipe import names, objective, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import EvalAction
 from fdel.recipe.trainer import HEADED, REFERENCE, TEACHER, TEXT, TYPES, Trainer
@@ -115,9 +115,9 @@ def _models(recipe: Recipe) -> Iterator[str]:
             yield "trainer.sync_ref_model: with adapters, the reference is the model without them; remove one of the two"
         if t.optimizer in ("adafactor", "muon"):
             yield f"trainer.optimizer: {t.optimizer} has no form for adapters; use adamw or lion"
-    names, dims = recipe.sharding.axis_names, recipe.sharding.axis_dims
-    if sorted(names) != sorted(("dp", "fsdp", "ep", "tp", "sp")) or len(dims) != len(names):
-        yield f"sharding: found {list(names)} of {list(dims)}, expected the axes dp, fsdp, ep, tp, sp, a size for each"
+    axes, dims = recipe.sharding.axis_names, recipe.sharding.axis_dims
+    if sorted(axes) != sorted(("dp", "fsdp", "ep", "tp", "sp")) or len(dims) != len(axes):
+        yield f"sharding: found {list(axes)} of {list(dims)}, expected the axes dp, fsdp, ep, tp, sp, a size for each"
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
@@ -130,11 +130,11 @@ def _data(recipe: Recipe) -> Iterator[str]:
                 yield f"mixture.{where}[{i}].type: visual: images are not in this version"
             if x.split and x.dataset_split_name and x.split != x.dataset_split_name:
                 yield f"mixture.{where}[{i}]: split and dataset_split_name differ; they are one thing, give one"
-    names = [x.name for x in m.informs if x.name]
+    given = [x.name for x in m.informs if x.name]
     for name in m.mixture_weights or ():
-        if name not in names:
-            yield f"mixture.mixture_weights.{name}: no data set has that name; the names are {', '.join(names) or 'none'}"
-    if m.mixture_weights and len(names) < len(m.informs):
+        if name not in given:
+            yield f"mixture.mixture_weights.{name}: no data set has that name; the names are {', '.join(given) or 'none'}"
+    if m.mixture_weights and len(given) < len(m.informs):
         yield "mixture.mixture_weights: some data sets have no name; give each of mixture.informs one"
     if m.mixture_weights and any(x.weight is not None for x in m.informs):
         yield "mixture.mixture_weights: the data sets have weights of their own; give one of the two"
@@ -208,10 +208,10 @@ def row_length(recipe: Recipe) -> int:
 
 
 def _method(t: Trainer) -> Iterator[str]:
-    if t.optimizer not in train.OPTIMIZERS:
-        yield f"trainer.optimizer: found {t.optimizer!r}; {parse.nearest(t.optimizer, list(train.OPTIMIZERS))}"
-    if t.scheduler not in train.SCHEDULES:
-        yield f"trainer.scheduler: found {t.scheduler!r}; {parse.nearest(t.scheduler, list(train.SCHEDULES))}"
+    for name, known in (("optimizer", train.OPTIMIZERS), ("scheduler", train.SCHEDULES)):
+        value, path = getattr(t, name), f"trainer.{name}"
+        if value not in known:
+            yield f"{path}: found {value!r}; {names.hint(path, value, known)}"
     if t.warmup_steps and t.warmup_ratio:
         yield "trainer.warmup_ratio: warmup_steps is given too; give one"
     if t.learning_rate_end is not None and t.scheduler in ("constant", "inverse_sqrt"):

@@ -1,15 +1,17 @@
 """Read nested frozen dataclasses from plain data and write them back; every fault is told at once, with its path."""
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fdel.recipe import names
+
 MISFIT: Any = object()
 LONGEST = 120  # characters of a value in a message
+METHODS = ("trainer_type", "quantization_method")  # another method is never a misspelling of one
 NAMES = {
     str: "text",
     int: "a whole number",
@@ -30,30 +32,33 @@ def fail(faults: Sequence[str]) -> None:
         raise RecipeError("\n".join(["the recipe has faults:", *(f"  {f}" for f in faults)]))
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Suggest the known name that is most like one that is not, or list them all."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-
-
 def section(cls: type, data: Mapping[str, Any], path: str, faults: list[str]) -> Any:
     """Read a dataclass from a mapping; faults are added to the list, and their keys keep their defaults."""
     hints, fields = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for name, value in data.items():
         where = f"{path}.{name}" if path else str(name)
-        if name not in fields:
-            faults.append(f"{where}: unknown key; {nearest(str(name), list(fields))}")
-            continue
-        found = convert(hints[name], value, where, faults)
-        choices = fields[name].metadata.get("choices", ())
-        if found is MISFIT:
-            faults.append(f"{where}: found {shown(value)}, expected {expected(hints[name])}")
-        elif choices and found is not None and found not in choices:
-            faults.append(f"{where}: found {shown(found)}; {nearest(str(found), [str(c) for c in choices])}")
+        ours = names.synonym(path, str(name))
+        if ours is not None and (ours in data or ours in values):
+            faults.append(f"{where}: is {ours}, which is given too; remove one")
+        elif ours is None and name not in fields:
+            faults.append(f"{where}: unknown key; {names.hint(path, str(name), fields)}")
         else:
-            values[name] = found
-    return cls(**values)
+            values[ours or name] = _value(fields[ours or name], hints[ours or name], value, where, faults)
+    return cls(**{name: value for name, value in values.items() if value is not MISFIT})
+
+
+def _value(field: dataclasses.Field, hint: Any, value: Any, where: str, faults: list[str]) -> Any:
+    found, m = convert(hint, value, where, faults), field.metadata
+    choices = m.get("choices", ())
+    if found is MISFIT:
+        faults.append(f"{where}: found {shown(value)}, expected {expected(hint)}")
+    elif choices and found is not None and found not in choices:
+        known = [str(c) for c in choices if not m["refuse"] or c in m["honours"]]
+        said = names.hint(where, str(found), known, guess=field.name not in METHODS)
+        faults.append(f"{where}: found {shown(found)}; {said}")
+        return MISFIT
+    return found
 
 
 def convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:

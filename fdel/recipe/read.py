@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fdel.recipe import files, parse
+from fdel.recipe import files, names, parse
 from fdel.recipe.schema import (
     ACTIONS,
     ALIASES,
@@ -112,7 +112,7 @@ def _action(found: Any, path: str, faults: list[str]) -> Action:
         name, settings = next(iter(found.items()))
     name = ALIASES.get(str(name), str(name))
     if name not in ACTIONS:
-        faults.append(f"{path}: {parse.shown(name)} is no action; {parse.nearest(name, [*ACTIONS, *ALIASES])}")
+        faults.append(f"{path}: {parse.shown(name)} is no action; {names.hint('actions', name, [*ACTIONS, *ALIASES])}")
         return Action(name)
     kind = ACTIONS[name]
     if kind is FileAction and isinstance(settings, str):
