@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fdel
-from fdel import options
+from fdel import options, output
 
 # Files beside the weights that make a checkpoint usable.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
@@ -91,13 +91,13 @@ def plan(args: argparse.Namespace) -> int:
     if Path(args.model).is_file():
         from fdel import recipe
 
-        directory, training = recipe.planned(recipe.load(args.model))
+        family, cfg, training = recipe.planned(recipe.load(args.model))
     else:
         names = ("mesh", "rows", "length", "microbatches", "dtype", "optimizer", "remat")
-        directory, training = Path(args.model), plan.Training(**{name: getattr(args, name) for name in names})
+        training = plan.Training(**{name: getattr(args, name) for name in names})
+        family, cfg = models.read_config(args.model)
     if training.rows is None:
         raise ValueError("--rows is missing: the rows of a step's batch, on all devices together")
-    family, cfg = models.read_config(directory)
     print(plan.report(family, cfg, training, memory=args.memory))
     return 0
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         wanted = wanted.set(path, value)
     if args.dry_run:
         print(recipe.dumps(wanted, defaults=True), end="")
-        recipe.validate(wanted)
+        recipe.prepare(wanted, args.devices)
     else:
         recipe.run(wanted)
     return 0
@@ -269,6 +269,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors that a user can mend are one line on standard error."""
+    with contextlib.redirect_stdout(output.Output(sys.stdout)) as out:
+        try:
+            return _run(argv)
+        finally:
+            out.flush()
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)

@@ -55,6 +55,7 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("recipe", nargs="?", help="the run file, YAML or JSON")
     p.add_argument("--config", help="the same")
     p.add_argument("--dry-run", action="store_true", help="print the whole configuration, check it, and do nothing")
+    p.add_argument("--devices", type=int, help="with --dry-run: devices there will be (default: those of this machine)")
     p.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, as trainer.learning_rate=2e-5"
     )

@@ -15,7 +15,7 @@ import yaml
 
 from fdel import cli, models, ops, params, recipe, text
 from fdel.models import llama, mixtral
-from fdel.recipe import check, evaluating, objective, read, schema, serving, trainer
+from fdel.recipe import check, config, evaluating, objective, read, schema, serving, trainer
 from fdel.serve import launch
 from fdel.train import data
 
@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 GUIDE = list(yaml.safe_load_all((ROOT / "tests" / "fixtures" / "guide.yaml").read_text()))
 SFT, DPO, EVAL, SERVE, QLORA, DISTILL = GUIDE[11:17]
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+
+
+KEPT = ("model", "trainer", "mixture.informs[]", "actions[].serve")  # some of the sections that `--keys` shows
 
 
 def weights():
@@ -302,7 +305,7 @@ IMPOSSIBLE = [
     ({"trainer": {"optimizer": "adamv"}}, "trainer.optimizer: found 'adamv'; did you mean 'adamw'?"),
     ({"trainer": {"scheduler": "cosin"}}, "did you mean 'cosine'?"),
     ({"trainer": {"optimizer": "lion", "adam_beta2": 0.5}}, "trainer.adam_beta2: optimizer lion does not read it"),
-    ({"trainer": {"gradient_checkpointing": "dots"}}, "remat='dots' is not a policy"),
+    ({"trainer": {"gradient_checkpointing": "dots"}}, "gradient_checkpointing: 'dots' is not a policy"),
     ({"trainer": {"loss_type": "sigmoid"}}, "loss_type='sigmoid'; expected nll, or dft"),
     ({"trainer": {"trainer_type": "dpo", "label_smoothing": 0.5}}, "label_smoothing=0.5 with loss_type='sigmoid'"),
     ({"trainer": {"trainer_type": "cpo", "loss_type": "aot"}}, "loss_type='aot'; expected one of sigmoid, simpo"),
@@ -394,7 +397,7 @@ def test_yaml_numbers_without_a_point_are_numbers():
 
 def test_every_key_has_a_reader():
     """A key that nothing reads would be ignored: all but those of serving and those refused are read in the code."""
-    names = ("actions", "build", "check", "data", "evaluating", "objective", "step")
+    names = ("actions", "build", "check", "config", "data", "evaluating", "objective", "step")
     code = "\n".join((ROOT / "fdel" / "recipe" / f"{n}.py").read_text() for n in names)
     sections = [schema.Model, schema.Loader, schema.Sharding, schema.Quantization, schema.BaseConfig, schema.Inform]
     sections += [schema.Mixture, schema.Tokenization, schema.Save, trainer.Trainer, trainer.Lora, schema.Extra]
@@ -419,11 +422,33 @@ def test_base_config_changes_the_config_and_refuses_what_nothing_reads(checkpoin
 
 
 def test_lora_targets_are_the_modules_of_that_name():
-    where = recipe.build.lora_targets(trainer.Lora(target_modules=("q_proj", "down_proj")), llama.spec(CFG))
-    matching = [path for path, _ in params.named_leaves(llama.spec(CFG)) if re.search(where, path)]
-    assert matching == ["layers.down", "layers.q"]
-    with pytest.raises(recipe.RecipeError, match="'q_prj'; did you mean 'q_proj'"):
-        recipe.build.lora_targets(trainer.Lora(target_modules="q_prj"), llama.spec(CFG))
+    spec = llama.spec(dataclasses.replace(CFG, layers=3))
+
+    def matching(*wanted, pattern=None) -> list[str]:
+        where = config.lora_targets(trainer.Lora(target_modules=pattern or wanted), spec)
+        return [path for path, _ in params.named_leaves(spec) if re.search(where, path)]
+
+    assert matching("q_proj", "down_proj") == ["layers.down", "layers.q"]
+    assert matching("self_attn.q_proj") == ["layers.q"] and matching("lm_head") == ["head"]
+    # As in PEFT, a text is a pattern of whole names.
+    assert matching(pattern=r".*\.(q|v)_proj") == ["layers.q", "layers.v"]
+    assert matching(pattern=r"model\.layers\.\d+\.mlp\.up_proj|lm_head") == ["head", "layers.up"]
+    for wanted, message in (
+        (("q_prj",), "'q_prj' is no matrix; did you mean 'q_proj'"),
+        (("norm",), "'norm' is no matrix; known are down_proj"),
+        (("input_layernorm",), "'input_layernorm' is no matrix"),
+        ("q_proj", "no module matches the pattern 'q_proj'; modules are called lm_head, model.embed_tokens"),
+        (r".*layers\.[01]\..*q_proj", "matches some layers of layers.q and not all"), ("(", "is no pattern: missing )"),
+    ):  # fmt: skip
+        with pytest.raises(recipe.RecipeError, match=re.escape(message)):
+            config.lora_targets(trainer.Lora(target_modules=wanted), spec)
+
+
+@pytest.mark.slow
+def test_a_pattern_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(config, "SECONDS", 1)
+    with pytest.raises(recipe.RecipeError, match="takes more than 1 s to match"):
+        config.lora_targets(trainer.Lora(target_modules=r"(([a-z_.0-9])+)+!"), llama.spec(CFG))
 
 
 @pytest.mark.slow
@@ -473,9 +498,9 @@ def test_texts_end_with_the_token_that_is_asked_for(checkpoint):
 
 def test_a_plan_is_made_of_a_run_file(checkpoint):
     wanted = recipe.from_dict(SFT).set("model.name_or_path", str(checkpoint))
-    directory, training = recipe.planned(wanted.set("trainer.gradient_checkpointing", "dots_saveable"))
+    family, cfg, training = recipe.planned(wanted.set("trainer.gradient_checkpointing", "dots_saveable"))
     asked = ("dp=1,fsdp=-1,ep=1,tp=1,sp=1", 32, 2048, 4, "bfloat16", "adamw", "dots_saveable")
-    assert (directory, dataclasses.astuple(training)) == (checkpoint, asked)
+    assert (family, cfg, dataclasses.astuple(training)) == (llama, models.read_config(checkpoint)[1], asked)
     with pytest.raises(recipe.RecipeError, match="plan knows the step of trainer_type sft"):
         recipe.planned(wanted.set("trainer.lora", {}))
 
@@ -613,7 +638,9 @@ def test_the_command_line_prints_checks_and_writes(tmp_path, capsys):
     assert "did you mean 'scheduler'" in capsys.readouterr().err
     assert cli.main(["run", "--keys"]) == 0
     keys = capsys.readouterr().out.splitlines()
-    assert len(keys) > 150 and any(re.match(r"trainer\.lora\.r +a whole number +16 +rank$", k) for k in keys)
+    assert len(keys) > 150 and max(map(len, keys)) <= 120 and all(f"{s}:" in " ".join(keys) for s in KEPT)
+    at = next(i for i, line in enumerate(keys) if line.startswith("trainer.lora: train adapters only"))
+    assert "r rank (a whole number; 16)" in [" ".join(line.split()) for line in keys[at : at + 3]]
     assert read.load(out) == wanted
 
 

@@ -4,7 +4,6 @@ A family of your own is a module with these names, found as these are wherever f
 says so: `[project.entry-points."fdel.models"]`, `model_type = "package.module"`. Or pass it: `load(path, family=module)`.
 """
 
-import difflib
 import importlib
 import json
 import logging
@@ -50,7 +49,7 @@ def families() -> list[str]:
 def family(model_type: str) -> ModuleType:
     """Find the module of a model_type: fdel's, or one that an installed package registers under "fdel.models".
 
-    ConfigError for an unknown one, which names the nearest, and for a module that is no family.
+    ConfigError for an unknown one, which lists all, and for a module that is no family.
     """
     if not isinstance(model_type, str):
         raise ConfigError(f"config field 'model_type': found {show(model_type)}, expected a string")
@@ -60,10 +59,8 @@ def family(model_type: str) -> ModuleType:
     registered = {e.name: e for e in entry_points(group="fdel.models")}
     if name in registered:
         return _complete(registered[name].load())
-    known = [*families(), *registered]
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-    raise ConfigError(f"config field 'model_type': found {show(model_type)}, which fdel does not have; {hint}")
+    known = ", ".join([*families(), *registered])
+    raise ConfigError(f"config field 'model_type': found {show(model_type)}, not a family of this version; it has {known}")
 
 
 def _complete(module: Any) -> ModuleType:

@@ -5,10 +5,11 @@
     train(recipe)
 
 `parse` reads any nested dataclass; `schema` and `trainer` declare the keys; `read` has the recipe; `check` says what cannot
-be done; `build`, `data`, `objective` and `step` make the parts of a run, and `actions` runs it.
+be done, `fits` what fits neither the model nor the devices; `names` knows what other projects call things; `config`,
+`build`, `data`, `objective` and `step` make the parts of a run, and `actions` runs it.
 """
 
-from fdel.recipe.actions import Result, export, run, summary, train
+from fdel.recipe.actions import Result, export, prepare, run, summary, train
 from fdel.recipe.build import (
     build_mesh,
     build_model,
@@ -19,8 +20,9 @@ from fdel.recipe.build import (
     build_tokenizer,
     planned,
 )
-from fdel.recipe.check import faults, validate
+from fdel.recipe.check import faults
 from fdel.recipe.data import build_dataset, build_evaluation, build_settings, build_sources
+from fdel.recipe.fits import validate
 from fdel.recipe.parse import RecipeError
 from fdel.recipe.read import Recipe, dumps, from_dict, from_json, from_yaml, load, reference, to_dict
 from fdel.recipe.step import Training, build_evaluate, build_step, final_params
@@ -52,6 +54,7 @@ __all__ = [
     "from_yaml",
     "load",
     "planned",
+    "prepare",
     "reference",
     "run",
     "summary",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import check, evaluating, parse, serving
+from fdel.recipe import check, evaluating, fits, parse, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
@@ -36,7 +36,7 @@ def train(recipe: Recipe) -> Result:
 
     RecipeError for what cannot be done, before anything is loaded; the data is read before the model.
     """
-    check.validate(dataclasses.replace(recipe, actions=()))
+    fits.validate(dataclasses.replace(recipe, actions=()), jax.device_count())
     t, tok = recipe.trainer, build_tokenizer(recipe)
     dataset = build_dataset(recipe, tok)
     if jax.process_index() == 0:
@@ -75,22 +75,7 @@ def run_length(recipe: Recipe, dataset: Any) -> int:
 
 def _may_begin(recipe: Recipe, mesh: jax.sharding.Mesh) -> None:
     t = recipe.trainer
-    devices = mesh.shape["dp"] * mesh.shape["fsdp"] * mesh.shape["ep"]
-    for name, rows in (
-        ("total_batch_size", check.batch_rows(recipe)),
-        ("eval_batch_size", t.eval_batch_size or devices),
-    ):
-        if rows % devices:
-            raise parse.RecipeError(
-                f"trainer.{name}: {rows} rows cannot be divided among {devices} devices (dp, fsdp, ep)"
-            )
-    parts, replicas = t.gradient_accumulation_steps, mesh.shape["dp"]
-    part = check.batch_rows(recipe) // parts
-    if part % replicas:
-        raise parse.RecipeError(
-            f"trainer.gradient_accumulation_steps: each of {parts} parts has {part} rows, which cannot be divided among "
-            f"{replicas} replicas (dp); choose fewer parts, or more rows"
-        )
+    parse.fail([*fits.rows(recipe, mesh.shape)])
     found = Path(t.save_directory) / "checkpoints"
     if not t.resume_if_possible and found.is_dir() and any(found.iterdir()):
         raise parse.RecipeError(
@@ -134,17 +119,29 @@ def save_classifier(model: models.Model, tok: text.Tokenizer, path: Path) -> Non
 # ---- actions -------------------------------------------------------------------------------------------------------
 
 
-def run(recipe: Recipe) -> None:
-    """Do the recipe's actions one after the other. RecipeError if one of them cannot be done, before the first."""
+def prepare(recipe: Recipe, devices: int | None = None) -> list[Any]:
+    """Find out that every action can be done, before the first; give what each needs, None for most.
+
+    `devices`: as many are there, by default here. RecipeError, ValueError and OSError for what cannot be done.
+    """
+    fits.validate(recipe, jax.device_count() if devices is None else devices)
+    ways: dict[str, Callable[..., Any]] = {"eval": evaluating.prepare, "serve": serving.prepare}
+    return [ways[a.name](recipe, a.settings) if a.name in ways else None for a in recipe.actions]
+
+
+def run(recipe: Recipe) -> list[Any]:
+    """Do the recipe's actions one after the other; give what each gave: a Result, the results of benchmarks, or None.
+
+    RecipeError if one of them cannot be done, before the first.
+    """
     parse.fail([] if recipe.actions else ["actions: missing; write what to do, such as [validate, train]"])
-    check.validate(recipe)
-    prepare: dict[str, Callable[..., Any]] = {"eval": evaluating.prepare, "serve": serving.prepare}
-    ready = [prepare[a.name](recipe, a.settings) if a.name in prepare else None for a in recipe.actions]
-    trained = None
-    for action, found in zip(recipe.actions, ready, strict=True):
+    trained, given = None, []
+    for action, found in zip(recipe.actions, prepare(recipe), strict=True):
+        result: Any = None
         if action.name == "train":
-            trained, directory, _ = train(recipe)
-            print(f"saved to {directory}")
+            result = train(recipe)
+            trained = result.model
+            print(f"saved to {result.directory}")
         elif action.name == "print":
             print(summary(recipe))
         elif action.name == "dump_config":
@@ -154,9 +151,11 @@ def run(recipe: Recipe) -> None:
         elif action.name == "serve":
             serving.serve(recipe, action.settings, trained)  # reads the keys again: training may have taken days
         elif action.name == "eval":
-            evaluating.evaluate(recipe, action.settings, trained, found)
+            result = evaluating.evaluate(recipe, action.settings, trained, found)
         else:
             {"to_json": Recipe.to_json, "to_yaml": Recipe.to_yaml}[action.name](recipe, action.settings.path)
+        given.append(result)
+    return given
 
 
 def summary(recipe: Recipe) -> str:
@@ -166,7 +165,7 @@ def summary(recipe: Recipe) -> str:
     how = f"adapters on {method} weights" if method else "adapters" if check.adapters(recipe) else "all weights"
     rate = RATES.get(t.trainer_type) if t.learning_rate is None else t.learning_rate
     rows = [
-        ("model", str(recipe.model.name_or_path)),
+        ("model", recipe.model.name_or_path or "random weights, of model.config"),
         ("trainer", f"{t.trainer_type}, {how}, {t.optimizer} at {rate:g}" if rate else t.trainer_type),
         ("data", ", ".join(str(x.name or x.data_files or x.type) for x in m.informs) or "none"),
         ("a step", f"{check.batch_rows(recipe)} rows of {check.row_length(recipe)} tokens"),

@@ -1,11 +1,8 @@
 """From a recipe to the parts of a run: mesh, tokenizer, models, data, optimizer. Each is a plain function of the recipe."""
 
-import dataclasses
-import json
 import math
-import re
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fdel import models, params, plan, text, train
-from fdel.params.quantize import MATRICES
-from fdel.recipe import check, objective, parse
+from fdel.recipe import check, config, objective, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS
 from fdel.recipe.schema import Model as Source
@@ -33,9 +29,8 @@ def build_mesh(recipe: Recipe) -> jax.sharding.Mesh:
 def build_tokenizer(recipe: Recipe) -> text.Tokenizer:
     """Load the tokenizer of `model.tokenizer`, or the model's."""
     m = recipe.model
-    path = m.tokenizer or m.name_or_path
     revision = None if m.tokenizer else m.extra_kwargs.revision
-    return text.load(params.resolve(_given(path, "model"), revision=revision))
+    return text.load(params.resolve(m.tokenizer or config.given(m), revision=revision))
 
 
 def compute_dtype(recipe: Recipe) -> Any:
@@ -49,11 +44,11 @@ def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models
     For trainer_types reward and prm its params are those of `models.classifier`, with a new head unless
     the checkpoint has one.
     """
-    t, load = recipe.trainer, recipe.loader
+    t, loader = recipe.trainer, recipe.loader
     frozen = check.adapters(recipe)
-    name = load.param_dtype or (load.dtype if frozen else None)
+    name = loader.param_dtype or (loader.dtype if frozen else None)
     mesh = build_mesh(recipe) if mesh is None else mesh
-    model = _load(recipe, recipe.model, None if name is None else jnp.dtype(DTYPES[name]), mesh, "model")
+    model = load(recipe, recipe.model, None if name is None else jnp.dtype(DTYPES[name]), mesh, "model")
     spec = spec_of(recipe, model)
     if t.trainer_type in HEADED and "score" in model.params:
         return model  # is one already: its training goes on
@@ -68,15 +63,15 @@ def build_model(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models
         model = model._replace(params=params.quantize(model.params, METHODS[method], spec=spec, group=group))
     if frozen:
         lora = t.lora or Lora()
-        where = lora_targets(lora, spec)
+        where = config.lora_targets(lora, spec)
         add = lambda p, key: params.lora.add(
             p, lora.r, lora.lora_alpha, where, key=key, spec=spec, rslora=lora.use_rslora
         )
         key = jax.random.key(t.seed)
         model = model._replace(params=jax.jit(add, donate_argnums=0)(model.params, key))
-    if load.verbose:
+    if loader.verbose:
         count, size = params.count(spec), params.nbytes(model.params)
-        print(f"{recipe.model.name_or_path}: {model.family.MODEL_TYPE}, {count:,} parameters, {size:,} bytes")
+        print(f"{config.name_of(recipe)}: {model.family.MODEL_TYPE}, {count:,} parameters, {size:,} bytes")
     return model
 
 
@@ -89,26 +84,12 @@ def spec_of(recipe: Recipe, model: models.Model) -> Any:
     return models.classifier.spec(family, cfg, 2 if steps else 1, steps)
 
 
-def lora_targets(lora: Lora, spec: Any) -> str:
-    """Find the matrices whose module in the checkpoint has one of the names, as a pattern of their paths.
-
-    A name that no module has is a RecipeError.
-    """
-    if lora.target_modules == "all-linear":
-        return MATRICES
-    wanted = [lora.target_modules] if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    named = {path: p.hf.removesuffix(".weight").rpartition(".")[2] for path, p in params.named_leaves(spec) if p.hf}
-    known = sorted(set(named.values()))
-    parse.fail([f"trainer.lora.target_modules: {w!r}; {parse.nearest(w, known)}" for w in wanted if w not in known])
-    return "|".join(f"^{re.escape(path)}$" for path, module in named.items() if module in wanted)
-
-
 def build_teacher(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> models.Model | None:
     """Load the model to distil, in the dtype of the computation; None without one."""
     if recipe.teacher_model is None:
         return None
     mesh = build_mesh(recipe) if mesh is None else mesh
-    return _load(recipe, recipe.teacher_model, compute_dtype(recipe), mesh, "teacher_model")
+    return load(recipe, recipe.teacher_model, compute_dtype(recipe), mesh, "teacher_model")
 
 
 def build_reference(recipe: Recipe, model: models.Model) -> Any:
@@ -130,7 +111,7 @@ def build_reference(recipe: Recipe, model: models.Model) -> Any:
 
 def load_reference(recipe: Recipe, model: models.Model) -> Any:
     """Load the parameters of `reference_model`, in the dtype of the computation; another kind is a RecipeError."""
-    other = _load(
+    other = load(
         recipe, recipe.reference_model or Source(), compute_dtype(recipe), build_mesh(recipe), "reference_model"
     )
     if (other.family, other.cfg) != (model.family, model.cfg):
@@ -146,35 +127,28 @@ def cast(recipe: Recipe, spec: Any) -> Callable[[Callable], Callable]:
     return lambda f: train.compute(f, dtype, spec)
 
 
-def _given(path: str | None, section: str) -> str:
-    if not path:
-        raise parse.RecipeError(f"{section}.name_or_path: missing; give a directory or a Hub id")
-    return path
+def load(
+    recipe: Recipe, source: Source, dtype: Any, mesh: jax.sharding.Mesh | None, name: str, rules: Any = params.TRAIN
+) -> models.Model:
+    """Load the model of a section onto a mesh by rules, with `base_config.values` unless it is the teacher.
 
-
-def _load(recipe: Recipe, source: Source, dtype: Any, mesh: jax.sharding.Mesh, name: str) -> models.Model:
-    directory = params.resolve(_given(source.name_or_path, name), revision=source.extra_kwargs.revision)
-    model = models.load(directory, dtype=dtype, mesh=mesh)
+    The model that is trained may start from random weights: those of trainer.seed.
+    """
+    if name == "model" and config.from_scratch(source):
+        family, cfg = config.read(recipe)
+        spec, seed = family.spec(cfg), recipe.trainer.seed
+        if jax.process_index() == 0:
+            print(f"model: random weights, of trainer.seed {seed}", file=sys.stderr)
+        at = None if mesh is None else params.shardings(spec, mesh, rules)
+        made = jax.jit(lambda key: params.init(spec, key, dtype=dtype or jnp.float32), out_shardings=at)
+        return models.Model(family, cfg, made(jax.random.key(seed)))
+    directory = params.resolve(config.given(source, name), revision=source.extra_kwargs.revision)
+    model = models.load(directory, dtype=dtype, mesh=mesh, rules=rules)
     _fits(recipe, model, name)
-    values = recipe.base_config.values
-    if not values or name == "teacher_model":
+    if name == "teacher_model":
         return model
-    before = json.loads(model.cfg.source)
-    cfg, faults = model.cfg, []
-    for key, value in parse.plain(values).items():
-        try:
-            after = model.family.Config.from_hf(before | {key: value})
-        except models.ConfigError as e:
-            faults.append(f"base_config.values.{key}: {e}")
-            continue
-        if after == cfg and before.get(key) != value:
-            near = parse.nearest(key, sorted({*before, *_keys(model.cfg)}))
-            faults.append(f"base_config.values.{key}: {model.family.MODEL_TYPE} does not read it; {near}")
-        before, cfg = before | {key: value}, after
-    shapes = lambda cfg: [(path, p.shape) for path, p in params.named_leaves(model.family.spec(cfg))]
-    if shapes(cfg) != shapes(model.cfg):
-        faults.append("base_config.values: the checkpoint's tensors have other shapes than these values ask for")
-    parse.fail(faults)
+    cfg = config.changed(recipe, model.family, model.cfg)
+    config.same_shapes(model.family, cfg, model.cfg)
     return model._replace(cfg=cfg)
 
 
@@ -191,12 +165,8 @@ def _fits(recipe: Recipe, model: models.Model, name: str) -> None:
         raise parse.RecipeError(f"{found}; trainer_type {recipe.trainer.trainer_type} trains a head of {head}")
 
 
-def _keys(cfg: Any) -> set[str]:
-    return {f.metadata["key"] for f in dataclasses.fields(cfg) if "key" in f.metadata}
-
-
-def planned(recipe: Recipe) -> tuple[Path, plan.Training]:
-    """Give what `fdel plan` wants: the model's directory, and the step. RecipeError if it knows no such step."""
+def planned(recipe: Recipe) -> tuple[Any, Any, plan.Training]:
+    """Give what `fdel plan` wants: family, config, and the step. RecipeError if it knows no such step."""
     t, s = recipe.trainer, recipe.sharding
     if t.trainer_type != "sft" or check.adapters(recipe):
         raise parse.RecipeError("plan knows the step of trainer_type sft that trains all weights, and no other")
@@ -206,7 +176,7 @@ def planned(recipe: Recipe) -> tuple[Path, plan.Training]:
         mesh, check.batch_rows(recipe), check.row_length(recipe), t.gradient_accumulation_steps, dtype, t.optimizer,
         objective.remat(t),
     )  # fmt: skip
-    return params.resolve(_given(recipe.model.name_or_path, "model")), training
+    return *config.read(recipe), training
 
 
 # ---- optimizer -----------------------------------------------------------------------------------------------------

@@ -10,17 +10,18 @@ from fdel.recipe.schema import EvalAction
 from fdel.recipe.trainer import HEADED, REFERENCE, TEACHER, TEXT, TYPES, Trainer
 
 
-def validate(recipe: Recipe) -> None:
-    """Raise a RecipeError that lists all that cannot be done; no file is looked at."""
-    parse.fail(faults(recipe))
-
-
 def faults(recipe: Recipe) -> list[str]:
-    """List what cannot be done, each with the key's path."""
-    found = [*_refused(recipe), *_actions(recipe)]
-    if any(a.name == "train" for a in recipe.actions) or not recipe.actions:
+    """List what cannot be done, each with the key's path; no file is looked at."""
+    found = [*_refused(recipe), *_actions(recipe), *_engine(recipe)]
+    if trains(recipe):
         found += [*_models(recipe), *_data(recipe), *_sizes(recipe), *_method(recipe.trainer)]
     return list(dict.fromkeys(found))
+
+
+def trains(recipe: Recipe) -> bool:
+    """Whether a run trains: its actions say so, or there are none that want another thing, and data."""
+    names = {a.name for a in recipe.actions}
+    return "train" in names or not names or (not names & {"eval", "serve"} and bool(recipe.mixture.informs))
 
 
 def _refused(recipe: Recipe) -> Iterator[str]:
@@ -43,13 +44,26 @@ def _refused(recipe: Recipe) -> Iterator[str]:
 
 
 def _actions(recipe: Recipe) -> Iterator[str]:
+    trained = any(a.name == "train" for a in recipe.actions)
     for i, a in enumerate(recipe.actions):
-        if a.name in ("eval", "serve") and not recipe.model.name_or_path:
+        if a.name in ("eval", "serve") and not trained and recipe.model.config is not None:
+            yield f"model.config: random weights have nothing to say to {a.name}; train them first"
+        elif a.name in ("eval", "serve") and not trained and not recipe.model.name_or_path:
             yield "model.name_or_path: missing; give a directory or a Hub id"
         if a.name == "eval":
             yield from _evaluation(recipe, a.settings, f"actions[{i}].eval")
         if a.name in ("to_json", "to_yaml") and not a.settings.path:
             yield f"actions[{i}]: {a.name}: no path; write `- {a.name}: FILE`"
+
+
+def _engine(recipe: Recipe) -> Iterator[str]:
+    e = recipe.esurge
+    for name in ("max_model_len", "max_num_seqs", "draft_tokens"):
+        value = getattr(e, name)
+        if value is not None and value < 1:
+            yield f"esurge.{name}: found {value}, expected 1 or more"
+    if not 0 < e.hbm_utilization <= 1:
+        yield f"esurge.hbm_utilization: found {e.hbm_utilization:g}, expected a share above 0, of 1 at the most"
 
 
 def _evaluation(recipe: Recipe, action: EvalAction, where: str) -> Iterator[str]:
@@ -91,8 +105,7 @@ def weights_format(recipe: Recipe) -> str | None:
 
 def _models(recipe: Recipe) -> Iterator[str]:
     t, kind = recipe.trainer, recipe.trainer.trainer_type
-    if not recipe.model.name_or_path:
-        yield "model.name_or_path: missing; give a directory or a Hub id"
+    yield from _sources(recipe)
     for name, types in (("teacher_model", TEACHER), ("reference_model", REFERENCE)):
         other = getattr(recipe, name)
         if other is not None and kind not in types:
@@ -118,6 +131,19 @@ def _models(recipe: Recipe) -> Iterator[str]:
     axes, dims = recipe.sharding.axis_names, recipe.sharding.axis_dims
     if sorted(axes) != sorted(("dp", "fsdp", "ep", "tp", "sp")) or len(dims) != len(axes):
         yield f"sharding: found {list(axes)} of {list(dims)}, expected the axes dp, fsdp, ep, tp, sp, a size for each"
+
+
+def _sources(recipe: Recipe) -> Iterator[str]:
+    m = recipe.model
+    if not m.name_or_path and m.config is None:
+        yield "model.name_or_path: missing; give a directory or a Hub id, or model.config to start from random weights"
+    if m.name_or_path and m.config is not None:
+        yield "model.config: model.name_or_path has a config of its own, changed by base_config.values; give one of the two"
+    if m.config is not None and not m.tokenizer:
+        yield "model.tokenizer: missing; random weights have none, give a directory or a Hub id"
+    for name in ("teacher_model", "reference_model"):
+        if (other := getattr(recipe, name)) is not None and other.config is not None:
+            yield f"{name}.config: random weights teach nothing; give name_or_path"
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
@@ -226,11 +252,11 @@ def _method(t: Trainer) -> Iterator[str]:
         try:
             remat_policy(policy)
         except ValueError as e:
-            yield f"trainer.gradient_checkpointing: {e}"
+            yield f"trainer.gradient_checkpointing: {str(e).removeprefix('remat=')}"
     if t.precompute_ref_log_probs and t.sync_ref_model:
         yield "trainer.precompute_ref_log_probs: sync_ref_model changes the reference; remove one of the two"
     if t.trainer_type in TYPES:
         try:
             objective.check(t)
         except ValueError as e:
-            yield f"trainer: {e}"
+            yield f"trainer: {str(e).replace('f_divergence=', 'f_divergence_type=').replace('wpo ', 'use_weighting ')}"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fdel import models
-from fdel.recipe import parse, serving
+from fdel.recipe import config, parse, serving
 from fdel.recipe.build import build_tokenizer
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import EvalAction
@@ -32,8 +32,7 @@ def evaluate(
         logging.getLogger("fdel").setLevel("ERROR")
     with jax.default_matmul_precision(recipe.loader.precision):
         made = engine.Engine(model, dataclasses.replace(how, pages=fits), tokenizer=tok)
-        name = Path(str(recipe.model.name_or_path)).name
-        results = benchmarks.evaluate(made, tok, options(recipe, action), name, manager)
+        results = benchmarks.evaluate(made, tok, options(recipe, action), config.name_of(recipe), manager)
     benchmarks.report(results, output, action.print_results)
     return results
 

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from importlib import resources
 
 FEW = 12  # names that a message lists
+ELSEWHERE = "`fdel run --keys` lists what there is"
 
 
 @functools.cache
@@ -34,8 +35,8 @@ def synonym(path: str, name: str) -> str | None:
     return found[1][1:] if found and found[1].startswith("=") else None
 
 
-def hint(path: str, name: str, known: Collection[str], *, guess: bool = True) -> str:
-    """Say what fdel has in place of an unknown name: by the table, by likeness if `guess`, or all that is known."""
+def hint(path: str, name: str, known: Collection[str], *, guess: bool = True, otherwise: str = ELSEWHERE) -> str:
+    """Say what fdel has in place of an unknown name: by the table, by likeness if `guess`, or all that is known, if few."""
     if found := _of(path, name):
         projects, ours, note = found
         if not ours:
@@ -44,4 +45,4 @@ def hint(path: str, name: str, known: Collection[str], *, guess: bool = True) ->
     near = difflib.get_close_matches(name, known, 1, 0.75) if guess else []
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"known are {', '.join(known)}" if len(known) <= FEW else "`fdel run --keys` lists what there is"
+    return f"known are {', '.join(known)}" if len(known) <= FEW else otherwise

@@ -176,9 +176,9 @@ def build(
 
 
 def remat(t: Trainer) -> str | None:
-    """Name the policy of gradient_checkpointing; true saves nothing, as in TRL."""
+    """Name the policy of gradient_checkpointing; true saves nothing, as in TRL; "none" is no policy."""
     asked = t.gradient_checkpointing
-    return "nothing_saveable" if asked is True else asked or None
+    return "nothing_saveable" if asked is True else None if asked == "none" else asked or None
 
 
 def _options(t: Trainer) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Read nested frozen dataclasses from plain data and write them back; every fault is told at once, with its path."""
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -173,7 +174,7 @@ def table(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
         m = f.metadata
         only = f" [{', '.join(m['by'])}]" if m.get("by") else ""
         refused = f" ({m['refuse']})" if m.get("refuse") else ""
-        default = "" if inner else repr(f.default)
+        default = "" if inner else json.dumps(plain(f.default), ensure_ascii=False)
         yield where, "" if inner else expected(hints[f.name]), default, m["doc"] + only + refused
         if inner:
             yield from table(inner, where + ("[]" if typing.get_origin(hints[f.name]) is tuple else ""))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,17 @@ class Recipe:
         at[last] = parse.plain(value)
         return from_dict(data)
 
+    def merge(self, values: Mapping[str, Any]) -> "Recipe":
+        """Give the recipe with the keys of nested mappings changed; all others stay. Lists are replaced.
+
+        RecipeError as from `from_dict`.
+        """
+        return from_dict(_merged(to_dict(self), values))
+
+    def __str__(self) -> str:
+        """Write what differs from the defaults, as a run file."""
+        return dumps(self).rstrip()
+
     def keys(self) -> Iterator[tuple[str, dataclasses.Field, Any]]:
         """Yield (dotted path, field, section) of every key, those of actions among them."""
         yield from parse.walk(dataclasses.replace(self, actions=()))
@@ -96,6 +108,11 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     found = tuple(_action(a, f"actions[{i}]", faults) for i, a in enumerate(_listed(actions, faults)))
     parse.fail(faults)
     return dataclasses.replace(recipe, actions=found)
+
+
+def _merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
+    inside = lambda k, v: _merged(old.get(k) or {}, v) if isinstance(v, Mapping) and k != "actions" else parse.plain(v)
+    return {**old, **{k: inside(k, v) for k, v in new.items()}}
 
 
 def _listed(actions: Any, faults: list[str]) -> list:
@@ -152,8 +169,22 @@ def from_json(path: str | Path) -> Recipe:
 
 
 def reference() -> str:
-    """Write a table of every key: its type, its default, and what it means."""
-    rows = [("key", "type", "default", "meaning"), *parse.table(Recipe)]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    line = lambda row: "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]])
-    return "\n".join(line(row).rstrip() for row in rows)
+    """Write every key with its meaning, its type and its default, section by section, in lines of 120 characters."""
+    kinds = {f"actions[].{name}": kind for name, kind in ACTIONS.items() if kind}
+    titles = {path: (settings.__doc__ or "").strip() for path, settings in kinds.items()}
+    sections: dict[str, list[str]] = {}
+    for where, kind, default, doc in [
+        *parse.table(Recipe), *(row for path, settings in kinds.items() for row in parse.table(settings, path)),
+    ]:  # fmt: skip
+        section, _, name = where.rpartition(".")
+        if kind:
+            told = kind.removesuffix(" or null") if default == "null" else f"{kind}; {default}"
+            said = textwrap.fill(f"{name:<28} {doc} ({told})", 116, subsequent_indent=" " * 29)
+            sections.setdefault(section, []).append(textwrap.indent(said, "    "))
+        else:
+            titles |= {where: doc, f"{where}[]": doc}
+    shown: dict[str, str] = {}
+    for path, lines in sections.items():
+        first = shown.setdefault("\n".join(lines), path)
+        lines[:] = textwrap.wrap(f"{path}: {titles[path]}", 120) + (lines if first == path else [f"    as {first}"])
+    return "\n\n".join("\n".join(lines) for lines in sections.values())

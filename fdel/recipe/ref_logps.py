@@ -89,9 +89,13 @@ def _file(recipe: Recipe, tok: text.Tokenizer, informs: Sequence[Inform], settin
     """Name the file by the hash of the examples, and of what decides about the reference's numbers."""
     tok, source = sets.ending(recipe, tok), recipe.reference_model or recipe.model
     keys = [data.key(s, tok, settings) for s in sets.build_sources(recipe, informs)]
-    folder = params.resolve(str(source.name_or_path), revision=source.extra_kwargs.revision)
-    weights = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()]
-    how = [plain(x) for x in (recipe.loader, recipe.quantization, recipe.base_config)]
+    weights: list[tuple] = []
+    if source.name_or_path:
+        folder = params.resolve(source.name_or_path, revision=source.extra_kwargs.revision)
+        weights = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir()) if p.is_file()]
+    how = [
+        plain(x) for x in (source.config, recipe.trainer.seed, recipe.loader, recipe.quantization, recipe.base_config)
+    ]
     facts = json.dumps([keys, weights, how, check.adapters(recipe), recipe.trainer.ld_alpha, check.mismatched(recipe)])
     directory = recipe.mixture.save.path or Path(recipe.trainer.save_directory) / "reference"
     return Path(directory) / f"ref_logps-{hashlib.sha256(facts.encode()).hexdigest()[:32]}.npy"

@@ -38,7 +38,12 @@ class Extra:
 class Model:
     """A model in Hugging Face layout."""
 
-    name_or_path: str | None = key(None, "directory, or Hub id; required")
+    name_or_path: str | None = key(
+        None, "directory, or Hub id; one with a config.json alone starts from random weights"
+    )
+    config: Mapping[str, Any] | None = key(
+        None, "config.json itself, in place of name_or_path: start from random weights"
+    )
     tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; default: the model's")
     task: str | None = key(
         None, "kind of model", choices=TEXT_TASKS + OTHER_TASKS, honours=TEXT_TASKS,
@@ -138,6 +143,13 @@ class Esurge:
         choices=("left", "right", "middle"),
         needs="auto_truncate_prompt",
     )
+    draft_model: str | None = key(
+        None, "directory or Hub id of a smaller model of the same tokens, which guesses draft_tokens ahead"
+    )
+    draft_tokens: int | None = key(
+        None, "tokens guessed ahead; default: 3 with a draft_model, whose guesses they are, else none; without one, what "
+        "was said before is the guess",
+    )  # fmt: skip
     tokenizer_endpoint: str | None = key(None, "address of a tokenizer process", refuse=INSIDE)
     detokenizer_endpoint: str | None = key(None, "address of a detokenizer process", refuse=INSIDE)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fdel import models
-from fdel.recipe import check, parse
+from fdel.recipe import check, config, parse
 from fdel.recipe.build import build_mesh, build_tokenizer
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS, ServeAction
@@ -18,7 +18,7 @@ def serve(recipe: Recipe, action: ServeAction, trained: models.Model | None = No
     how, keys = prepare(recipe, action)
     model, tok = load(recipe) if trained is None else trained, build_tokenizer(recipe)
     logging.getLogger("fdel").setLevel("ERROR" if recipe.esurge.silent_mode else action.log_level.upper())
-    launch.listen(launch.served(model, tok, Path(str(recipe.model.name_or_path)).name, how), how, keys)
+    launch.listen(launch.served(model, tok, config.name_of(recipe), how), how, keys)
 
 
 def prepare(recipe: Recipe, action: ServeAction) -> tuple[launch.Options, Any]:
@@ -28,7 +28,11 @@ def prepare(recipe: Recipe, action: ServeAction) -> tuple[launch.Options, Any]:
     """
     parse.fail(faults(recipe, action))
     how = options(recipe, action)
-    return how, launch.check(how)
+    try:
+        return how, launch.check(how)
+    except ValueError as e:
+        said = str(e).replace("--api-key-file", "api_key_file").replace("--insecure", "require_api_key: false")
+        raise parse.RecipeError(f"actions.serve: {said.replace('tool_parser=', 'tool_parser_name=')}") from e
 
 
 def faults(recipe: Recipe, action: ServeAction) -> list[str]:
@@ -56,8 +60,6 @@ def engine_faults(recipe: Recipe, action: str) -> list[str]:
         found.append(
             f"actions.{action}: a model of trainer_type {recipe.trainer.trainer_type} writes no text; remove it"
         )
-    if recipe.base_config.values and not trained:
-        found.append("base_config.values: training alone reads them; remove them")
     cache = recipe.quantization.kv_cache
     if cache.quantization_method == "nf4":
         found.append("quantization.kv_cache.quantization_method: nf4 is for weights; use 8bit or fp8")
@@ -90,7 +92,10 @@ def load(recipe: Recipe) -> models.Model:
     """Load the model onto the mesh of `sharding`, quantized if it is so."""
     m, names, mesh, method = recipe.model, recipe.loader, build_mesh(recipe), check.weights_format(recipe)
     dtype = DTYPES.get(names.param_dtype or names.dtype or "")
-    return weights.load(
-        str(m.name_or_path), dtype=dtype, mesh=mesh if mesh.size > 1 else None, revision=m.extra_kwargs.revision,
+    model = weights.load(
+        config.given(m), dtype=dtype, mesh=mesh if mesh.size > 1 else None, revision=m.extra_kwargs.revision,
         quantize=METHODS[method] if method else None, group=recipe.quantization.model.group_size,
     )  # fmt: skip
+    cfg = config.changed(recipe, model.family, model.cfg)
+    config.same_shapes(model.family, cfg, model.cfg)
+    return model._replace(cfg=cfg)

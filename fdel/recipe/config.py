@@ -1,0 +1,151 @@
+"""What a recipe says about a model before any weight is read: its config, with changes, and which matrices are adapted."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fdel import models, params
+from fdel.params.quantize import MATRICES, matrix
+from fdel.recipe import names, parse
+from fdel.recipe.read import Recipe
+from fdel.recipe.schema import Model as Source
+from fdel.recipe.trainer import Lora
+
+SECONDS = 5  # for a pattern of target_modules
+
+
+def given(source: Source, section: str = "model") -> str:
+    """Give the directory or Hub id of a model; a RecipeError if there is none."""
+    if not source.name_or_path:
+        raise parse.RecipeError(f"{section}.name_or_path: missing; give a directory or a Hub id")
+    return source.name_or_path
+
+
+def name_of(recipe: Recipe) -> str:
+    """Name the model, as those who ask a server do."""
+    return Path(recipe.model.name_or_path or recipe.trainer.save_directory).resolve().name
+
+
+def read(recipe: Recipe) -> tuple[ModuleType, Any]:
+    """Read the config of the model, as `model.config` or its directory has it, with `base_config.values`.
+
+    Hub ids are fetched. RecipeError for values that nothing reads, ConfigError for a config that fdel does not understand.
+    """
+    source = recipe.model
+    if source.config is not None:
+        d = parse.plain(source.config)
+        family = models.family(d.get("model_type", "(absent)"))
+        cfg = family.Config.from_hf(d)
+    else:
+        family, cfg = models.read_config(params.resolve(given(source), revision=source.extra_kwargs.revision))
+    return family, changed(recipe, family, cfg)
+
+
+def changed(recipe: Recipe, family: ModuleType, cfg: Any) -> Any:
+    """Give a config with `base_config.values`; a RecipeError lists those that the family does not read."""
+    kept, faults = json.loads(cfg.source), []
+    ours = sorted({f.metadata["key"] for f in dataclasses.fields(cfg) if "key" in f.metadata})
+    for key, value in parse.plain(recipe.base_config.values or {}).items():
+        where = f"base_config.values.{key}"
+        said: Any = None
+        try:
+            after = family.Config.from_hf(kept | {key: value})
+        except (ValueError, TypeError, KeyError) as e:
+            after, said = cfg, e
+        if said is not None and key in {*ours, *kept}:
+            faults.append(f"{where}: {parse.shown(value)}: {said}")
+            continue
+        if said is not None or (after == cfg and kept.get(key) != value):
+            otherwise = f"it reads {', '.join(ours)}, and the keys of rope"
+            near = names.hint("base_config.values", key, [*ours, *kept], otherwise=otherwise)
+            faults.append(f"{where}: {family.MODEL_TYPE} does not read it; {near}")
+            continue
+        kept, cfg = kept | {key: value}, after
+    parse.fail(faults)
+    return cfg
+
+
+def same_shapes(family: ModuleType, cfg: Any, other: Any) -> None:
+    """Raise a RecipeError if a checkpoint's tensors are not those of a changed config."""
+    shapes = lambda cfg: [(path, p.shape) for path, p in params.named_leaves(family.spec(cfg))]
+    if cfg != other and shapes(cfg) != shapes(other):
+        raise parse.RecipeError(
+            "base_config.values: the checkpoint's tensors have other shapes than these values ask for; to start from "
+            "random weights, give a directory that holds a config.json alone, or model.config"
+        )
+
+
+def from_scratch(source: Source) -> bool:
+    """Whether a model starts from random weights: a config, in the run file or alone in its directory."""
+    directory = Path(source.name_or_path or "").expanduser()
+    alone = (directory / "config.json").is_file() and not any(
+        any(directory.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf")
+    )
+    return source.config is not None or (source.name_or_path is not None and alone)
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+def lora_targets(lora: Lora, spec: Any) -> str:
+    """Find the matrices that are adapted, as a pattern of their paths.
+
+    As in PEFT, a text is a pattern of modules' whole names in the checkpoint, and a list has names, or their ends. What matches nothing, or some layers alone, is a RecipeError.
+    """
+    if lora.target_modules == "all-linear":
+        return MATRICES
+    modules = {
+        path: [name.removesuffix(".weight") for name in params.hf_names(p)]
+        for path, p in params.named_leaves(spec)
+        if p.hf and matrix(p)
+    }
+    every, last = sorted({m for found in modules.values() for m in found}), lambda m: m.rpartition(".")[2]
+    if isinstance(lora.target_modules, str):
+        wanted = _matching(lora.target_modules, every)
+        if not wanted:
+            raise parse.RecipeError(
+                f"trainer.lora.target_modules: no module matches the pattern {lora.target_modules!r}; modules are called "
+                f"{', '.join(every[:3])}, ...; names stand in a list, as [q_proj, v_proj]"
+            )
+    else:
+        ends = lambda m, name: m == name or m.endswith(f".{name}")
+        known = sorted({last(m) for m in every})
+        said = lambda name: names.hint("", name, known, otherwise=f"matrices are {', '.join(known)}")
+        unknown = [w for w in lora.target_modules if not any(ends(m, w) for m in every)]
+        parse.fail([f"trainer.lora.target_modules: {w!r} is no matrix; {said(w)}" for w in unknown])
+        wanted = {m for m in every if any(ends(m, w) for w in lora.target_modules)}
+    some = [path for path, found in modules.items() if wanted & {*found} and not wanted >= {*found}]
+    if some:
+        raise parse.RecipeError(
+            f"trainer.lora.target_modules: matches some layers of {', '.join(some)} and not all; layers that are alike are "
+            "adapted together"
+        )
+    return "|".join(f"^{re.escape(path)}$" for path, found in modules.items() if wanted >= {*found})
+
+
+def _matching(pattern: str, modules: Sequence[str]) -> set[str]:
+    """Find the names that a pattern matches as a whole, in a process that is ended where it takes long."""
+    code = (
+        "import json, re, sys\n"
+        "pattern, names = json.load(sys.stdin)\n"
+        "try: found = re.compile(pattern)\n"
+        "except (re.error, RecursionError, OverflowError) as e: sys.exit(f'is no pattern: {e}')\n"
+        "json.dump([n for n in names if found.fullmatch(n)], sys.stdout)"
+    )
+    command = [sys.executable, "-I", "-c", code]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps([pattern, modules]), capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as e:
+        raise parse.RecipeError(f"trainer.lora.target_modules: {pattern!r} takes more than {SECONDS} s to match") from e
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["its process ended"])[-1]
+        raise parse.RecipeError(f"trainer.lora.target_modules: {parse.shown(pattern)} {said}")
+    return set(json.loads(done.stdout))
