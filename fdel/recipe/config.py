@@ -96,7 +96,8 @@ def from_scratch(source: Source) -> bool:
 def lora_targets(lora: Lora, spec: Any) -> str:
     """Find the matrices that are adapted, as a pattern of their paths.
 
-    As in PEFT, a text is a pattern of modules' whole names in the checkpoint, and a list has names, or their ends. What matches nothing, or some layers alone, is a RecipeError.
+    As in PEFT, a text is a pattern of modules' whole names in the checkpoint, and a list has names, or their ends.
+    What matches nothing, or some layers alone, is a RecipeError.
     """
     if lora.target_modules == "all-linear":
         return MATRICES
