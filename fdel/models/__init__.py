@@ -60,7 +60,9 @@ def family(model_type: str) -> ModuleType:
     if name in registered:
         return _complete(registered[name].load())
     known = ", ".join([*families(), *registered])
-    raise ConfigError(f"config field 'model_type': found {show(model_type)}, not a family of this version; it has {known}")
+    raise ConfigError(
+        f"config field 'model_type': found {show(model_type)}, not a family of this version; it has {known}"
+    )
 
 
 def _complete(module: Any) -> ModuleType:

@@ -59,7 +59,9 @@ def test_a_missing_field_is_named():
 
 
 def test_an_unknown_model_type_names_all_and_takes_none_for_another(tmp_path):
-    with pytest.raises(config.ConfigError, match="'model_type': found 'lama', not a family of this version; it has .*llama"):
+    with pytest.raises(
+        config.ConfigError, match="'model_type': found 'lama', not a family of this version; it has .*llama"
+    ):
         models.family("lama")
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 3}))
     with pytest.raises(config.ConfigError, match="'model_type': found .*absent"):
