@@ -36,7 +36,7 @@ class Connections:
     """All open connections. `count` is told of each answer to malformed HTTP."""
 
     count: Callable[[int], None]
-    places: limits.Places = field(default_factory=places)
+    places: limits.Places = field(default_factory=lambda: places())
     open: set["Connection"] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
     malformed: int = 0  # since the last line in the log

@@ -176,6 +176,8 @@ def _enter(call: Call) -> None:
     if server.draining and scope == "infer":
         said = "the server is shutting down"
         raise APIError(said, status=503, type="server_error", code="draining", headers={"Retry-After": "5"})
+    if scope == "infer":
+        call.take(server.calls)
 
 
 async def _read(call: Call) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Share:
 
     def take(self, holder: str, count: int = 1) -> bool:
         """Take places, all or none; False if the holder would have more than one above what is left free."""
-        if self.held[holder] + 2 * (count - 1) >= self.total - self.taken:
+        if self.held.get(holder, 0) + 2 * (count - 1) >= self.total - self.taken:
             return False
         self.held[holder] += count
         self.taken += count

@@ -61,7 +61,7 @@ class Served:
     def limits(self) -> openai.Limits:
         """What one request may ask for."""
         limits = openai.Limits(self.engine.model.cfg.vocab, self.engine.limit)
-        return replace(limits, outputs=min(limits.outputs, self.engine.settings.queue))  # more could never be queued
+        return replace(limits, outputs=min(limits.outputs, (self.engine.settings.queue + 1) // 2))  # a key's share
 
     @functools.cached_property
     def specials(self) -> tuple[str, ...]:

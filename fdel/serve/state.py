@@ -38,6 +38,8 @@ class Server:
     draining: bool = False
     active: int = 0  # calls under way
     bodies: limits.Places = field(default_factory=lambda: limits.Places(limits.Share(256)))  # that are on their way
+    calls: limits.Share = field(default_factory=lambda: limits.Share(1024))  # that ask for work
+    outputs: dict[str, limits.Share] = field(default_factory=dict)  # in the queue of each engine, and in its rows
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `models`
 
     def reload(self, now: float | None = None) -> None:
@@ -89,6 +91,17 @@ class Call:
         """Do work that takes a while, so that other calls go on."""
         return await asyncio.get_running_loop().run_in_executor(self.server.pool, work)
 
+    def take(self, share: limits.Share, count: int = 1) -> None:
+        """Take places of a share until the call ends; an APIError if its holder has as many as others find free."""
+        if not share.take(self.holder, count):
+            said = (
+                f"{share.held[self.holder]} of at most {share.total} places are yours, and others need some; try again"
+            )
+            raise APIError(
+                said, status=429, type="rate_limit_error", code="too_many_requests", headers={"Retry-After": "1"}
+            )
+        self.on_end.append(lambda: share.give(self.holder, count))
+
     def admit(self, tokens: int) -> None:
         """Count a request and its tokens against the key's rate; an APIError if that is used up."""
         if self.key is not None:
@@ -111,6 +124,9 @@ class Call:
         key = (self.key.id if self.key else "") + (f" {salt}" if salt else "")
         run = Run(served, prompts, sampling, key, self.server.metrics, matcher)
         most = sum(len(p) + run.each * run.room(p) for p in prompts)
+        engine, count = served.parent or served.name, len(prompts) * run.each
+        share = self.server.outputs.setdefault(engine, limits.Share(served.engine.settings.queue))
+        self.take(share, count)
         self.admit(most)
         try:
             run.submit()

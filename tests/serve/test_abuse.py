@@ -24,7 +24,7 @@ import jsonschema
 import pytest
 
 from fdel import text
-from fdel.serve import about, auth, connection, frames, grammar, keyfile, tools
+from fdel.serve import about, auth, connection, grammar, keyfile, tools
 from fdel.serve import chat as chat_route
 from fdel.serve import http as server_http
 from fdel.serve.openai.schema import SCHEMAS
@@ -452,7 +452,7 @@ def test_a_reader_that_stops_is_ended(running, monkeypatch):
             closed.set()
 
     monkeypatch.setattr(chat_route, "_chat_frames", endless)
-    monkeypatch.setattr(frames, "STUCK", 0.2)
+    monkeypatch.setattr("fdel.serve.connection.STUCK", 0.2)
     connection = open_chat(running, LONG | {"stream": True})
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     assert closed.wait(30) and sent[0] * 2**16 < 2**26
@@ -669,14 +669,15 @@ def test_rates_end_with_429(running):
 
 @rows("t26")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_full_queue_refuses_before_headers(running, stream):
+def test_a_full_queue_refuses_before_headers(running, stream, monkeypatch):
     """And nothing of the request that did not fit is left."""
     engine = running.served.engine
     engine.pause()
     try:
-        held = [open_chat(running, LONG | {"n": 30}) for _ in range(2)]
-        wait_for(lambda: engine.stats()["waiting"] == 60)
-        status, said, headers = chat(running, {"n": 10, "stream": stream})
+        held = [open_chat(running, LONG | {"n": n}, role) for n, role in ((32, "user"), (16, "service"))]
+        wait_for(lambda: engine.stats()["waiting"] == 48)
+        monkeypatch.setattr(engine.core.schedule, "queue", 50)  # as if others were in it
+        status, said, headers = chat(running, {"n": 8, "stream": stream}, role="admin")
         assert status == 503 and said["error"]["code"] == "overloaded" and headers["Retry-After"] == "1"
         [c.close() for c in held]
     finally:

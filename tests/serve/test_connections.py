@@ -10,19 +10,7 @@ import time
 
 import pytest
 
-from tests.serve.wire import CHAT, call, chat, head, raw, sample
-
-
-def refusal(said: bytes) -> tuple[int, dict, dict]:
-    """(status, JSON, headers) of a raw answer."""
-    top, _, body = said.partition(b"\r\n\r\n")
-    first, *lines = top.decode().split("\r\n")
-    return (
-        int(first.split()[1]),
-        json.loads(body),
-        {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)},
-    )
-
+from tests.serve.wire import CHAT, call, chat, head, raw, refusal, sample
 
 # ---- bodies that nobody wants ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 
 web = pytest.importorskip("aiohttp.web")
 
-from fdel.serve import frames  # noqa: E402
+from fdel.serve import connection, frames  # noqa: E402
 
 
 async def serve(make, read, before=lambda request: None, timeout=60.0):
@@ -28,13 +28,14 @@ async def serve(make, read, before=lambda request: None, timeout=60.0):
         async with asyncio.timeout(None) as clock:
             server = SimpleNamespace(timeout=timeout)
             call = SimpleNamespace(server=server, request=request, id="r", clock=clock, finish=lambda: None)
-            response = await frames.stream(call, source())
-        ended.append(request)
-        return response
+            try:
+                return await frames.stream(call, source())
+            finally:
+                ended.append(request)
 
     app = web.Application()
     app.router.add_get("/", handler)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    runner = connection.Runner(app, connection.Connections(lambda status: None))
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -91,7 +92,7 @@ def test_small_and_large_frames_come_whole_and_in_order():
 
 
 def test_who_does_not_read_is_dropped(monkeypatch):
-    monkeypatch.setattr(frames, "STUCK", 0.2)
+    monkeypatch.setattr(connection, "STUCK", 0.2)
     count = []
 
     async def make():
@@ -127,3 +128,70 @@ def test_who_has_left_before_the_headers_is_no_failure(caplog):
     assert (got, ended) == (b"", 1)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert any("the reader is gone" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["stream", "whole answer"])
+def test_readers_that_take_nothing_for_a_minute_are_ended(whole):
+    """Many at a time, that have only just begun: what is made for each is bounded, and who takes something goes on."""
+    made, closed, count = [0] * 30, [], 30
+
+    async def source(i):
+        try:
+            while True:
+                made[i] += 10_000
+                yield b"x" * 10_000
+        finally:
+            closed.append(i)
+
+    async def handler(request):
+        i = int(request.query["i"])
+        if whole:
+            try:
+                response = web.Response(body=b"x" * 20_000_000)
+                await response.prepare(request)
+                await response.write_eof()
+                return response
+            finally:
+                closed.append(i)
+        async with asyncio.timeout(None) as clock:
+            server = SimpleNamespace(timeout=600.0)
+            call = SimpleNamespace(server=server, request=request, id="r", clock=clock, finish=lambda: None)
+            return await frames.stream(call, source(i))
+
+    async def act():
+        app = web.Application()
+        app.router.add_get("/", handler)
+        runner = connection.Runner(app, connection.Connections(lambda status: None))
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            all_, clients = runner.connections, []
+            for i in range(count):
+                reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1], limit=1024)
+                writer.write(f"GET /?i={i} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+                clients.append((reader, writer))
+            sizes = lambda: [c.own.get_write_buffer_size() for c in all_.open]
+            before = None
+            while before is None or before != sizes() or len(before) < count or not all(before):
+                before = sizes()
+                await asyncio.sleep(0.3)
+            assert max(made) < 2**23
+            begin = asyncio.get_running_loop().time()
+            all_.sweep(begin)
+            await clients[0][0].readexactly(6_000_000)  # it is slow, and reads
+            all_.sweep(begin + connection.STUCK - 0.1)
+            await asyncio.sleep(0)
+            assert not closed
+            all_.sweep(begin + connection.STUCK)
+            while len(closed) < count - 1:
+                await asyncio.sleep(0.01)
+            assert sorted(closed) == list(range(1, count)) and len(all_.open) == 1
+            for _, writer in clients:
+                writer.transport.abort()
+            while all_.open:
+                await asyncio.sleep(0.01)
+            assert not all_.places.share.taken
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(act(), 60))

@@ -131,6 +131,17 @@ def raw(running, *pieces: bytes, wait: float = 30.0) -> bytes:
         return out
 
 
+def refusal(said: bytes) -> tuple[int, dict, dict]:
+    """(status, JSON, headers) of a raw answer."""
+    top, _, body = said.partition(b"\r\n\r\n")
+    first, *lines = top.decode().split("\r\n")
+    return (
+        int(first.split()[1]),
+        json.loads(body),
+        {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)},
+    )
+
+
 def head(running, path: str, *lines: str, role: str = "user", method: str = "POST") -> bytes:
     """The head of a raw request."""
     first = (f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {running.secrets[role]}")
