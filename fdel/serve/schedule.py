@@ -155,7 +155,7 @@ class Schedule:
         """Choose the next step's work and account for it as if it were done; every chunk and decode must `land`."""
         plan = Plan()
         self._clear()
-        self._yield_to_priority()
+        self._make_room()
         for r in list(self.running):
             if r.row != NO_ROW and r.decoding and len(r.tokens) + r.unread < r.limit:
                 # Drafts may be written past the newest token that is certain.
@@ -205,17 +205,22 @@ class Schedule:
         ready = (r for r in self.waiting if r.flights == 0 and free(r))
         return min(ready, key=lambda r: (-r.priority, self.served.get(r.key, 0), r.arrival), default=None)
 
-    def _yield_to_priority(self) -> None:
-        """Make room for a waiting request of higher priority, by one running request per step."""
-        if (
-            self.waiting
-            and self.running
-            and (lowest := self.running[-1]).priority < max(r.priority for r in self.waiting)
-        ):
-            best = self._next()
-            full = not self.free or best and self.pool.available < self.pool.needed(len(best.tokens) + 1)
-            if best and full and lowest.priority < best.priority:
-                self.preempt(lowest)
+    def _make_room(self) -> None:
+        """Let one running request per step wait again: for a higher priority, or a key that has two rows less."""
+        rows, keys = Counter(r.key for r in self.running), {r.key for r in self.waiting}
+        if not (rows and keys):
+            return
+        lowest, most = self.running[-1], max(rows.values())
+        if lowest.priority >= max(r.priority for r in self.waiting) and most < 2 + min(rows[k] for k in keys):
+            return
+        best = self._next()
+        if best is None or (self.free and self.pool.available >= self.pool.needed(len(best.tokens) + 1)):
+            return
+        greedy = {k for k, n in rows.items() if n == most > rows[best.key] + 1 and not self.suspects}
+        greedy = {k for k in greedy if self.served[k] > self.served.get(best.key, 0)}  # else it would be next again
+        lower = lambda r: r.priority < best.priority or (r.priority == best.priority and r.key in greedy)
+        if victim := next((r for r in reversed(self.running) if lower(r)), None):
+            self.preempt(victim)
 
     def _admit(self, plan: Plan) -> Request | None:
         """Start the next waiting request if there are a row and pages for all its known tokens and one more."""

@@ -189,6 +189,37 @@ def test_priorities_come_first_and_take_pages() -> None:
     assert ends == [2, 0, 1] and core.schedule.counts["preempted"] >= 1
 
 
+@pytest.mark.parametrize("keys", ["b", "bc"])
+def test_a_key_that_comes_waits_for_no_long_output_of_another(keys) -> None:
+    """Rows are shared: who has two more than a key that waits gives one back, and is computed on later."""
+    core = make_core(pages=40, rows=4, budget=20)
+    jobs = [make_job(i, [i + 9] * 4, 80, key="a") for i in range(8)]
+    alone = max(len(solo([i + 9] * 4, 84)) for i in range(4))
+    for job in jobs:
+        core.add(job)
+    told = [t for _ in range(5) for t in core.step()]
+    for i, key in enumerate(keys):
+        core.add(make_job(10 + i, [40 + i] * 3, 3, key=key))
+    steps = 0
+    while any(i in core.jobs for i in range(10, 10 + len(keys))):
+        told += core.step()
+        steps += 1
+    assert steps <= 8 < alone
+    assert core.schedule.counts["preempted"] <= len(keys)
+    told += run(core)
+    for job in jobs:
+        assert job.request.tokens[4:] == solo([job.request.id + 9] * 4, 84)
+
+
+def test_rows_of_one_key_are_its_own() -> None:
+    """Nothing is preempted where all that wait are of the key that runs, nor for a key that has its share."""
+    core = make_core(pages=40, rows=4, budget=20)
+    for i in range(8):
+        core.add(make_job(i, [i + 9] * 4, 20, key="ab"[i % 2]))
+    run(core)
+    assert not core.schedule.counts["preempted"]
+
+
 def test_the_youngest_yields() -> None:
     core = make_core(pages=5, rows=3, budget=20)
     jobs = [make_job(i, [i + 2] * 4, 12) for i in range(2)]
