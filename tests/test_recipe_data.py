@@ -1,6 +1,7 @@
 """Run files whose data needs more than rows: a reference's log-probabilities computed before, embeddings, judged steps."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from fdel import models, ops, params, recipe, text
 from fdel.models import llama
-from fdel.recipe import build, ref_logps
+from fdel.recipe import build, config, fits, ref_logps
 from fdel.train import losses, metrics
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
@@ -154,8 +155,8 @@ def under(wanted: recipe.Recipe):
 
 def test_what_decides_about_the_reference_names_its_file(tiny, pairs, tmp_path):
     wanted = dpo(tiny, pairs, tmp_path, precompute_ref_log_probs=True)
-    tok, informs = recipe.build_tokenizer(wanted), wanted.mixture.informs
-    name = lambda r: ref_logps._file(r, tok, informs, recipe.build_settings(r)).name
+    tok, sources = recipe.build_tokenizer(wanted), recipe.build_sources(wanted, wanted.mixture.informs)
+    name = lambda r: ref_logps._file(r, tok, sources, recipe.build_settings(r)).name
     changes = [
         ("trainer.ld_alpha", 0.5),
         ("trainer.max_length", 20),
@@ -252,3 +253,116 @@ def test_a_stream_has_no_reference_computed_before():
     wanted = made(Path("m"), Path("d.jsonl"), Path("out"), trainer_type="dpo", precompute_ref_log_probs=True)
     assert recipe.faults(wanted) == []
     assert "a stream keeps nothing" in recipe.faults(wanted.set("mixture.pack_on_the_fly", True))[0]
+
+
+# ---- what a newcomer gets wrong, and what comes from memory --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> Path:
+    rng, path = np.random.default_rng(2), tmp_path_factory.mktemp("said")
+    return write(path / "said.jsonl", [{"text": words(rng, 6), "content": words(rng, 6)} for _ in range(16)])
+
+
+@pytest.mark.parametrize(("trainer", "inform", "match"), [
+    ({}, {"content_field": "bogus"}, "no row has the column 'bogus'; found are content, text"),
+    ({}, {"format_fields": {"nothere": "text"}}, "no row has the column 'nothere'; found are content, text"),
+    ({}, {"format_fields": {"nothere": "tools"}}, "no row has the column 'nothere'; found are content, text"),
+    ({}, {"content_field": "prompt"}, "no column 'prompt' .found text, content"),
+    ({}, {"content_field": "content", "additional_fields": ["tools"]}, "no column 'tools' .found text"),
+    ({}, {"split": "bogus"}, "files have the split 'train' alone"),
+    ({}, {"split": "train[:x]"}, "expected a name and a slice"),
+    *(({"trainer_type": t}, {"content_field": "bogus"}, "no row has the column 'bogus'; found are content, text")
+      for t in ("dpo", "orpo", "kto", "bco", "reward", "prm", "embedding")),
+])  # fmt: skip
+def test_columns_and_splits_that_are_not_there(tiny, said, tmp_path, trainer, inform, match):
+    wanted = made(tiny[0], said, tmp_path, **trainer)
+    wanted = wanted.set("mixture.informs", [{"data_files": str(said), **inform}])
+    with pytest.raises(ValueError, match=match):
+        recipe.build_dataset(wanted, recipe.build_tokenizer(wanted))
+
+
+def test_the_column_that_is_named_is_the_one_that_is_read(tiny, said, tmp_path):
+    wanted = made(tiny[0], said, tmp_path, max_training_steps=None, num_train_epochs=1, total_batch_size=2)
+    wanted = wanted.set("mixture.shuffle_buffer_size", 0)
+    tok, rows = recipe.build_tokenizer(wanted), [json.loads(line) for line in said.read_text().splitlines()]
+    for split, chosen in (("train", rows), ("train[:50%]", rows[:8]), ("train[10:14]", rows[10:14])):
+        informs = [{"data_files": str(said), "content_field": "content", "split": split}]
+        data = recipe.build_dataset(wanted.set("mixture.informs", informs), tok)
+        lines = [text.decode(tok, t[:n].tolist()) for b in data for t, n in zip(b["tokens"], b["lengths"], strict=True)]
+        assert data.examples == len(chosen) and all(
+            r["content"].startswith(s[:8]) for r, s in zip(chosen, lines, strict=False)
+        )
+
+
+@pytest.mark.slow
+def test_rows_from_memory_train_as_those_of_a_file(tiny, pairs, tmp_path):
+    """Bit by bit, lists and `datasets`; evaluation and a reference computed before too. Both ways at once are refused."""
+    datasets = pytest.importorskip("datasets", reason="makes one")
+    rows, held = ([json.loads(line) for line in p.read_text().splitlines()] for p in pairs)
+    options = {"precompute_ref_log_probs": True, "max_prompt_length": 2, "max_completion_length": 5}
+    recipe.train(dpo(tiny, pairs, tmp_path / "file", **options))
+    for name, given in (("list", rows), ("datasets", datasets.Dataset.from_list(rows))):
+        wanted = dpo(tiny, pairs, tmp_path / name, **options)
+        with pytest.raises(recipe.RecipeError, match="mixture.informs: there are rows from memory too; give one"):
+            recipe.train(wanted, train_dataset=given)
+        wanted = wanted.set("mixture", {})
+        with pytest.raises(recipe.RecipeError, match="mixture.informs: empty"):
+            recipe.train(wanted, eval_dataset=held)
+        recipe.train(wanted, train_dataset=given, eval_dataset=held)
+        assert curve(tmp_path / name) == curve(tmp_path / "file")
+
+
+def test_tokens_that_the_model_has_not_are_refused(tiny, said, tmp_path):
+    """Before the model is loaded, with the token and its place; a stream says so too."""
+    path = tmp_path / "larger"
+    text.save(text.train_bpe([" ".join(WORDS)] * 3, 400, [f"<|{i}|>" for i in range(100)]), path)
+    for stream in (False, True):
+        wanted = made(tiny[0], said, tmp_path / "run").set("model.tokenizer", str(path))
+        with pytest.raises(
+            ValueError, match=r"said.jsonl:\d+: token 3\d\d, '.+', is none of the model's 300; the tokenizer has"
+        ):
+            recipe.train(wanted.set("mixture.pack_on_the_fly", stream))
+    assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_learns_nothing_publishes_nothing(tiny, said, tmp_path):
+    model = models.load(tiny[0])
+    broken = jax.tree.map(lambda x: x * jnp.nan, model.params)
+    models.save(model._replace(params=broken), tmp_path / "broken")
+    text.save(text.load(tiny[0]), tmp_path / "broken")
+    with pytest.raises(FloatingPointError, match="none of the 4 steps had a finite loss"):
+        recipe.train(made(tmp_path / "broken", said, tmp_path / "run"))
+    assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.slow
+def test_a_stream_tells_its_rows_at_the_end(tiny, said, tmp_path, capsys):
+    recipe.train(made(tiny[0], said, tmp_path, max_training_steps=2).set("mixture.pack_on_the_fly", True))
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    assert told[0] == "data: a stream, whose rows are counted when it was read"
+    assert int(told[1].split()[1]) >= 8 and "rows read" in told[1]
+    assert metrics.read(tmp_path)[-1]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(("given", "trainer", "asked"), [
+    ({"attention_dropout": 0.1}, {}, "attention_dropout 0.1"),
+    ({"attn_pdrop": 0.1, "resid_pdrop": 0.2, "summary_first_dropout": 0.1}, {}, "attn_pdrop 0.1, resid_pdrop 0.2"),
+    ({"attention_dropout": 0.1}, {"trainer_type": "embedding"}, "attention_dropout 0.1"),
+    ({"attention_dropout": 0.1}, {"trainer_type": "dpo", "disable_dropout": False}, "attention_dropout 0.1"),
+    ({"classifier_dropout": 0.1}, {"trainer_type": "prm", "disable_dropout": False}, "classifier_dropout 0.1"),
+    ({"attention_dropout": 0.1}, {"disable_dropout": True}, None),
+    ({"attention_dropout": 0.1}, {"trainer_type": "dpo"}, None),
+    ({"attention_dropout": 0.0, "resid_pdrop": None, "use_dropout": False}, {"disable_dropout": False}, None),
+    ({"classifier_dropout": 0.1}, {}, None),
+])  # fmt: skip
+def test_dropout_is_switched_off_by_name_or_refused(tiny, said, tmp_path, given, trainer, asked):
+    before = json.loads((tiny[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(before | given))
+    wanted = made(tmp_path, said, tmp_path / "run", **trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "from_scratch", lambda source: True)
+        said = "; ".join(fits.faults(wanted, 1))
+    assert ("asks for dropout" in said) == (asked is not None)
+    assert asked is None or re.search(rf"asks for dropout \({asked}\).*set trainer.disable_dropout: true", said)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import check, evaluating, fits, parse, serving
+from fdel.recipe import check, config, evaluating, fits, parse, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
@@ -31,17 +31,19 @@ class Result(NamedTuple):
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def train(recipe: Recipe) -> Result:
+def train(recipe: Recipe, train_dataset: Any = None, eval_dataset: Any = None) -> Result:
     """Train as the recipe says, from the last checkpoint in `save_directory` if there is one, and export the model.
 
-    RecipeError for what cannot be done, before anything is loaded; the data is read before the model.
+    Rows from memory take the place of `mixture.informs` and `eval_informs`: lists of dicts, a `datasets.Dataset`, or
+    `data.Source`s. RecipeError for what cannot be done, before anything is loaded; the data is read before the model.
     """
-    fits.validate(dataclasses.replace(recipe, actions=()), jax.device_count())
+    assumed = check.given(recipe, informs=train_dataset, eval_informs=eval_dataset)
+    fits.validate(dataclasses.replace(assumed, actions=()), jax.device_count())
+    parse.fail(config.dropout(recipe, config.read(recipe)[1]))
     t, tok = recipe.trainer, build_tokenizer(recipe)
-    dataset = build_dataset(recipe, tok)
-    if jax.process_index() == 0:
-        print(f"data: {dataset.report}", file=sys.stderr)
-    evaluation, steps = build_evaluation(recipe, tok), run_length(recipe, dataset)
+    dataset = build_dataset(recipe, tok, train_dataset)
+    _tell(f"data: {dataset.report if dataset.batches else 'a stream, whose rows are counted when it was read'}")
+    evaluation, steps = build_evaluation(recipe, tok, eval_dataset), run_length(recipe, dataset)
     mesh = build_mesh(recipe)
     _may_begin(recipe, mesh)
     with jax.set_mesh(mesh):
@@ -62,7 +64,14 @@ def train(recipe: Recipe) -> Result:
             config=to_dict(recipe),
         )  # fmt: skip
         model = model._replace(params=training.complete(final_params(recipe, state)))
+    if dataset.batches is None:
+        _tell(f"data: {dataset.report}")
     return Result(model, export(recipe, model, tok), metrics.read(t.save_directory)[-1])
+
+
+def _tell(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr)
 
 
 def run_length(recipe: Recipe, dataset: Any) -> int:

@@ -1,13 +1,24 @@
 """What of a recipe cannot be done: keys that this version does not honour, that nothing reads, or that disagree."""
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from fdel import train
 from fdel.ops.layers import remat_policy
 from fdel.recipe import names, objective, parse
 from fdel.recipe.read import Recipe
-from fdel.recipe.schema import EvalAction
+from fdel.recipe.schema import EvalAction, Inform
 from fdel.recipe.trainer import HEADED, REFERENCE, TEACHER, TEXT, TYPES, Trainer
+
+
+def given(recipe: Recipe, **rows: Any) -> Recipe:
+    """Give a recipe with a data set in each section, `informs` or `eval_informs`, whose rows come from memory instead."""
+    found = {name: (Inform(data_files="memory"),) for name, x in rows.items() if x is not None}
+    parse.fail(
+        [f"mixture.{name}: there are rows from memory too; give one" for name in found if getattr(recipe.mixture, name)]
+    )
+    return dataclasses.replace(recipe, mixture=dataclasses.replace(recipe.mixture, **found))
 
 
 def faults(recipe: Recipe) -> list[str]:
@@ -212,7 +223,8 @@ def _sizes(recipe: Recipe) -> Iterator[str]:
         )
     for name in (
         "total_batch_size", "eval_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_training_steps",
-        "log_steps", "save_steps", "evaluation_steps", "save_total_limit", "learning_rate",
+        "max_prompt_length", "max_completion_length", "log_steps", "save_steps", "evaluation_steps", "save_total_limit",
+        "learning_rate",
     ):  # fmt: skip
         value = getattr(t, name)
         if value is not None and value <= 0:

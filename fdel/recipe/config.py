@@ -15,8 +15,9 @@ from fdel.params.quantize import MATRICES, matrix
 from fdel.recipe import names, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Model as Source
-from fdel.recipe.trainer import Lora
+from fdel.recipe.trainer import HEADED, KEEPS_DROPOUT, Lora
 
+DROPOUT = "dropout|pdrop|layerdrop|drop_path"  # in the names of config.json
 SECONDS = 5  # for a pattern of target_modules
 
 
@@ -69,6 +70,22 @@ def changed(recipe: Recipe, family: ModuleType, cfg: Any) -> Any:
         kept, cfg = kept | {key: value}, after
     parse.fail(faults)
     return cfg
+
+
+def dropout(recipe: Recipe, cfg: Any) -> list[str]:
+    """Say which dropout a config asks for that nobody has switched off; this version has none."""
+    t = recipe.trainer
+    off = t.trainer_type not in KEEPS_DROPOUT if t.disable_dropout is None else t.disable_dropout
+    unread = "summary" if t.trainer_type in HEADED else "summary|classifier"  # of heads that are not there
+    number = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and v != 0
+    asked = [f"{k} {v}" for k, v in json.loads(cfg.source).items() if number(v) and re.search(DROPOUT, k)]
+    asked = [x for x in asked if not re.match(unread, x)]
+    if off or not asked:
+        return []
+    return [
+        f"trainer.disable_dropout: config.json asks for dropout ({', '.join(asked)}), which is not in this version; set "
+        "trainer.disable_dropout: true to train without it"
+    ]
 
 
 def same_shapes(family: ModuleType, cfg: Any, other: Any) -> None:

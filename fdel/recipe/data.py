@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fdel import text
-from fdel.recipe import check, parse
+from fdel.recipe import check, config, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Inform
 from fdel.recipe.trainer import TEXT
@@ -42,7 +42,8 @@ def build_settings(recipe: Recipe) -> data.Settings:
         epochs=None if endless else t.num_train_epochs or 3, window=m.shuffle_buffer_size or data.Settings.window,
         stop=m.stop_strategy, block=block, stream=m.pack_on_the_fly, prefetch=m.prefetch_buffer_size,
         threads=m.prefetch_workers, negatives=t.negatives, separator=t.step_separator,
-        last_only=t.train_on_last_step_only, kl=check.mismatched(recipe),
+        last_only=t.train_on_last_step_only, kl=check.mismatched(recipe), max_prompt=t.max_prompt_length,
+        max_completion=t.max_completion_length,
     )  # fmt: skip
 
 
@@ -55,26 +56,27 @@ def evaluation_settings(recipe: Recipe) -> data.Settings:
     )  # fmt: skip
 
 
-def build_dataset(recipe: Recipe, tok: text.Tokenizer) -> data.Data:
-    """Read and tokenise the training data; this process's rows of each batch."""
-    return _dataset(recipe, recipe.mixture.informs, build_settings(recipe), tok)
+def build_dataset(recipe: Recipe, tok: text.Tokenizer, rows: Any = None) -> data.Data:
+    """Read and tokenise the training data, `rows` if they are given; this process's rows of each batch.
+
+    `rows` are what `data.dataset` takes: a list of dicts, a `datasets.Dataset`, a `data.Source` or several.
+    """
+    return _dataset(recipe, recipe.mixture.informs, rows, build_settings(recipe), tok)
 
 
-def build_evaluation(recipe: Recipe, tok: text.Tokenizer) -> data.Data | None:
-    """Read and tokenise the data of evaluation, None without any."""
-    informs = evaluation_informs(recipe)
-    return _dataset(recipe, informs, evaluation_settings(recipe), tok) if informs else None
+def build_evaluation(recipe: Recipe, tok: text.Tokenizer, rows: Any = None) -> data.Data | None:
+    """Read and tokenise the data of evaluation, `rows` if they are given; None without any. Each row comes once."""
+    informs = [dataclasses.replace(x, name=None, weight=None) for x in recipe.mixture.eval_informs]
+    return _dataset(recipe, informs, rows, evaluation_settings(recipe), tok) if informs or rows is not None else None
 
 
-def evaluation_informs(recipe: Recipe) -> list[Inform]:
-    """The data sets of evaluation, of which each row comes once."""
-    return [dataclasses.replace(x, name=None, weight=None) for x in recipe.mixture.eval_informs]
-
-
-def _dataset(recipe: Recipe, informs: Sequence[Inform], settings: data.Settings, tok: text.Tokenizer) -> data.Data:
-    sources, cache = build_sources(recipe, informs), recipe.mixture.save.path
+def _dataset(
+    recipe: Recipe, informs: Sequence[Inform], rows: Any, settings: data.Settings, tok: text.Tokenizer
+) -> data.Data:
+    given, cache = build_sources(recipe, informs) if rows is None else rows, recipe.mixture.save.path
     process = dict(process_index=jax.process_index(), process_count=jax.process_count())
-    return data.dataset(sources, settings, ending(recipe, tok), cache_directory=cache, **process)
+    settings = dataclasses.replace(settings, vocab=config.read(recipe)[1].vocab)
+    return data.dataset(given, settings, ending(recipe, tok), cache_directory=cache, **process)
 
 
 def build_sources(recipe: Recipe, informs: Sequence[Inform]) -> list[data.Source]:
@@ -91,6 +93,7 @@ def _source(recipe: Recipe, inform: Inform, weight: float | None) -> data.Source
         rename[field] = "text" if kind in TEXT else "anchor" if kind == "embedding" else "prompt"
     kept = None if field is None else (rename.get(field, field), *inform.additional_fields, *rename.values())
     files = (inform.data_files,) if isinstance(inform.data_files, str) else inform.data_files
+    folder = None
     if inform.type not in FORMATS:
         folder = _folder(inform.type)
         files = (str(folder),) if files is None else tuple(str(folder / f) for f in files)
@@ -99,7 +102,7 @@ def _source(recipe: Recipe, inform: Inform, weight: float | None) -> data.Source
     split = inform.split or inform.dataset_split_name or "train"
     return data.Source(
         files, inform.type if inform.type in FORMATS else None, split, rename, _only(kept), repr(kept), weight,
-        inform.num_rows,
+        inform.num_rows, folder,
     )  # fmt: skip
 
 

@@ -112,6 +112,7 @@ def _sharded(spec: Any, sizes: Mapping[str, int] | None, rules: Any) -> Iterator
 def _trained(recipe: Recipe, model: models.Model, sizes: Mapping[str, int] | None) -> Iterator[str]:
     t, spec = recipe.trainer, model.family.spec(model.cfg)
     yield from _sharded(spec, sizes, params.TRAIN)
+    yield from config.dropout(recipe, model.cfg)
     if check.adapters(recipe):
         if config.from_scratch(recipe.model):
             yield "model: adapters of random weights learn little; train all weights, or give a checkpoint with weights"

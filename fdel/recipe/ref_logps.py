@@ -17,7 +17,6 @@ from fdel.recipe import build, check
 from fdel.recipe import data as sets
 from fdel.recipe.parse import plain
 from fdel.recipe.read import Recipe
-from fdel.recipe.schema import Inform
 from fdel.train import data, losses
 from fdel.train.evaluation import everywhere, per_example
 
@@ -39,10 +38,10 @@ def precompute(
     if not recipe.trainer.precompute_ref_log_probs:
         return dataset, evaluation
     asked = {"train": dataset}
-    files = {"train": _file(recipe, tok, recipe.mixture.informs, sets.build_settings(recipe))}
+    files = {"train": _file(recipe, tok, dataset.sources, sets.build_settings(recipe))}
     if evaluation is not None:
-        informs, settings = sets.evaluation_informs(recipe), sets.evaluation_settings(recipe)
-        asked["eval"], files["eval"] = evaluation, _file(recipe, tok, informs, settings)
+        asked["eval"] = evaluation
+        files["eval"] = _file(recipe, tok, evaluation.sources, sets.evaluation_settings(recipe))
     if not everywhere(all(f.is_file() for f in files.values())):
         logps, rows = _logps(recipe, model), _rows(recipe, mesh)
         for name, file in files.items():
@@ -85,10 +84,10 @@ def _rows(recipe: Recipe, mesh: jax.sharding.Mesh) -> int:
     return t.eval_batch_size or -(-check.batch_rows(recipe) // t.gradient_accumulation_steps // devices) * devices
 
 
-def _file(recipe: Recipe, tok: text.Tokenizer, informs: Sequence[Inform], settings: data.Settings) -> Path:
+def _file(recipe: Recipe, tok: text.Tokenizer, given: Sequence[data.Source], settings: data.Settings) -> Path:
     """Name the file by the hash of the examples, and of what decides about the reference's numbers."""
     tok, source = sets.ending(recipe, tok), recipe.reference_model or recipe.model
-    keys = [data.key(s, tok, settings) for s in sets.build_sources(recipe, informs)]
+    keys = [data.key(s, tok, settings) for s in given]
     weights: list[tuple] = []
     if source.name_or_path:
         folder = params.resolve(source.name_or_path, revision=source.extra_kwargs.revision)

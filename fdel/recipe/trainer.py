@@ -16,6 +16,7 @@ PAIRS = ("dpo", "cpo", "simpo", "orpo")
 REFERENCE = ("dpo", "kto", "bco")  # compare with a reference model
 TEACHER = ("distillation", "gkd")
 TEXT = ("sft", *TEACHER)
+KEEPS_DROPOUT = ("sft", "distillation", "embedding")  # where TRL does not switch dropout off by itself
 HEADED = ("reward", "prm")  # have a head of their own in place of the output projection, and train all weights
 
 
@@ -66,6 +67,12 @@ class Trainer:
     eval_batch_size: int | None = key(None, "rows of a step of evaluation; default: total_batch_size")
     gradient_accumulation_steps: int = key(1, "parts of the batch, one after the other; they divide total_batch_size")
     max_length: int | None = key(None, "tokens of a row; default: 1024")
+    max_prompt_length: int | None = key(
+        None, "tokens of a prompt, which loses its start; default: any", by=(*PAIRS, "kto", "bco")
+    )
+    max_completion_length: int | None = key(
+        None, "tokens of a completion, which loses its end; default: any", by=(*PAIRS, "kto", "bco")
+    )
     seed: int = key(42, "of new weights and of rounding")
     # The optimizer.
     learning_rate: float | None = key(None, "peak; default: TRL's for the type")
@@ -90,6 +97,10 @@ class Trainer:
     lora: Lora | None = key(
         None, "train adapters only; {} has all defaults", by=tuple(t for t in TYPES if t not in HEADED)
     )
+    disable_dropout: bool | None = key(
+        None, "train without the dropout that config.json asks for, which this version has not; default: as in TRL, false "
+        f"for {', '.join(KEEPS_DROPOUT)}, where it is an error, else true",
+    )  # fmt: skip
     # Logging and saving.
     log_steps: int = key(10, "steps between two lines of metrics")
     evaluation_steps: int | None = key(None, "steps between two evaluations on mixture.eval_informs")
