@@ -14,7 +14,7 @@ from fdel.recipe.trainer import HEADED, REFERENCE, TEACHER, TEXT, TYPES, Trainer
 
 def given(recipe: Recipe, **rows: Any) -> Recipe:
     """Give a recipe with a data set in each section, `informs` or `eval_informs`, whose rows come from memory instead."""
-    found = {name: (Inform(data_files="memory"),) for name, x in rows.items() if x is not None}
+    found: dict[str, Any] = {name: (Inform(data_files="memory"),) for name, x in rows.items() if x is not None}
     parse.fail(
         [f"mixture.{name}: there are rows from memory too; give one" for name in found if getattr(recipe.mixture, name)]
     )
