@@ -164,8 +164,8 @@ def serve(args: argparse.Namespace) -> int:
     sizes = ("rows", "pages", "max_length", "budget", "chunk", "queue", "drafts", "decode_steps", "kv_cache_dtype",
              "max_loras", "max_lora_rank")  # fmt: skip
     settings = engine.Settings(**{name: getattr(args, name) for name in sizes})
-    names = ("host", "port", "names", "dtype", "mesh", "quantize", "tool_parser", "key_file", "audit", "insecure", "grace",
-             "adapter_root", "truncate")  # fmt: skip
+    names = ("host", "port", "names", "dtype", "mesh", "draft", "quantize", "tool_parser", "key_file", "audit", "insecure",
+             "grace", "adapter_root", "truncate")  # fmt: skip
     given = {name: getattr(args, name) for name in names} | ({"programs": args.programs} if "programs" in args else {})
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     launch.main(args.models, launch.Options(**given, adapters=adapters, settings=settings))

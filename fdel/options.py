@@ -112,6 +112,9 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
         "--chunk", type=int, help="the same beside at most 8 sequences that decode (default: 64 on CPU, else --budget)"
     )
     p.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
+    p.add_argument(
+        "--draft", metavar="DIR", help="a smaller model of the same tokens, which guesses --drafts ahead, or 3"
+    )
     p.add_argument("--drafts", type=int, default=0, help="tokens guessed ahead from what was said (default: none)")
     p.add_argument("--decode-steps", type=int, default=1, help="tokens of a call while no prompt waits (%(default)s)")
     p.add_argument(

@@ -22,9 +22,11 @@ from fdel.recipe.build import (
 )
 from fdel.recipe.check import faults
 from fdel.recipe.data import build_dataset, build_evaluation, build_settings, build_sources
+from fdel.recipe.evaluating import evaluate
 from fdel.recipe.fits import validate
 from fdel.recipe.parse import RecipeError
 from fdel.recipe.read import Recipe, dumps, from_dict, from_json, from_yaml, load, reference, to_dict
+from fdel.recipe.serving import build_engine
 from fdel.recipe.step import Training, build_evaluate, build_step, final_params
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Result",
     "Training",
     "build_dataset",
+    "build_engine",
     "build_evaluate",
     "build_evaluation",
     "build_mesh",
@@ -46,6 +49,7 @@ __all__ = [
     "build_teacher",
     "build_tokenizer",
     "dumps",
+    "evaluate",
     "export",
     "faults",
     "final_params",

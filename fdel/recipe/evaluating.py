@@ -1,7 +1,7 @@
 """Run benchmarks on the model that a recipe names, or that it has just trained."""
 
-import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,24 @@ from fdel.recipe import config, parse, serving
 from fdel.recipe.build import build_tokenizer
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import EvalAction
-from fdel.serve import engine, launch, weights
 from fdel.serve import evaluate as benchmarks
 
 
 def evaluate(
-    recipe: Recipe, action: EvalAction, trained: models.Model | None = None, manager: Any = None
+    recipe: Recipe, action: EvalAction | Sequence[str], trained: models.Model | None = None, manager: Any = None
 ) -> dict[str, Any]:
-    """Run an action's tasks, print and write their scores, and return lm_eval's results. `manager` is what `prepare` gave.
+    """Run tasks, or an action's, print and write their scores, and return lm_eval's results. `manager`: see `prepare`.
 
     RecipeError, ValueError and FileExistsError as `prepare`.
     """
+    action = action if isinstance(action, EvalAction) else EvalAction(tuple(action))
     manager = prepare(recipe, action) if manager is None else manager
     output = None if action.output_path is None else Path(action.output_path)
-    model, tok = serving.load(recipe) if trained is None else weights.placed(trained), build_tokenizer(recipe)
-    how = dataclasses.replace(serving.settings(recipe), rows=min(recipe.esurge.max_num_seqs, recipe.eval.batch_size))
-    fits = launch.pages_that_fit(model, recipe.esurge.hbm_utilization, how.kv_cache_dtype)
     if recipe.esurge.silent_mode:
         logging.getLogger("fdel").setLevel("ERROR")
     with jax.default_matmul_precision(recipe.loader.precision):
-        made = engine.Engine(model, dataclasses.replace(how, pages=fits), tokenizer=tok)
+        made = serving.build_engine(recipe, trained, rows=recipe.eval.batch_size)
+        tok = build_tokenizer(recipe)
         results = benchmarks.evaluate(made, tok, options(recipe, action), config.name_of(recipe), manager)
     benchmarks.report(results, output, action.print_results)
     return results

@@ -133,7 +133,11 @@ def _served(recipe: Recipe, model: models.Model, sizes: Mapping[str, int] | None
     asked, context = recipe.esurge.max_model_len, getattr(model.cfg, "max_positions", None)
     if asked and context and asked > context:
         yield f"esurge.max_model_len: found {asked}, and the model has {context} positions; give no more, or leave it out"
-    if reason := unsupported(model, serving.settings(recipe)):
+    draft = recipe.esurge.draft_model
+    other = None
+    if draft and Path(draft).expanduser().is_dir():
+        other = models.Model(*models.read_config(Path(draft).expanduser()), None)
+    if reason := unsupported(model, serving.settings(recipe), other):
         for ours, name in CALLED.items():
             reason = reason.replace(f"{ours}=", f"{name}=")
         yield reason

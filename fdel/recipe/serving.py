@@ -1,5 +1,6 @@
 """Serve the model that a recipe names, or that it has just trained."""
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def options(recipe: Recipe, action: ServeAction) -> launch.Options:
         tool_parser=action.tool_parser_name if action.enable_function_calling else "none",
         key_file=None if keys is None or action.require_api_key is False else Path(keys),
         truncate=(e.truncate_mode or "left") if e.auto_truncate_prompt else None, settings=settings(recipe),
+        draft=e.draft_model,
     )  # fmt: skip
 
 
@@ -85,7 +87,19 @@ def settings(recipe: Recipe) -> engine.Settings:
     return engine.Settings(
         rows=e.max_num_seqs, max_length=e.max_model_len, cache=None if e.enable_prefix_caching else False,
         overlap=e.overlap_execution, kv_cache_dtype=None if kv is None else METHODS[kv],
+        drafts=e.draft_tokens or (3 if e.draft_model else 0),
     )  # fmt: skip
+
+
+def build_engine(recipe: Recipe, trained: models.Model | None = None, *, rows: int | None = None) -> engine.Engine:
+    """Make the engine of `esurge` for the model that a recipe names, or that it has just trained.
+
+    `rows` at a time, if that is less than esurge.max_num_seqs. `serve.ask` chats with it.
+    """
+    model, tok = load(recipe) if trained is None else trained, build_tokenizer(recipe)
+    how = options(recipe, ServeAction())
+    wanted = dataclasses.replace(how.settings, rows=min(how.settings.rows, rows or how.settings.rows))
+    return launch.make_engine(model, tok, dataclasses.replace(how, settings=wanted))
 
 
 def load(recipe: Recipe) -> models.Model:

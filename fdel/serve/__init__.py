@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdel.serve.ask import ask
     from fdel.serve.beam import Beam, beam_search
     from fdel.serve.core import MaskSource
     from fdel.serve.engine import Engine
@@ -32,6 +33,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "Settings",
+    "ask",
     "beam_search",
     "generate",
     "naive_generate",

@@ -7,7 +7,6 @@ import os
 import signal
 import stat
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +16,9 @@ import jax
 
 from fdel import models, params, text
 from fdel.models import builders
-from fdel.serve import auth, grammar, http, keyfile, metrics, reasoning, tools, weights
+from fdel.serve import auth, http, keyfile, metrics, tools, weights
 from fdel.serve.engine import Engine, Settings
-from fdel.serve.served import Served
+from fdel.serve.served import Served, around
 from fdel.serve.state import Server
 from fdel.serve.step import PAGE, compute_dtype, mesh_of
 
@@ -30,10 +29,10 @@ class Options:
 
     names: one for each directory; by default the directories' own. adapters: PEFT directories by the names under which
     the first model answers with them. adapter_root: the directory below which an admin may load more of them while the
-    server runs; None: nowhere. dtype None: the checkpoint's. mesh: devices to divide weights
-    and cache over, as "tp=4"; None: one. quantize: "int8", "fp8" or "nf4" for the matrices in
-    the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or "none"; None: by
-    the chat template. audit: a file to which every call is appended, without texts and secrets. truncate: where prompts
+    server runs; None: nowhere. dtype None: the checkpoint's. mesh: devices to divide weights and cache over, as "tp=4";
+    None: one. draft: directory of a smaller model that guesses ahead; None: none. quantize: "int8", "fp8" or "nf4" for
+    the matrices in the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or
+    "none"; None: by the chat template. audit: a file to which every call is appended, without texts and secrets. truncate: where prompts
     are cut that do not fit, "left", "right" or "middle"; None: they are refused. grace: seconds for
     answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
     take, where the device tells its size and `settings.pages` is None. programs: where compiled programs are kept for the
@@ -46,6 +45,7 @@ class Options:
     adapters: Mapping[str, str] = field(default_factory=dict)
     dtype: Any = None
     mesh: str | None = None
+    draft: str | None = None
     quantize: str | None = None
     tool_parser: str | None = None
     key_file: Path | None = None
@@ -68,6 +68,8 @@ def main(directories: Sequence[str | Path], options: Options) -> None:
         raise ValueError(
             f"the names {', '.join(every)} for {len(directories)} models; expected one for each, none twice"
         )
+    if options.draft is not None and len(directories) > 1:
+        raise ValueError(f"draft={options.draft!r} for {len(directories)} models; a draft model guesses for one")
     mesh, found = weights.mesh_for(options.mesh), list[Served]()
     for name, directory in zip(names, directories, strict=True):
         directory = params.resolve(directory)
@@ -92,6 +94,14 @@ def served(
     model: models.Model, tok: text.Tokenizer, name: str, options: Options, adapters: Mapping[str, str] | None = None
 ) -> list[Served]:
     """Make an engine of a model: what it serves under its name, and under those of adapters. Nothing is started."""
+    first = around(make_engine(model, tok, options, adapters), name, options.tool_parser, options.truncate)
+    return [first, *(first.under(n) for n in adapters or ())]
+
+
+def make_engine(
+    model: models.Model, tok: text.Tokenizer, options: Options, adapters: Mapping[str, str] | None = None
+) -> Engine:
+    """Make an engine as options say, with adapters by their directories; a draft model guesses 3 tokens by default."""
     model = weights.placed(model)
     spec = params.unstack(model.family.spec(model.cfg))
     settings = options.settings
@@ -99,14 +109,11 @@ def served(
     adapted = {n: load(path) for n, path in (adapters or {}).items()}
     if settings.pages is None:
         settings = replace(settings, pages=pages_that_fit(model, options.memory, settings.kv_cache_dtype))
-    engine = Engine(model, settings, tokenizer=tok, adapters=adapted)
-    template = tok.templates.get("default", "")
-    first = Served(
-        name, engine, tok, time.time(), grammar.Vocabulary(tok, model.cfg.vocab),
-        format=tools.detect(template) if options.tool_parser is None else options.tool_parser,
-        thinking=reasoning.detect(template), truncate=options.truncate,
-    )  # fmt: skip
-    return [first, *(first.under(n) for n in adapted)]
+    draft = None
+    if options.draft is not None:
+        draft = weights.load(options.draft, dtype=options.dtype, mesh=mesh_of(model.params))
+        settings = replace(settings, drafts=settings.drafts or 3)
+    return Engine(model, settings, tokenizer=tok, adapters=adapted, draft=draft)
 
 
 def listen(found: Sequence[Served], options: Options, keys: dict[str, auth.Key] | None) -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -123,6 +124,21 @@ class Served:
             else:
                 ids += text.encode(self.tokenizer, part, special=False)
         return Prompt(self, asked, said, ids)
+
+
+def around(engine: Engine, name: str, tool_parser: str | None = None, truncate: str | None = None) -> Served:
+    """Put an engine behind a name. `tool_parser` as in `launch.Options`: None goes by the chat template.
+
+    ValueError for an engine without a tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise ValueError("the engine has no tokenizer; make it as Engine(model, tokenizer=text.load(directory))")
+    template = engine.tokenizer.templates.get("default", "")
+    return Served(
+        name, engine, engine.tokenizer, time.time(), grammar.Vocabulary(engine.tokenizer, engine.model.cfg.vocab),
+        format=tools.detect(template) if tool_parser is None else tool_parser, thinking=reasoning.detect(template),
+        truncate=truncate,
+    )  # fmt: skip
 
 
 def _mapped(value: Any, change: Any) -> Any:

@@ -96,14 +96,15 @@ def finish(reason: str, calls: bool, tool_choice: str) -> str:
 def chat(m: Meta, choices: Sequence[Choice], used: Usage) -> dict[str, Any]:
     """The body of a chat completion."""
     written = [
-        {"index": i, "message": _message(c.message), "logprobs": c.logprobs, "finish_reason": c.finish_reason}
+        {"index": i, "message": message(c.message), "logprobs": c.logprobs, "finish_reason": c.finish_reason}
         for i, c in enumerate(choices)
     ]
     head = {"id": m.id, "object": "chat.completion", "created": m.created, "model": m.model}
     return head | {"choices": written, "usage": usage(used)}
 
 
-def _message(said: Message) -> dict[str, Any]:
+def message(said: Message) -> dict[str, Any]:
+    """What the assistant said."""
     out: dict[str, Any] = {"role": "assistant", "content": said.content or None, "refusal": None}
     if not said.calls:
         out["content"] = said.content
