@@ -32,9 +32,9 @@ class Options:
     server runs; None: nowhere. dtype None: the checkpoint's. mesh: devices to divide weights and cache over, as "tp=4";
     None: one. draft: directory of a smaller model that guesses ahead; None: none. quantize: "int8", "fp8" or "nf4" for
     the matrices in the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or
-    "none"; None: by the chat template. audit: a file to which every call is appended, without texts and secrets. truncate: where prompts
-    are cut that do not fit, "left", "right" or "middle"; None: they are refused. grace: seconds for
-    answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
+    "none"; None: by the chat template. audit: a file to which every call is appended, without texts and secrets.
+    truncate: where prompts are cut that do not fit, "left", "right" or "middle"; None: they are refused. grace: seconds
+    for answers under way when the server is told to end. memory: the share of a device's memory that weights and cache may
     take, where the device tells its size and `settings.pages` is None. programs: where compiled programs are kept for the
     next start; None: nowhere.
     """
