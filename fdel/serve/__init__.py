@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fdel.serve.core import MaskSource
     from fdel.serve.engine import Engine
     from fdel.serve.generate import generate, stream
+    from fdel.serve.metrics import export_metrics, prometheus
     from fdel.serve.naive import naive_generate
     from fdel.serve.reply import Delta, Generation, Score
     from fdel.serve.request import SamplingParams
@@ -35,9 +36,11 @@ __all__ = [
     "Settings",
     "ask",
     "beam_search",
+    "export_metrics",
     "generate",
     "naive_generate",
     "process",
+    "prometheus",
     "sample",
     "sampling_rows",
     "stream",
@@ -49,6 +52,7 @@ _MODULES = {
     "Beam": "beam", "beam_search": "beam", "Delta": "reply", "Engine": "engine", "Generation": "reply",
     "MaskSource": "core", "QueueFull": "schedule", "Sampled": "sample", "Sampling": "sample",
     "SamplingParams": "request", "Score": "reply", "Settings": "settings", "naive_generate": "naive", "process": "sample",
+    "export_metrics": "metrics", "prometheus": "metrics",
     "sampling_rows": "sample", "stream": "generate", "unsupported": "settings",
 }  # fmt: skip
 

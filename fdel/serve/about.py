@@ -9,18 +9,11 @@ from importlib import resources
 
 from aiohttp import web
 
-from fdel.serve.metrics import CONTENT_TYPE
+from fdel.serve.metrics import CONTENT_TYPE, gather
 from fdel.serve.openai import body
 from fdel.serve.state import Call
 
 STALE = 30.0  # seconds without a turn of an engine's loop after which the server is not ready
-# The engines' counters and their names for Prometheus.
-COUNTERS = {
-    "preempted": "fdel_num_preemptions_total",
-    "looked up": "fdel_prefix_cache_queries_total",
-    "found": "fdel_prefix_cache_hits_total",
-    "compiled": "fdel_compilations_total",
-}
 
 
 # ---- about the server ----------------------------------------------------------------------------------------------
@@ -67,16 +60,7 @@ async def tokenizer_info(call: Call) -> web.Response:
 async def metrics(call: Call) -> web.Response:
     """GET /metrics, as Prometheus reads them."""
     server = call.server
-    every = [s.engine.stats() for s in server.engines().values()]
-    total = lambda name: sum(stats[name] for stats in every)
-    server.metrics.set("fdel_num_requests_running", total("running"))
-    server.metrics.set("fdel_num_requests_waiting", total("waiting"))
-    server.metrics.set("fdel_kv_cache_usage_ratio", 1 - total("free pages") / total("pages"))
-    server.metrics.set("fdel_sizes_to_compile", total("to compile"))
-    for name, metric in COUNTERS.items():
-        now, before = total(name), server.counted.get(name, 0)
-        server.metrics.add(metric, now - before)
-        server.counted[name] = now
+    gather(server.metrics, [s.engine.stats() for s in server.engines().values()])
     return web.Response(text=server.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 

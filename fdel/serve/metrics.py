@@ -4,10 +4,12 @@ Counters end in _total, units are base units, labels take only values that were 
 """
 
 import bisect
+import http.server
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH = ("stop", "length", "abort", "error")
@@ -105,6 +107,12 @@ class Metrics:
         with self._lock:
             values[0] += amount
 
+    def reach(self, name: str, total: float, **labels: str) -> None:
+        """Bring a counter to a total that is counted elsewhere; it never goes down. ValueError as in `add`."""
+        values = self._find(name, "counter", labels)
+        with self._lock:
+            values[0] = max(values[0], total)
+
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge; ValueError as in `add`."""
         values = self._find(name, "gauge", labels)
@@ -147,6 +155,64 @@ class Metrics:
         if values is None or set(labels) != set(m.labels):
             raise ValueError(f"{name}: found the labels {labels}, expected values of {dict(m.labels)}")
         return values
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def gather(metrics: Metrics, every: Sequence[Mapping[str, float]]) -> None:
+    """Take in what engines say of themselves (`Engine.stats`), summed over them."""
+    total = lambda name: sum(stats[name] for stats in every)
+    metrics.set("fdel_num_requests_running", total("running"))
+    metrics.set("fdel_num_requests_waiting", total("waiting"))
+    metrics.set("fdel_kv_cache_usage_ratio", 1 - total("free pages") / total("pages"))
+    metrics.set("fdel_sizes_to_compile", total("to compile"))
+    metrics.reach("fdel_num_preemptions_total", total("preempted"))
+    metrics.reach("fdel_prefix_cache_queries_total", total("looked up"))
+    metrics.reach("fdel_prefix_cache_hits_total", total("found"))
+    metrics.reach("fdel_compilations_total", total("compiled"))
+
+
+def prometheus(engine: Any, name: str = "model") -> str:
+    """Write the metrics of an `Engine` that no server runs, as Prometheus reads them; `name` is the label `model`.
+
+    Counts and gauges under the names that `fdel serve` has them; times of requests are measured by the server alone.
+    """
+    declared = [m for m in serving([name], []) if m.kind != "histogram" and "route" not in m.labels]
+    metrics, stats = Metrics(declared), engine.stats()
+    gather(metrics, [stats])
+    metrics.reach("fdel_prompt_tokens_total", stats["prompt tokens"], model=name)
+    metrics.reach("fdel_generation_tokens_total", stats["generated tokens"], model=name)
+    for reason in FINISH:
+        metrics.reach("fdel_requests_total", stats[reason], model=name, finished_reason=reason)
+    return metrics.text()
+
+
+def export_metrics(
+    engine: Any, port: int, host: str = "127.0.0.1", name: str = "model"
+) -> http.server.ThreadingHTTPServer:
+    """Answer each GET at a port with `prometheus(engine, name)`, in threads of their own, until `.shutdown()`.
+
+    Port 0 takes a free one: `.server_port`. OSError if the port is taken.
+    """
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        timeout = 10.0  # seconds for a request to come
+
+        def do_GET(self) -> None:
+            said = prometheus(engine, name).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((host, port), Page)
+    threading.Thread(target=server.serve_forever, name="fdel-metrics", daemon=True).start()
+    return server
 
 
 def _braces(labels: Sequence[str]) -> str:

@@ -32,7 +32,6 @@ class Server:
     hosts: Collection[str] | None = ()  # without keys: names under which this machine is asked; None: any
     adapter_root: Path | None = None  # below which adapters may be loaded
     rates: auth.Rates = field(default_factory=auth.Rates)
-    counted: dict[str, float] = field(default_factory=dict)  # the engines' own counters, as last exported
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fdel-serve"))
     timeout: float = 600.0  # seconds for a whole answer
     draining: bool = False

@@ -2,9 +2,11 @@
 
 import random
 import re
+import urllib.request
 
 import pytest
 
+from fdel import serve
 from fdel.serve.metrics import SECONDS, Metric, Metrics, serving
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the oracle")
@@ -86,3 +88,27 @@ def test_names_follow_prometheus() -> None:
     assert (
         Metrics([Metric("a_total", "counter", "A.")]).text() == "# HELP a_total A.\n# TYPE a_total counter\na_total 0\n"
     )
+
+
+def test_an_engine_without_a_server(model) -> None:
+    """As text, and at a port: its counts, and nothing that only a server knows."""
+    engine = serve.Engine(model, serve.Settings(rows=2, max_length=64))
+    engine.generate([[1, 2, 3], [4, 5]], serve.SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    said = serve.prometheus(engine, "small")
+    server = serve.export_metrics(engine, 0, name="small")
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
+            assert answer.read().decode() == said and answer.headers["Content-Type"].startswith(
+                "text/plain; version=0.0.4"
+            )
+    finally:
+        server.shutdown()
+        server.server_close()
+    samples = {
+        (s.name, *sorted(s.labels.values())): s.value
+        for f in parser.text_string_to_metric_families(said)
+        for s in f.samples
+    }
+    assert samples["fdel_prompt_tokens_total", "small"] == 5 and samples["fdel_generation_tokens_total", "small"] == 10
+    assert samples["fdel_requests_total", "length", "small"] == 2 and samples["fdel_num_requests_running",] == 0
+    assert samples["fdel_kv_cache_usage_ratio",] == 0 and not [n for n, *_ in samples if "http" in n or "bucket" in n]
