@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from fdel import models, params
+from fdel.params.quantize import matrix
 
 Table = list[tuple[str, ...]]
 
@@ -33,10 +34,13 @@ def flops_per_token(module: Any, cfg: Any, context: int) -> int:
     """
     spec, total = module.spec(cfg), 0.0
     for path, p in params.named_leaves(spec):
-        share = cfg.top_k / cfg.experts if any(axis == "experts" for axis, _ in p.stacked) else 1.0
+        m = matrix(p)
+        share = cfg.top_k / cfg.experts if "experts" in p.axes.split()[: m.batch if m else 0] else 1.0
         lookup = path == "positions" or (path == "embed" and "head" in spec)
-        matrix = len(params.layout(p).file_shape) > 1 and "norm" not in p.hf
-        total += 0 if lookup or not matrix else 2 * math.prod(p.shape) * share
+        multiplied = m is not None or (
+            p.hf.endswith(".weight") and len(params.layout(p).file_shape) > 1
+        )  # convolutions
+        total += 0 if lookup or not multiplied else 2 * math.prod(p.shape) * share
     state = module.state_spec(cfg, pages=1, page=1, rows=0)
     pages = [p for p in jax.tree.leaves(state) if "pages" in p.axes.split()]
     for p in pages:

@@ -1,11 +1,13 @@
 """The command line on a tiny checkpoint: what it prints, writes, refuses, and its exit codes."""
 
+import dataclasses
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import types
 import urllib.request
 import xml.etree.ElementTree as ET
 
@@ -51,6 +53,18 @@ def test_info_counts_only_the_experts_that_are_routed_to():
     few = report.flops_per_token(module, module.Config.from_hf(d), 1)
     many = report.flops_per_token(module, module.Config.from_hf(d | {"num_experts_per_tok": 3}), 1)
     assert many - few == 2 * 3 * 16 * 24
+
+    def one_tensor(p):  # the same experts where the file has all of them in one tensor, and each has a bias
+        stacked = tuple(s for s in p.stacked if s[0] != "experts")
+        return dataclasses.replace(p, stacked=stacked, hf=p.hf.replace("experts.{experts}", "experts"))
+
+    def spec(cfg):
+        layers = jax.tree.map(one_tensor, module.spec(cfg)["layers"])
+        biases = {"up_bias": params.Param("experts ffn", (8, 24), params.zeros, "experts.up_proj_bias")}
+        return module.spec(cfg) | {"layers": layers | {"experts": layers["experts"] | biases}}
+
+    other = types.SimpleNamespace(spec=spec, state_spec=module.state_spec)
+    assert report.flops_per_token(other, module.Config.from_hf(d), 1) == few
 
 
 def test_info_tabulates_shards_of_a_mesh_that_is_not_here(checkpoint, capsys):

@@ -43,7 +43,7 @@ def matrix(p: Param) -> Matrix | None:
 
     Axes in one dimension of the checkpoint tensor are one side of the matrix. Outputs come first, so "embed heads
     head_dim", in the file "embed (heads head_dim)", has two inputs. Stacked axes and a leading `experts` axis in front
-    of a matrix are batch axes.
+    of a matrix are batch axes. What the file calls a bias is none, though a bias of experts has the axes of a router.
     """
     batch = len(p.stacked)
     names = p.axes.split()[batch:]
@@ -52,7 +52,7 @@ def matrix(p: Param) -> Matrix | None:
     dims = file_dims(p)
     sides = [side for d in dims if (side := set(names) & set(re.findall(r"\w+", d)))]
     outputs = sum(len(side) for side in sides if names[0] in side)
-    if p.dtype or "1" in dims or len(sides) != 2 or set(names[:outputs]) not in sides:
+    if p.dtype or p.hf.endswith("bias") or "1" in dims or len(sides) != 2 or set(names[:outputs]) not in sides:
         return None
     return Matrix(batch, outputs)
 

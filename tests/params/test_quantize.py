@@ -1,6 +1,7 @@
 """Quantised matrices against the formats' definitions in numpy, ml_dtypes and bitsandbytes."""
 
 import functools
+import importlib
 import math
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 
 from fdel.ops.weights import NF4, LowRank, Quantized, dense
 from fdel.params.quantize import Matrix, dequantize, matrix, quantize
-from fdel.params.spec import Param, normal, stack, unstack
+from fdel.params.spec import Param, layout, named_leaves, normal, stack, unstack
+from tests.models import tiny
 
 RNG = np.random.default_rng(0)
 
@@ -225,6 +227,8 @@ SEEN = [
     (param("experts embed", "", 4, 8), Matrix(0, 1)),  # a router
     (param("vocab embed", "", 9, 8), Matrix(0, 1)),
     (stack(stack(param("ffn embed", "", 6, 8), "experts", range(4)), "layers", range(2)), Matrix(2, 1)),
+    (Param("experts ffn", (4, 6), normal(1.0), "mlp.experts.up_proj_bias"), None),
+    (Param("experts embed", (4, 8), normal(1.0), "mlp.experts.{experts}.down_proj.bias"), None),
     (param("embed", "", 8), None),
     (param("heads head_dim", "(heads head_dim)", 2, 3), None),
     (param("heads head_dim", "[heads head_dim]", 2, 3, part=(0, 18)), None),
@@ -237,3 +241,19 @@ SEEN = [
 @pytest.mark.parametrize(("declared", "seen"), SEEN)
 def test_matrix(declared: Param, seen: Matrix | None) -> None:
     assert matrix(declared) == seen
+
+
+@pytest.mark.parametrize("name", tiny.TINY)
+def test_the_matrices_of_every_family(name: str) -> None:
+    """Those that the file has as a matrix of weights and that are no convolution; their sides multiply to its sides."""
+    module = importlib.import_module(f"fdel.models.{name.partition(':')[0]}")
+    declared = dict(named_leaves(module.spec(module.Config.from_hf(tiny.TINY[name][1]))))
+    seen = {path: m for path, p in declared.items() if (m := matrix(p))}
+    flat = {path: layout(p).file_shape for path, p in declared.items()}
+    weight = lambda p, shape: p.hf.endswith(".weight") and not p.dtype and len(shape) == 2 and 1 not in shape
+    assert seen.keys() == {path for path, shape in flat.items() if weight(declared[path], shape)}
+    for path, m in seen.items():
+        p = declared[path]
+        outputs, inputs = (math.prod(side) for side in m.cut(p.shape)[1:])
+        assert m.batch == len(p.stacked) and (p.part or {outputs, inputs} == {*flat[path]}), path
+        assert inputs in flat[path], path
