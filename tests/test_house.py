@@ -160,6 +160,18 @@ def optional_import(name: str, tree: ast.Module, source: str) -> Findings:
             yield line, f"imports {target} at module level, which the core install lacks; import it in the function"
 
 
+def _kept(handler: ast.ExceptHandler) -> bool:
+    """Whether what is caught is raised again, logged, or handed on by its name, which to print it is not."""
+    calls = [n for n in ast.walk(handler) if isinstance(n, ast.Call) and ast.unparse(n.func) == "print"]
+    printed = {id(n) for call in calls for n in ast.walk(call)}
+    return any(
+        isinstance(n, ast.Raise)
+        or (isinstance(n, ast.Attribute) and ast.unparse(n) == "log.exception")
+        or (isinstance(n, ast.Name) and n.id == handler.name and id(n) not in printed)
+        for n in ast.walk(handler)
+    )
+
+
 def forbidden(name: str, tree: ast.Module, source: str) -> Findings:
     """Reject constructs that are unsafe, private, or hide what happens."""
     spell = resolver(name, tree)
@@ -187,8 +199,8 @@ def forbidden(name: str, tree: ast.Module, source: str) -> Findings:
             yield line, node.arg
         elif isinstance(node, ast.ExceptHandler):
             broad = node.type is None or spell(node.type) in {"Exception", "BaseException"}
-            if broad and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
-                yield line, "an except that hides errors; name the exception, or raise again"
+            if broad and not _kept(node):
+                yield line, "an except that hides errors; name the exception, hand it on, log it, or raise again"
 
 
 def names(name: str, tree: ast.Module, source: str) -> Findings:

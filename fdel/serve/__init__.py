@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fdel.serve.ask import ask
     from fdel.serve.beam import Beam, beam_search
-    from fdel.serve.core import MaskSource
     from fdel.serve.engine import Engine
     from fdel.serve.generate import generate, stream
+    from fdel.serve.job import MaskSource
     from fdel.serve.metrics import export_metrics, prometheus
     from fdel.serve.naive import naive_generate
     from fdel.serve.reply import Delta, Generation, Score
@@ -50,7 +50,7 @@ __all__ = [
 # Where a name is, if its module is not called as it is.
 _MODULES = {
     "Beam": "beam", "beam_search": "beam", "Delta": "reply", "Engine": "engine", "Generation": "reply",
-    "MaskSource": "core", "QueueFull": "schedule", "Sampled": "sample", "Sampling": "sample",
+    "MaskSource": "job", "QueueFull": "schedule", "Sampled": "sample", "Sampling": "sample",
     "SamplingParams": "request", "Score": "reply", "Settings": "settings", "naive_generate": "naive", "process": "sample",
     "export_metrics": "metrics", "prometheus": "metrics",
     "sampling_rows": "sample", "stream": "generate", "unsupported": "settings",

@@ -4,63 +4,23 @@ With overlap, step N + 1 is launched before N is read: the tokens of N feed it o
 before the next is planned; that is the oracle. What a request's own step raises fails that request alone.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from fdel.serve.drafts import NGRAM
-from fdel.serve.reply import Delta, Reply, join
+from fdel.serve.job import Job, accept, allowed, say
+from fdel.serve.reply import Delta, join
 from fdel.serve.schedule import Chunk, Plan, Request, Schedule
 
-# What a step may raise because of what it was asked: jax's own errors are RuntimeErrors.
-FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-
-
-class MaskSource(Protocol):
-    """Structured output of one request: which tokens may come next."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the output is complete, so that generation stops after the newest token."""
-
-    def mask(self) -> np.ndarray:
-        """One bit per token of the vocabulary, the lowest first: uint32[ceil(V / 32)]."""
-
-    def commit(self, token: int) -> None:
-        """Take a token that was drawn."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One request with all that steps need to know of it."""
-
-    request: Request
-    reply: Reply
-    sampling: Any  # a Sampling of one row
-    mask: MaskSource | None = None
-    box: Any = None  # of who reads it
-    seen: set[tuple[int, ...]] = field(default_factory=set)  # for drafts: the NGRAMs before the newest
-    repeats: bool = False  # the newest NGRAM was there before, so that there is a draft
-    begun: float | None = None  # when it got its first row, by time.monotonic
-
-    def see(self, start: int) -> None:
-        """Note the tokens from `start` on, for drafts."""
-        tokens = self.request.tokens
-        for end in range(max(start + 1, NGRAM), len(tokens) + 1):
-            newest = tuple(tokens[end - NGRAM : end])
-            self.repeats = newest in self.seen
-            self.seen.add(newest)
-
-
 Told = list[tuple[Job, Delta]]  # what to tell whom
-Drawn = tuple[int, float, Sequence[tuple[int, float]]]  # a token, its log-probability, and the most likely ones
+# A token, its log-probability for the model and in the distribution that it was drawn from, and the most likely ones.
+Drawn = tuple[int, float, float, Sequence[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -163,7 +123,7 @@ class Core:
         for requests, call in calls:
             try:
                 call()
-            except FAULTS as e:
+            except Exception as e:
                 return e, requests
         return None
 
@@ -175,9 +135,9 @@ class Core:
             if job.mask is None:
                 continue
             try:
-                mask = job.mask.mask()
-            except FAULTS as e:
-                told += self.end(r.id, "error", _say(e))
+                mask = allowed(job.mask, self.device.words)
+            except Exception as e:
+                told += self.end(r.id, "error", say(e))
                 continue
             if mask.any():
                 masks[r.id] = mask
@@ -205,7 +165,7 @@ class Core:
         for flight in flights:
             try:
                 drawn = self._read(flight)
-            except FAULTS as e:
+            except Exception as e:
                 self._recover(e, [r for r, _, _ in flight.places], told)
                 return False
             for r, at, end in flight.places:
@@ -222,14 +182,14 @@ class Core:
             at is not None and not r.done and self.jobs[r.id].reply.request.logprobs for r, at, _ in flight.places
         )
         drawn = np.asarray(flight.out[0])
-        k = drawn.shape[1] // 2
+        k = drawn.shape[1] // 3
         likely: list[Sequence[tuple[int, float]]] = [()] * (len(drawn) * k)
         if wanted:
             tops = (np.asarray(x).tolist() for x in flight.out[1:])
             likely = [list(zip(ids, values, strict=True)) for ids, values in zip(*tops, strict=True)]
         rows = zip(drawn[:, : 1 + k].tolist(), drawn[:, 1 + k :].view(np.float32).tolist(), strict=True)
         return [
-            list(zip(row[1 : 1 + row[0]], logprobs, likely[i * k : i * k + k], strict=False))
+            list(zip(row[1 : 1 + row[0]], logprobs[:k], logprobs[k:], likely[i * k : i * k + k], strict=False))
             for i, (row, logprobs) in enumerate(rows)
         ]
 
@@ -237,22 +197,11 @@ class Core:
         """Hand a request its tokens, up to where it ends."""
         job, known = self.jobs[r.id], len(r.tokens)
         reply, deltas = job.reply, []
-        for token, logprob, likely in drawn:
-            if math.isnan(logprob):
-                at = len(reply.tokens)
-                deltas.append(
-                    reply.end("error", f"logits are not finite at output token {at}; check weights and dtype")
-                )
-                break
-            last = False
+        for one in drawn:
             try:
-                if job.mask is not None:
-                    job.mask.commit(token)
-                    last = job.mask.done
-            except FAULTS as e:
-                deltas.append(reply.end("error", _say(e)))
-                break
-            deltas.append(reply.push(token, logprob, likely, last=last))
+                deltas.append(accept(job, *one))
+            except Exception as e:
+                deltas.append(reply.end("error", say(e)))
             if reply.finish_reason:
                 break
         if reply.finish_reason == "error":
@@ -283,8 +232,4 @@ class Core:
         self.schedule.recall([job.request for job in self.jobs.values()])
         guilty = self.schedule.accuse(requests)
         if guilty is not None:
-            told += self.end(guilty.id, "error", _say(error))
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+            told += self.end(guilty.id, "error", say(error))

@@ -1,5 +1,6 @@
 """The arrays of one engine: weights, cache and rows, and the programs that change them. Plans are packed here."""
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,10 @@ import numpy as np
 
 from fdel import ops
 from fdel.models import Model
+from fdel.serve.request import length_limit
 from fdel.serve.sample import Sampling, sampling_rows
 from fdel.serve.schedule import Chunk, Request
+from fdel.serve.settings import LENGTH, Settings
 from fdel.serve.step import PAGE, Out, compute_dtype, programs
 from fdel.serve.weights import Weights, owned
 
@@ -66,8 +69,8 @@ class Device:
         self.model, self.adapters, self.draft = self.model._replace(params=None), {}, None
         self.programs = programs(self.model.family, self.model.cfg, mesh, net, self.kv)
         put = partial(jax.device_put, device=self.weights.everywhere)
-        words = -(-self.model.cfg.vocab // 32)
-        self.unmasked = {n: put(np.zeros((n, words), np.uint32)) for n in {*self.blocks, *self.batches}}
+        self.words = -(-self.model.cfg.vocab // 32)  # of a mask
+        self.unmasked = {n: put(np.zeros((n, self.words), np.uint32)) for n in {*self.blocks, *self.batches}}
         self.table = np.full((self.rows, -(-self.length // PAGE)), NOWHERE, np.int32)
         self.known = [0] * self.rows  # pages of each row that the table has
         self.usable = {"extend": list(self.blocks), "decode": list(self.batches)}  # the sizes that plans may have
@@ -223,3 +226,22 @@ class Device:
         out = self.launch(name, arrays, requests[0].adapter, **static)
         out.drawn.copy_to_host_async()
         return out
+
+
+def make_device(
+    model: Model,
+    settings: Settings,
+    adapters: Mapping[str, Any] | None = None,
+    draft: Model | None = None,
+    make: Callable[..., Device] = Device,
+) -> Device:
+    """Make the device of an engine with these settings; processes that follow one make the same."""
+    s, limit = settings, length_limit(model, settings.max_length)
+    length = min(LENGTH, (s.pages or LENGTH) * PAGE) if limit == math.inf else int(limit)
+    width = -(-length // PAGE)
+    pages = s.pages or max(width, s.rows * min(width, 1024 // PAGE))
+    blocks, batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
+    return make(
+        model, s.rows, length, pages, blocks, batches, s.drafts, draft,
+        adapters or {}, s.kv_cache_dtype, s.max_loras, s.max_lora_rank or 16, s.decode_steps, s.lora_rank,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,38 +12,19 @@ import numpy as np
 from fdel import text
 from fdel.models import Model
 from fdel.ops import cpu
-from fdel.serve.core import Core, Job, MaskSource
-from fdel.serve.device import BLOCK, Device, sizes
+from fdel.serve.core import Core
+from fdel.serve.device import BLOCK, Device, make_device
+from fdel.serve.job import Job, MaskSource
 from fdel.serve.loop import Loop, Mailbox
 from fdel.serve.pages import Pool
 from fdel.serve.reply import Delta, Generation, Reply, Score, join
-from fdel.serve.request import SamplingParams, check_prompt, default_eos, fit, length_limit, stop_ids
+from fdel.serve.request import SamplingParams, check_prompt, check_single, default_eos, fit, noise, stop_ids, whole
 from fdel.serve.sample import sampling_rows
 from fdel.serve.schedule import QueueFull, Request, Schedule
 from fdel.serve.settings import Settings, recurrent, unsupported
 from fdel.serve.step import PAGE
 
 COUNTED = ("steps", "prompt tokens", "generated tokens", "stop", "length", "abort", "error", "faults", "drafting steps")
-LENGTH = 4096  # most tokens of a sequence if neither the model nor the settings limit it
-
-
-def make_device(
-    model: Model,
-    settings: Settings,
-    adapters: Mapping[str, Any] | None = None,
-    draft: Model | None = None,
-    make: Callable[..., Device] = Device,
-) -> Device:
-    """Make the device of an engine with these settings; processes that follow one make the same."""
-    s, limit = settings, length_limit(model, settings.max_length)
-    length = LENGTH if limit == math.inf else int(limit)
-    width = -(-length // PAGE)
-    pages = s.pages or max(width, s.rows * min(width, 1024 // PAGE))
-    blocks, batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
-    return make(
-        model, s.rows, length, pages, blocks, batches, s.drafts, draft,
-        adapters or {}, s.kv_cache_dtype, s.max_loras, s.max_lora_rank or 16, s.decode_steps, s.lora_rank,
-    )  # fmt: skip
 
 
 class Engine:
@@ -55,8 +35,7 @@ class Engine:
 
     `adapters` are parameters with LoRA adapters (share the base arrays with `model.params`), by name. `draft` is a
     smaller model that guesses `settings.drafts` tokens ahead; guesses change no output. `make` makes the device, here
-    (`Device`) or for several processes (`serve.follow.leading`). Raises ValueError with the
-    reason if `unsupported` has one.
+    (`Device`) or for several processes (`serve.follow.leading`). Raises ValueError with the reason of `unsupported`.
     """
 
     def __init__(
@@ -90,66 +69,94 @@ class Engine:
         """The family, its Config, and the parameters that are served now, with listed layers. Do not donate them."""
         return self.core.device.model._replace(params=self.core.device.weights[""])
 
-    # ---- requests ----
-
     def submit(
         self,
         prompt: Sequence[int],
         sampling: SamplingParams | None = None,
         *,
+        mask: MaskSource | None = None,
+        box: Mailbox | None = None,
+        **where: Any,
+    ) -> Job:
+        """Queue one output of a prompt; see `submit_all` for the rest of it. `box` gets every delta."""
+        sampling = check_single(SamplingParams() if sampling is None else sampling)
+        one: Any = {"mask": None if mask is None else lambda: mask, "box": None if box is None else lambda: box}
+        return self.submit_all([prompt], sampling, **one, **where)[0]
+
+    def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        mask: Callable[[], MaskSource] | None = None,
+        box: Callable[[], Mailbox] | None = None,
         key: str = "",
+        salt: str = "",
         priority: int = 0,
         adapter: str = "",
-        mask: MaskSource | None = None,
-        after: Job | None = None,
-        box: Mailbox | None = None,
-    ) -> Job:
-        """Queue one output of a prompt.
+    ) -> list[Job]:
+        """Queue n outputs (or best_of) of each prompt, in order: all of them, or none.
 
-        `key` is whose fair share and whose cached pages it uses; the highest priority goes first. `after` waits until
-        that job's prompt is cached. `box` gets every delta. Raises ValueError for a request
-        that cannot be served, QueueFull, and RuntimeError once the engine is closed.
+        `mask` makes each output's MaskSource, `box` the Mailbox that gets its deltas. `key` is whose fair share it uses;
+        cached pages are shared by those who have the same key and salt. The highest priority goes first. Raises ValueError
+        for what cannot be served, QueueFull, and RuntimeError once the engine is closed.
         """
-        sampling = SamplingParams() if sampling is None else sampling
         self.loop.check_open()
-        if adapter not in self.core.device.weights:
-            known = ", ".join(filter(None, self.core.device.weights))
-            raise ValueError(f"adapter {adapter!r} is not loaded; loaded are: {known or 'none'}")
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling is a {type(sampling).__name__}; expected SamplingParams")
+        if not (isinstance(key, str) and isinstance(salt, str) and whole(priority)):
+            raise ValueError(f"{key=}, {salt=}, {priority=}; expected two texts and a whole number")
+        self.weights(adapter)
         if self.tokenizer is None and sampling.stops:
             raise ValueError("stop strings need a tokenizer; pass tokenizer=text.load(folder), or use stop_token_ids")
-        vocab = self.core.device.model.cfg.vocab
-        prompt = fit(prompt, sampling, self.limit)
-        check_prompt(prompt, vocab, self.limit, "the prompt")
-        ends, room = stop_ids(sampling, self.eos), min(sampling.max_tokens, self.limit - len(prompt))
-        if (
-            self.tokenizer is not None
-        ):  # a special token's text is never shown: as a stop string, its id ends the output
-            ends |= self.tokenizer.special_ids & {self.tokenizer.backend.token_to_id(s) for s in sampling.stops}
-        arrays = sampling_rows([sampling], [len(prompt)], [ends], [room], vocab=vocab)
-        salt = f"{len(key)} {key} {adapter}".encode()
-        request = Request(
-            next(self.ids), [int(t) for t in prompt], len(prompt), len(prompt) + room, priority, key, salt
-        )
-        request.adapter, request.after = adapter, None if after is None else after.request
-        self.core.schedule.check(request, len(self.loop.inbox))
-        detokenizer = None if self.tokenizer is None else text.Detokenizer(self.tokenizer)
-        job = Job(request, Reply(sampling, ends, room, detokenizer), arrays, mask, box)
-        self.loop.post(lambda: self.core.add(job))
-        return job
+        owner = f"{len(key)} {key} {len(salt)} {salt} {adapter}".encode("utf-8", "surrogatepass")
+        jobs: list[Job] = []
+        for prompt in prompts:
+            first = None
+            for i in range(sampling.best_of or sampling.n):
+                job = self._job(prompt, sampling, i)
+                r = job.request
+                r.priority, r.key, r.salt, r.adapter, r.after = int(priority), key, owner, adapter, first
+                first = first or r
+                job.mask, job.box = None if mask is None else mask(), None if box is None else box()
+                jobs.append(job)
+        self.loop.submit(jobs)
+        return jobs
+
+    def _job(self, prompt: Sequence[int], sampling: SamplingParams, index: int) -> Job:
+        """Make output `index` of a prompt."""
+        vocab, tok = self.core.device.model.cfg.vocab, self.tokenizer
+        prompt = check_prompt(fit(prompt, sampling, self.limit), vocab, self.limit, "the prompt")
+        ends, room = stop_ids(sampling, self.eos), min(int(sampling.max_tokens), self.limit - len(prompt))
+        if tok is not None:  # a special token's text is never shown: as a stop string, its id ends the output
+            named = {tok.backend.token_to_id(s) for s in sampling.stops}
+            ends |= {i for i in tok.special_ids & named if i < vocab}
+        keyed = replace(sampling, seed=noise(sampling.seed, prompt, index))
+        arrays = sampling_rows([keyed], [len(prompt)], [ends], [room], vocab=vocab)
+        request = Request(next(self.ids), prompt, len(prompt), len(prompt) + room)
+        self.core.schedule.check(request)
+        detokenizer = None if tok is None else text.Detokenizer(tok)
+        return Job(request, Reply(sampling, ends, room, detokenizer), arrays)
+
+    def weights(self, adapter: str) -> Any:
+        """The parameters of an adapter, "" for none. ValueError if it is not loaded."""
+        weights = self.core.device.weights
+        if not isinstance(adapter, str) or adapter not in weights:
+            known = ", ".join(filter(None, weights))
+            raise ValueError(f"adapter {adapter!r} is not loaded; loaded are: {known or 'none'}")
+        return weights[adapter]
 
     def abort(self, job: Job) -> None:
         """End a request wherever it stands; its reader is told finish_reason "abort". Ended ones stay as they are."""
-        self.loop.post(lambda: self.core.end(job.request.id, "abort"))
+        self.loop.abort(job)
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        mask: Callable[[], MaskSource] | None = None,
         **where: Any,
     ) -> list[Generation]:
-        """Continue prompts; n outputs of each, in order. `mask` makes the MaskSource of each; `where` as in `submit`.
+        """Continue prompts; n outputs of each, in order. `mask` and all other options as in `submit_all`.
 
         A request that failed has finish_reason "error" and its reason in `error`; the others are complete.
         """
@@ -159,35 +166,31 @@ class Engine:
         groups: list[list[Job]] = []
         try:
             for prompt, s in zip(prompts, every, strict=True):
-                groups.append([])
-                for i in range(s.best_of or s.n):
-                    seed = None if s.seed is None else (s.seed + i) % 2**64
-                    where |= {"mask": mask and mask(), "after": groups[-1][0] if i else None}
-                    groups[-1].append(self._queue(prompt, replace(s, seed=seed), **where))
+                groups.append(self._queue(prompt, s, **where))
             jobs = [job for group in groups for job in group]
             self.loop.wait(lambda: all(job.reply.finish_reason for job in jobs))
         except BaseException:
             for job in (job for group in groups for job in group):
                 self.abort(job)
             raise
-        out = []
+        out, adapter = [], where.get("adapter", "")
         for prompt, s, group in zip(prompts, every, groups, strict=True):
             scored = None
             if s.prompt_logprobs is not None:
-                fitted = fit(prompt, s, self.limit)
-                scored = self.score(fitted, s.prompt_logprobs, adapter=where.get("adapter", ""))
+                scored = self.score(fit(prompt, s, self.limit), s.prompt_logprobs, adapter=adapter)
             found = [j.reply.generation(scored, j.request.cached or 0) for j in group]
             best = sorted(range(len(found)), key=lambda i: -sum(found[i].logprobs))[: s.n]
             out += [found[i] for i in (best if s.best_of else range(s.n))]
         return out
 
-    def _queue(self, prompt: Sequence[int], sampling: SamplingParams, **where: Any) -> Job:
+    def _queue(self, prompt: Sequence[int], sampling: SamplingParams, **where: Any) -> list[Job]:
         """Submit as soon as the queue has room."""
+        room = lambda: self.settings.queue - len(self.core.schedule.waiting) - self.loop.coming
         while True:
             try:
-                return self.submit(prompt, sampling, **where)
+                return self.submit_all([prompt], sampling, **where)
             except QueueFull:
-                self.loop.wait(lambda: len(self.core.schedule.waiting) + len(self.loop.inbox) < self.settings.queue)
+                self.loop.wait(lambda: room() >= (sampling.best_of or sampling.n))
 
     async def stream(
         self, prompt: Sequence[int], sampling: SamplingParams | None = None, **where: Any
@@ -209,8 +212,6 @@ class Engine:
                     return
         finally:
             self.abort(job)
-
-    # ---- control ----
 
     def start(self, *, wait: bool = False) -> None:
         """Compile, then run the steps in a thread of their own. A second call does nothing.
@@ -253,12 +254,10 @@ class Engine:
         if reason := self.core.device.fixed:
             raise ValueError(reason)
 
-    # ---- without a cache ----
-
     def score(self, tokens: Sequence[int], top: int = 0, *, adapter: str = "") -> Score:
         """Tell the log-probability of each token after those before it, and of the `top` likeliest (at most 20)."""
         padded, n = self._padded(tokens)
-        out = self.core.device.programs.score(self.core.device.weights[adapter], padded, np.int32(n))
+        out = self.core.device.programs.score(self.weights(adapter), padded, np.int32(n))
         logprobs, ids, best = (np.asarray(x)[: n - 1].tolist() for x in out)
         likely = [dict(zip(i[:top], b[:top], strict=True)) for i, b in zip(ids, best, strict=True)]
         return Score([None, *logprobs], [{}, *likely])
@@ -268,8 +267,9 @@ class Engine:
         if pool not in ("last", "mean"):
             raise ValueError(f"pool={pool!r}; expected 'last' or 'mean'")
         padded, n = self._padded(tokens)
-        x = self.core.device.programs.embed(self.core.device.weights[adapter], padded, np.int32(n))
-        x = np.asarray(x)[:n].astype(np.float32)
+        x = np.asarray(self.core.device.programs.embed(self.weights(adapter), padded, np.int32(n)))[:n].astype(
+            np.float32
+        )
         return x[-1] if pool == "last" else x.mean(0)
 
     def _padded(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
@@ -287,7 +287,7 @@ class Engine:
             **{name: core.counts[name] for name in COUNTED},
             **{name: schedule.counts[name] for name in ("arrived", "preempted", "looked up", "found")},
             "running": len(schedule.running),
-            "waiting": len(schedule.waiting) + len(self.loop.inbox),
+            "waiting": len(schedule.waiting) + self.loop.coming,
             "pages": schedule.pool.total,
             "free pages": schedule.pool.available,
             "compiled": sum(core.device.programs.traces.values()),

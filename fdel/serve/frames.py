@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from fdel.serve.core import FAULTS
 from fdel.serve.openai import APIError, body
 from fdel.serve.state import Call
 
@@ -43,7 +42,7 @@ async def stream(call: Call, frames: Frames, on_error: bytes = body.sse(body.err
                 transport.abort()
         except ConnectionError:
             raise
-        except FAULTS:
+        except Exception:
             log.exception("%s: a stream failed", call.id)
             await response.write(on_error)
     except ConnectionError:  # of any write, the headers' too

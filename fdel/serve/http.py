@@ -17,7 +17,6 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from fdel.serve import about, admin, auth, chat, completions, openai, openapi
 from fdel.serve.connection import HEADERS, Connection, Connections, Runner
-from fdel.serve.core import FAULTS
 from fdel.serve.frames import LATE
 from fdel.serve.openai import APIError, body
 from fdel.serve.state import Call, Server
@@ -141,7 +140,7 @@ async def _answer(call: Call, handler: Any) -> web.StreamResponse:
         return _refusal(call, APIError(e.reason, status=e.status, code=code, headers=_allow(e)))
     except TimeoutError:
         return _refusal(call, LATE)
-    except FAULTS:
+    except Exception:
         log.exception("%s failed", call.id)
         never = {"x-should-retry": "false"}
         return _refusal(

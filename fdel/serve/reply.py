@@ -12,7 +12,9 @@ class Generation:
     """The output of one prompt.
 
     `tokens` ends with the stop id, if one ended it; `text` is cut before the stop id or stop string. `logprobs` are
-    of the model's own distribution, log_softmax(logits), before penalties, temperature and truncation.
+    of the model's own distribution, log_softmax(logits), before penalties, temperature and truncation, as OpenAI's API
+    gives them. `sampled_logprobs` are of the distribution that each token was drawn from, after all of these, masks and
+    bans: 0 where the draw is greedy (temperature 0), since then nothing else could come.
     """
 
     tokens: list[int]
@@ -24,6 +26,7 @@ class Generation:
     prompt: "Score | None" = None  # with prompt_logprobs
     cached: int = 0  # tokens of the prompt that were found in the cache
     error: str | None = None
+    sampled_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Delta:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)  # per token, with logprobs > 0
     error: str | None = None
+    sampled_logprobs: list[float] = field(default_factory=list)  # see `Generation`
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
@@ -53,7 +57,8 @@ def join(deltas: Sequence[Delta]) -> Delta:
     last = deltas[-1]
     chain = lambda name: [x for d in deltas for x in getattr(d, name)]
     said = "".join(d.text for d in deltas)
-    return Delta(chain("tokens"), said, last.finish_reason, chain("logprobs"), chain("top_logprobs"), last.error)
+    lists = [chain(name) for name in ("tokens", "logprobs", "top_logprobs", "sampled_logprobs")]
+    return Delta(lists[0], said, last.finish_reason, lists[1], lists[2], last.error, lists[3])
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Reply:
     detokenizer: text.Detokenizer | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     held: str = ""  # text that may be the beginning of a stop string
@@ -73,15 +79,22 @@ class Reply:
     error: str | None = None
 
     def push(
-        self, token: int, logprob: float, likely: Sequence[tuple[int, float]] = (), *, last: bool = False
+        self,
+        token: int,
+        logprob: float,
+        sampled: float,
+        likely: Sequence[tuple[int, float]] = (),
+        *,
+        last: bool = False,
     ) -> Delta:
         """Take the next token; says what can be shown now. `last`: a grammar ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.sampled.append(sampled)
         top = [dict(likely[: self.request.logprobs])] if self.request.logprobs else []
         self.top += top
         shown = self._say(token, last)
-        return Delta([token], shown, self.finish_reason, [logprob], top)
+        return Delta([token], shown, self.finish_reason, [logprob], top, None, [sampled])
 
     def end(self, reason: str, error: str | None = None) -> Delta:
         """End here, whatever the tokens are; shows what was held back."""
@@ -117,7 +130,7 @@ class Reply:
         said = None if self.detokenizer is None else "".join(self.said)
         top = self.top if self.request.logprobs else None
         reason = self.finish_reason or "length"
-        return Generation(self.tokens, self.logprobs, reason, said, top, prompt, cached, self.error)
+        return Generation(self.tokens, self.logprobs, reason, said, top, prompt, cached, self.error, self.sampled)
 
 
 def find_stop(said: str, stops: Sequence[str], *, final: bool = False) -> tuple[int, bool]:

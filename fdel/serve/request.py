@@ -1,5 +1,6 @@
 """What a request asks for, checked. Plain Python: the layers above the engine need no jax."""
 
+import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -44,10 +45,11 @@ class SamplingParams:
     probability (arXiv:2407.01082). repetition_penalty divides positive and multiplies negative logits of tokens in
     prompt or output (arXiv:1909.05858); presence and frequency penalties count the output only (OpenAI).
     `allowed_tokens` bans all others, `bad_words` the last token of each of these token sequences after the others.
-    min_tokens bans every stop id before. The same seed and prompt give the same tokens, whatever else runs; None draws
-    one. `logprobs` and `prompt_logprobs` ask for that many most likely tokens. n outputs per prompt, with the seeds
-    seed, seed + 1, ...; of `best_of` outputs those n with the highest sum of log-probabilities. `truncate` cuts a prompt
-    that leaves no room for max_tokens at its "left", "right" or "middle"; None refuses it.
+    min_tokens bans every stop id before. The same seed and prompt give the same tokens, whatever else runs; another
+    prompt, and each of the n outputs of one, has noise of its own (see `noise`); None draws a seed. `logprobs` and
+    `prompt_logprobs` ask for that many most likely tokens. n outputs per prompt; of `best_of` outputs those n with the
+    highest sum of log-probabilities. `truncate` cuts a prompt that leaves no room for max_tokens at its "left", "right"
+    or "middle"; None refuses it.
     """
 
     max_tokens: int = 256
@@ -77,8 +79,7 @@ class SamplingParams:
             value = getattr(self, name)
             if name in ("seed", "prompt_logprobs", "best_of") and value is None:
                 continue
-            integral = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not (integral or (kind is float and isinstance(value, float | np.floating))):
+            if not (whole(value) or (kind is float and isinstance(value, float | np.floating))):
                 raise ValueError(f"{name}={value!r} is a {type(value).__name__}; expected {kind.__name__}")
             if not low <= value <= high:
                 raise ValueError(f"{name}={value!r} is out of range; expected {low:g} <= {name} <= {high:g}")
@@ -86,24 +87,41 @@ class SamplingParams:
             raise ValueError("top_p=0 keeps no token; for the most likely one use temperature=0")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
-        if not all(isinstance(s, str) and s for s in self.stops):
+        if not isinstance(self.ignore_eos, bool | np.bool_):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r}; expected True or False")
+        if (
+            not isinstance(self.stop, str)
+            and not _listed(self.stop)
+            or not all(isinstance(s, str) and s for s in self.stops)
+        ):
             raise ValueError(f"stop={self.stop!r}: expected a string or strings, none empty")
-        if len(self.logit_bias) > BIASES:
-            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the most is {BIASES}")
-        wrong = {t: b for t, b in self.logit_bias.items() if not -100 <= b <= 100}
-        if wrong:
-            raise ValueError(f"logit_bias {wrong} is out of range; expected -100 <= bias <= 100")
-        if self.allowed_tokens is not None and not self.allowed_tokens:
-            raise ValueError("allowed_tokens is empty, so no token could be drawn; use None to allow all")
-        if len(self.bad_words) > BAD_WORDS or any(not 0 < len(w) <= BAD_LENGTH for w in self.bad_words):
-            raise ValueError(
-                f"bad_words: expected at most {BAD_WORDS} sequences of 1 to {BAD_LENGTH} token ids, found "
-                f"{len(self.bad_words)} of lengths {sorted({len(w) for w in self.bad_words})}"
-            )
+        self._check_ids()
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} is less than n={self.n}; raise it")
-        if self.truncate not in TRUNCATIONS:
+        if not (self.truncate is None or isinstance(self.truncate, str) and self.truncate in TRUNCATIONS):
             raise ValueError(f"truncate={self.truncate!r}; expected one of {TRUNCATIONS}")
+
+    def _check_ids(self) -> None:
+        """Check what names tokens, but for the vocabulary, which the model knows."""
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias={self.logit_bias!r}; expected a mapping from token ids to numbers")
+        if len(self.logit_bias) > BIASES:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the most is {BIASES}")
+        fits = lambda b: (whole(b) or isinstance(b, float | np.floating)) and -100 <= b <= 100
+        if wrong := {t: b for t, b in self.logit_bias.items() if not fits(b)}:
+            raise ValueError(f"logit_bias {wrong} is out of range; expected -100 <= bias <= 100")
+        words: Any = self.bad_words if _listed(self.bad_words) else [None]
+        for name in ("stop_token_ids", "allowed_tokens", "bad_words"):
+            value = getattr(self, name)
+            if not (_listed(value) or (value is None and name == "allowed_tokens")):
+                raise ValueError(f"{name}={value!r}; expected a sequence of token ids")
+        if self.allowed_tokens is not None and len(self.allowed_tokens) == 0:
+            raise ValueError("allowed_tokens is empty, so no token could be drawn; use None to allow all")
+        if len(words) > BAD_WORDS or not all(_listed(w) and 0 < len(w) <= BAD_LENGTH for w in words):
+            raise ValueError(
+                f"bad_words: expected at most {BAD_WORDS} sequences of 1 to {BAD_LENGTH} token ids, found {len(words)}: "
+                f"{str(self.bad_words)[:80]}"
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -111,19 +129,54 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+def whole(value: Any) -> bool:
+    """Tell whether this is an integer, Python's or numpy's; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _listed(value: Any) -> bool:
+    """Tell whether this is a collection that can be read again: no text, no iterator, no array of several axes."""
+    sized = isinstance(value, Collection) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    return sized and not isinstance(value, str | bytes | Mapping)
+
+
+def noise(seed: int | None, prompt: Sequence[int], index: int) -> int | None:
+    """Make the seed of one output's noise: a function of the request's seed, of its prompt and of which output it is.
+
+    A hash (BLAKE2b) of all three, so that neighbouring seeds and outputs share nothing, and two prompts of one length
+    are not drawn with the same noise.
+    """
+    if seed is None:
+        return None
+    said = b"%d %d " % (seed, index) + np.asarray(prompt, "<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+
+
+def check_single(request: SamplingParams) -> SamplingParams:
+    """Refuse what one output alone cannot have: ValueError."""
+    if not isinstance(request, SamplingParams):
+        raise ValueError(f"sampling is a {type(request).__name__}; expected SamplingParams")
+    if request.n > 1 or (request.best_of or 1) > 1:
+        said = f"n={request.n}, best_of={request.best_of}"
+        raise ValueError(f"{said}: this gives one output; for several use generate or submit_all")
+    if request.prompt_logprobs is not None:
+        raise ValueError(f"prompt_logprobs={request.prompt_logprobs}: use generate, or score the prompt")
+    return request
+
+
 def stop_ids(request: SamplingParams, eos: Collection[int]) -> frozenset[int]:
     """The ids that end a request's output."""
     return frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos))
 
 
-def fit(prompt: Sequence[int], request: SamplingParams, limit: float) -> list[int]:
+def fit(prompt: Sequence[int], request: SamplingParams, limit: float) -> Sequence[int]:
     """Cut a prompt as the request's `truncate` says, so that prompt and max_tokens fit `limit` tokens together.
 
     "left" loses the beginning, "right" the end, "middle" what is between. Without `truncate` nothing is cut.
     """
     keep = limit - request.max_tokens
-    if request.truncate is None or len(prompt) <= keep:
-        return list(prompt)
+    if request.truncate is None or not _listed(prompt) or len(prompt) <= keep:
+        return prompt
     if keep < 1:
         raise ValueError(f"max_tokens={request.max_tokens} leaves no room for a prompt in {limit} tokens; lower it")
     head = {"left": 0, "right": int(keep), "middle": (int(keep) + 1) // 2}[request.truncate]
@@ -137,17 +190,35 @@ def default_eos(model: Any) -> tuple[int, ...]:
 
 
 def length_limit(model: Any, max_length: int | None) -> float:
-    """The most tokens of prompt and output: the model's context, `max_length` if that is less; infinity for neither."""
+    """The most tokens of prompt and output: `max_length`, or the model's context; infinity for neither.
+
+    ValueError for a `max_length` that is none, or longer than the context.
+    """
     context = getattr(model.cfg, "max_positions", None)
+    if max_length is not None and not (whole(max_length) and max_length >= 1):
+        raise ValueError(f"max_length={max_length!r}; expected at least 1")
+    if max_length is not None and context is not None and max_length > context:
+        raise ValueError(
+            f"max_length={max_length} is longer than the model's context of {context} positions "
+            "(max_position_embeddings); lower it, or leave it out"
+        )
     return min(x for x in (max_length, context, math.inf) if x is not None)
 
 
-def check_prompt(prompt: Sequence[int], vocab: int, limit: float, name: str) -> None:
-    """Raise ValueError for a prompt that is empty, leaves no room for a token, or holds ids outside the vocabulary."""
+def check_ids(name: str, ids: Collection[int], vocab: int) -> list[int]:
+    """List token ids; ValueError for those that a vocabulary of `vocab` ids does not have."""
+    wrong = [t for t in ids if not (whole(t) and 0 <= t < vocab)]
+    if wrong:
+        raise ValueError(f"{name} holds {str(wrong[:5])[:80]}; expected token ids from 0 to {vocab - 1}")
+    return [int(t) for t in ids]
+
+
+def check_prompt(prompt: Sequence[int], vocab: int, limit: float, name: str) -> list[int]:
+    """List a prompt's ids. ValueError for one that is empty, leaves no room for a token, or has ids of no token."""
+    if not _listed(prompt):
+        raise ValueError(f"{name} is a {type(prompt).__name__}; expected a sequence of token ids")
     if not len(prompt):
         raise ValueError(f"{name} is empty; it needs at least one token, such as the tokenizer's bos")
     if len(prompt) >= limit:
         raise ValueError(f"{name} has {len(prompt)} tokens; prompt and output must fit {limit}, so shorten it")
-    wrong = [t for t in prompt if not (isinstance(t, int | np.integer) and 0 <= t < vocab)]
-    if wrong:
-        raise ValueError(f"{name} holds {wrong[:5]}; expected token ids from 0 to {vocab - 1}")
+    return check_ids(name, prompt, vocab)

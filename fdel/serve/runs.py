@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fdel.serve import grammar
-from fdel.serve.core import Job
+from fdel.serve.job import NOTHING, Job
 from fdel.serve.loop import Mailbox
 from fdel.serve.metrics import Metrics
 from fdel.serve.openai import APIError, body
@@ -30,12 +30,12 @@ class Run:
     served: Served
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams  # n outputs, or best_of
-    key: str  # whose fair share and cached pages these use
+    key: str  # whose fair share these use
     metrics: Metrics
     matcher: grammar.Matcher | None = None
+    salt: str = ""  # who has the same key and salt shares cached pages
     began: float = field(default_factory=time.monotonic)
     jobs: list[Job] = field(default_factory=list)
-    boxes: list[Mailbox] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     first: list[float] = field(default_factory=list)  # when each output's first token came; 0: not yet
     counted: set[int] = field(default_factory=set)  # outputs whose end the metrics know
@@ -51,31 +51,20 @@ class Run:
 
     def submit(self) -> None:
         """Queue everything, or nothing. APIError if the engine cannot take it."""
-        loop, engine = asyncio.get_running_loop(), self.served.engine
+        loop = asyncio.get_running_loop()
         try:
-            for prompt in self.prompts:
-                for j in range(self.each):
-                    seed = None if self.sampling.seed is None else (self.sampling.seed + j) % 2**64
-                    one = replace(self.sampling, n=1, best_of=None, prompt_logprobs=None, seed=seed)
-                    box = Mailbox(loop, self.ready)
-                    mask = None if self.matcher is None else self.matcher.copy()
-                    leader = self.jobs[-j] if j else None
-                    self.boxes.append(box)
-                    self.jobs.append(
-                        engine.submit(
-                            prompt, one, key=self.key, adapter=self.served.adapter, mask=mask, after=leader, box=box
-                        )
-                    )
+            self.jobs = self.served.engine.submit_all(
+                self.prompts, replace(self.sampling, prompt_logprobs=None), key=self.key, salt=self.salt,
+                adapter=self.served.adapter, mask=None if self.matcher is None else self.matcher.copy,
+                box=lambda: Mailbox(loop, self.ready),
+            )  # fmt: skip
         except QueueFull as e:
-            self._drop()
             raise APIError(
                 "the server is busy; try again", status=503, type="server_error", code="overloaded", headers=BUSY
             ) from e
         except ValueError as e:
-            self._drop()
             raise APIError(str(e)) from e
         except RuntimeError as e:  # the engine is closed
-            self._drop()
             raise APIError(
                 "the server is shutting down", status=503, type="server_error", code="unavailable", headers=BUSY
             ) from e
@@ -91,12 +80,6 @@ class Run:
             if i not in self.counted:
                 self._end(i, "abort")
                 self.served.engine.abort(job)
-
-    def _drop(self) -> None:
-        """End what was queued of a request that is refused after all."""
-        for job in self.jobs:
-            self.served.engine.abort(job)
-        self.jobs.clear()
 
     def _end(self, i: int, reason: str) -> None:
         self.counted.add(i)
@@ -117,7 +100,7 @@ class Run:
                     continue
                 self.ready.clear()
                 for i in sorted(live):
-                    box = self.boxes[i]
+                    box = self.jobs[i].box
                     if not box.deltas:
                         continue
                     deltas, box.deltas = box.deltas, []
@@ -179,4 +162,7 @@ def failed(delta: Delta) -> APIError:
     if delta.finish_reason == "abort":
         return APIError("the server ended this request", status=503, type="server_error", code="aborted", headers=BUSY)
     never = {"x-should-retry": "false"}
+    if (delta.error or "").startswith(NOTHING):
+        said = f"{NOTHING}: the output's structure, allowed_token_ids, logit_bias and min_tokens together allow none"
+        return APIError(said, code="nothing_to_draw")
     return APIError("this request failed in the engine", status=500, type="server_error", code="engine", headers=never)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from fdel.serve.request import BAD_LENGTH, BAD_WORDS, BIASES, STOPS, TOP, SamplingParams
+from fdel.serve.request import BAD_LENGTH, BAD_WORDS, BIASES, STOPS, TOP, SamplingParams, check_ids
 
 
 @jax.tree_util.register_dataclass
@@ -43,19 +43,15 @@ class Sampling:
 
 
 class Sampled(NamedTuple):
-    """Drawn tokens. Log-probabilities are of the unchanged logits, whatever was done to them before drawing."""
+    """Drawn tokens. `logprobs` and `top_logprobs` are of the unchanged logits, whatever was done to them before drawing;
+    `sampled_logprobs` of what was drawn from, softmax(process(...)), and 0 where the draw is greedy.
+    """
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]  # NaN where the logits hold NaN or +inf
+    sampled_logprobs: Float[Array, " B"]  # NaN where the request bans every token
     top_ids: Int[Array, "B n"]
     top_logprobs: Float[Array, "B n"]  # 0 if no row asks for any
-
-
-def _ids(name: str, ids: Collection[int], vocab: int) -> list[int]:
-    wrong = [i for i in ids if not (isinstance(i, int | np.integer) and 0 <= i < vocab)]
-    if wrong:
-        raise ValueError(f"{name} holds {wrong[:5]}; expected token ids from 0 to {vocab - 1}")
-    return list(ids)
 
 
 def sampling_rows(
@@ -85,19 +81,19 @@ def sampling_rows(
         s.temperature[i], s.top_k[i], s.top_p[i], s.min_p[i] = r.temperature, min(r.top_k, vocab), r.top_p, r.min_p
         s.repetition[i], s.presence[i], s.frequency[i] = r.repetition_penalty, r.presence_penalty, r.frequency_penalty
         s.seed[i] = divmod(secrets.randbits(64) if r.seed is None else int(r.seed), 2**32)
-        s.prompt[i], s.min_length[i], s.top[i] = length, length + r.min_tokens, r.logprobs
+        s.prompt[i], s.min_length[i], s.top[i] = length, length + min(r.min_tokens, most), r.logprobs
         s.max_length[i] = length + most
         if len(stops) > STOPS:
             raise ValueError(f"stop_token_ids and eos are {len(stops)} ids together; the most is {STOPS}")
-        s.stop_ids[i, : len(stops)] = _ids("stop_token_ids", stops, vocab)
-        s.bias_ids[i, : len(r.logit_bias)] = _ids("logit_bias", list(r.logit_bias), vocab)
+        s.stop_ids[i, : len(stops)] = check_ids("stop_token_ids", stops, vocab)
+        s.bias_ids[i, : len(r.logit_bias)] = check_ids("logit_bias", list(r.logit_bias), vocab)
         s.bias[i, : len(r.logit_bias)] = list(r.logit_bias.values())
         if r.allowed_tokens is not None:
             allowed = np.zeros(s.allowed.shape[1] * 32, np.uint8)
-            allowed[_ids("allowed_tokens", r.allowed_tokens, vocab)] = 1
+            allowed[check_ids("allowed_tokens", r.allowed_tokens, vocab)] = 1
             s.masked[i], s.allowed[i] = True, np.packbits(allowed, bitorder="little").view("<u4")
         for j, word in enumerate(r.bad_words):
-            s.bad[i, j, BAD_LENGTH - len(word) :] = _ids("bad_words", word, vocab)
+            s.bad[i, j, BAD_LENGTH - len(word) :] = check_ids("bad_words", word, vocab)
     return s
 
 
@@ -116,15 +112,20 @@ def sample(
     """
     logits = logits.astype(jnp.float32)
     z = process(logits, s, history, length, rows)
-    z = jax.lax.cond(jnp.any(s.temperature > 0), lambda z: z + _noise(z, s, length), lambda z: z, z)
-    tokens = jnp.argmax(z, -1).astype(jnp.int32)
+    hot = jnp.any(s.temperature > 0)
+    noisy = jax.lax.cond(hot, lambda z: z + _noise(z, s, length), lambda z: z, z)
+    tokens = jnp.argmax(noisy, -1).astype(jnp.int32)
+    mass = jax.lax.cond(hot, lambda z: jax.nn.logsumexp(z, -1), lambda z: jnp.zeros(z.shape[0], z.dtype), z)
+    picked = jnp.take_along_axis(z, tokens[:, None], 1)[:, 0]
+    sampled = jnp.where(s.temperature > 0, picked - mass, 0)
 
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     n = min(TOP, logits.shape[1])
     none = lambda z: (jnp.zeros((z.shape[0], n), z.dtype), jnp.zeros((z.shape[0], n), jnp.int32))
     best, ids = jax.lax.cond(jnp.any(s.top > 0), lambda z: tuple(jax.lax.top_k(z, n)), none, logits)
     chosen = jnp.where(jnp.isfinite(total), jnp.take_along_axis(logits, tokens[:, None], 1) - total, jnp.nan)
-    return Sampled(tokens, chosen[:, 0], ids, jnp.where(jnp.any(s.top > 0), best - total, 0))
+    sampled = jnp.where(picked > -jnp.inf, sampled, jnp.nan)
+    return Sampled(tokens, chosen[:, 0], sampled, ids, jnp.where(jnp.any(s.top > 0), best - total, 0))
 
 
 def process(

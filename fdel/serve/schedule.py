@@ -17,7 +17,7 @@ NO_ROW = -1  # where a request stands that does not run
 
 
 class QueueFull(RuntimeError):
-    """Too many requests wait."""
+    """Too many outputs wait."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Request:
     key: str = ""  # whose share it uses
     salt: bytes = b""  # who may share its pages
     adapter: str = ""
-    after: "Request | None" = None  # wait until this one's prompt is cached
+    after: "Request | None" = None  # the first output of the same prompt: wait until that is cached
     arrival: int = 0
     row: int = NO_ROW  # its row on the device, while it runs
     pages: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Schedule:
     """All requests, and who has which row and pages.
 
     budget: prompt tokens of a step, cut into blocks of `block` tokens of one request each. width: the most tokens that
-    one step adds to a sequence. queue: the most waiting requests. chunk: prompt tokens of a step beside at most `FEW`
+    one step adds to a sequence. queue: the most waiting outputs. chunk: prompt tokens of a step beside at most `FEW`
     sequences that decode; None: the budget.
     """
 
@@ -100,15 +100,13 @@ class Schedule:
 
     # ---- requests ----
 
-    def check(self, request: Request, coming: int = 0) -> None:
-        """Raise QueueFull if too many wait (with `coming` more), and ValueError if the request could never run."""
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could never run."""
         if self.pool.needed(request.limit) > self.pool.total:
             raise ValueError(
                 f"prompt and output may take {request.limit} tokens, the cache holds {self.pool.total * self.pool.size}; "
                 "lower max_tokens, or give the engine more pages"
             )
-        if len(self.waiting) + coming >= self.queue:
-            raise QueueFull(f"{len(self.waiting) + coming} requests wait, the most is {self.queue}; try again later")
 
     def add(self, request: Request) -> None:
         """Queue a request, which `check` has passed."""

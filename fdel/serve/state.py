@@ -120,8 +120,7 @@ class Call:
                 "allowed_token_ids cannot be combined with a structure of the output, nor with calls that must be made"
             )
             raise APIError(said, param="allowed_token_ids")
-        key = (self.key.id if self.key else "") + (f" {salt}" if salt else "")
-        run = Run(served, prompts, sampling, key, self.server.metrics, matcher)
+        run = Run(served, prompts, sampling, self.key.id if self.key else "", self.server.metrics, matcher, salt)
         most = sum(len(p) + run.each * run.room(p) for p in prompts)
         engine, count = served.parent or served.name, len(prompts) * run.each
         share = self.server.outputs.setdefault(engine, limits.Share(served.engine.settings.queue))

@@ -39,7 +39,7 @@ class Rows:
 class Out(NamedTuple):
     """What a step drew, for the rows of its plan. The top log-probabilities are of row i // k and its draw i % k."""
 
-    drawn: Int[Array, "B 1_2k"]  # how many tokens; the tokens; the bits of their log-probabilities
+    drawn: Int[Array, "B 1_3k"]  # how many tokens; the tokens; the bits of their two log-probabilities, see `Sampled`
     top_ids: Int[Array, "Bk n"]
     top_logprobs: Float[Array, "Bk n"]
 
@@ -202,9 +202,9 @@ def _repeat(one: Callable, state: tuple, rows: Rows, steps: int) -> tuple[tuple,
         return (state, rows), out
 
     (state, rows), out = jax.lax.scan(step, (state, rows), length=steps)
-    count, tokens, bits = (out.drawn[:, :, i].T for i in range(3))
+    count, tokens, raw, sampled = (out.drawn[:, :, i].T for i in range(4))
     by_row = lambda x: x.swapaxes(0, 1).reshape(-1, x.shape[-1])
-    drawn = jnp.concatenate([count.sum(1, keepdims=True), tokens, bits], 1)
+    drawn = jnp.concatenate([count.sum(1, keepdims=True), tokens, raw, sampled], 1)
     return state, rows, Out(drawn, by_row(out.top_ids), by_row(out.top_logprobs))
 
 
@@ -245,7 +245,8 @@ def _advance(
         rows.sampling,
         rows.adapter,
     )
-    bits = jax.lax.bitcast_convert_type(out.logprobs.reshape(-1, k), jnp.int32)
+    both = jnp.concatenate([out.logprobs.reshape(-1, k), out.sampled_logprobs.reshape(-1, k)], 1)
+    bits = jax.lax.bitcast_convert_type(both, jnp.int32)
     return rows, Out(jnp.concatenate([count[:, None], drawn, bits], 1), out.top_ids, out.top_logprobs)
 
 

@@ -41,6 +41,7 @@ class FakeDevice:
     drafts: int = 0
     steps: int = 1
     poison: Callable[[list[int]], str | None] = lambda tokens: None  # "raise", "read" or "nan"
+    words: int = -(-VOCAB // 32)
     weights: dict = dataclasses.field(default_factory=lambda: {"": None})
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class FakeDevice:
         return token
 
     def _out(self, drawn: list[list[int]], faults: list[str | None]) -> tuple:
-        packed = np.zeros((len(drawn), 1 + 2 * self.width), np.int32)
+        packed = np.zeros((len(drawn), 1 + 3 * self.width), np.int32)
         for line, tokens, fault in zip(packed, drawn, faults, strict=True):
             line[0], line[1 : 1 + len(tokens)] = len(tokens), tokens
             line[1 + self.width :] = np.float32(np.nan if fault == "nan" else 0).view(np.int32)

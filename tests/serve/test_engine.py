@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -214,12 +215,80 @@ def test_samples_of_one_prompt(model) -> None:
     s = serve.SamplingParams(max_tokens=6, temperature=1.5, seed=10, ignore_eos=True)
     e = engine(model)
     got = e.generate(PROMPTS[:2], dataclasses.replace(s, n=3))
-    alone = [e.generate([p], dataclasses.replace(s, seed=10 + i))[0] for p in PROMPTS[:2] for i in range(3)]
-    assert tokens(got) == tokens(alone) and len({tuple(g.tokens) for g in got}) == 6
+    alone = [e.generate([p], s)[0] for p in PROMPTS[:2]]
+    assert tokens(got)[::3] == tokens(alone) and len({tuple(g.tokens) for g in got}) == 6
     assert [g.cached for g in got] == [0, 64, 64, 0, 0, 0]
     best = e.generate(PROMPTS[1:2], dataclasses.replace(s, n=2, best_of=3))
     order = sorted(got[3:], key=lambda g: -sum(g.logprobs))
     assert tokens(best) == tokens(order[:2])
+
+
+def test_noise_belongs_to_prompt_seed_and_output(model) -> None:
+    """Neither two prompts, nor two outputs, nor neighbouring seeds share it: where all tokens are equally likely, draws of
+    the same noise would be the same tokens.
+    """
+    flat = model._replace(params=jax.tree.map(lambda x: x * 0, model.params))
+    e, s = engine(flat, rows=4), serve.SamplingParams(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+    prompts = [[9, 8, 7], [9, 8, 6]]
+    found = {seed: tokens(e.generate(prompts, dataclasses.replace(s, seed=seed, n=3))) for seed in (5, 6, 7)}
+    every = [tuple(t) for group in found.values() for t in group]
+    assert len(set(every)) == 18 and len({t[0] for t in every}) > 10
+    assert tokens(e.generate(prompts[::-1], s)) == [found[5][3], found[5][0]]
+    jobs = e.submit_all(prompts, dataclasses.replace(s, n=2))
+    e.loop.wait(lambda: all(j.reply.finish_reason for j in jobs))
+    assert [j.reply.tokens for j in jobs] == [found[5][i] for i in (0, 1, 3, 4)]
+
+
+SAMPLED = [
+    serve.SamplingParams(max_tokens=24, temperature=0.7, top_p=0.8, seed=1, ignore_eos=True),
+    serve.SamplingParams(max_tokens=24, temperature=1.3, frequency_penalty=1.0, seed=2, ignore_eos=True),
+    serve.SamplingParams(max_tokens=24, seed=3, ignore_eos=True),
+    serve.SamplingParams(max_tokens=24, temperature=1.0, seed=4, allowed_tokens=range(9, 60), ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(drafts=3), dict(decode_steps=8), dict(overlap=False, budget=7)], ids=str
+)
+def test_sampled_logprobs_of_an_output(model, options: dict) -> None:
+    """Both kinds, in every way to decode: against a full forward and `process` of its logits, place by place."""
+    prompts = [[9, 10, 11, 12] * 4, *PROMPTS[1:4]]  # the first repeats, so that there are drafts
+    got = engine(model, **options).generate(prompts, SAMPLED)
+    for prompt, s, g in zip(prompts, SAMPLED, got, strict=True):
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(prompt + g.tokens)] = prompt + g.tokens
+        places = np.arange(len(g.tokens)) + len(prompt)
+        logits = np.asarray(small.full_forward(llama, CFG)(model.params, padded)[0])[places - 1]
+        rows = serve.sampling_rows([s], [len(prompt)], [[]], [24], vocab=VOCAB)
+        rows = jax.tree.map(lambda x: np.repeat(x, 24, 0), rows)
+        z = jax.jit(serve.process)(logits, rows, padded, places, np.zeros(len(places), np.int32))
+        want = np.asarray(jax.nn.log_softmax(z, -1))[np.arange(len(places)), g.tokens]
+        np.testing.assert_allclose(g.sampled_logprobs, want if s.temperature else 0 * want, atol=1e-5)
+        np.testing.assert_allclose(g.logprobs, scores(model, prompt, g.tokens), atol=1e-5)
+        assert s.temperature == 0 or np.abs(np.subtract(g.logprobs, g.sampled_logprobs)).max() > 0.05
+
+
+def test_a_request_that_bans_every_token_fails_alone(model) -> None:
+    """By allowed tokens and min_tokens, or by a mask; the others answer, and no token 0 is made up."""
+
+    class Stop:
+        done = False
+
+        def mask(self) -> np.ndarray:
+            return np.packbits(np.arange(320) == EOS, bitorder="little").view("<u4")
+
+        def commit(self, token: int) -> None: ...
+
+    e = Engine(model, Settings(**SHAPE), eos=(EOS,))
+    plain = serve.SamplingParams(max_tokens=6)
+    want = e.generate(PROMPTS[1:2], plain)[0]
+    wrong = dataclasses.replace(plain, min_tokens=3, allowed_tokens=[EOS])
+    got = e.generate([PROMPTS[1], PROMPTS[3], PROMPTS[1]], [plain, wrong, plain])
+    (masked,) = e.generate(PROMPTS[3:4], dataclasses.replace(plain, min_tokens=3), mask=Stop)
+    for g in (got[1], masked):
+        assert (g.finish_reason, g.tokens) == ("error", [])
+        assert g.error == "no token is left to draw at output token 0: the request bans every token there"
+    assert got[0].tokens == got[2].tokens == want.tokens and e.stats()["faults"] == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -415,6 +484,178 @@ def test_streams(model, solo) -> None:
     e.close()
     with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
         e.submit([1])
+
+
+def within(seconds: float, call) -> object:
+    """What a call gives or raises in a thread; TimeoutError if it hangs."""
+    found: list = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as e:
+            found.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise TimeoutError("it hangs")
+    return found[0]
+
+
+@pytest.fixture
+def started(model, monkeypatch):
+    """An engine with a thread, compiled as it goes."""
+    e = engine(model)
+    e.core.device.warm_up = lambda **_: None
+    e.start()
+    yield e
+    e.close()
+
+
+CALLS = {
+    "submit": lambda e: e.submit([1, 2]),
+    "generate": lambda e: e.generate([[1, 2], [3]], serve.SamplingParams(n=2)),
+    "stream": lambda e: asyncio.run(read(e, [1, 2], serve.SamplingParams(max_tokens=4))),
+    "update_params": lambda e: e.update_params(e.model.params),
+    "remove_adapter": lambda e: e.remove_adapter("a"),
+    "pause": lambda e: e.pause(),
+    "start": lambda e: e.start(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("threaded", [True, False], ids=["thread", "no thread"])
+def test_close_during_a_call_answers(model, started, name: str, threaded: bool) -> None:
+    """`close` runs whole at the worst place: after the call saw that the engine is open, before it is in the inbox."""
+    e = started if threaded else engine(model)
+    e.core.device.warm_up = lambda **_: None
+    closing: list = []
+
+    def closes_after(check) -> None:
+        check()
+        if not (closing or e.loop.inside or e.loop.gate.locked()):  # where `close` would wait for this call itself
+            closing.append(name)
+            within(20, e.close)
+
+    for check in ("check_open", "check_outside"):
+        setattr(e.loop, check, partial(closes_after, getattr(e.loop, check)))
+    got = within(30, lambda: CALLS[name](e))
+    assert str(got) == "the engine is closed; make a new one" and len(closing) == 1
+    assert not e.loop.live and not e.loop.inbox
+
+
+def test_a_request_under_way_is_told_when_the_engine_closes(model, started) -> None:
+    """Of many threads that submit while it closes, each gets an answer or is refused."""
+    barrier, found, lock = threading.Barrier(9), [], threading.Lock()
+
+    def ask() -> None:
+        barrier.wait(20)
+        for _ in range(20):
+            try:
+                job = started.submit([1, 2, 3], serve.SamplingParams(max_tokens=100, ignore_eos=True))
+            except RuntimeError as e:
+                job = e
+            with lock:
+                found.append(job)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for t in threads:
+        t.start()
+    barrier.wait(20)
+    within(60, started.close)
+    for t in threads:
+        t.join(20)
+    jobs = [j for j in found if not isinstance(j, RuntimeError)]
+    assert len(found) == 160 and all(j.reply.finish_reason for j in jobs) and not started.loop.live
+    assert all("closed" in str(j) for j in found if isinstance(j, RuntimeError))
+
+
+@pytest.mark.parametrize("threaded", [True, False], ids=["thread", "no thread"])
+@pytest.mark.parametrize("name", sorted({*CALLS} - {"submit"}))  # to queue more is no waiting
+def test_a_callback_cannot_wait_for_its_own_engine(model, name: str, threaded: bool) -> None:
+    """A MaskSource that calls its engine fails its request; it neither hangs nor runs a step inside of a step."""
+    e = engine(model)
+    e.core.device.warm_up = lambda **_: None
+    if threaded:
+        e.start()
+
+    class Calls:
+        done = False
+
+        def mask(self):
+            return CALLS[name](e) and np.full(-(-VOCAB // 32), 2**32 - 1, np.uint32)
+
+        def commit(self, token: int) -> None: ...
+
+    got = within(60, lambda: e.generate([[1, 2]], serve.SamplingParams(max_tokens=3), mask=Calls))
+    assert got[0].finish_reason == "error"
+    e.loop.paused = False
+    if threaded:
+        within(20, e.close)
+
+
+def test_a_callback_may_close_its_engine(model, started) -> None:
+    class Closes:
+        done = False
+
+        def mask(self):
+            return started.close()
+
+    started.pause()
+    jobs = [started.submit([1, 2], mask=Closes()), started.submit([3])]
+    started.resume()
+    within(60, lambda: started.loop.wait(lambda: all(j.reply.finish_reason for j in jobs)))
+    within(20, started.loop.thread.join)
+    assert jobs[0].reply.finish_reason == "error" and jobs[1].reply.finish_reason and not started.loop.live
+
+
+def test_aborts_do_not_fill_the_queue(model) -> None:
+    """It counts outputs and no other notes; those of one request enter all or not at all."""
+    e, s = engine(model, queue=3), serve.SamplingParams(n=2, temperature=1.0, max_tokens=2)
+    jobs = [e.submit([1]), *e.submit_all([[2]], s)]
+    for job in jobs * 3:
+        e.abort(job)
+    with pytest.raises(QueueFull, match="4 outputs would wait, the most is 3; try again later"):
+        e.submit([3])
+    e.loop.turn()
+    e.submit([1])
+    e.submit([1])
+    with pytest.raises(QueueFull, match="4 outputs would wait"):
+        e.submit_all([[2]], s)
+    assert e.stats()["waiting"] == 2 and len(e.loop.live) == 2
+    with pytest.raises(ValueError, match="4 outputs at once, but the queue holds 3"):
+        e.submit_all([[1], [2]], s)
+    assert len(e.generate([[1]] * 5, s)) == 10
+
+
+def test_a_salt_is_no_share_of_its_own(model) -> None:
+    """Who gives each request another cache salt is served as one key; pages are apart all the same."""
+    e, s = engine(model, rows=1, batches=(1,)), serve.SamplingParams(max_tokens=1)
+    jobs = [e.submit([1, i], s, key="greedy", salt=str(i)) for i in range(8)]
+    other = e.submit([2], s, key="other")
+    while not other.reply.finish_reason:
+        e.loop.turn()
+    assert sum(bool(j.reply.finish_reason) for j in jobs) <= 2
+    assert len({j.request.salt for j in jobs}) == 8 and {j.request.key for j in jobs} == {"greedy"}
+    same = [e.generate([PROMPTS[0]], s, key="k", salt=salt)[0].cached for salt in ("a", "b", "a")]
+    assert same == [0, 0, 64]
+
+
+def test_what_one_output_cannot_have_is_refused(model) -> None:
+    e = engine(model)
+    for options, said in (
+        (dict(n=2), "n=2, best_of=None: this gives one output"),
+        (dict(best_of=2), "n=1, best_of=2: this gives one output"),
+        (dict(prompt_logprobs=3), "prompt_logprobs=3: use generate, or score the prompt"),
+    ):
+        s = serve.SamplingParams(max_tokens=2, **options)
+        with pytest.raises(ValueError, match=said):
+            e.submit([1], s)
+        with pytest.raises(ValueError, match=said):
+            serve.stream(model, [1], s)
+    assert e.stats()["waiting"] == 0 and not e.loop.live
 
 
 def test_a_thread_that_dies_tells_everybody(model) -> None:

@@ -219,6 +219,70 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     np.testing.assert_allclose(out.top_logprobs[2], -np.sort(-want[2])[:20], atol=1e-5)
 
 
+DRAWS = [
+    dict(),
+    dict(temperature=0.7),
+    dict(temperature=1.3),
+    dict(temperature=1.0, top_p=0.8),
+    dict(temperature=1.3, top_k=7, min_p=0.05, top_p=0.9),
+    dict(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3),
+    dict(temperature=1.0, allowed_tokens=range(20), logit_bias={3: 4.0, 5: -100.0}, min_tokens=30),
+    dict(temperature=0.0, presence_penalty=2.0, allowed_tokens=[4, 9]),
+]
+
+
+def float64(r: SamplingParams, logits: np.ndarray, history: np.ndarray, prompt: int) -> np.ndarray:
+    """The distribution that a row is drawn from, by the formulas in SamplingParams: log-probabilities [V]."""
+    z = logits.astype(np.float64)
+    seen, count = np.bincount(history, minlength=V) > 0, np.bincount(history[prompt:], minlength=V)
+    z[seen] = np.where(z[seen] > 0, z[seen] / r.repetition_penalty, z[seen] * r.repetition_penalty)
+    z -= r.frequency_penalty * count + r.presence_penalty * (count > 0)
+    for token, bias in r.logit_bias.items():
+        z[token] += bias
+    banned = np.zeros(V, bool)
+    if r.allowed_tokens is not None:
+        banned[[t for t in range(V) if t not in r.allowed_tokens]] = True
+    if len(history) < prompt + r.min_tokens:
+        banned[list(EOS)] = True
+    z = np.where(banned, -np.inf, z)
+    if r.temperature == 0:
+        return np.where(np.arange(V) == z.argmax(), 0, -np.inf)
+    z = log_softmax(z / r.temperature)
+    order = np.argsort(-z, kind="stable")
+    if r.top_k:
+        z[order[r.top_k :]] = -np.inf
+    p = np.exp(log_softmax(z))[order]
+    z[order[1:][np.cumsum(p)[:-1] >= r.top_p]] = -np.inf
+    z[z < z.max() + np.log(max(r.min_p, 1e-300))] = -np.inf
+    return log_softmax(z)
+
+
+@pytest.mark.parametrize("options", DRAWS, ids=lambda o: "-".join(map(str, o)) or "greedy")
+def test_sampled_logprobs_are_of_what_was_drawn_from(options: dict) -> None:
+    """Against float64: temperature, penalties, biases, bans and truncations included; a greedy draw has 0."""
+    requests = [SamplingParams(**options, seed=i) for i in range(6)]
+    out, got = run(sample, requests), run(process, requests)
+    for i, r in enumerate(requests):
+        want = float64(r, LOGITS[i], HISTORY[i, : LENGTH[i]], int(PROMPT[i]))
+        np.testing.assert_allclose(out.sampled_logprobs[i], want[out.tokens[i]], atol=2e-6)
+        if r.temperature:
+            np.testing.assert_allclose(log_softmax(got[i])[out.tokens[i]], want[out.tokens[i]], atol=2e-6)
+    raw = log_softmax(LOGITS)[np.arange(6), out.tokens]
+    np.testing.assert_allclose(out.logprobs, raw, atol=1e-5)
+    assert np.abs(raw - out.sampled_logprobs).max() > 0.01  # the two are not one
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_left_to_draw_is_told(temperature: float) -> None:
+    """Bans that leave no token give NaN for that row alone, whose log-probability for the model is a number."""
+    nothing = SamplingParams(temperature=temperature, allowed_tokens=[2, 5], min_tokens=30, seed=1)
+    some = dataclasses.replace(nothing, allowed_tokens=[2, 5, 6])
+    words = SamplingParams(temperature=temperature, allowed_tokens=[3], bad_words=[[3]], seed=1)
+    out = run(sample, [some, nothing, some, words])
+    assert np.isnan(out.sampled_logprobs).tolist() == [False, True, False, True] and np.isfinite(out.logprobs).all()
+    assert out.tokens[0] == out.tokens[2] == 6 and out.sampled_logprobs[0] == out.sampled_logprobs[2] == 0
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("request_", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5, top_k=3, seed=1)])
 def test_logits_that_are_not_finite_fail_their_row_only(bad: float, request_: SamplingParams) -> None:

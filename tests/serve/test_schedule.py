@@ -3,11 +3,12 @@
 import collections
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fdel.serve.schedule import FEW, NO_ROW, QueueFull
+from fdel.serve.schedule import FEW, NO_ROW
 from tests.serve.fake import VOCAB, make_core, make_job, run, solo
 
 PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 9, 9, 9, 9, 2], [8, 8, 8, 8, 8, 8, 8]]
@@ -261,13 +262,6 @@ def test_limits_are_named() -> None:
     core = make_core(pages=3)
     with pytest.raises(ValueError, match="may take 13 tokens, the cache holds 12; lower max_tokens"):
         core.schedule.check(make_job(0, [1] * 5, 8).request)
-    core.schedule.queue = 2
-    for i in range(2):
-        core.schedule.check(make_job(i, [1], 2).request)
-        core.add(make_job(i, [1], 2))
-    with pytest.raises(QueueFull, match="2 requests wait, the most is 2"):
-        core.schedule.check(make_job(2, [1], 2).request)
-    run(core)
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------
@@ -315,8 +309,6 @@ class Fixed:
     done = property(lambda self: len(self.taken) == len(self.wanted))
 
     def mask(self):
-        import numpy as np
-
         if self.fault == len(self.taken):
             raise ValueError("the grammar failed")
         bits = np.zeros(64, np.uint8)
@@ -325,6 +317,66 @@ class Fixed:
 
     def commit(self, token: int) -> None:
         self.taken.append(token)
+
+
+class Odd(Exception):
+    """What no list of known errors holds, and what cannot even be told."""
+
+    def __str__(self) -> str:
+        raise Odd
+
+
+class Panic(BaseException):
+    """What a panic of Rust code is in Python."""
+
+
+@pytest.mark.parametrize("error", [Odd, Panic, StopIteration, RecursionError], ids=lambda e: e.__name__)
+@pytest.mark.parametrize("where", ["mask", "commit", "done"])
+def test_what_a_mask_source_raises_is_its_own(where: str, error: type[BaseException]) -> None:
+    """Whatever type it is: its request ends with it, the others answer as alone."""
+    own, core = solo([1, 2], 12), make_core(pages=40, rows=6, budget=30)
+
+    def fail(*_):
+        raise error
+
+    members = {"mask": Fixed.mask, "commit": Fixed.commit, "done": Fixed.done}
+    source = type("Source", (Fixed,), {where: property(fail) if where == "done" else fail} | {
+        k: v for k, v in members.items() if k != where
+    })(own[:4])  # fmt: skip
+    jobs = [make_job(i, [1, 2], 10) for i in range(3)]
+    jobs[1].mask = source
+    for job in jobs:
+        core.add(job)
+    run(core)
+    assert [j.reply.finish_reason == "error" for j in jobs] == [False, True, False] and core.counts["faults"] == 0
+    assert error.__name__ in jobs[1].reply.error and jobs[0].reply.tokens == jobs[2].reply.tokens == own
+
+
+NO_MASKS = [None, [1], np.ones(2, "<i4"), np.ones(1, "<u4"), np.uint32(1), np.ones((1, 2), "<u4")]
+
+
+@pytest.mark.parametrize("mask", NO_MASKS, ids=str)
+def test_a_mask_that_is_none(mask) -> None:
+    """It is refused by what was expected; no array is stretched to fit, and no other request is recalled."""
+    core, source = make_core(pages=40, rows=6, budget=30), Fixed([1])
+    source.mask = lambda: mask
+    jobs = [make_job(i, [1, 2], 10) for i in range(2)]
+    jobs[0].mask = source
+    for job in jobs:
+        core.add(job)
+    run(core)
+    assert jobs[0].reply.error.endswith("expected uint32[2], one bit per token of the vocabulary")
+    assert jobs[1].reply.tokens == solo([1, 2], 12) and core.counts["faults"] == 0
+
+
+def test_a_tokenizer_that_fails_ends_its_request_alone() -> None:
+    core = make_core(pages=40, rows=6, budget=30)
+    jobs = [make_job(i, [1, 2], 10) for i in range(2)]
+    jobs[0].reply.push = lambda *_, **__: (_ for _ in ()).throw(Panic("decode"))
+    for job in jobs:
+        core.add(job)
+    run(core)
+    assert jobs[0].reply.error == "RuntimeError: Panic: decode" and jobs[1].reply.tokens == solo([1, 2], 12)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
