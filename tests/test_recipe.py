@@ -291,6 +291,14 @@ IMPOSSIBLE = [
     ({"base_config": {"operation_configs": {"flash_attn2": {}}}}, "base_config.operation_configs: "),
     ({"sharding": {"use_ring_of_experts": True}}, "sharding.use_ring_of_experts: True cannot be honoured"),
     ({"sharding": {"axis_dims": [1, 1]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [1, 1]"),
+    ({"sharding": {"dcn_axis_dims": [2]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [2]"),
+    ({"sharding": {"dcn_axis_dims": [-1, 1, 1, 1, 1]}}, "sharding.dcn_axis_dims: found [-1, 1, 1, 1, 1], expected"),
+    ({"sharding": {"rules": {"kv_head": None}}}, "sharding.rules.kv_head: no weight has that axis; did you mean"),
+    ({"sharding": {"rules": {"embed": "data"}}}, "sharding.rules.embed: found 'data', expected null, or of dp, fsdp"),
+    ({"sharding": {"rules": {"embed": 3}}}, "sharding.rules.embed: found 3, expected null, or of dp, fsdp"),
+    ({"distributed": {"coordinator": "host"}}, "distributed.coordinator: found 'host', expected host:port, or auto"),
+    ({"distributed": {"coordinator": "h:1", "processes": 2}}, "found processes 2 and process_id None, expected 0 <="),
+    ({"distributed": {"processes": 2}}, "distributed.coordinator: missing; give the host:port"),
     ({"mixture": {}}, "mixture.informs: empty"),
     ({"mixture": {"informs": [{"type": "visual"}]}}, "mixture.informs[0].type: visual: images are not"),
     ({"mixture": {"informs": [{"name": "a"}], "mixture_weights": {"b": 1}}}, "mixture.mixture_weights.b: no data set"),
@@ -419,6 +427,21 @@ def test_base_config_changes_the_config_and_refuses_what_nothing_reads(checkpoin
         recipe.build_model(wanted.set("base_config.values", {"attn_dtype": "float32"}))
     with pytest.raises(recipe.RecipeError, match="other shapes"):
         recipe.build_model(wanted.set("base_config.values", {"intermediate_size": 64}))
+
+
+def test_rules_of_a_run_file_place_weights(checkpoint):
+    """For training and for serving, over fdel's own; more devices than key-value heads need none."""
+    wanted = made(model={"name_or_path": str(checkpoint)}, sharding={"axis_dims": [1, 2, 1, 4, 1]})
+    assert CFG.kv_heads < 4 and recipe.build_mesh(wanted).shape["tp"] == 4
+    k = recipe.build_model(wanted).params["layers"]["k"].sharding
+    assert k.spec[1] == "tp" and k.mesh.shape["tp"] == CFG.kv_heads
+    ruled = wanted.set("sharding.rules", {"kv_heads": None, "ffn": ["fsdp", "tp"], "embed": None})
+    found = recipe.build_model(ruled).params["layers"]
+    assert found["k"].sharding.is_fully_replicated and found["gate"].sharding.spec[1] == ("fsdp", "tp")
+    served = serving.load(ruled).params["layers"][0]
+    assert served["k"].sharding.is_fully_replicated and served["gate"].sharding.spec[0] == ("fsdp", "tp")
+    with pytest.raises(ValueError, match="slices .* are 2, found 1 processes"):
+        recipe.build_mesh(wanted.set("sharding.dcn_axis_dims", [2, 1, 1, 1, 1]))
 
 
 def test_lora_targets_are_the_modules_of_that_name():

@@ -148,8 +148,13 @@ def config_dict(family: ModuleType, cfg: Any) -> dict[str, Any]:
 
 
 def save(model: Model, path: str | Path, *, shard_bytes: int = 5_000_000_000) -> None:
-    """Save a model, or a classifier, as a Hugging Face checkpoint: config.json and safetensors shards."""
+    """Save a model, or a classifier, as a Hugging Face checkpoint: config.json and safetensors shards.
+
+    Several processes all call this, and the first writes what lies in several.
+    """
     P.save(spec_of(model), model.params, path, shard_bytes=shard_bytes)
+    if jax.process_index() > 0 and not all(x.is_fully_addressable for x in jax.tree.leaves(model.params)):
+        return
     dtypes = {str(x.dtype) for x in jax.tree.leaves(model.params)}
     d = config_dict(model.family, model.cfg)
     if "score" in model.params:

@@ -213,12 +213,16 @@ def read(path: str | Path, name: str) -> np.ndarray:
 Entries = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
+def _order(entries: Entries) -> list[str]:
+    """Wide elements first, so that every tensor is aligned to its element; then by name, as the library does."""
+    return sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))
+
+
 def write_safetensors(
     file: Path, entries: Entries, fetch: Callable[[str], np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Write a safetensors file, one tensor at a time: `fetch(name)` gives the array that `entries` announces."""
-    # Wide elements first, so that every tensor is aligned to its element; then by name, as the library does.
-    names = sorted(entries, key=lambda name: (-entries[name][1].itemsize, name))
+    names = _order(entries)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
@@ -262,6 +266,15 @@ def _publish(new: Path, path: Path, names: list[str]) -> None:
     for old in [index, *path.glob("model-*-of-*.safetensors")]:
         if old.name not in names:
             old.unlink(missing_ok=True)
+
+
+def each_tensor(entries: Entries, fetch: Callable[[str], np.ndarray], shard_bytes: int) -> None:
+    """Fetch what `write_checkpoint` does, in its order: for processes that take part and write nothing."""
+    for names in _split(
+        {n: math.prod(shape) * dtype.itemsize for n, (shape, dtype) in entries.items()}, shard_bytes
+    ).values():
+        for name in _order({name: entries[name] for name in names}):
+            fetch(name)
 
 
 def write_checkpoint(

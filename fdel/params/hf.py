@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .files import NAMES, CheckpointError, Tensor, scan, write_checkpoint
+from .files import NAMES, CheckpointError, Tensor, each_tensor, scan, write_checkpoint
 from .place import DeviceLeaf, HostLeaf, copy, fetch, on_cpu, plain
 from .spec import Layout, Param, hf_names, layout, named_leaves, unstack
 
@@ -191,8 +191,6 @@ def _unfit(path: str, p: Param, x: _Item) -> Iterator[str]:
         yield f"{path} has shape {list(x.shape)}, the spec says {list(p.shape)} ({p.axes})"
     if x.array.dtype not in NAMES:
         yield f"{path} has dtype {x.array.dtype}, which safetensors cannot hold"
-    if not getattr(x.array, "is_fully_addressable", True):
-        yield f"{path} lies in several processes; gather it first (jax.experimental.multihost_utils.process_allgather)"
 
 
 def _pair(spec: Tree, params: Tree) -> tuple[list[tuple[str, Param]], list[_Item]]:
@@ -229,7 +227,8 @@ def save(
 
     Spec and params may be stacked or listed, each as it likes. Tensors are written one by one (the host holds one at
     a time) in the dtype of their array, to temporary names, then renamed; files of an earlier checkpoint in `path` are
-    replaced. `metadata` goes into each file's header; None is {"format": "pt"}, which transformers wants.
+    replaced. What lies in several processes is written by the first; all of them call this. `metadata` goes into each
+    file's header; None is {"format": "pt"}, which transformers wants.
     Quantized or LowRank leaves, and params that do not fit the spec, are a ValueError.
     """
     named, items = _pair(spec, params)
@@ -251,4 +250,8 @@ def save(
             s.layout.write(out, item(s))
         return out
 
-    write_checkpoint(Path(path), entries, tensor, shard_bytes, metadata or {"format": "pt"})
+    spread = any(not getattr(x.array, "is_fully_addressable", True) for x in items)
+    if spread and jax.process_index() > 0:  # the first process cannot read it alone
+        each_tensor(entries, tensor, shard_bytes)
+    else:
+        write_checkpoint(Path(path), entries, tensor, shard_bytes, metadata or {"format": "pt"})

@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fdel.ops.weights import LowRank, Quantized, is_weight
@@ -76,24 +78,55 @@ def _check_shape(shape: Mapping[str, int]) -> None:
         raise ValueError(f"mesh {dict(shape)}: each size is at least 1, and at most one is -1 (the remaining devices)")
 
 
-def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    shape: Mapping[str, int] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    slices: Mapping[str, int] | None = None,
+) -> Mesh:
     """Make a mesh with all `AXES` (Auto axis types) over `devices`, by default every device.
 
     Axes that `shape` leaves out have size 1; one size may be -1 and takes the remaining devices. None is {"fsdp": -1}.
     Sizes that do not use exactly the devices given are a ValueError.
+
+    `slices` gives the number of slices (of TPUs, joined by a data centre's network) along each axis, or of processes where
+    devices have no slices; `shape` is then that of one slice, and neighbours along an axis are in one slice first.
     """
+    devices = jax.devices() if devices is None else list(devices)
+    types, found = (AxisType.Auto,) * len(AXES), {getattr(d, "slice_index", None) for d in devices}
+    if slices is not None:
+        return Mesh(_hybrid(shape, slices, devices), AXES, axis_types=types)
+    if len(found) > 1:
+        raise ValueError(f"the devices lie in {len(found)} slices; give `slices`, in a run file sharding.dcn_axis_dims")
+    sizes = _sizes(shape, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+
+
+def _sizes(shape: Mapping[str, int] | None, devices: int) -> dict[str, int]:
+    """Give the size of every axis on so many devices."""
     shape = {"fsdp": -1} if shape is None else shape
     _check_shape(shape)
-    devices = jax.devices() if devices is None else list(devices)
     sizes = {a: shape.get(a, 1) for a in AXES}
     free, fixed = [a for a in AXES if sizes[a] == -1], math.prod(n for n in sizes.values() if n != -1)
-    if len(devices) % fixed or (not free and fixed != len(devices)):
+    if devices % fixed or (not free and fixed != devices):
         fix = "choose sizes whose product divides it" if free else f"set one axis to -1 or pass {fixed} devices"
-        raise ValueError(f"mesh {dict(shape)} needs a multiple of {fixed} devices, found {len(devices)}; {fix}")
-    for axis in free:
-        sizes[axis] = len(devices) // fixed
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=types, devices=devices)
+        raise ValueError(f"mesh {dict(shape)} needs a multiple of {fixed} devices, found {devices}; {fix}")
+    return sizes | {axis: devices // fixed for axis in free}
+
+
+def _hybrid(shape: Mapping[str, int] | None, slices: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Order devices for a mesh of `shape` in each slice, or process where devices have no slices."""
+    _check_shape(slices)
+    every, kinds = math.prod(slices.values()), {getattr(d, "slice_index", None) for d in devices}
+    by_process = None in kinds or len(kinds) == 1
+    found = len({d.process_index for d in devices}) if by_process else len(kinds)
+    if found != every:
+        what = "processes (these devices have no slices)" if by_process else "slices"
+        raise ValueError(f"slices {dict(slices)} are {every}, found {found} {what}; their product must be that")
+    sizes = _sizes(shape, len(devices) // found)
+    return mesh_utils.create_hybrid_device_mesh(
+        tuple(sizes.values()), tuple(slices.get(a, 1) for a in AXES), devices, process_is_granule=by_process,
+        allow_split_physical_axes=True,
+    )  # fmt: skip
 
 
 def _mesh_axes(rule: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .files import Tensor
@@ -204,6 +205,8 @@ def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
     """Give one item of an array in host memory, and leave nothing behind on the devices or attached to the array."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)[index]
+    if not x.is_fully_addressable:  # all processes do this, in one order
+        return np.asarray(multihost_utils.process_allgather(x[index] if index else x, tiled=True))
     host, n = on_cpu(x.sharding), len(index)
     if host and len(x.sharding.device_set) == 1:
         return np.asarray(x)[index]  # a view

@@ -17,7 +17,8 @@ from fdel.recipe.read import Recipe, dumps, to_dict
 from fdel.recipe.ref_logps import precompute
 from fdel.recipe.step import build_evaluate, build_step, final_params
 from fdel.recipe.trainer import HEADED, RATES
-from fdel.train import loop, metrics
+from fdel.train import loop, metrics, processes
+from fdel.train.evaluation import everywhere
 
 
 class Result(NamedTuple):
@@ -100,25 +101,31 @@ def export(recipe: Recipe, model: models.Model, tok: text.Tokenizer) -> Path:
 
     With `lora.merge`, the model with its adapters merged goes to `<save_directory>/merged` too.
     """
-    t, out = recipe.trainer, Path(recipe.trainer.save_directory) / "model"
+    t, out, first = recipe.trainer, Path(recipe.trainer.save_directory) / "model", jax.process_index() == 0
     spec = spec_of(recipe, model)
     if t.trainer_type in HEADED:
         save_classifier(model, tok, out)
     elif check.adapters(recipe):
-        params.save_peft(spec, model.params, out, base_name=str(recipe.model.name_or_path))
+        if first:
+            params.save_peft(spec, model.params, out, base_name=str(recipe.model.name_or_path))
         if t.lora is not None and t.lora.merge:
             merged = out.with_name("merged")
             models.save(model._replace(params=params.dequantize(params.lora.merge(model.params))), merged)
-            text.save(tok, merged)
+            if first:
+                text.save(tok, merged)
     else:
         models.save(model, out)
-    text.save(tok, out)
+    if first:
+        text.save(tok, out)
+    everywhere(True)  # who goes on finds it complete
     return out
 
 
 def save_classifier(model: models.Model, tok: text.Tokenizer, path: Path) -> None:
     """Save a model with a head of its own; transformers finds the last token of a padded row by pad_token_id."""
     models.save(model, path)
+    if jax.process_index() > 0:
+        return
     config = json.loads((path / "config.json").read_text())
     if config.get("pad_token_id") is None:
         config["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
@@ -134,6 +141,8 @@ def prepare(recipe: Recipe, devices: int | None = None) -> list[Any]:
     `devices`: as many are there, by default here. RecipeError, ValueError and OSError for what cannot be done.
     """
     fits.validate(recipe, jax.device_count() if devices is None else devices)
+    alone = [a.name for a in recipe.actions if a.name in ("eval", "serve")] if jax.process_count() > 1 else []
+    parse.fail([f"actions.{name}: one process alone does it; run it by itself, on the saved model" for name in alone])
     ways: dict[str, Callable[..., Any]] = {"eval": evaluating.prepare, "serve": serving.prepare}
     return [ways[a.name](recipe, a.settings) if a.name in ways else None for a in recipe.actions]
 
@@ -144,13 +153,19 @@ def run(recipe: Recipe) -> list[Any]:
     RecipeError if one of them cannot be done, before the first.
     """
     parse.fail([] if recipe.actions else ["actions: missing; write what to do, such as [validate, train]"])
+    d = recipe.distributed
+    processes.join(d.coordinator, d.processes, d.process_id)
+    ready, first = prepare(recipe), jax.process_index() == 0
     trained, given = None, []
-    for action, found in zip(recipe.actions, prepare(recipe), strict=True):
+    for action, found in zip(recipe.actions, ready, strict=True):
         result: Any = None
         if action.name == "train":
             result = train(recipe)
             trained = result.model
-            print(f"saved to {result.directory}")
+            if first:
+                print(f"saved to {result.directory}")
+        elif not first:
+            pass  # one process speaks and writes
         elif action.name == "print":
             print(summary(recipe))
         elif action.name == "dump_config":

@@ -23,7 +23,18 @@ def build_mesh(recipe: Recipe) -> jax.sharding.Mesh:
     """Make the mesh of `sharding`; with all sizes 1, of the first device."""
     s = recipe.sharding
     shape = dict(zip(s.axis_names, s.axis_dims, strict=True))
+    if s.dcn_axis_dims is not None:
+        return params.make_mesh(shape, slices=dict(zip(s.axis_names, s.dcn_axis_dims, strict=True)))
+    if set(s.axis_dims) == {1} and jax.process_count() > 1:
+        raise parse.RecipeError(
+            f"sharding.axis_dims: all 1 is the first device alone, but there are {jax.process_count()} processes; use -1"
+        )
     return params.make_mesh(shape, jax.devices()[:1] if set(s.axis_dims) == {1} else None)
+
+
+def rules_of(recipe: Recipe, base: params.Rules = params.TRAIN) -> params.Rules:
+    """Say where axes of weights lie: as `base` does, but for `sharding.rules`."""
+    return {**base, **(recipe.sharding.rules or {})}
 
 
 def build_tokenizer(recipe: Recipe) -> text.Tokenizer:
@@ -130,10 +141,11 @@ def cast(recipe: Recipe, spec: Any) -> Callable[[Callable], Callable]:
 def load(
     recipe: Recipe, source: Source, dtype: Any, mesh: jax.sharding.Mesh | None, name: str, rules: Any = params.TRAIN
 ) -> models.Model:
-    """Load the model of a section onto a mesh by rules, with `base_config.values` unless it is the teacher.
+    """Load the model of a section onto a mesh by rules and `sharding.rules`, with `base_config.values`; not the teacher.
 
     The model that is trained may start from random weights: those of trainer.seed.
     """
+    rules = rules_of(recipe, rules)
     if name == "model" and config.from_scratch(source):
         family, cfg = config.read(recipe)
         spec, seed = family.spec(cfg), recipe.trainer.seed
@@ -170,7 +182,11 @@ def planned(recipe: Recipe) -> tuple[Any, Any, plan.Training]:
     t, s = recipe.trainer, recipe.sharding
     if t.trainer_type != "sft" or check.adapters(recipe):
         raise parse.RecipeError("plan knows the step of trainer_type sft that trains all weights, and no other")
-    mesh = ",".join(f"{a}={n}" for a, n in zip(s.axis_names, s.axis_dims, strict=True))
+    if s.rules:
+        raise parse.RecipeError("sharding.rules: plan knows fdel's own alone; remove them")
+    slices = s.dcn_axis_dims or (1,) * len(s.axis_dims)
+    sizes = zip(s.axis_names, s.axis_dims, slices, strict=True)
+    mesh = ",".join(f"{a}={n if n == -1 else n * m}" for a, n, m in sizes)
     dtype = DTYPES[recipe.loader.param_dtype or "bf16"]
     training = plan.Training(
         mesh, check.batch_rows(recipe), check.row_length(recipe), t.gradient_accumulation_steps, dtype, t.optimizer,

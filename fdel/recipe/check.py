@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fdel import train
+from fdel import params, train
 from fdel.ops.layers import remat_policy
 from fdel.recipe import names, objective, parse
 from fdel.recipe.read import Recipe
@@ -26,7 +26,7 @@ def faults(recipe: Recipe) -> list[str]:
     found = [*_refused(recipe), *_actions(recipe), *_engine(recipe)]
     if trains(recipe):
         found += [*_models(recipe), *_data(recipe), *_sizes(recipe), *_method(recipe.trainer)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *_placement(recipe)]))
 
 
 def trains(recipe: Recipe) -> bool:
@@ -139,9 +139,6 @@ def _models(recipe: Recipe) -> Iterator[str]:
             yield "trainer.sync_ref_model: with adapters, the reference is the model without them; remove one of the two"
         if t.optimizer in ("adafactor", "muon"):
             yield f"trainer.optimizer: {t.optimizer} has no form for adapters; use adamw or lion"
-    axes, dims = recipe.sharding.axis_names, recipe.sharding.axis_dims
-    if sorted(axes) != sorted(("dp", "fsdp", "ep", "tp", "sp")) or len(dims) != len(axes):
-        yield f"sharding: found {list(axes)} of {list(dims)}, expected the axes dp, fsdp, ep, tp, sp, a size for each"
 
 
 def _sources(recipe: Recipe) -> Iterator[str]:
@@ -155,6 +152,31 @@ def _sources(recipe: Recipe) -> Iterator[str]:
     for name in ("teacher_model", "reference_model"):
         if (other := getattr(recipe, name)) is not None and other.config is not None:
             yield f"{name}.config: random weights teach nothing; give name_or_path"
+
+
+def _placement(recipe: Recipe) -> Iterator[str]:
+    s, d = recipe.sharding, recipe.distributed
+    for dims in (s.axis_dims, s.dcn_axis_dims):
+        if dims is not None and (sorted(s.axis_names) != sorted(params.AXES) or len(dims) != len(s.axis_names)):
+            wanted = "expected the axes dp, fsdp, ep, tp, sp, a size for each"
+            yield f"sharding: found {list(s.axis_names)} of {list(dims)}, {wanted}"
+    if s.dcn_axis_dims is not None and min(s.dcn_axis_dims, default=1) < 1:
+        yield f"sharding.dcn_axis_dims: found {list(s.dcn_axis_dims)}, expected sizes of 1 or more"
+    for axis, rule in (s.rules or {}).items():
+        if axis not in params.TRAIN:
+            near = names.hint("sharding.rules", axis, list(params.TRAIN))
+            yield f"sharding.rules.{axis}: no weight has that axis; {near}"
+        over = (rule,) if isinstance(rule, str) else () if rule is None else rule
+        if not isinstance(over, tuple) or any(name not in params.AXES for name in over):
+            yield f"sharding.rules.{axis}: found {parse.plain(rule)!r}, expected null, or of {', '.join(params.AXES)}"
+    if d.coordinator not in (None, "auto"):
+        if not d.coordinator.rpartition(":")[2].isdecimal() or ":" not in d.coordinator:
+            yield f"distributed.coordinator: found {d.coordinator!r}, expected host:port, or auto"
+        if d.processes != 1 and not 0 <= (-1 if d.process_id is None else d.process_id) < (d.processes or 0):
+            found = f"found processes {d.processes} and process_id {d.process_id}"
+            yield f"distributed: {found}, expected 0 <= process_id < processes"
+    elif d.process_id is not None or d.processes not in (None, 1):
+        yield "distributed.coordinator: missing; give the host:port of process 0, or leave out processes and process_id"
 
 
 def _data(recipe: Recipe) -> Iterator[str]:

@@ -9,10 +9,11 @@ import jax
 
 from fdel import text
 from fdel.recipe import check, config, parse
+from fdel.recipe.build import build_mesh
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Inform
 from fdel.recipe.trainer import TEXT
-from fdel.train import data
+from fdel.train import data, processes
 
 FORMATS = ("json", "jsonl", "parquet", "arrow", "csv", "text")
 KINDS = {"kto": "unpaired", "bco": "unpaired", "prm": "process", "embedding": "embedding"}
@@ -74,9 +75,11 @@ def _dataset(
     recipe: Recipe, informs: Sequence[Inform], rows: Any, settings: data.Settings, tok: text.Tokenizer
 ) -> data.Data:
     given, cache = build_sources(recipe, informs) if rows is None else rows, recipe.mixture.save.path
-    process = dict(process_index=jax.process_index(), process_count=jax.process_count())
+    mine, parts = (0, 1) if jax.process_count() == 1 else processes.share(build_mesh(recipe))
     settings = dataclasses.replace(settings, vocab=config.read(recipe)[1].vocab)
-    return data.dataset(given, settings, ending(recipe, tok), cache_directory=cache, **process)
+    return data.dataset(
+        given, settings, ending(recipe, tok), cache_directory=cache, process_index=mine, process_count=parts
+    )
 
 
 def build_sources(recipe: Recipe, informs: Sequence[Inform]) -> list[data.Source]:

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 
 from fdel import models, params
 from fdel.recipe import check, config, objective, parse, serving
+from fdel.recipe.build import rules_of
 from fdel.recipe.read import Recipe
 from fdel.recipe.trainer import Lora
 from fdel.serve.settings import unsupported
@@ -55,7 +56,10 @@ def faults(recipe: Recipe, devices: int | None = None) -> list[str]:
 
 def mesh_sizes(recipe: Recipe, devices: int | None) -> dict[str, int] | None:
     """Give the size of each axis; None where they depend on devices that are not known. ValueError if these do not do."""
-    sizes = dict(zip(recipe.sharding.axis_names, recipe.sharding.axis_dims, strict=True))
+    s = recipe.sharding
+    sizes = dict(zip(s.axis_names, s.axis_dims, strict=True))
+    slices = dict(zip(s.axis_names, s.dcn_axis_dims or (1,) * len(s.axis_names), strict=True))
+    devices = None if devices is None else devices // math.prod(slices.values())  # of one
     wrong = [f"{a}={n}" for a, n in sizes.items() if n < 1 and n != -1]
     free = [a for a, n in sizes.items() if n == -1]
     if wrong or len(free) > 1:
@@ -68,7 +72,7 @@ def mesh_sizes(recipe: Recipe, devices: int | None) -> dict[str, int] | None:
         raise ValueError(f"{wanted} devices are asked for, and {devices} are there")
     if free and devices is None:
         return None
-    return sizes | {a: (devices or 1) // fixed for a in free}
+    return {a: slices[a] * ((devices or 1) // fixed if a in free else n) for a, n in sizes.items()}
 
 
 def rows(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -111,7 +115,7 @@ def _sharded(spec: Any, sizes: Mapping[str, int] | None, rules: Any) -> Iterator
 
 def _trained(recipe: Recipe, model: models.Model, sizes: Mapping[str, int] | None) -> Iterator[str]:
     t, spec = recipe.trainer, model.family.spec(model.cfg)
-    yield from _sharded(spec, sizes, params.TRAIN)
+    yield from _sharded(spec, sizes, rules_of(recipe))
     yield from config.dropout(recipe, model.cfg)
     if check.adapters(recipe):
         if config.from_scratch(recipe.model):
@@ -129,7 +133,7 @@ def _trained(recipe: Recipe, model: models.Model, sizes: Mapping[str, int] | Non
 
 
 def _served(recipe: Recipe, model: models.Model, sizes: Mapping[str, int] | None) -> Iterator[str]:
-    yield from _sharded(params.unstack(model.family.spec(model.cfg)), sizes, params.SERVE)
+    yield from _sharded(params.unstack(model.family.spec(model.cfg)), sizes, rules_of(recipe, params.SERVE))
     asked, context = recipe.esurge.max_model_len, getattr(model.cfg, "max_positions", None)
     if asked and context and asked > context:
         yield f"esurge.max_model_len: found {asked}, and the model has {context} positions; give no more, or leave it out"

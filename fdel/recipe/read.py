@@ -15,6 +15,7 @@ from fdel.recipe.schema import (
     SERVING,
     Action,
     BaseConfig,
+    Distributed,
     Esurge,
     Eval,
     FileAction,
@@ -38,6 +39,7 @@ class Recipe:
     reference_model: Model | None = key(None, "the reference of dpo, kto and bco; default: the model at the start")
     loader: Loader = key(Loader(), "precision and loading")
     sharding: Sharding = key(Sharding(), "the device mesh")
+    distributed: Distributed = key(Distributed(), "the processes of a run")
     quantization: Quantization = key(Quantization(), "weights of few bits")
     base_config: BaseConfig = key(BaseConfig(), "changes of the model's configuration")
     esurge: Esurge = key(Esurge(), f"the inference engine; {SERVING}")

@@ -73,16 +73,25 @@ class Loader:
 class Sharding:
     """The device mesh and what is divided over it."""
 
-    axis_dims: tuple[int, ...] = key(
-        (1, -1, 1, 1, 1), "sizes of the axes; one may be -1. All 1: the first device alone"
-    )
+    axis_dims: tuple[int, ...] = key((1, -1, 1, 1, 1), "sizes of the axes, one of them may be -1; all 1: one device")
     axis_names: tuple[str, ...] = key(("dp", "fsdp", "ep", "tp", "sp"), "names of the axes, in the order of axis_dims")
+    dcn_axis_dims: tuple[int, ...] | None = key(None, "slices or hosts along each axis; axis_dims is one's mesh")
+    rules: Mapping[str, Any] | None = key(None, "mesh axis of an axis of weights, as in {kv_heads: null}")
     auto_shard_model: bool = key(
         True, "divide parameters by axis names", refuse="parameters follow axis_dims; for whole ones use dp alone"
     )
     use_ring_of_experts: bool = key(False, "pass tokens round a ring of experts", refuse=ALWAYS)
     fsdp_is_ep_bound: bool = key(False, "fold fsdp into the experts' axis", refuse=ALWAYS)
     sp_is_ep_bound: bool = key(False, "fold sp into the experts' axis", refuse=ALWAYS)
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """The processes of a run; by default those of torchrun, Slurm, OpenMPI, Kubernetes or a TPU pod."""
+
+    coordinator: str | None = key(None, "host:port of process 0; auto: as jax finds it; default: the launcher's")
+    processes: int | None = key(None, "how many there are; 1: this one alone, whatever a launcher says")
+    process_id: int | None = key(None, "the number of this one, from 0, as --set distributed.process_id=1")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fdel import models
+from fdel import models, params
 from fdel.recipe import check, config, parse
-from fdel.recipe.build import build_mesh, build_tokenizer
+from fdel.recipe.build import build_mesh, build_tokenizer, rules_of
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import DTYPES, METHODS, ServeAction
 from fdel.recipe.trainer import HEADED
@@ -77,7 +77,7 @@ def options(recipe: Recipe, action: ServeAction) -> launch.Options:
         tool_parser=action.tool_parser_name if action.enable_function_calling else "none",
         key_file=None if keys is None or action.require_api_key is False else Path(keys),
         truncate=(e.truncate_mode or "left") if e.auto_truncate_prompt else None, settings=settings(recipe),
-        draft=e.draft_model,
+        draft=e.draft_model, rules=rules_of(recipe, params.SERVE),
     )  # fmt: skip
 
 
@@ -109,6 +109,7 @@ def load(recipe: Recipe) -> models.Model:
     model = weights.load(
         config.given(m), dtype=dtype, mesh=mesh if mesh.size > 1 else None, revision=m.extra_kwargs.revision,
         quantize=METHODS[method] if method else None, group=recipe.quantization.model.group_size,
+        rules=rules_of(recipe, params.SERVE),
     )  # fmt: skip
     cfg = config.changed(recipe, model.family, model.cfg)
     config.same_shapes(model.family, cfg, model.cfg)

@@ -47,7 +47,9 @@ def build_step(recipe: Recipe, model: models.Model, steps: int, mesh: jax.shardi
     def fresh(trained: Any, reference: Any) -> train.TrainState:
         return train.init_state(trained, optimizer, **_extras(recipe, trained, reference))
 
-    at = parallel.state_shardings(jax.eval_shape(fresh, trained, reference), params.shardings(spec, mesh))
+    at = parallel.state_shardings(
+        jax.eval_shape(fresh, trained, reference), params.shardings(spec, mesh, build.rules_of(recipe))
+    )
     found = objective.build(
         t, model, teacher=teacher, adapted=adapted,
         own_reference=recipe.reference_model is not None or t.precompute_ref_log_probs,

@@ -30,7 +30,8 @@ class Options:
     names: one for each directory; by default the directories' own. adapters: PEFT directories by the names under which
     the first model answers with them. adapter_root: the directory below which an admin may load more of them while the
     server runs; None: nowhere. dtype None: the checkpoint's. mesh: devices to divide weights and cache over, as "tp=4";
-    None: one. draft: directory of a smaller model that guesses ahead; None: none. quantize: "int8", "fp8" or "nf4" for
+    None: one. rules: where axes of weights lie; None:
+    `params.SERVE`. draft: directory of a smaller model that guesses ahead; None: none. quantize: "int8", "fp8" or "nf4" for
     the matrices in the layers. tool_parser: how the models write calls, a key of `serve.tools.FORMATS`, "harmony", or
     "none"; None: by the chat template. audit: a file to which every call is appended, without texts and secrets.
     truncate: where prompts are cut that do not fit, "left", "right" or "middle"; None: they are refused. grace: seconds
@@ -46,6 +47,7 @@ class Options:
     dtype: Any = None
     mesh: str | None = None
     draft: str | None = None
+    rules: params.Rules | None = None
     quantize: str | None = None
     tool_parser: str | None = None
     key_file: Path | None = None
@@ -102,7 +104,7 @@ def make_engine(
     model: models.Model, tok: text.Tokenizer, options: Options, adapters: Mapping[str, str] | None = None
 ) -> Engine:
     """Make an engine as options say, with adapters by their directories; a draft model guesses 3 tokens by default."""
-    model = weights.placed(model)
+    model = weights.placed(model, options.rules or params.SERVE)
     spec = params.unstack(model.family.spec(model.cfg))
     settings = options.settings
     load = lambda path: params.load_peft(spec, model.params, path, max_rank=settings.lora_rank)

@@ -43,7 +43,7 @@ def load(
     if reason := classifier.no_text(model.params):
         raise ValueError(f"{path}: {reason}")
     if quantize is not None:
-        spec = P.unstack(model.family.spec(model.cfg))
+        spec = P.unstack(models.spec_of(model))
         model = model._replace(params=P.quantize(model.params, quantize, spec=spec, group=group))
     return placed(model, rules)
 
@@ -52,7 +52,7 @@ def placed(model: Model, rules: P.Rules = P.SERVE) -> Model:
     """List the layers of a model and, where it lies on a mesh, lay it out by rules: those of training gather weights."""
     params, mesh = P.unstack(model.params), mesh_of(model.params)
     if mesh is not None:
-        params = P.reshard(params, model.family.spec(model.cfg), mesh, rules)
+        params = P.reshard(params, models.spec_of(model), mesh, rules)
     return model._replace(params=params)
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fdel.train import checkpoint, metrics, preemption
 from fdel.train.evaluation import place
 from fdel.train.metrics import Row
@@ -117,8 +119,8 @@ def fit(
         run = _Run(loop, progress, write, show, callbacks)
         killed, now = 0, progress.step
         while not (run.stopped or killed or now == loop.steps) and (batch := next(iterator, None)) is not None:
-            tokens = metrics.tokens_of(batch)
-            state, reported = step(state, place(batch, sharding), *fixed)
+            placed, tokens = _placed(batch, sharding)
+            state, reported = step(state, placed, *fixed)
             run.read(state)  # the step before: the device is busy with this one meanwhile
             now += 1
             run.unread = now, reported, tokens
@@ -187,6 +189,14 @@ class _Run:
     def notes(self, iterator: Any, config: Any) -> checkpoint.Notes:
         """Collect what a checkpoint of the step that was read last holds besides arrays."""
         return checkpoint.notes(iterator, config, progress=dataclasses.asdict(self.progress), metrics=self.evaluated)
+
+
+def _placed(batch: Batch, sharding: Any) -> tuple[Batch, int]:
+    """Place a batch and count its tokens, on all processes if the others' rows have as many as those of this one."""
+    placed, tokens = place(batch, sharding), metrics.tokens_of(batch)
+    if jax.process_count() > 1:
+        tokens *= len(jax.tree.leaves(placed)[0]) // len(jax.tree.leaves(batch)[0])
+    return placed, tokens
 
 
 def _count(progress: Progress, row: Row, tokens: int, most: int) -> Progress:

@@ -228,12 +228,10 @@ def peak_flops(device_kind: str) -> float:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Count the tokens of a batch that are not padding, on all processes if each has as many as this one."""
+    """Count the tokens of this process's batch that are not padding."""
     if "packed" in batch:
-        count = int(np.sum(np.asarray(batch["packed"].segment_ids) >= 0))
-    else:
-        count = int(np.sum(batch["lengths"])) if "lengths" in batch else np.size(batch.get("tokens", ()))
-    return count * jax.process_count()
+        return int(np.sum(np.asarray(batch["packed"].segment_ids) >= 0))
+    return int(np.sum(batch["lengths"])) if "lengths" in batch else np.size(batch.get("tokens", ()))
 
 
 def numbers(metrics: Mapping[str, Any]) -> Row:

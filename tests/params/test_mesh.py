@@ -69,6 +69,39 @@ def test_make_mesh_errors(shape: dict, message: str) -> None:
         M.make_mesh(shape)
 
 
+class Fake:
+    """A device of some slice and process, as far as a mesh asks."""
+
+    platform = device_kind = "cpu"
+
+    def __init__(self, i: int, process: int, slice_index: int | None = None):
+        self.id, self.process_index = i, process
+        if slice_index is not None:
+            self.slice_index = slice_index
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_slices_are_the_outer_part_of_their_axis(sliced: bool) -> None:
+    """Two slices (or processes) of four devices, listed in turn: neighbours along dp are in one slice first."""
+    devices = [Fake(i, i % 2 if not sliced else i, i % 2 if sliced else None) for i in range(8)]
+    mesh = M.make_mesh({"fsdp": -1, "tp": 2}, devices, slices={"dp": 2})
+    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1}
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    assert ids[0].ravel().tolist() == [0, 2, 4, 6] and ids[1].ravel().tolist() == [1, 3, 5, 7]
+    mesh = M.make_mesh({"dp": 4}, devices, slices={"dp": 2})
+    assert [d.id for d in mesh.devices.ravel()] == [0, 2, 4, 6, 1, 3, 5, 7]
+    kind = "slices" if sliced else "processes"
+    with pytest.raises(ValueError, match=f"are 4, found 2 {kind}"):
+        M.make_mesh({"fsdp": -1}, devices, slices={"dp": 4})
+    with pytest.raises(ValueError, match="needs a multiple of 3 devices, found 4"):
+        M.make_mesh({"fsdp": 3}, devices, slices={"dp": 2})
+
+
+def test_devices_without_slices_make_no_mesh_of_slices() -> None:
+    with pytest.raises(ValueError, match=r"found 1 processes \(these devices have no slices\)"):
+        M.make_mesh(slices={"dp": 2})
+
+
 def test_parse_mesh() -> None:
     assert M.parse_mesh("fsdp=2,tp=4") == {"fsdp": 2, "tp": 4}
     assert M.parse_mesh(" dp = -1 , tp=2,") == {"dp": -1, "tp": 2}
