@@ -158,8 +158,8 @@ class Weights:
             factors = P.lora.factors(jax.tree.map(Place.copy, _factors(w)), self.dtype)
             bad += [f"{path}.{part}" for part, x in zip("ab", factors, strict=True) if not all_finite(x)]
         if bad:
-            said = f"{bad[0]} has values that are not finite in {self.dtype}"
-            raise ValueError(f"{said}, scaled as they are used; so do {len(bad) - 1} other arrays. Nothing was changed")
+            said = f"{bad[0]} has values that are not finite in {self.dtype}, scaled as they are used"
+            raise ValueError(f"{said} ({len(bad)} arrays have such values); nothing was changed")
         return new
 
     def _is_base(self, path: str, p: Place) -> bool:

@@ -74,6 +74,7 @@ def test_what_does_not_fit_is_refused(engine, name: str, listed: bool) -> None:
     assert engine.core.device.weights.together is before
 
 
+@pytest.mark.slow
 def test_casting_and_moving_are_done_on_request(model) -> None:
     """Nothing compiles; the values are those that were given."""
     e, other = Engine(model, Settings(**SHAPE)), make_model(5)
@@ -87,6 +88,7 @@ def test_casting_and_moving_are_done_on_request(model) -> None:
         e.update_params(jax.tree.map(lambda x: x.astype(jnp.int32), other.params), cast=True)
 
 
+@pytest.mark.slow
 def test_an_update_compiles_nothing(model, caplog) -> None:
     """Stacked, listed, and of a jitted step."""
     e = Engine(model, Settings(**SHAPE))
@@ -130,6 +132,7 @@ def live() -> int:
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
+@pytest.mark.slow
 def test_memory(model, monkeypatch) -> None:
     """In weights: the engine holds one, whatever was given; and an update takes the place of what it replaces."""
     cfg = replace(CFG, vocab=3000, embed=128, ffn=512, layers=3)
@@ -160,6 +163,7 @@ def test_memory(model, monkeypatch) -> None:
     assert held() == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_trainer_donates_its_own(model) -> None:
     """Between a step, which donates what the engine was given, and the update the old weights answer."""
     base = params.restack(make_model(5).params, STACKED)
@@ -183,6 +187,7 @@ def test_a_trainer_donates_its_own(model) -> None:
     e.score(PROMPTS[0])
 
 
+@pytest.mark.slow
 def test_a_trainer_donates_its_adapter(model, engine) -> None:
     made = adapter(model.params, 0, 4)
     e = Engine(model, Settings(**SHAPE, max_loras=1), adapters={"a": made})
@@ -194,6 +199,7 @@ def test_a_trainer_donates_its_adapter(model, engine) -> None:
     assert (tokens(e, ["", "a", "b", "a"]), e.score(PROMPTS[0], adapter="a")) == before
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_half_way_is_said(model, monkeypatch) -> None:
     """Requests are told, and the next update makes it good."""
     e, other = Engine(model, Settings(**SHAPE)), make_model(5).params
@@ -231,6 +237,7 @@ def spoiled(tree, part: str, value: float):
     return tree | {"layers": layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 3e38])
 @pytest.mark.parametrize("part", ["a", "b", "scale"])
 def test_an_adapter_that_is_not_finite_is_refused(model, part: str, value: float) -> None:
