@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fdel import models
 from fdel import params as P
@@ -74,8 +74,9 @@ class Weights:
         self.dtype, self.most = compute_dtype(model.params), most
         self.lock = threading.Lock()  # held while the base is replaced
         self.trees: dict[str, Any] = {"": owned(model.params)}
-        first = jax.tree.leaves(self.trees[""])[0].sharding
-        self.everywhere = first if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        (first, *_) = jax.tree.leaves(self.trees[""])[0].sharding.device_set  # a mesh of one device is no mesh
+        alone = SingleDeviceSharding(first)
+        self.everywhere: Any = alone if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.trees[""])
         self._remember(places(model.params))
         self.slots: dict[str, int] = {}
