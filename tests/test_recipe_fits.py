@@ -118,7 +118,7 @@ UNKNOWN = [
     ({"quantization": {"block_size": 64}}, "quantization.block_size: unknown key; fdel calls it model.group_size"),
     ({"mixture": {"streaming": True}}, "mixture.streaming: unknown key; fdel calls it pack_on_the_fly"),
     ({"quantization": {"model": {"quantization_method": "nf8"}}}, "found 'nf8'; known are nf4, 8bit, int8, fp8"),
-    ({"sharding": {"partition_axis": {}}}, "rules from axis names to mesh axes are an argument in Python"),
+    ({"sharding": {"partition_axis": {}}}, "sharding.partition_axis: unknown key; fdel calls it sharding.rules"),
 ]  # fmt: skip
 
 
