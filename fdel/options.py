@@ -86,8 +86,12 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
         "--name", dest="names", action="append", default=[], help="a model's name (default: its directory's)"
     )
     p.add_argument("--api-key-file", dest="key_file", type=Path, help="keys that may ask; see `fdel keys`")
-    p.add_argument("--audit-log", dest="audit", type=Path, help="append a line of JSON for every call to this file")
-    p.add_argument("--insecure", action="store_true", help="listen beyond this machine without keys")
+    p.add_argument(
+        "--audit-log", dest="audit", type=Path, help="append a line of JSON for every call to this file (mode 0600)"
+    )
+    p.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine, and answer to any name, without keys"
+    )
     p.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=DIR", help="a PEFT adapter of the first model"
     )
@@ -111,7 +115,9 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     p.add_argument(
         "--chunk", type=int, help="the same beside at most 8 sequences that decode (default: 64 on CPU, else --budget)"
     )
-    p.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
+    p.add_argument(
+        "--queue", type=int, default=1024, help="requests that may wait, of one key at most half (default: %(default)s)"
+    )
     p.add_argument(
         "--draft", metavar="DIR", help="a smaller model of the same tokens, which guesses --drafts ahead, or 3"
     )
