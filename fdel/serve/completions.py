@@ -13,6 +13,7 @@ from fdel.serve.chat import matcher_of
 from fdel.serve.frames import PING, Frames, stream
 from fdel.serve.openai import APIError, body
 from fdel.serve.reply import Delta, Score
+from fdel.serve.request import check_prompt
 from fdel.serve.runs import Run
 from fdel.serve.served import Served
 from fdel.serve.state import Call
@@ -32,6 +33,7 @@ async def completions(call: Call) -> web.StreamResponse:
     prompts, matcher = await call.aside(prepare)
     meta = body.meta("cmpl", time.time(), asked.model, asked.usage)
     if asked.scored:
+        _check_lengths(served, prompts)
         run = call.idle(served, prompts, asked.sampling)
     else:
         prompts, sampling = served.fit(prompts, asked.sampling)
@@ -142,9 +144,18 @@ async def embeddings(call: Call) -> web.Response:
     return call.json(body.embeddings(asked.model, vectors, asked.base64, sum(map(len, ids))))
 
 
-async def _embed(call: Call, served: Served, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    for x in ids:
+def _check_lengths(served: Served, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse texts that are longer than the context, or have ids that the model lacks."""
+    for x in prompts:
         openai.fit(openai.request.SamplingParams(max_tokens=1), len(x) - 1, served.engine.limit)
+        try:
+            check_prompt(x, served.engine.model.cfg.vocab, served.engine.limit + 1, "the prompt")
+        except ValueError as e:
+            raise APIError(str(e), param="prompt") from e
+
+
+async def _embed(call: Call, served: Served, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    _check_lengths(served, ids)
     call.admit(sum(map(len, ids)))
     unit = lambda v: v / max(float(np.linalg.norm(v)), 1e-12)
     return await call.aside(lambda: [unit(served.engine.embed(x, adapter=served.adapter)) for x in ids])

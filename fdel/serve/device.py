@@ -73,6 +73,7 @@ class Device:
         self.unmasked = {n: put(np.zeros((n, self.words), np.uint32)) for n in {*self.blocks, *self.batches}}
         self.table = np.full((self.rows, -(-self.length // PAGE)), NOWHERE, np.int32)
         self.known = [0] * self.rows  # pages of each row that the table has
+        self.lengths = sizes(PAGE, self.length, 2)  # to which sequences are padded that are read as a whole
         self.usable = {"extend": list(self.blocks), "decode": list(self.batches)}  # the sizes that plans may have
         self.left: list[tuple[str, int, list[Callable[[], Any]]]] = []  # sizes to compile, and how
         self.state: ops.State = None
@@ -93,7 +94,7 @@ class Device:
             name, size, compilers = self.left[0]
             for compile in compilers:
                 compile()
-            self.usable[name] = sorted([*self.usable[name], size])
+            self.usable[name] = sorted([*self.usable.get(name, ()), size])
             self.left = self.left[1:]
 
     def close(self) -> None:
@@ -168,12 +169,22 @@ class Device:
         drafts = self.drafts if draft or self.small else 0
         return self._run("decode", requests, plan, at, masks, drafts=drafts, steps=self.steps if many else 1), at
 
+    def read(self, name: str, tokens: Sequence[int], adapter: str) -> list[np.ndarray]:
+        """Run "score" or "embed" over a sequence without a cache: what it gives for each token."""
+        padded = np.zeros(next(n for n in self.lengths if n >= len(tokens)), np.int32)
+        padded[: len(tokens)] = tokens
+        length, slot = np.int32(len(tokens)), np.int32(self.weights.slot(adapter))
+        out = getattr(self.programs, name)(self.weights.call(adapter), padded, length, slot)
+        return [np.asarray(x)[: len(tokens)] for x in jax.tree.leaves(out)]
+
     def _warm_up(self, least: int) -> None:
-        sizes = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
-        every = [(name, n, self._compilers(name, n)) for name, n in sizes]
+        every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
+        if self.fixed is None:
+            every += [(name, n) for n in self.lengths for name in ("score", "embed")]
+        sized = [(name, n, self._compilers(name, n)) for name, n in every]
         largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
-        self.left = [(name, n, c) for name, n, c in every if least and n != largest[name]]
-        now = [c for c in every if c not in self.left]
+        self.left = [(name, n, c) for name, n, c in sized if least and n != largest.get(name)]
+        now = [c for c in sized if c not in self.left]
         self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in largest}
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
@@ -189,6 +200,9 @@ class Device:
     def _compilers(self, name: str, n: int) -> list[Callable[[], Any]]:
         """What compiles a size: a function for each program. The jitted function's next call of that size finds it."""
         program: Any = getattr(self.programs, name)
+        if name in ("score", "embed"):
+            one, row = np.int32(1), np.zeros(n, np.int32)
+            return [partial(lambda p: program.lower(p, row, one, one).compile(), p) for p in self.weights.calls()]
         if name == "extend":
             plan, ways = self._blank(n, 4), [{"block": BLOCK}]
         else:

@@ -18,7 +18,7 @@ from fdel.serve.job import Job, MaskSource
 from fdel.serve.loop import Loop, Mailbox
 from fdel.serve.pages import Pool
 from fdel.serve.reply import Delta, Generation, Reply, Score, join
-from fdel.serve.request import SamplingParams, check_prompt, check_single, default_eos, fit, noise, stop_ids, whole
+from fdel.serve.request import TOP, SamplingParams, check_prompt, check_single, end_ids, fit, noise, stop_ids, whole
 from fdel.serve.sample import sampling_rows
 from fdel.serve.schedule import QueueFull, Request, Schedule
 from fdel.serve.settings import Settings, recurrent, unsupported
@@ -53,7 +53,7 @@ class Engine:
         if reason := unsupported(model, s, draft):
             raise ValueError(reason)
         self.tokenizer = tokenizer
-        self.eos = tuple(eos) if eos is not None else default_eos(model) if tokenizer is None else tokenizer.eos_ids
+        self.eos = end_ids(model, eos, tokenizer)
         device = make_device(model, s, adapters, draft, make)
         self.limit = device.length
         cache = not recurrent(model) if s.cache is None else s.cache
@@ -256,29 +256,25 @@ class Engine:
 
     def score(self, tokens: Sequence[int], top: int = 0, *, adapter: str = "") -> Score:
         """Tell the log-probability of each token after those before it, and of the `top` likeliest (at most 20)."""
-        padded, n = self._padded(tokens)
-        out = self.core.device.programs.score(self.weights(adapter), padded, np.int32(n))
-        logprobs, ids, best = (np.asarray(x)[: n - 1].tolist() for x in out)
+        if not (whole(top) and 0 <= top <= TOP):
+            raise ValueError(f"top={top!r}; expected 0 to {TOP}")
+        logprobs, ids, best = (x[:-1].tolist() for x in self._read("score", tokens, adapter))
         likely = [dict(zip(i[:top], b[:top], strict=True)) for i, b in zip(ids, best, strict=True)]
         return Score([None, *logprobs], [{}, *likely])
 
     def embed(self, tokens: Sequence[int], pool: str = "last", *, adapter: str = "") -> np.ndarray:
         """Give the final hidden state of the "last" token, or the "mean" over all: float32[D]."""
-        if pool not in ("last", "mean"):
-            raise ValueError(f"pool={pool!r}; expected 'last' or 'mean'")
-        padded, n = self._padded(tokens)
-        x = np.asarray(self.core.device.programs.embed(self.weights(adapter), padded, np.int32(n)))[:n].astype(
-            np.float32
-        )
+        if not isinstance(pool, str) or pool not in ("last", "mean"):
+            raise ValueError(f"{pool=}; expected 'last' or 'mean'")
+        x = self._read("embed", tokens, adapter)[0].astype(np.float32)
         return x[-1] if pool == "last" else x.mean(0)
 
-    def _padded(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
-        """Check tokens and pad them to one of few lengths."""
+    def _read(self, name: str, tokens: Sequence[int], adapter: str) -> list[np.ndarray]:
+        """Run a sequence through the model as a whole, which may take all positions."""
         self._check_free()
-        check_prompt(tokens, self.core.device.model.cfg.vocab, self.limit + 1, "the text")
-        padded = np.zeros(max(PAGE, 1 << (len(tokens) - 1).bit_length()), np.int32)
-        padded[: len(tokens)] = tokens
-        return padded, len(tokens)
+        self.weights(adapter)
+        tokens = check_prompt(tokens, self.core.device.model.cfg.vocab, self.limit + 1, "the text")
+        return self.core.device.read(name, tokens, adapter)
 
     def stats(self) -> dict[str, float]:
         """Count what the engine has done and holds; counters only grow."""

@@ -60,7 +60,7 @@ def likelihoods(
         raise ValueError(reason)
     rows = [_inputs(engine, i, *pair) for i, pair in enumerate(pairs)]
     score = scorer(engine.model.family, engine.model.cfg, mesh_of(engine.model.params))
-    weights, found = engine.core.device.weights[adapter], [Likelihood(0.0, True)] * len(pairs)
+    weights, found = engine.weights(adapter), [Likelihood(0.0, True)] * len(pairs)
 
     def read(made: Batch, out: Any) -> None:
         logprobs, greedy = (np.asarray(x) for x in out)

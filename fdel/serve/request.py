@@ -189,6 +189,21 @@ def default_eos(model: Any) -> tuple[int, ...]:
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
+def end_ids(model: Any, eos: Sequence[int] | None, tokenizer: Any = None) -> tuple[int, ...]:
+    """The ids that end a text: `eos`, else the tokenizer's, else config.json's, as far as the model has them.
+
+    ValueError for an `eos` that it lacks, and if it lacks all: then no text would end.
+    """
+    vocab = model.cfg.vocab
+    if eos is not None:
+        return tuple(check_ids("eos", eos, vocab))
+    found = default_eos(model) if tokenizer is None else tokenizer.eos_ids
+    known = tuple(t for t in found if 0 <= t < vocab)
+    if found and not known:
+        raise ValueError(f"a text ends with one of {found}, but the model has {vocab} ids: is this its tokenizer?")
+    return known
+
+
 def length_limit(model: Any, max_length: int | None) -> float:
     """The most tokens of prompt and output: `max_length`, or the model's context; infinity for neither.
 

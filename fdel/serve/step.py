@@ -54,8 +54,8 @@ class Programs(NamedTuple):
     admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, Sampling of one row, slot of its adapter)
     extend: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[blocks 4+W], masks, block=)
     decode: Callable[..., tuple[ops.State, Rows, Out]]  # (params, state, Rows, plan[B 2+W], masks, drafts=, steps=)
-    score: Callable[..., tuple[Array, Array, Array]]  # (the model's params, tokens[T], length)
-    embed: Callable[..., Array]  # (the model's params, tokens[T], length)
+    score: Callable[..., tuple[Array, Array, Array]]  # (the model's params, tokens[T], length, slot of the adapter)
+    embed: Callable[..., Array]  # (the model's params, tokens[T], length, slot of the adapter)
     traces: Counter  # how often each was traced, and so compiled
 
 
@@ -78,8 +78,7 @@ def programs(
     """Make the jitted functions of a model, and of a smaller one if that is to make drafts for it.
 
     `kv` is the format of keys and values in the cache, "int8" or "fp8"; None: the dtype of the activations.
-    They are cached because jax keeps compiled programs with the jitted function: a new one would compile everything
-    again for each engine. The result depends on the arguments alone, so the cache cannot be observed but in time.
+    They are cached because jax keeps compiled programs with the jitted function: a new one would compile again.
     """
     traces: Counter = Counter()
     nets: tuple[Net, ...] = ((family, cfg),) if draft is None else ((family, cfg), draft)
@@ -108,11 +107,12 @@ def programs(
         one = lambda state, rows: _decode(nets, params, state, rows, plan, masks, drafts)
         return one(state, rows) if steps == 1 else _repeat(one, state, rows, steps)
 
-    def embed(params, tokens: Array, length: Array) -> Float[Array, "T D"]:
-        return family.hidden(params, tokens[None], cfg, ops.packed(tokens[None], length[None]))[0][0]
+    def embed(params, tokens: Array, length: Array, slot: Array) -> Float[Array, "T D"]:
+        batch = ops.packed(tokens[None], length[None])
+        return family.hidden(P.lora.choose(params, slot[None]), tokens[None], cfg, batch)[0][0]
 
-    def score(params, tokens: Array, length: Array) -> tuple[Array, Array, Array]:
-        return _score(embed(params, tokens, length), family.head(params, cfg), tokens)
+    def score(params, tokens: Array, length: Array, slot: Array) -> tuple[Array, Array, Array]:
+        return _score(embed(params, tokens, length, slot), family.head(P.lora.choose(params, slot[None]), cfg), tokens)
 
     def jit(f: Callable, donate: tuple = (), static: tuple = (), out: Any = replicated) -> Callable:
         @functools.wraps(f)
@@ -260,6 +260,7 @@ def _score(x: Float[Array, "T D"], head: ops.Head, tokens: Int[Array, " T"]) -> 
         best, ids = jax.lax.top_k(logits, min(TOP, logits.shape[1]))
         return (jnp.take_along_axis(logits, following[:, None], 1) - total)[:, 0], ids, best - total
 
-    cut = lambda a: a.reshape(-1, min(SCORED, len(tokens)), *a.shape[1:])
+    n, size = len(tokens), min(SCORED, len(tokens))
+    cut = lambda a: jnp.pad(a, [(0, -n % size)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:])
     out = jax.lax.map(some, (cut(x), cut(jnp.roll(tokens, -1))))
-    return jax.tree.map(lambda a: a.reshape(len(tokens), *a.shape[2:]), out)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:n], out)

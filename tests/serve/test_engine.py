@@ -22,7 +22,7 @@ from fdel.serve import grammar, step
 from fdel.serve.drafts import propose
 from fdel.serve.engine import Engine, Settings, unsupported
 from fdel.serve.pages import Pool
-from fdel.serve.request import fit
+from fdel.serve.request import end_ids, fit
 from fdel.serve.schedule import QueueFull
 from tests.models import tiny
 from tests.serve import small
@@ -207,6 +207,78 @@ def test_embed(model) -> None:
     np.testing.assert_allclose(e.embed(prompt, "mean"), x.mean(0), atol=1e-5)
     with pytest.raises(ValueError, match="pool='first'"):
         e.embed(prompt, "first")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_score_and_embed_reach_the_last_position(model, pair, name: str) -> None:
+    """At every length, also where padding would pass a table of positions; and after the start nothing compiles."""
+    m = model if name == "llama" else pair(name)[1]
+    e, vocab = Engine(m, Settings(rows=2, batches=(2,), budget=64)), m.cfg.vocab
+    e.start(wait=True)
+    compiled, last = e.stats()["compiled"], np.random.default_rng(0).integers(8, vocab, e.limit).tolist()
+    full = jax.nn.log_softmax(small.full_forward(m.family, m.cfg)(m.params, np.array([last], np.int32))[0])
+    want = np.asarray(full)[np.arange(e.limit - 1), last[1:]]
+    for n in sorted({1, 2, 63, 64, 65, e.limit // 2 + 1, e.limit - 1, e.limit} & {*range(e.limit + 1)}):
+        got = e.score(last[:n], 3)
+        np.testing.assert_allclose(got.logprobs[1:], want[: n - 1], atol=2e-5)
+        assert got.logprobs[0] is None and np.isfinite(e.embed(last[:n], "mean")).all()
+    assert e.stats()["compiled"] == compiled
+    with pytest.raises(ValueError, match=f"the text has {e.limit + 1} tokens"):
+        e.score([*last, 9])
+    for call in (e.score, e.embed):
+        with pytest.raises(ValueError, match="adapter 'b' is not loaded; loaded are: none"):
+            call([1], adapter="b")
+        with pytest.raises(ValueError, match=rf"holds \[{vocab}\]; expected token ids from 0 to {vocab - 1}"):
+            call([1, vocab])
+    with pytest.raises(ValueError, match="top=50; expected 0 to 20"):
+        e.score([1, 2], 50)
+    e.close()
+
+
+UNFIT = [
+    (dict(rows=4, batches=(1, 2)), "expected rising numbers of rows, the last at least rows=4"),
+    (dict(batches=()), "batches=.*; expected rising"),
+    (dict(batches=(4, 4)), "batches=.*; expected rising"),
+    (dict(batches=(0, 32)), "batches=.*; expected rising"),
+    (dict(queue=0), "queue=0; expected at least 1"),
+    (dict(budget=-1), "budget=-1; expected at least 1"),
+    (dict(rows=2.5), "rows=2.5; expected at least 1"),
+    (dict(rows=True), "rows=True; expected at least 1"),
+    (
+        dict(pages=3),
+        "pages=3 hold 192 tokens, but one sequence may have 200; expected at least 4 pages, or max_length=192",
+    ),
+    (dict(drafts=200), "drafts=200; expected less than the 200 tokens that a sequence may have"),
+    (dict(decode_steps=10**6), "decode_steps=1000000; expected less than"),
+    (dict(overlap="no"), "overlap='no'; expected one of"),
+    (dict(max_length=201), "max_length=201 is longer than the model's context of 200 positions"),
+    (dict(max_length=0), "max_length=0; expected at least 1"),
+    (dict(kv_cache_dtype=8), "kv_cache_dtype=8; expected None"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), UNFIT, ids=lambda x: str(x)[:40])
+def test_settings_that_cannot_work_are_refused(model, options: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Engine(model, Settings(**options))
+
+
+def test_a_longer_max_length_is_no_silent_cut(model, pair) -> None:
+    with pytest.raises(ValueError, match="max_length=8192 is longer than the model's context of 200"):
+        serve.generate(model, [[1]], max_length=8192)
+    assert Engine(pair("mamba2")[1], Settings(rows=1, max_length=8192, pages=128)).limit == 8192
+
+
+def test_ends_that_the_model_lacks(model) -> None:
+    with pytest.raises(ValueError, match=r"eos holds \[300\]"):
+        Engine(model, eos=(7, VOCAB))
+    larger = type("T", (), {"eos_ids": (VOCAB, 9)})
+    assert end_ids(model, None, larger) == (9,)
+    larger.eos_ids = (VOCAB + 5,)
+    with pytest.raises(
+        ValueError, match=r"ends with one of \(305,\), but the model has 300 ids: is this its tokenizer"
+    ):
+        end_ids(model, None, larger)
 
 
 @pytest.mark.slow
@@ -711,7 +783,7 @@ def test_steps_run_before_all_programs_are_there(model, solo, caplog) -> None:
     )
     e.start()
     assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo) and sizes == {("extend", 4), ("decode", 4)}
-    assert e.stats()["to compile"] == 3
+    assert e.stats()["to compile"] == 3 + 2 * len(device.lengths)
     hold.set()
     while e.stats()["to compile"]:
         time.sleep(0.01)

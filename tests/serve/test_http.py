@@ -69,6 +69,17 @@ def test_echo_scores_the_prompt(running, client):
     assert alone.logprobs.token_logprobs == got.logprobs.token_logprobs[:-1]
 
 
+def test_an_echoed_prompt_that_is_too_long(client, running):
+    """Of the whole context it is scored; of one token more, or with ids that the model lacks, it is refused."""
+    ask = lambda prompt: client.completions.create(model="small", prompt=prompt, max_tokens=0, logprobs=1, echo=True)
+    context = running.served.engine.limit
+    got = ask([9] * context).choices[0].logprobs.token_logprobs
+    assert len(got) == context and all(isinstance(x, float) and x < 0 for x in got[1:])
+    with pytest.raises(client_library.BadRequestError) as e:
+        ask([9] * (context + 1))
+    assert e.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_is_the_whole_answer(client, n):
     asked = CHAT | dict(temperature=1.0, seed=5, n=n, logprobs=True, top_logprobs=2)
