@@ -1,8 +1,9 @@
 """What a training step will need on a mesh that nobody here owns: memory, FLOPs, and what devices send each other.
 
 The step is compiled ahead of time for as many virtual CPU devices, by the partitioner that GPUs and TPUs use too; nothing
-runs. Two figures differ on an accelerator: the CPU compiler computes bfloat16 in float32, which inflates temporaries, and
-it writes a reduce-scatter as an all-reduce and a slice.
+runs. The CPU compiler computes bfloat16 in float32: what it sends as float32 after converting it from 16 bits is counted in
+those. Three figures differ on an accelerator: temporaries are larger here, sums over devices are in float32 here, and a
+reduce-scatter is an all-reduce and a slice.
 """
 
 import math
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+SUMS = ("all-reduce", "reduce-scatter")
+MOVES = ("convert", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice", "broadcast")
 BITS = {"pred": 8, "bf16": 16, "token": 0}  # the others end in their number of bits
 
 
@@ -55,12 +58,51 @@ def collectives(text: str) -> list[Collective]:
             m = re.search(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\(", line)
             if m:
                 shapes = tuple(re.findall(r"\w+\[[\d,]*\]", m[1]))
+                if m[2] not in SUMS and (narrow := _narrow(bodies, name, line)):
+                    shapes = tuple(s.replace("f32", narrow) for s in shapes)
                 source = re.search(r'op_name="([^"]*)"', line)
                 size = sum(map(shape_bytes, shapes))
                 found.append(
                     Collective(m[2], shapes, size, _group(line) or devices, times, source[1] if source else "")
                 )
     return found
+
+
+def _narrow(bodies: dict[str, list[str]], name: str, line: str) -> str | None:
+    """Give the 16-bit dtype that all operands of an instruction were converted from, and so can be sent in, if any."""
+    kinds = {_converted(bodies, name, operand) for operand in _operands(line)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _converted(bodies: dict[str, list[str]], name: str, operand: str) -> str | None:
+    """Follow an array back through what only moves its numbers, into fusions too, to a conversion from 16 bits."""
+    outer: list[tuple[str, list[str]]] = []  # the computations that call this one, with their operands
+    for _ in range(100):
+        line = next((x for x in bodies[name] if re.match(rf"\s*(?:ROOT )?%?{re.escape(operand)} = ", x)), "")
+        m = re.search(r" = (\w+)\[[^ ]* ([\w\-]+)\(", line)
+        if m is None or m[1] in ("bf16", "f16"):
+            return m and m[1]
+        if m[2] == "parameter" and outer:
+            i = int(line.partition("parameter(")[2].partition(")")[0])
+            (name, operands) = outer.pop()
+            operand = operands[i]
+        elif m[2] == "fusion" and (callee := re.search(r"calls=%?([\w.\-]+)", line)):
+            outer.append((name, _operands(line)))
+            name = callee[1]
+            operand = (
+                next(x for x in bodies[name] if "ROOT " in x).partition("ROOT ")[2].partition(" = ")[0].lstrip("%")
+            )
+        elif m[2] in MOVES:
+            operand = _operands(line)[0]
+        else:
+            return None
+    return None
+
+
+def _operands(line: str) -> list[str]:
+    """Name the operands of an instruction."""
+    inside = re.search(r" = (?:\(.*?\)|[^ ]+) [\w\-]+\(([^)]*)\)", line)
+    return [x.split()[-1].lstrip("%") for x in inside[1].split(", ")] if inside and inside[1] else []
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from fdel import params, plan
@@ -41,6 +42,50 @@ def test_collectives_are_read_with_loops_and_groups():
         ("reduce-scatter", 16, 8, 1, 16 * 7),
     ]
     assert next(c.source for c in plan.collectives(PROGRAM) if c.kind == "all-gather") == "a/b"
+
+
+def test_what_was_converted_from_16_bits_is_counted_in_them():
+    """Through a fusion, slices and copies; not where numbers were computed, nor for sums."""
+    text = """HloModule jit_step, num_partitions=4
+
+%fused (param_0.1: bf16[2,16,64], param_1.1: s32[]) -> f32[64,16] {
+  %param_0.1 = bf16[2,16,64]{2,1,0} parameter(0)
+  %param_1.1 = s32[] parameter(1)
+  %slice.1 = bf16[1,16,64]{2,1,0} dynamic-slice(%param_0.1, %param_1.1, %param_1.1, %param_1.1)
+  %convert.1 = f32[1,16,64]{2,1,0} convert(%slice.1)
+  ROOT %bitcast.1 = f32[64,16]{1,0} bitcast(%convert.1)
+}
+
+%moved (param_0.2: f32[64,16]) -> f32[16,64] {
+  %param_0.2 = f32[64,16]{1,0} parameter(0)
+  ROOT %transpose.1 = f32[16,64]{0,1} transpose(%param_0.2), dimensions={1,0}
+}
+
+ENTRY %main (w: bf16[2,16,64], i: s32[]) -> f32[64,64] {
+  %w = bf16[2,16,64]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %a = f32[64,16]{1,0} fusion(%w, %i), kind=kLoop, calls=%fused
+  %b = f32[16,64]{0,1} fusion(%a), kind=kLoop, calls=%moved
+  %c = f32[16,64]{0,1} multiply(%b, %b)
+  %x = f32[64,64]{1,0} all-gather(%b), replica_groups={}, dimensions={0}
+  %y = f32[64,64]{1,0} all-gather(%c), replica_groups={}, dimensions={0}
+  %z = f32[16,64]{1,0} all-reduce(%b), replica_groups={}, to_apply=%add
+}
+"""
+    shapes = [(c.kind, *c.shapes) for c in plan.collectives(text)]
+    assert shapes == [("all-gather", "bf16[64,64]"), ("all-gather", "f32[64,64]"), ("all-reduce", "f32[16,64]")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_fetched_in_their_dtype(dtype):
+    """With fsdp each layer's matrices twice a step, exactly: 2 x 131,072 numbers of a layer, in 2 or 4 bytes."""
+    cfg = llama.Config.from_hf(CONFIG)
+    program, _ = plan.compile_step(llama, cfg, plan.Training("fsdp=8", 8, 32, dtype=dtype))
+    found = [c for c in plan.collectives(program.as_text()) if c.kind == "all-gather" and c.count == cfg.layers]
+    fetched = sum(c.count * c.nbytes for c in found if re.search(r"\[\d+,\d+", c.shapes[0]))
+    matrices = [p for p in jax.tree.leaves(llama.spec(cfg)["layers"]) if len(p.shape) > 2]
+    assert fetched == 2 * sum(params.nbytes(p, dtype) for p in matrices)
 
 
 def test_groups_in_an_unknown_form_are_an_error():
