@@ -264,6 +264,44 @@ def test_errors(pair, tmp_path: Path) -> None:
         text.encode(pair("llama").ours, "a\ud83d")
 
 
+WRONG = [None, 3, -1, True, 2.5, "x", [], ["x"], [[]], {}, {"a": 1}, {"content": 3}, [{"name": 1}], {"0": 3}, {"x": {}}]
+FACTS = {"tokenizer_config.json": ("added_tokens_decoder", "chat_template", "eos_token", "extra_special_tokens",
+         "additional_special_tokens", "split_special_tokens"), "generation_config.json": ("eos_token_id",)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "key"), [(f, k) for f, keys in FACTS.items() for k in keys])
+def test_facts_of_wrong_types_are_a_value_error(tmp_path: Path, file: str, key: str) -> None:
+    """Or load; what is wrong is said with the folder's name, never by another error."""
+    text.save(text.train_bpe(["a b"], 300), tmp_path)
+    for value in WRONG:
+        (tmp_path / file).write_text(json.dumps({key: value}))
+        try:
+            text.encode(text.load(tmp_path), "a b")
+        except ValueError as e:
+            assert str(tmp_path) in str(e), value
+    for content in ("[]", "3", "null", "[" * 100_000, "{"):
+        (tmp_path / file).write_text(content)
+        with pytest.raises(ValueError, match=f"{file}.*(is not JSON|expected an object)"):
+            text.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "step", [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}, {"type": "Prepend", "prepend": "a" * 10}]
+)
+def test_a_normalizer_that_grows_texts_without_bound_is_refused(tmp_path: Path, step: dict) -> None:
+    """40 doublings make 10^12 characters of one."""
+    text.save(text.train_bpe(["a b"], 300), tmp_path)
+    d = json.loads((tmp_path / "tokenizer.json").read_text())
+    for times in (1, 40):
+        d["normalizer"] = {"type": "Sequence", "normalizers": [step] * times}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(d))
+        if times == 1:
+            assert len(text.encode(text.load(tmp_path), "a")) >= 2
+            continue
+        with pytest.raises(ValueError, match=r"tokenizer.json: normalizer: makes a text up to .* times longer"):
+            text.load(tmp_path)
+
+
 def test_train_bpe(tmp_path: Path) -> None:
     tok = text.train_bpe(iter(CORPUS), 400, ["<|im_end|>"])
     assert tok.backend.get_vocab_size() == 400

@@ -31,6 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
 }  # fmt: skip
 NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
+MAX_TENSORS, MAX_AXES = 2**18, 64  # of a file, of a tensor
 
 
 class CheckpointError(ValueError):
@@ -107,6 +108,8 @@ def _entry(entry: Any) -> tuple[tuple[int, ...], np.dtype, int, int]:
     """Check one header entry; a ValueError says what is wrong with it."""
     if not isinstance(entry, dict) or not _natural(entry.get("shape")) or not _natural(entry.get("data_offsets")):
         raise ValueError(f"expected dtype, shape and data_offsets of natural numbers, found {str(entry)[:100]}")
+    if len(entry["shape"]) > MAX_AXES:
+        raise ValueError(f"{len(entry['shape'])} axes, expected at most {MAX_AXES}")
     if len(entry["data_offsets"]) != 2 or str(entry.get("dtype")) not in DTYPES:
         raise ValueError(f"dtype {entry.get('dtype')!r} or offsets {entry['data_offsets']} are not supported")
     (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -131,6 +134,9 @@ def safetensors_header(file: Path, problems: list[str], most: int = MAX_HEADER) 
             problems.append(f"{file.name}: a header of {length:,} bytes; expected {most:,} at most")
             return {}
         entries = json_object(file, f.read(length), problems)
+    if len(entries) > MAX_TENSORS:
+        problems.append(f"{file.name}: the header names {len(entries)} tensors, expected at most {MAX_TENSORS}")
+        return {}
     found: dict[str, tuple[tuple[int, ...], np.dtype, int, int]] = {}
     bad = len(problems)
     for name, entry in entries.items():

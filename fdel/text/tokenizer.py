@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from fdel.text.stream import Pieces, read_pieces
 
+GROWTH = 1000  # times that a normalizer may make a text longer
 END_OF_TEXT = "<|endoftext|>"
 # In transformers' order, which decides the ids of tokens that tokenizer.json lacks.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -61,8 +63,18 @@ def load(folder: str | Path) -> Tokenizer:
     These are tokenizer_config.json, special_tokens_map.json, chat_template.jinja, additional_chat_templates/*.jinja,
     generation_config.json and config.json. `eos_ids` come from generation_config.json, or else are the eos token, or
     else come from config.json. What `encode` does stands in tokenizer.json alone, whatever `tokenizer_class` is.
+    ValueError for files that are not as transformers writes them, and for a normalizer that makes texts grow without bound.
     """
-    folder = Path(folder)
+    try:
+        return _load(Path(folder))
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as e:
+        if str(folder) in str(e):
+            raise
+        fault = f"{type(e).__name__}: {e}"[:300]
+        raise ValueError(f"{folder}: the tokenizer's files are not as transformers writes them ({fault})") from e
+
+
+def _load(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
@@ -87,6 +99,10 @@ def load(folder: str | Path) -> Tokenizer:
     if eos is None:
         eos = _read(folder / "config.json").get("eos_token_id")
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    if not all(type(i) is int and 0 <= i < 2**31 for i in eos_ids):
+        raise ValueError(f"{folder}: eos_token_id: found {eos!r:.100}, expected a token id or a list of them")
+    if not all(isinstance(x, str) for x in (*templates, *templates.values())):
+        raise ValueError(f"{folder}: chat_template: expected a text, or a list of names with texts")
     return Tokenizer(backend, special, eos_ids, templates, config, file.read_bytes().decode())
 
 
@@ -151,13 +167,20 @@ def encoding(tok: Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding
         return tok.backend.encode(text, add_special_tokens=special)
     except TypeError as e:
         raise ValueError(f"cannot encode this {type(text).__name__}; expected a str without lone surrogates") from e
+    except BaseException as e:  # a panic of the library, which is no Exception
+        if type(e).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer failed on a text of {len(text)} characters: {e}"[:300]) from e
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except ValueError as e:
+        found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: found a {type(found).__name__}, expected an object")
+    return found
 
 
 def _dump(value: Any) -> str:
@@ -177,7 +200,21 @@ def _special(config: Mapping[str, Any]) -> dict[str, AddedToken]:
     return {k: _added(v) for k, v in named.items() if isinstance(v, str | dict)}
 
 
+def _growth(normalizer: Any) -> float:
+    """Bound how many times longer a normalizer makes a text, by what its steps insert for each character."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    if normalizer.get("type") == "Sequence":
+        return math.prod(map(_growth, normalizer.get("normalizers") or ()))
+    pattern = normalizer.get("pattern")
+    replaced = len(pattern["String"]) if isinstance(pattern, dict) and isinstance(pattern.get("String"), str) else 1
+    inserted = max(len(str(normalizer.get(key, ""))) for key in ("content", "prepend"))
+    return max(1.0, inserted / max(replaced, 1) + (replaced == 1 and not isinstance(pattern, dict)))
+
+
 def _backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    if (growth := _growth(_read(file).get("normalizer"))) > GROWTH:
+        raise ValueError(f"{file}: normalizer: makes a text up to {growth:.3g} times longer, expected at most {GROWTH}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as e:

@@ -752,3 +752,19 @@ def test_peak_memory(way: str, tmp_path: Path) -> None:
     loaded, saved = map(float, run.stdout.split())
     assert 0.95 < loaded < 1.2, loaded
     assert saved < 0.25, saved
+
+
+def test_headers_without_bound_are_refused_at_once(tmp_path):
+    """More tensors than any checkpoint has in a file, or more axes than an array can have."""
+
+    def written(header):
+        raw = json.dumps(header).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
+        with pytest.raises(P.CheckpointError) as e:
+            files.tensors(tmp_path)
+        return str(e.value)
+
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    found = written({str(i): empty for i in range(files.MAX_TENSORS + 1)})
+    assert "the header names 262145 tensors, expected at most 262144" in found and "1 problem" in found
+    assert "x: 100000 axes, expected at most 64" in written({"x": empty | {"shape": [2**62] * 100_000}})
