@@ -52,14 +52,21 @@ def info(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Rewrite a checkpoint in hub layout: another dtype, other shard sizes, or safetensors from torch files."""
+    """Rewrite a checkpoint in hub layout: another dtype, other shard sizes, safetensors from torch files or from EasyLM."""
     from fdel import models, params
 
-    source, target = params.resolve(args.source), Path(args.target)
+    target, shard_bytes = Path(args.target), round(args.shard_gb * 1e9)
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty; choose a new directory, nothing is overwritten")
+    if args.format == "easylm":
+        from fdel import easylm
+
+        count = easylm.convert(args.source, args.config, target, dtype=args.dtype, shard_bytes=shard_bytes)
+        print(f"{target}: {count:,} parameters")
+        return 0
+    source = params.resolve(args.source)
     model = models.load(source, dtype=args.dtype)
-    models.save(model, target, shard_bytes=round(args.shard_gb * 1e9))
+    models.save(model, target, shard_bytes=shard_bytes)
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, target / file.name)
@@ -241,13 +248,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mesh", help="also print the shards on a mesh, such as fsdp=2,tp=4")
     p.add_argument("--rules", choices=("train", "serve"), default="train", help="sharding rules (default: %(default)s)")
     p.add_argument("--context", type=int, help="context length for FLOPs (default: the model's longest)")
-    p = command(convert, ("source", checkpoint[1]), ("target", "new directory"))
-    p.add_argument("--dtype", **dtype)
-    p.add_argument(
-        "--shard-gb", type=float, default=5.0, help="size of a file in GB at the most (default: %(default)s)"
-    )
+    options.convert(command(convert, ("source", checkpoint[1]), ("target", "new directory")), dtype)
     p = command(diff, ("a", checkpoint[1]), ("b", "the other one"))
-    p.add_argument("--tolerance", type=float, default=0.0, help="accept differences up to this (default: %(default)s)")
+    p.add_argument(
+        "--tolerance", type=float, default=0.0, help="accept differences up to this, and of dtype (%(default)s)"
+    )
     options.run(command(run))
     options.plan(command(plan, ("model", "a run file, or a directory with a config.json; the options belong to that")))
     p = command(bench, checkpoint)

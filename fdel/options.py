@@ -62,6 +62,18 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--keys", action="store_true", help="print every key of a run file with its meaning")
 
 
+def convert(p: argparse.ArgumentParser, dtype: dict) -> None:
+    """Add the options of `fdel convert`."""
+    p.add_argument("--dtype", **dtype)
+    p.add_argument("--shard-gb", type=float, default=5.0, help="most GB of a file (default: %(default)s)")
+    p.add_argument(
+        "--from", dest="format", choices=("hf", "easylm"), default="hf", help="format (default: %(default)s)"
+    )
+    p.add_argument(
+        "--config", type=Path, help="with --from easylm: a config.json of the model's size, or its directory"
+    )
+
+
 def plan(p: argparse.ArgumentParser) -> None:
     """Add the options of `fdel plan`."""
     p.add_argument("--devices", type=int, required=True, help="number of devices")

@@ -109,7 +109,8 @@ def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train", cache
 def diff(a: Path, b: Path, *, tolerance: float = 0.0) -> Iterator[str]:
     """Compare two checkpoints tensor by tensor; yield one line per difference, none if they are equal.
 
-    Values differ if |a - b| exceeds `tolerance` anywhere (NaN equals NaN). Tensors are read one at a time.
+    Values differ if |a - b| exceeds `tolerance` anywhere (NaN equals NaN); dtypes differ if it is 0. Tensors are read
+    one at a time.
     """
     left, right = params.tensors(a), params.tensors(b)
     for name in sorted(left.keys() | right.keys()):
@@ -122,7 +123,7 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0) -> Iterator[str]:
 
 
 def _compare(name: str, left: Any, right: Any, tolerance: float) -> Iterator[str]:
-    if left.dtype != right.dtype:
+    if left.dtype != right.dtype and not tolerance:
         yield f"{name}: dtype {left.dtype} and {right.dtype}"
     x, y = (t.read().astype(np.float64) for t in (left, right))
     same = (x == y) | (np.isnan(x) & np.isnan(y))

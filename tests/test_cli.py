@@ -104,6 +104,76 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
     assert cli.main(["diff", str(checkpoint), str(tmp_path / "other"), "--tolerance", "0.01"]) == 0
 
 
+def test_other_dtypes_are_equal_within_a_tolerance(checkpoint, tmp_path, capsys):
+    half = tmp_path / "bf16"
+    assert cli.main(["convert", str(checkpoint), str(half), "--dtype", "bfloat16"]) == 0
+    capsys.readouterr()
+    assert cli.main(["diff", str(checkpoint), str(half), "--tolerance", "0.01"]) == 0
+    assert capsys.readouterr().out == "equal\n"
+    assert cli.main(["diff", str(checkpoint), str(half), "--tolerance", "1e-6"]) == 1
+    out = capsys.readouterr().out
+    assert "values differ" in out and "dtype" not in out
+
+
+def streamed(checkpoint, file, dtype=np.float32):
+    """Write a checkpoint as EasyLM streams it; rotary pairs are then neighbours, as a rotation in numpy shows."""
+    msgpack = pytest.importorskip("msgpack", reason="needs the train extra")
+    layer = {"self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+             "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3", "self_attn.q_proj": "attention.wq",
+             "self_attn.k_proj": "attention.wk", "input_layernorm": "attention_norm",
+             "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    top = {"model.embed_tokens": "transformer.wte.embedding", "model.norm": "transformer.ln_f.kernel",
+           "lm_head": "lm_head.kernel"}  # fmt: skip
+    half = CFG.head_dim // 2
+    with file.open("wb") as f:
+        for name, tensor in params.tensors(checkpoint).items():
+            x, name = np.asarray(tensor.read()), name.removesuffix(".weight")
+            if name in top:
+                key, x = top[name], x.T if name == "lm_head" else x
+            else:
+                _, _, i, part = name.split(".", 3)
+                key = f"transformer.h.{i}.{layer[part]}.kernel"
+                if part in ("self_attn.q_proj", "self_attn.k_proj"):
+                    heads = x.reshape(-1, CFG.head_dim, CFG.embed)
+                    pairs = np.stack([heads[:, :half], heads[:, half:]], 2).reshape(
+                        x.shape
+                    )  # 2i and 2i + 1 rotate together
+                    h, angle = np.random.default_rng(0).normal(size=CFG.embed), 5 * 1e4 ** (-np.arange(half) / half)
+                    a, b = np.split(heads @ h, 2, 1)
+                    halves = np.concatenate(
+                        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], 1
+                    )
+                    turned = (pairs @ h).reshape(-1, half, 2) @ [1, 1j] * np.exp(1j * angle)
+                    np.testing.assert_allclose(np.concatenate([turned.real, turned.imag], 1), halves, atol=1e-6)
+                    x = pairs
+                x = x.T
+            x = np.ascontiguousarray(x.astype(dtype))
+            array = msgpack.ExtType(1, msgpack.packb((x.shape, x.dtype.name, x.tobytes())))
+            f.write(msgpack.packb((("params", *key.split(".")), msgpack.packb(array))))
+
+
+def test_streams_of_easylm_are_converted(checkpoint, tmp_path, capsys):
+    streamed(checkpoint, tmp_path / "streaming_params")
+    asked = ["convert", str(tmp_path / "streaming_params"), str(tmp_path / "out"), "--from", "easylm"]
+    assert cli.main(asked) == 2 and "--config is missing" in capsys.readouterr().err
+    assert cli.main([*asked, "--config", str(checkpoint / "config.json")]) == 0
+    assert f"{SIZE:,} parameters" in capsys.readouterr().out
+    assert cli.main(["diff", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert models.load(tmp_path / "out").cfg.kv_heads == CFG.kv_heads
+    streamed(checkpoint, tmp_path / "half", jnp.bfloat16)
+    asked[1:3] = [str(tmp_path / "half"), str(tmp_path / "out2")]
+    assert cli.main([*asked, "--config", str(checkpoint)]) == 0
+    assert params.tensors(tmp_path / "out2")["lm_head.weight"].dtype == jnp.bfloat16
+    (tmp_path / "bad").write_bytes(b"\x93abc")
+    assert (
+        cli.main(
+            ["convert", str(tmp_path / "bad"), str(tmp_path / "x"), "--from", "easylm", "--config", str(checkpoint)]
+        )
+        == 2
+    )
+    assert "is no streaming checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_generate_streams_what_generate_returns(checkpoint, capsys):
     assert cli.main(["generate", str(checkpoint), "hello", "--max-tokens", "12", "--ignore-eos"]) == 0

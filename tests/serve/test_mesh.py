@@ -63,7 +63,7 @@ def test_what_was_trained_is_served_as_if_it_were_loaded(tokenizer, on_disk, qua
     assert tokens(served) == tokens(weights.load(on_disk, quantize=quantize))
     if quantize is None:  # what was wrong: every product of a step was added up over fsdp
         left = models.load(on_disk, mesh=mesh, stacked=False)
-        assert sent(left).total() >= 2 * sent(served).total()
+        assert (sent(left) - sent(served)).total() >= 7 * CFG.layers
 
 
 def test_what_lies_in_its_place_is_not_moved(model) -> None:
