@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fdel import ops, train
 from fdel import params as P
 from fdel.models import llama
+from fdel.train import losses
 from fdel.train.losses import reward_spec
 from fdel.train.losses.distill import (
     attention_mse,
@@ -498,3 +499,69 @@ def test_logits_sum_sees_ignored_tokens() -> None:
     loss = lambda z, stats: (z.sum(), (stats.logp != 0).sum())
     total, count = logits_sum(loss, x, head, labels, chunk=3)
     assert total == 30 and count == 2
+
+
+BUILT = losses.sft, losses.likelihoods, losses.embed, losses.reward, losses.process_reward, losses.sparse_distill
+WRONG = [
+    *((partial(f, tiny, None), {"foo": 1}, "unknown options foo; .*hidden takes") for f in BUILT),
+    *(
+        (partial(f, tiny, None), {"chunk": 0}, "chunk=0; expected a finite number from 1")
+        for f in (BUILT[0], *BUILT[4:])
+    ),
+    (
+        partial(losses.sft, tiny, None),
+        {"loss": partial(nll, label_smoothing=1.5)},
+        "label_smoothing=1.5; .* from 0 to 1",
+    ),
+    (partial(losses.sft, tiny, None), {"loss": partial(nll, z_loss=-1)}, "z_loss=-1; expected a finite number from 0"),
+    (partial(losses.sft, tiny, None), {"router_aux_loss_coef": float("nan")}, "router_aux_loss_coef=nan"),
+    (partial(losses.likelihoods, tiny, None), {"ld_alpha": 1.5}, "ld_alpha=1.5; expected a finite number from 0 to 1"),
+    (partial(losses.with_balance, None), {"coef": -1}, "coef=-1"),
+    (losses.dpo_objective, {"beta": 0}, "beta=0; expected a finite number above 0"),
+    (losses.dpo_objective, {"beta": float("inf")}, "beta=inf"),
+    (losses.dpo_objective, {"loss_type": "dpo"}, "loss_type='dpo'; expected one of sigmoid"),
+    (losses.dpo_objective, {"loss_type": "discopop", "tau": 0}, "tau=0; expected a finite number above 0"),
+    (losses.dpo_objective, {"f_divergence": "kl"}, "f_divergence='kl'; expected one of"),
+    (losses.dpo_objective, {"f_divergence": "alpha_divergence", "f_alpha": float("nan")}, "f_alpha=nan"),
+    (losses.dpo_objective, {"loss_weights": [float("nan")]}, r"loss_weights\[0\]=nan"),
+    (losses.cpo_objective, {"loss_type": "dpo"}, "loss_type='dpo'; expected one of sigmoid, simpo"),
+    (losses.cpo_objective, {"beta": -1}, "beta=-1"),
+    (losses.cpo_objective, {"cpo_alpha": -1}, "cpo_alpha=-1"),
+    (losses.cpo_objective, {"gamma": float("inf")}, "gamma=inf"),
+    (losses.cpo_objective, {"alpha": float("nan")}, "alpha=nan"),
+    (losses.cpo_objective, {"label_smoothing": 2}, "label_smoothing=2"),
+    (losses.orpo_objective, {"beta": 0}, "beta=0"),
+    (losses.kto_objective, {"beta": 0}, "beta=0"),
+    (losses.kto_objective, {"desirable_weight": -1}, "desirable_weight=-1"),
+    (losses.bco_objective, {"beta": 0}, "beta=0"),
+    (partial(losses.reward, tiny, None), {"center_rewards_coefficient": -1}, "center_rewards_coefficient=-1"),
+    (partial(losses.distill, tiny, None, tiny, None), {"alpha": 2}, "alpha=2; expected a finite number from 0 to 1"),
+    (
+        partial(losses.distill, tiny, None, tiny, None),
+        {"target": partial(soft_targets, temperature=0)},
+        "temperature=0",
+    ),
+    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(generalized_jsd, beta=2)}, "beta=2"),
+    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(losses.top_k_kl, k=0)}, "k=0"),
+    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(losses.top_k_kl, support="a")}, "support='a'"),
+    (partial(losses.distill, tiny, None, tiny, None), {"terms": losses.Terms(hidden_weight=-1)}, "hidden_weight=-1"),
+    (partial(losses.sparse_distill, tiny, None), {"target": partial(losses.sparse_kl, support="a")}, "support='a'"),
+    (partial(losses.embedding, tiny, None), {"loss": partial(losses.info_nce, temperature=0)}, "temperature=0"),
+    (partial(losses.embedding, tiny, None), {"loss": partial(losses.triplet, margin=-1)}, "margin=-1"),
+    (partial(losses.embedding, tiny, None), {"loss": losses.matryoshka(losses.info_nce, (0,))}, r"dims \(0,\)"),
+    (partial(losses.matryoshka, losses.info_nce), {"dims": (4, 2), "weights": [1.0]}, "1 weights for the dims"),
+]
+
+
+@pytest.mark.parametrize(("build", "options", "match"), WRONG, ids=lambda x: str(x)[:40])
+def test_options_are_checked_when_a_loss_is_built(build, options, match):
+    """Not in the traced step, and without any work on a device."""
+    with pytest.raises(ValueError, match=match):
+        build(**options)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 3, 6), (2, 2, 2, 6)])
+def test_mean_lengths_are_of_pairs(shape):
+    batch = {"tokens": jnp.zeros(shape, jnp.int32), "lengths": jnp.full(shape[:-1], 6)}
+    with pytest.raises(ValueError, match=r"means over chosen tokens are of pairs, \[B 2 T\]"):
+        losses.with_mean_lengths(batch)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from fdel import ops
 from fdel.train.losses.head import CHUNK, logits_sum
 from fdel.train.losses.model import Batch, add_balance, attention_layers, rows, run
+from fdel.train.losses.stats import check_call, check_range
 
 Logits = Float[Array, "... V"]
 PerToken = Float[Array, "..."]
@@ -34,6 +35,7 @@ def generalized_jsd(student: Logits, teacher: Logits, *, beta: float = 0.5, temp
     """
     if not 0 <= beta <= 1:
         raise ValueError(f"beta={beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
+    check_range(above=True, temperature=temperature)
     s, t = (jax.nn.log_softmax(z / temperature) for z in (student, teacher))
     if beta == 0:
         return _kl(t, s)
@@ -71,6 +73,7 @@ def sparse_kl(
 
 def top_k_kl(student: Logits, teacher: Logits, *, k: int = 20, support: str = "tail") -> PerToken:
     """Compute `sparse_kl` against the k most likely tokens of a teacher that is at hand."""
+    check_range(1, teacher.shape[-1], k=k)
     logps, ids = jax.lax.top_k(jax.nn.log_softmax(teacher), k)
     return sparse_kl(student, ids, logps, support=support)
 
@@ -158,6 +161,11 @@ def distill(
     float[layers D_teacher D_student], with which the student's are multiplied first. `options` go to the student's
     `hidden`. Vocabularies or unprojected widths of two sizes are a ValueError.
     """
+    check_range(0, 1, alpha=alpha)
+    check_range(1, chunk=chunk)
+    names = "hidden_weight", "router_aux_loss_coef", "attention_weight"
+    check_range(**{name: getattr(terms, name) for name in names})
+    check_call(target, *[(1, getattr(cfg, "vocab", 1000))] * 2)
     places = tuple(terms.hidden_layers) if terms.hidden_weight else ()
     if terms.hidden_weight and not places:
         raise ValueError("hidden_layers is empty; name the hidden states to match, as (-1,), or set hidden_weight to 0")
@@ -225,6 +233,9 @@ def sparse_distill(
     "teacher_ids" int and "teacher_logps" float, both as tokens with one more axis [... T k]: at place t, what the teacher
     says of token t + 1.
     """
+    check_range(0, 1, alpha=alpha)
+    check_range(1, chunk=chunk)
+    check_call(lambda z, p: target(z, jnp.zeros(p.shape, jnp.int32), p), (1, getattr(cfg, "vocab", 1000)), (1, 1))
     forward = run(family, cfg, **options)
 
     def loss(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fdel.train.losses.model import Batch, rows, run
+from fdel.train.losses.stats import check_call, check_range
 
 Embeddings = Float[Array, "B C D"]
 Present = Bool[Array, "B C"]
@@ -43,6 +44,7 @@ def embed(family: ModuleType, cfg: Any, *, pool: Callable = last_token, **option
     One sequence per row: a batch with several ("packed") is a ValueError. `options` go to `family.hidden`.
     """
     forward = run(family, cfg, **options)
+    check_call(lambda x: pool(x, x[..., 0] > 0), (2, 3, getattr(cfg, "embed", 4096)))
 
     def embedded(params: Any, batch: Batch) -> Float[Array, "... D"]:
         if "packed" in batch:
@@ -70,6 +72,7 @@ def info_nce(x: Embeddings, present: Present, *, temperature: float = 0.05) -> F
     Documents are every row's positive and hard negatives, as far as present (InfoNCE, arXiv:1807.03748, which
     sentence-transformers calls MultipleNegativesRankingLoss; its scale is 1 / temperature).
     """
+    check_range(above=True, temperature=temperature)
     x = unit(x)
     scores = jnp.einsum("bd,acd->bac", x[:, 0], x[:, 1:]) / temperature
     scores = jnp.where(present[:, 1:], scores, ABSENT)
@@ -91,6 +94,7 @@ def triplet(
     x: Embeddings, present: Present, *, margin: float = 0.2, distance: Callable = cosine_distance
 ) -> Float[Array, " B"]:
     """Compute max(0, margin + distance to the positive - distance to a negative), summed over a row's hard negatives."""
+    check_range(margin=margin)
     if x.shape[1] < 3:
         raise ValueError(f"embeddings {x.shape} hold no hard negatives; expected [B, 3 or more, D]")
     query, positive, negatives = x[:, 0], x[:, 1], x[:, 2:]
@@ -101,6 +105,10 @@ def triplet(
 def matryoshka(loss: RowLoss, dims: Sequence[int], weights: Sequence[float] | None = None) -> RowLoss:
     """Build the weighted sum of a loss over prefixes of the embeddings, each scaled to length one (arXiv:2205.13147)."""
     weights = [1.0] * len(dims) if weights is None else weights
+    if not dims or len(weights) != len(dims):
+        raise ValueError(
+            f"{len(weights)} weights for the dims {list(dims)}; expected at least one, and a weight for each"
+        )
 
     def nested(x: Embeddings, present: Present) -> Float[Array, " B"]:
         if not all(0 < d <= x.shape[-1] for d in dims):
@@ -119,6 +127,7 @@ def embedding(
     A row without query or positive adds no loss, only its documents as negatives. Sums: "weight" (rows) and
     "positive_similarity" (cosine).
     """
+    check_call(lambda x: loss(x, x[..., 0] > 0), (2, 3, getattr(cfg, "embed", 4096)))
 
     def objective(x: Embeddings, batch: Batch) -> tuple[Array, dict[str, Array]]:
         present = batch["lengths"] > 0 if "lengths" in batch else jnp.ones(x.shape[:2], bool)

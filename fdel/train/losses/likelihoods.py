@@ -23,7 +23,7 @@ from fdel.params import lora
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.model import Batch, rows, score
 from fdel.train.losses.preference import ld_weights, mean_length
-from fdel.train.losses.stats import TokenStats
+from fdel.train.losses.stats import TokenStats, check_range
 
 Outputs = dict[str, Array]
 Objective = Callable[..., tuple[Array, dict[str, Any]]]
@@ -44,6 +44,7 @@ def likelihoods(
     `ld_alpha` is that of `ld_weights`; `options` go to `losses.model.run` (remat="dots_saveable", ...). With `router` each
     row has "balance" too, that of its microbatch, see `with_balance`.
     """
+    check_range(0, 1, ld_alpha=ld_alpha)
     scored = score(family, cfg, chunk=chunk, router=router, **options)
 
     def sums(params: Any, batch: Batch) -> Outputs:
@@ -74,6 +75,7 @@ def with_balance(objective: Objective, coef: float) -> Objective:
 
     The policy's router alone counts, on prompts and completions, each microbatch's by itself: as in TRL.
     """
+    check_range(coef=coef)
 
     def balanced(o: Outputs, batch: Batch, *rest: Any) -> tuple[Array, dict[str, Any]]:
         total, sums = objective(o, batch, *rest)
@@ -139,8 +141,14 @@ def completion_metrics(o: Outputs, logps: Array, rewards: Array, chosen: Bool[Ar
 def with_mean_lengths(batch: Batch) -> Batch:
     """Add to a batch of pairs the denominators of means over chosen tokens, so that each microbatch knows the whole's.
 
-    With them, losses with an NLL term ("sft", CPO, ORPO) are exact under `accumulate` too, without `gradcache`.
+    With them, losses with an NLL term ("sft", CPO, ORPO) are exact under `accumulate` too, without `gradcache`. Rows that
+    are not pairs are a ValueError.
     """
+    shape = batch["tokens"].shape
+    if "packed" in batch or len(shape) != 3 or shape[1] != 2:
+        raise ValueError(
+            f"the batch has tokens {shape}; means over chosen tokens are of pairs, [B 2 T], one sequence a row"
+        )
     b = batch["tokens"].shape[0]
     count = lambda batch: (rows(batch)[2] >= 0).reshape(b, 2, -1).sum(-1, dtype=jnp.float32)
     there = counted({"lengths": count(batch)})

@@ -8,6 +8,7 @@ A batch is a dict of arrays with the rows in front, so that `accumulate` can div
     packed  ops.Packed for tokens [B T] with several sequences in a row; it replaces `lengths`
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops
+from fdel.ops.layers import remat_policy
 from fdel.train.losses.head import CHUNK, token_stats
-from fdel.train.losses.stats import IGNORE, TokenStats
+from fdel.train.losses.stats import IGNORE, TokenStats, check_range
 
 Batch = Mapping[str, Any]
 
@@ -80,6 +82,11 @@ def run(
             f"router_jitter_noise={cfg.jitter} in the model's config.json: training with noise on the router's input is "
             "not in this version; set it to 0 to train without"
         )
+    if options.get("remat") is not None:
+        remat_policy(options["remat"])
+    known = inspect.signature(family.hidden).parameters
+    if wrong := [] if any(p.kind == p.VAR_KEYWORD for p in known.values()) else sorted(options.keys() - known.keys()):
+        raise ValueError(f"unknown options {', '.join(wrong)}; the model's hidden takes {', '.join(known)}")
     inside = _indices("hidden states", places, cfg.layers + 1, f"{cfg.layers} layers") if places else ()
     attending = attention_layers(family, cfg) if attention else 0
     among = _indices("attention weights", attention, attending, f"{attending} layers that attend")
@@ -136,6 +143,7 @@ def score(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **options: Any) -
 
     Place t holds what the model says there of token t + 1; statistics are 0 where the weight is.
     """
+    check_range(1, chunk=chunk)
     forward = run(family, cfg, **options)
 
     def scored(params: Any, batch: Batch) -> Scored:

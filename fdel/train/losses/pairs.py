@@ -9,6 +9,7 @@ Pairs depend on each other in "aot" and "aot_unpaired", and in NLL terms, which 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,6 @@ from fdel.train.losses.preference import (
     CPO_MEANS,
     SMOOTHED,
     SORTED,
-    check_dpo,
     cpo,
     cpo_reward,
     dpo,
@@ -29,6 +29,7 @@ from fdel.train.losses.preference import (
     mean_nll,
     orpo,
 )
+from fdel.train.losses.stats import check_call, check_range
 
 
 def dpo_objective(
@@ -54,8 +55,11 @@ def dpo_objective(
         raise ValueError(f"wpo weighs pairs, but {', '.join(mixed)} gives no loss per pair; leave one of the two out")
     anyone = not set(types) & set(SMOOTHED)  # if no loss reads it, the first one complains
     eps = {t: label_smoothing if anyone or t in SMOOTHED else 0.0 for t in types}
+    check_range(**{f"loss_weights[{i}]": w for i, w in enumerate(weights)})
+    common = dict(beta=beta, f_divergence=f_divergence, **options)
     for t in types:
-        check_dpo(t, eps[t], f_divergence)
+        one = partial(dpo, loss_type=t, label_smoothing=eps[t], **common)
+        check_call(lambda x, one=one: one(x, x, x, x, chosen_lengths=x, rejected_lengths=x), (1,))
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         ref, present = ref_logps(o), counted(o)
@@ -64,8 +68,8 @@ def dpo_objective(
         def one(t: str) -> Array:
             if t == "sft":
                 return _mean_nll(o, batch)
-            common = dict(beta=beta, f_divergence=f_divergence, present=present, **lengths, **options)
-            return dpo(*_sides(o["logps"]), *_sides(ref), loss_type=t, label_smoothing=eps[t], **common)
+            given = _sides(o["logps"]) + _sides(ref)
+            return dpo(*given, loss_type=t, label_smoothing=eps[t], present=present, **lengths, **common)
 
         losses = sum((w * one(t) for w, t in zip(weights, types, strict=True)), jnp.zeros(()))
         if wpo:
@@ -81,6 +85,8 @@ def cpo_objective(
     *, cpo_alpha: float = 1.0, loss_type: str = "sigmoid", beta: float = 0.1, alpha: float = 0.0, **options: Any
 ) -> Objective:
     """Build the objective of `cpo` + cpo_alpha * the chosen completions' NLL; SimPO and AlphaPO have cpo_alpha=0."""
+    check_range(cpo_alpha=cpo_alpha)
+    check_call(partial(cpo, loss_type=loss_type, beta=beta, alpha=alpha, **options), (1,), (1,))
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         logps = _per_token(o, "logps") if loss_type in CPO_MEANS else o["logps"]
@@ -94,6 +100,7 @@ def cpo_objective(
 
 def orpo_objective(*, beta: float = 0.1) -> Objective:
     """Build the objective of `orpo` + the NLL of the chosen sequences, prompts included."""
+    check_call(partial(orpo, beta=beta), (1,), (1,))
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         logps = _per_token(o, "logps")

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.nn import log1mexp, log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
+from fdel.train.losses.stats import check_range
+
 PerPair = Float[Array, " B"]
 LARGEST = 80.0  # exponents end here, so that neither a score nor its gradient overflows float32
 
@@ -120,6 +122,8 @@ def dpo(
     others have loss 0. Options that a loss does not read: ValueError.
     """
     check_dpo(loss_type, label_smoothing, f_divergence)
+    check_range(above=True, beta=beta, tau=tau)
+    check_range(-math.inf, f_alpha=f_alpha)
     if chosen_lengths is None or rejected_lengths is None:
         if loss_type in PER_TOKEN:
             raise ValueError(f"loss_type={loss_type!r} is per token; give chosen_lengths and rejected_lengths")
@@ -174,8 +178,7 @@ def ld_weights(weights: Float[Array, "B 2 T"], alpha: float) -> Float[Array, "B 
     LD-DPO (arXiv:2409.06411): with these weights, the sum of log-probabilities is that of the shared length and `alpha`
     times the rest. `weights` are 1 at the tokens of a completion, 0 elsewhere; alpha in [0, 1], 1 is plain DPO.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"ld_alpha={alpha}; expected a number in [0, 1]")
+    check_range(0, 1, ld_alpha=alpha)
     shared = weights.sum(-1).min(-1)[..., None, None]
     return jnp.where(jnp.cumsum(weights, -1) <= shared, weights, alpha * weights)
 
@@ -210,6 +213,8 @@ def cpo(
             f"label_smoothing={label_smoothing} with loss_type={loss_type!r}; expected a number in [0, 1] for 'sigmoid' "
             "and 'simpo', and 0 for 'hinge' and 'ipo'"
         )
+    check_range(above=True, beta=beta)
+    check_range(-math.inf, gamma=gamma, alpha=alpha)
     margin = beta * (cpo_reward(chosen, alpha) - cpo_reward(rejected, alpha))
     return CPO[loss_type](margin, beta, label_smoothing, gamma)
 
@@ -221,6 +226,7 @@ def cpo_reward(logp: PerPair, alpha: float) -> PerPair:
 
 def orpo(chosen: PerPair, rejected: PerPair, *, beta: float = 0.1) -> PerPair:
     """Compute ORPO's odds-ratio loss (arXiv:2403.07691) of mean log-probabilities; the chosen text's NLL is to be added."""
+    check_range(above=True, beta=beta)
     return -beta * log_sigmoid(log_odds(chosen) - log_odds(rejected))
 
 

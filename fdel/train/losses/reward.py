@@ -17,7 +17,7 @@ from fdel.train.losses.embedding import embed
 from fdel.train.losses.head import CHUNK, token_sum
 from fdel.train.losses.model import Batch, rows, run
 from fdel.train.losses.sft import nll
-from fdel.train.losses.stats import IGNORE
+from fdel.train.losses.stats import IGNORE, check_range
 
 Sums = dict[str, Any]
 
@@ -44,6 +44,7 @@ def bradley_terry(
     The margin says by how much the chosen one is better (arXiv:2307.09288); the square keeps rewards around 0
     (arXiv:2312.09244).
     """
+    check_range(center_rewards_coefficient=center_rewards_coefficient)
     return -log_sigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
 
 
@@ -53,6 +54,7 @@ def reward(family: ModuleType, cfg: Any, *, center_rewards_coefficient: float = 
     The batch may hold "margin", float[B]. A pair with an empty sequence counts for nothing. `options` go to
     `family.hidden`. Of TRL's metrics, the smallest and the largest reward are missing: they are no sums.
     """
+    check_range(center_rewards_coefficient=center_rewards_coefficient)
     scores = score_rows(family, cfg, **options)
 
     def loss(params: Any, batch: Batch) -> tuple[Array, Sums]:
@@ -74,6 +76,7 @@ def process_reward(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, **option
     The batch holds "labels", as tokens: a step's class at the last token of its separator (see `process_row`), negative
     elsewhere. Nothing is shifted: the score at a token judges the step that ends there (arXiv:2211.14275, 2305.20050).
     """
+    check_range(1, chunk=chunk)
     forward = run(family, cfg, **options)
 
     def loss(params: Any, batch: Batch) -> tuple[Array, Sums]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from fdel.train.losses.head import CHUNK, token_sum
 from fdel.train.losses.model import Batch, add_balance, rows, run
-from fdel.train.losses.stats import TokenStats
+from fdel.train.losses.stats import TokenStats, check_call, check_range
 
 Sums = dict[str, Array]
 
@@ -26,6 +26,8 @@ def nll(
     `label_smoothing` is the target's share that is spread evenly over the vocabulary (arXiv:1512.00567). `z_loss` times
     (log sum_v exp z)^2 is added, which keeps logits from drifting (arXiv:2204.02311), and becomes a metric.
     """
+    check_range(0, 1, label_smoothing=label_smoothing)
+    check_range(z_loss=z_loss)
     loss = -stats.logp
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing * (stats.logsumexp - stats.mean_logit)
@@ -62,6 +64,9 @@ def sft(
     `ops.load_balancing` is added to each token of a mixture of experts, for each microbatch by itself as in transformers;
     a model without experts is then a ValueError.
     """
+    check_range(router_aux_loss_coef=router_aux_loss_coef)
+    check_range(1, chunk=chunk)
+    check_call(lambda x: loss(TokenStats(*[x] * len(TokenStats._fields)), x), (1,))
     forward = run(family, cfg, router=router_aux_loss_coef != 0, **options)
 
     def next_token(params: Any, batch: Batch) -> tuple[Array, Sums]:

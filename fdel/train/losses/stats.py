@@ -1,12 +1,32 @@
 """What losses need to know about the next-token distribution, per token, and how to differentiate it."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 IGNORE = -100  # the label of a token that no loss counts; every negative label acts the same
+
+
+def check_range(low: float = 0.0, high: float = math.inf, *, above: bool = False, **options: Any) -> None:
+    """Raise ValueError for a number outside of [low, high], or of (low, high] if it is `above`; NaN is in none.
+
+    Arrays, and options that are None, pass.
+    """
+    for name, value in options.items():
+        if not isinstance(value, int | float):
+            continue
+        if not (math.isfinite(value) and (low < value if above else low <= value) and value <= high):
+            bounds = f"{'above' if above else 'from'} {low:g}" + ("" if high == math.inf else f" to {high:g}")
+            raise ValueError(f"{name}={value}; expected a finite number {bounds}")
+
+
+def check_call(f: Callable, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> None:
+    """Call a function on arrays without numbers, to raise now what it would raise in the traced step."""
+    jax.eval_shape(f, *(jax.ShapeDtypeStruct(s, dtype) for s in shapes))
 
 
 class TokenStats(NamedTuple):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from fdel.train.extras import carry
 from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
+from fdel.train.losses.stats import check_call, check_range
 
 PerRow = Float[Array, " B"]
 Scalar = Float[Array, ""]
@@ -31,6 +32,8 @@ def kto(
     undesirable_weight: float = 1.0,
 ) -> PerRow:
     """Compute KTO (arXiv:2402.01306, eq. 7) against the reference point `kl`, see `kto_kl`."""
+    check_range(above=True, beta=beta)
+    check_range(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     above = beta * (logps - reference - kl)
     return jnp.where(desirable, desirable_weight * sigmoid(-above), undesirable_weight * sigmoid(above))
 
@@ -67,6 +70,7 @@ def bco(
 
     `weights` are those of the undesirable rows, see `udm_weights`.
     """
+    check_range(above=True, beta=beta)
     above = beta * (logps - reference) - delta
     return -jnp.where(desirable, log_sigmoid(above), weights * log_sigmoid(-above))
 
@@ -82,6 +86,8 @@ def udm_weights(p_desirable: PerRow, low: float = 0.5, high: float = 10.0) -> Pe
 
     `p_desirable` is a classifier's probability, from the prompt alone, that a row is desirable.
     """
+    if not 0 <= low <= high:
+        raise ValueError(f"low={low}, high={high}; expected numbers from 0, in this order")
     return jnp.clip(p_desirable / (1 - p_desirable + 1e-8), low, high)
 
 
@@ -92,6 +98,7 @@ def kto_objective(*, loss_type: str = "kto", beta: float = 0.1, **weights: float
     """Build the objective of `kto`, or of "apo_zero_unpaired", which needs no "kl" in the batch."""
     if loss_type not in ("kto", "apo_zero_unpaired"):
         raise ValueError(f"loss_type={loss_type!r}; expected one of kto, apo_zero_unpaired")
+    check_call(lambda x: kto(x, x, x > 0, 0.0, beta=beta, **weights), (1,))
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         kl = jnp.zeros(())
@@ -113,6 +120,7 @@ def bco_objective(*, beta: float = 0.1) -> Objective:
     The rewards of this batch are taken in at once, as in TRL. `update(..., reads=("reference", "bco"))` passes the running
     mean, and `track_rewards` keeps it.
     """
+    check_range(above=True, beta=beta)
 
     def objective(o: Outputs, batch: Batch, *fixed: Any) -> tuple[Array, dict[str, Any]]:
         rewards = beta * (o["logps"] - ref_logps(o))
