@@ -56,14 +56,14 @@ def dpo_objective(
     anyone = not set(types) & set(SMOOTHED)  # if no loss reads it, the first one complains
     eps = {t: label_smoothing if anyone or t in SMOOTHED else 0.0 for t in types}
     check_range(**{f"loss_weights[{i}]": w for i, w in enumerate(weights)})
-    common = dict(beta=beta, f_divergence=f_divergence, **options)
+    common: dict[str, Any] = dict(beta=beta, f_divergence=f_divergence, **options)
     for t in types:
         one = partial(dpo, loss_type=t, label_smoothing=eps[t], **common)
         check_call(lambda x, one=one: one(x, x, x, x, chosen_lengths=x, rejected_lengths=x), (1,))
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         ref, present = ref_logps(o), counted(o)
-        lengths = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
+        lengths: dict[str, Any] = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
 
         def one(t: str) -> Array:
             if t == "sft":
