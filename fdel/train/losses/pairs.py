@@ -55,7 +55,8 @@ def dpo_objective(
         raise ValueError(f"wpo weighs pairs, but {', '.join(mixed)} gives no loss per pair; leave one of the two out")
     anyone = not set(types) & set(SMOOTHED)  # if no loss reads it, the first one complains
     eps = {t: label_smoothing if anyone or t in SMOOTHED else 0.0 for t in types}
-    check_range(**{f"loss_weights[{i}]": w for i, w in enumerate(weights)})
+    numbered: dict[str, Any] = {f"loss_weights[{i}]": w for i, w in enumerate(weights)}
+    check_range(**numbered)
     common: dict[str, Any] = dict(beta=beta, f_divergence=f_divergence, **options)
     for t in types:
         one = partial(dpo, loss_type=t, label_smoothing=eps[t], **common)
@@ -63,15 +64,16 @@ def dpo_objective(
 
     def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
         ref, present = ref_logps(o), counted(o)
-        lengths: dict[str, Any] = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
+        lengths = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
 
-        def one(t: str) -> Array:
+        def loss(t: str) -> Array:
             if t == "sft":
                 return _mean_nll(o, batch)
-            given = _sides(o["logps"]) + _sides(ref)
-            return dpo(*given, loss_type=t, label_smoothing=eps[t], present=present, **lengths, **common)
+            (chosen, rejected), (ref_chosen, ref_rejected) = _sides(o["logps"]), _sides(ref)
+            how: dict[str, Any] = dict(loss_type=t, label_smoothing=eps[t], present=present) | lengths | common
+            return dpo(chosen, rejected, ref_chosen, ref_rejected, **how)
 
-        losses = sum((w * one(t) for w, t in zip(weights, types, strict=True)), jnp.zeros(()))
+        losses = sum((w * loss(t) for w, t in zip(weights, types, strict=True)), jnp.zeros(()))
         if wpo:
             losses *= jax.lax.stop_gradient(jnp.exp(_per_token(o, "aligned").sum(-1)))
         metrics = _metrics(o, o["logps"], beta * (o["logps"] - ref))
