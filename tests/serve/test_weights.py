@@ -210,15 +210,17 @@ def test_an_update_that_fails_half_way_is_said(model, monkeypatch) -> None:
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return copy(p, *args)
 
+    queued = e.submit(PROMPTS[0], SAMPLING)
     with monkeypatch.context() as m:
         m.setattr(places.Place, "copy", full)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             e.update_params(other)
-    assert e.generate(PROMPTS[:1], SAMPLING)[0].error.endswith(
-        "weights were lost when update_params failed half-way; call it again"
-    )
-    with pytest.raises(RuntimeError, match="weights were lost"):
-        e.score([1, 2])
+    e.loop.wait(lambda: bool(queued.reply.finish_reason))
+    lost = "weights were lost when update_params failed half-way; call it again"
+    assert queued.reply.finish_reason == "error" and queued.reply.error.endswith(lost)
+    for ask in (lambda: e.score([1, 2]), lambda: e.generate(PROMPTS, SAMPLING)):
+        with pytest.raises(RuntimeError, match=lost):
+            ask()
     e.update_params(other)
     assert e.generate(PROMPTS, SAMPLING)[0].tokens == tokens(e)[0][1]
 
