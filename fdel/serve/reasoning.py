@@ -12,14 +12,13 @@ class Thinking:
 
     start: str
     end: str
-    special: bool = False  # whether the markers are special tokens, which a detokenizer leaves out unless told
 
 
 FAMILIES: Mapping[str, Thinking] = {
     "think": Thinking("<think>", "</think>"),  # deepseek r1, qwen3, glm 4.5, kimi k2, olmo3, minimax m2, nemotron
-    "mistral": Thinking("[THINK]", "[/THINK]", special=True),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
     "seed_oss": Thinking("<seed:think>", "</seed:think>"),
-    "cohere": Thinking("<|START_THINKING|>", "<|END_THINKING|>", special=True),
+    "cohere": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
     "granite": Thinking("Here is my thought process:", "Here is my response:"),
 }
 

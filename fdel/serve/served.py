@@ -192,7 +192,10 @@ class Prompt:
         syntax = served.syntax if asked.callable or served.format == "harmony" else None
         parameters = {t.name: t.parameters for t in asked.tools}
         out = tools.Output(syntax, parameters, thinking, self.inside, 128 if asked.parallel else 1)
-        marks = syntax == "harmony" or getattr(syntax, "special", False) or getattr(thinking, "special", False)
+        said = [*(syntax.texts if isinstance(syntax, tools.Format) else ())]
+        said += [] if thinking is None else [thinking.start, thinking.end]
+        # What a detokenizer would leave out, which differs from tokenizer to tokenizer of one format.
+        marks = syntax == "harmony" or any(special in part for special in served.specials for part in said)
         words = text.Detokenizer(served.tokenizer, skip_special=False)
         thoughts = None
         if thinking is not None or syntax == "harmony":

@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from fdel import text
 from fdel.serve import grammar as structured
 from fdel.serve import reasoning, scan, tools
+from fdel.serve.reply import Delta
+from fdel.serve.served import Prompt
 from fdel.serve.tools import FORMATS, Message, Output
 
 TOOLS = {
@@ -497,3 +500,35 @@ def test_grammar_refuses() -> None:
             tools.grammar(FORMATS["qwen3_coder"], {"f": wrong}, tok)
     with pytest.raises(ValueError, match="Lark"):
         tools.answer(structured.Spec("lark", "start: A"), tok, harmony=True)
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+@pytest.mark.parametrize("name", [*NAMES, "thinking"])
+def test_markers_are_what_the_tokenizer_says(name: str, special: bool, whole: bool) -> None:
+    """Calls and reasoning are found whether the markers are special tokens or text, in one delta or token by token."""
+    thinking = reasoning.FAMILIES["think"] if name == "thinking" else None
+    syntax = fmt("hermes" if thinking else name)
+    said = write("hermes" if thinking else name, [("weather", {"city": "Rome", "days": 2})])
+    said = f"<think>warm</think>{said}" if thinking else said
+    marks = re.findall(r"<\|[^|>]+\|>|<｜[^｜>]+｜>|</?(?:tool_call|think|arg_key|arg_value)>|\[[A-Z_]+\]", said)
+    tok = text.train_bpe(["a"], 256 + 30, ["<|endoftext|>", *(dict.fromkeys(marks) if special else ())])
+    engine = SimpleNamespace(eos=(0,))
+    specials = tuple(tok.backend.id_to_token(i) for i in tok.special_ids)
+    served = SimpleNamespace(
+        tokenizer=tok, engine=engine, syntax=syntax, thinking=thinking, specials=specials, format=name
+    )
+    tool = SimpleNamespace(name="weather", parameters=TOOLS["weather"])
+    asked = SimpleNamespace(tools=[tool], callable=["weather"], parallel=True)
+    reader = Prompt(served, asked, "", []).reader()
+    ids, words = tok.backend.encode(said).ids, text.Detokenizer(tok)
+    for cut in [ids] if whole else [[i] for i in ids]:
+        words, shown = text.step(words, cut)
+        reader.push(Delta(cut, shown, None))
+    reader.push(Delta([0], text.flush(words), "stop"))
+    found = reader.message()
+    assert [(c.name, json.loads(c.arguments)) for c in found.calls] == [("weather", {"city": "Rome", "days": 2})]
+    assert found.content.strip() == "" and found.reasoning == ("warm" if thinking else "")

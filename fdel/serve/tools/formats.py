@@ -37,9 +37,14 @@ class Format:
     separator: str = ""  # between them
     leading: str = ""  # a text that begins so is a call without a marker
     sections: tuple[str, ...] = ()
-    special: bool = False  # whether markers are special tokens, which a detokenizer leaves out unless told
     new_id: Callable[[], str] | None = None
     tags: "Tags | None" = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All fixed texts of a call: what of them is a special token, the tokenizer says."""
+        tags = (self.tags.name_end, *self.tags.key, *self.tags.value, self.tags.end) if self.tags else ()
+        return (self.marker, self.end, *self.sections, *self.writes, *tags)
 
 
 def read(fmt: Format, src: Source, sink: Sink) -> Reader[None]:
@@ -237,7 +242,7 @@ _DEEPSEEK = Format(
     "<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>",
     ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
      "<｜tool▁call▁end｜>", "", "<｜tool▁calls▁end｜>"),
-    sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), special=True,
+    sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )  # fmt: skip
 _FENCED = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
@@ -245,7 +250,7 @@ _FENCED = (
 )  # fmt: skip
 _MISTRAL = Format(
     "[TOOL_CALLS]", _mistral, "]", ("", "[TOOL_CALLS]", "[ARGS]", "", "", ""),
-    opener="[", separator=",", special=True, new_id=_mistral_id,
+    opener="[", separator=",", new_id=_mistral_id,
 )  # fmt: skip
 _MISTRAL_V3 = ("[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", ", "]")
 
@@ -253,11 +258,11 @@ FORMATS: Mapping[str, Format] = {
     "hermes": Format("<tool_call>", _object, "</tool_call>", _HERMES),
     "llama3_json": Format(
         "<|python_tag|>", _object, "", ("", '{"name": "', '", "parameters": ', "}", "; ", ""),
-        separator=";", leading="{", special=True,
+        separator=";", leading="{",
     ),
     "pythonic": Format(
         "<|python_start|>", _pythonic, "]", ("[", "", "(", ")", ", ", "]"), "python",
-        opener="[", separator=",", leading="[", sections=("<|python_end|>",), special=True,
+        opener="[", separator=",", leading="[", sections=("<|python_end|>",),
     ),
     "mistral": _MISTRAL,
     "mistral_v3": dataclasses.replace(_MISTRAL, writes=_MISTRAL_V3),
@@ -274,6 +279,6 @@ FORMATS: Mapping[str, Format] = {
         "<|tool_call_begin|>", _kimi, "<|tool_call_end|>",
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.", ":{index}<|tool_call_argument_begin|>",
          "<|tool_call_end|>", "", "<|tool_calls_section_end|>"),
-        sections=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), special=True,
+        sections=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
 }  # fmt: skip
