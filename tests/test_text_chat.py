@@ -510,3 +510,18 @@ def test_threads_share_nothing(pair) -> None:
     for t in threads:
         t.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("call", [
+    "'a'.ljust(1500000000)", "'a'.rjust(10**9)", "'a'.center(2**40)", "'1'.zfill(10**9)", "('\t' * 9).expandtabs(10**8)",
+    "('a' * 99999).replace('a', 'b' * 99999)", "('a' * 99999).join(['b'] * 99999)",
+])  # fmt: skip
+def test_methods_of_strings_build_nothing_large(call: str) -> None:
+    """Refused before it is built."""
+    tok = dataclasses.replace(text.train_bpe(["a"], 260), templates={"default": "{{ " + call + " }}"})
+    with pytest.raises(text.ChatError, match="builds something of more than"):
+        text.render_chat(tok, [{"role": "user", "content": "x"}])
+    fine = dataclasses.replace(
+        tok, templates={"default": "{{ 'ab'.ljust(4) ~ 'a-b'.replace('-', '+') ~ ','.join(['x', 'y']) }}"}
+    )
+    assert text.render_chat(fine, [{"role": "user", "content": "x"}]) == "ab  a+bx,y"

@@ -63,9 +63,9 @@ def render_chat(
     raises.
 
     A template is code of a stranger. It runs in Jinja's sandbox on plain JSON values, so it reaches no internals of
-    Python and changes no list or dict. Bounded: the text that it writes and what `+`, `*` and `**` build (`MAX_CHARS`),
-    ranges (100,000), and the time (`MAX_SECONDS`), looked at in each call and each turn of a loop. Not bounded: the
-    compilation of a long template, and what one filter, method or format width allocates (`'a'.ljust(10**10)`). Render
+    Python and changes no list or dict. Bounded: the text that it writes and what `+`, `*`, `**` and methods of strings
+    build (`MAX_CHARS`), ranges (100,000), and the time (`MAX_SECONDS`), looked at in each call and each turn of a loop. Not
+    bounded: the compilation of a long template, and what a filter or format width allocates (`'%9999999999d'`). Render
     templates that come from clients in a process with a memory limit.
     """
     source, chat = _source(tok, template, tools), _messages(messages)
@@ -249,7 +249,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise ChatError(f"the chat template builds something of more than {MAX_CHARS} characters, items or bits")
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        self.check()
+        self.check(_grown(getattr(function, "__self__", None), getattr(function, "__name__", ""), args))
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -261,6 +261,28 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*" and sizes:
             self.check(sizes[0] * max((x for x in both if isinstance(x, int)), default=0))
         return super().call_binop(context, operator, left, right)
+
+
+def _grown(said: Any, method: str, args: tuple) -> int:
+    """Say how long the result of a string's method may become."""
+    if not isinstance(said, str) or method not in (
+        "ljust",
+        "rjust",
+        "center",
+        "zfill",
+        "expandtabs",
+        "replace",
+        "join",
+    ):
+        return 0
+    if method == "replace":
+        return len(said) + said.count(args[0]) * len(args[1]) if len(args) > 1 else 0
+    if method == "join":
+        return (
+            sum(len(x) + len(said) for x in args[0] if isinstance(x, str)) if isinstance(args[0], list | tuple) else 0
+        )
+    widths = [x for x in args if isinstance(x, int)]
+    return max(len(said), *widths, 0) * (1 + said.count("\t") if method == "expandtabs" else 1) if widths else 0
 
 
 def _raise(message: str) -> None:
