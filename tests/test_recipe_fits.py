@@ -99,6 +99,13 @@ def test_a_model_on_the_hub_is_not_fetched_by_validation(checkpoint):
     recipe.validate(made(checkpoint, model={"name_or_path": "some-organisation/some-model"}))
 
 
+@pytest.mark.slow
+def test_data_for_less_than_a_step_says_so_in_words_of_run_files(checkpoint, tmp_path):
+    wanted = made(checkpoint, trainer={"total_batch_size": 64, "save_directory": str(tmp_path / "out")})
+    with pytest.raises(recipe.RecipeError, match=r"(?s)mixture.informs: .*or a smaller trainer.total_batch_size"):
+        recipe.train(wanted)
+
+
 # ---- names of other projects ---------------------------------------------------------------------------------------
 
 UNKNOWN = [

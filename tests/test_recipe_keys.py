@@ -33,7 +33,8 @@ VALUES: dict[str, Any] = {
     "pooling": "mean", "margin": 0.3, "matryoshka_dims": [8], "router_aux_loss_coef": 0.01, "negatives": 2,
     "gradient_checkpointing": "dots_saveable", "completion_only_loss": False, "assistant_only_loss": True,
     "packing": True, "packing_strategy": "wrapped", "step_separator": "\n\n", "train_on_last_step_only": True,
-    "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34, "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
+    "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
+    "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {

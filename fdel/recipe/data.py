@@ -77,9 +77,13 @@ def _dataset(
     given, cache = build_sources(recipe, informs) if rows is None else rows, recipe.mixture.save.path
     mine, parts = (0, 1) if jax.process_count() == 1 else processes.share(build_mesh(recipe))
     settings = dataclasses.replace(settings, vocab=config.read(recipe)[1].vocab)
-    return data.dataset(
-        given, settings, ending(recipe, tok), cache_directory=cache, process_index=mine, process_count=parts
-    )
+    try:
+        return data.dataset(
+            given, settings, ending(recipe, tok), cache_directory=cache, process_index=mine, process_count=parts
+        )
+    except ValueError as e:
+        said = str(e).replace("partial='pad'", "a smaller trainer.total_batch_size")
+        raise parse.RecipeError(f"mixture.informs: {said}") from e
 
 
 def build_sources(recipe: Recipe, informs: Sequence[Inform]) -> list[data.Source]:
