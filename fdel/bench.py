@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdel import models, params, serve, train
+from fdel import models, ops, params, serve, train
+from fdel.ops.attention import PACKED
 from fdel.serve import weights
 
 
@@ -62,6 +63,43 @@ def train_step(model: models.Model, rows: int = 4, length: int = 512) -> float:
         metrics["loss"].block_until_ready()
 
     return seconds(run, 3)
+
+
+def attention(directory: Path, lengths: Sequence[int], *, dtype: Any = None) -> Iterator[str]:
+    """Time each way to attend with a model's heads, forward and with gradients of q, k and v; a line for each in turn.
+
+    Rows of each length (their tokens are 8192 together, or one row), in `dtype` or in float32 and bfloat16; needs only
+    config.json. What does not serve a length says why.
+    """
+    family, cfg = models.read_config(directory)
+    heads, kv_heads, dim = (getattr(cfg, name, None) for name in ("heads", "kv_heads", "head_dim"))
+    if heads is None or kv_heads is None or dim is None:
+        raise ValueError(f"{family.MODEL_TYPE} has no heads with keys and values of their own to attend with")
+    mask = ops.Mask(dim**-0.5)
+    for kind in (dtype,) if dtype else ("float32", "bfloat16"):
+        for n in lengths:
+            keys = jax.random.split(jax.random.key(0), 3)
+            shape = lambda count, n=n: (max(1, 8192 // n), n, count, dim)
+            q, k, v = (
+                jax.random.normal(key, shape(c), kind) for key, c in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+            )
+            batch = ops.packed(jnp.zeros(q.shape[:2], jnp.int32))
+            for name, way in PACKED.items():
+                where = f"{name:<9} {kind:<9} {len(q)} x {n}"
+                if why := way.unsupported(q, k, v, batch.segment_ids, mask=mask, sinks=None, alibi=None, bias=None):
+                    yield f"{where}: {why}"
+                    continue
+                run = lambda q, k, v, batch=batch, name=name: ops.attend(batch, None, 0, q, k, v, mask=mask, impl=name)[
+                    0
+                ]
+                both = jax.grad(lambda *x, run=run: run(*x).astype(jnp.float32).sum(), (0, 1, 2))
+                timed = [_milliseconds(f, q, k, v) for f in (run, both)]
+                yield f"{where}: forward {timed[0]:.1f} ms, with gradients {timed[1]:.1f} ms"
+
+
+def _milliseconds(f: Callable, *args: jax.Array) -> float:
+    f = jax.jit(f)
+    return 1e3 * seconds(lambda: jax.block_until_ready(f(*args)), 3)
 
 
 def lines(directory: Path, *, dtype: Any = None, mesh: str | None = None, train: bool = True) -> Iterator[str]:

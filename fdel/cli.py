@@ -137,7 +137,12 @@ def bench(args: argparse.Namespace) -> int:
     """Measure prefill, decode, a training step and loading of a checkpoint on this machine."""
     from fdel import bench, params
 
-    for line in bench.lines(params.resolve(args.model), dtype=args.dtype, mesh=args.mesh, train=not args.no_train):
+    directory = params.resolve(args.model)
+    if args.attention:
+        measured = bench.attention(directory, args.attention, dtype=args.dtype)
+    else:
+        measured = bench.lines(directory, dtype=args.dtype, mesh=args.mesh, train=not args.no_train)
+    for line in measured:
         print(line, flush=True)
     return 0
 
@@ -255,10 +260,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.run(command(run))
     options.plan(command(plan, ("model", "a run file, or a directory with a config.json; the options belong to that")))
-    p = command(bench, checkpoint)
-    p.add_argument("--dtype", **dtype)
-    options.mesh(p)
-    p.add_argument("--no-train", action="store_true", help="leave out the training step")
+    options.bench(command(bench, checkpoint), dtype)
     options.serve(command(serve), dtype)
     options.monitor(command(monitor))
     options.eval(command(eval, checkpoint), dtype)

@@ -62,6 +62,15 @@ def run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--keys", action="store_true", help="print every key of a run file with its meaning")
 
 
+def bench(p: argparse.ArgumentParser, dtype: dict) -> None:
+    """Add the options of `fdel bench`."""
+    p.add_argument("--dtype", **dtype)
+    mesh(p)
+    p.add_argument("--no-train", action="store_true", help="leave out the training step")
+    lengths = lambda text: [int(n) for n in text.split(",")]
+    p.add_argument("--attention", type=lengths, metavar="N,N", help="time attention alone, in rows of so many tokens")
+
+
 def convert(p: argparse.ArgumentParser, dtype: dict) -> None:
     """Add the options of `fdel convert`."""
     p.add_argument("--dtype", **dtype)

@@ -284,6 +284,14 @@ def test_a_mesh_writes_what_one_device_writes(checkpoint, capsys):
 
 
 @pytest.mark.slow
+def test_attention_is_timed_alone(checkpoint, capsys):
+    assert cli.main(["bench", str(checkpoint), "--attention", "64,1088", "--dtype", "float32"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 * 5 and sum("with gradients" in r for r in rows) == 3 + 2
+    assert any(r.startswith("short     float32   7 x 1088: ") and "gradients" not in r for r in rows)
+
+
+@pytest.mark.slow
 def test_a_server_on_a_mesh_answers_as_on_one_device(checkpoint, capsys):
     """As its own process, over HTTP, with weights and cache on two virtual devices."""
     command = [
