@@ -11,10 +11,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from fdel import models, ops, params, serve, train
 from fdel.models import llama
@@ -878,3 +880,48 @@ def test_on_a_mesh(model, solo) -> None:
     assert state.k.sharding.spec[2] == "tp" and isinstance(state, ops.Pages)
     for prompt, g in zip(PROMPTS, got, strict=True):
         np.testing.assert_allclose(g.logprobs, scores(model, prompt, g.tokens), atol=1e-5)
+
+
+# ---- hostile values --------------------------------------------------------------------------------------------------
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4), st.binary(max_size=3),
+    st.sampled_from([np.int64(3), np.float32(0.5), np.bool_(True), np.uint8(255), np.nan, np.zeros((2, 2)), np.arange(3)]),
+    st.lists(st.integers(-2, VOCAB + 2) | st.none() | st.floats(), max_size=3), st.just({}), st.just(object()),
+    st.dictionaries(st.integers(-2, VOCAB + 2), st.floats(-200, 200), max_size=2), st.integers(0, 20), st.floats(0, 2),
+)  # fmt: skip
+FIELDS = [f.name for f in dataclasses.fields(serve.SamplingParams)]
+
+
+@pytest.fixture(scope="module")
+def probed(model):
+    """An engine, and what it answers before anything was tried on it."""
+    e = engine(model)
+    return e, e.generate(PROMPTS[1:2], MIXED[0])[0]
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(data=st.data())
+def test_hostile_values_are_answered_or_named(probed, data) -> None:
+    """Whatever is given for anything: an answer, or a ValueError or TypeError; and the next request answers bit by bit."""
+    e, want = probed
+    fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=3))
+    where = data.draw(st.dictionaries(st.sampled_from(["key", "salt", "priority", "adapter"]), ODD, max_size=1))
+    prompt = data.draw(st.just([1, 2]) | ODD)
+    call = data.draw(st.sampled_from(["generate", "score", "embed"]))
+    try:
+        if call == "generate":
+            s = serve.SamplingParams(**{"max_tokens": 3} | fields)
+            s = dataclasses.replace(s, n=min(s.n, 2), best_of=None, max_tokens=min(s.max_tokens, 3), min_tokens=0)
+            for g in e.generate([prompt], s, **where):
+                assert g.finish_reason in ("stop", "length") or "no token is left to draw" in g.error
+                assert all(0 <= t < VOCAB for t in g.tokens) and not np.isnan(g.sampled_logprobs).any()
+        elif call == "score":
+            assert np.isfinite(e.score(prompt, *[v for k, v in fields.items()][:1]).logprobs[1:]).all()
+        else:
+            assert np.isfinite(e.embed(prompt, **{k: v for k, v in where.items() if k == "adapter"})).all()
+    except (ValueError, TypeError) as error:
+        assert str(error)
+    got = e.generate(PROMPTS[1:2], MIXED[0])[0]
+    assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs) and not e.loop.live
