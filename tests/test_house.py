@@ -36,7 +36,8 @@ ARROWS = {
     "train": ["train", "params", "ops", "models", "serve", "text"],
 }
 LAUNCHERS = "fdel/train/processes.py"  # reads who started this process: nothing else says it
-HOST_ONLY = {"text", "serve.pages", "serve.schedule", "serve.openai"}  # run without jax and aiohttp
+# These run without jax and aiohttp.
+HOST_ONLY = {"text", "serve.pages", "serve.schedule", "serve.openai", "serve.texts", "serve.worker"}
 OPTIONAL = {
     "accelerate",
     "huggingface_hub",

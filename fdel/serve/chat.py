@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fdel.serve import grammar, openai
+from fdel.serve import openai
 from fdel.serve.frames import FAILED, PING, Frames, stream
 from fdel.serve.openai import APIError, body, responses
 from fdel.serve.runs import Run
@@ -20,7 +20,7 @@ from fdel.serve.state import Call
 async def chat(call: Call) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     served = call.served()
-    asked = openai.parse_chat(call.body, served.limits)
+    asked = await call.parse(openai.parse_chat, served)
     prompt, run = await _chat_run(call, served, asked)
     meta = body.meta("chatcmpl", time.time(), asked.model, asked.usage)
     if asked.stream:
@@ -37,24 +37,11 @@ async def chat(call: Call) -> web.StreamResponse:
 
 async def _chat_run(call: Call, served: Served, asked: openai.Chat) -> tuple[Prompt, Run]:
     """Render, tokenize, compile the grammar and queue: all that can be refused."""
-
-    def prepare() -> tuple[Prompt, grammar.Matcher | None]:
-        prompt = served.chat(asked)
-        return prompt, matcher_of(served, prompt.spec())
-
-    prompt, matcher = await call.aside(prepare)
+    said, ids = await call.children.chat(call.holder, served.base, asked, call.large)
+    prompt = Prompt(served, asked, said, ids)
+    matcher = await call.matcher(served, await call.aside(prompt.spec) if call.large else prompt.spec())
     prompts, sampling = served.fit([prompt.ids], asked.sampling)
     return prompt, call.run(served, prompts, sampling, matcher, asked.salt)
-
-
-def matcher_of(served: Served, spec: grammar.Spec | None) -> grammar.Matcher | None:
-    """Compile a grammar; an APIError if that fails."""
-    if spec is None:
-        return None
-    try:
-        return grammar.compile(served.vocabulary, spec, served.grammars)
-    except ValueError as e:
-        raise APIError(str(e), param="response_format") from e
 
 
 async def _whole(run: Run, prompt: Prompt) -> tuple[list[Reader], list[str]]:
@@ -110,7 +97,7 @@ async def _chat_frames(run: Run, prompt: Prompt, meta: body.Meta) -> Frames:
 async def respond(call: Call) -> web.StreamResponse:
     """POST /v1/responses."""
     served = call.served()
-    request = responses.parse(call.body, served.limits)
+    request = await call.parse(responses.parse, served)
     prompt, run = await _chat_run(call, served, request.chat)
     meta = body.meta("resp", time.time(), request.chat.model)
     if request.chat.stream:

@@ -8,8 +8,7 @@ import numpy as np
 from aiohttp import web
 
 from fdel import text
-from fdel.serve import grammar, openai
-from fdel.serve.chat import matcher_of
+from fdel.serve import openai
 from fdel.serve.frames import PING, Frames, stream
 from fdel.serve.openai import APIError, body
 from fdel.serve.reply import Delta, Score
@@ -24,13 +23,9 @@ from fdel.serve.state import Call
 async def completions(call: Call) -> web.StreamResponse:
     """POST /v1/completions."""
     served = call.served()
-    asked = openai.parse_completion(call.body, served.limits)
-
-    def prepare() -> tuple[list[list[int]], grammar.Matcher | None]:
-        ids = [served.encode(p, asked.special) if isinstance(p, str) else list(p) for p in asked.prompts]
-        return ids, matcher_of(served, asked.grammar)
-
-    prompts, matcher = await call.aside(prepare)
+    asked = await call.parse(openai.parse_completion, served)
+    prompts = await call.encode(served, asked.prompts, asked.special)
+    matcher = await call.matcher(served, asked.grammar)
     meta = body.meta("cmpl", time.time(), asked.model, asked.usage)
     if asked.scored:
         _check_lengths(served, prompts)
@@ -69,7 +64,8 @@ async def _echoed(
     if not asked.echo or asked.logprobs is None:
         return None
     engine, most = served.engine, asked.logprobs
-    return await call.aside(lambda: [engine.score(p, most, adapter=served.adapter) for p in prompts])
+    one = lambda p: lambda: engine.score(p, most, adapter=served.adapter)
+    return [await call.aside(one(p)) for p in prompts]
 
 
 class _Written:
@@ -135,11 +131,11 @@ async def _completion_frames(run: Run, writer: _Written, meta: body.Meta) -> Fra
 async def embeddings(call: Call) -> web.Response:
     """POST /v1/embeddings: the last token's final hidden state, of unit length."""
     served = call.served()
-    asked = openai.parse_embeddings(call.body, served.limits)
+    asked = await call.parse(openai.parse_embeddings, served)
     width = served.engine.model.cfg.embed
     if asked.dimensions not in (None, width):
         raise APIError(f"dimensions: found {asked.dimensions}, this model has {width}", param="dimensions")
-    ids = await call.aside(lambda: [served.encode(x) if isinstance(x, str) else list(x) for x in asked.inputs])
+    ids = await call.encode(served, asked.inputs)
     vectors = await _embed(call, served, ids)
     return call.json(body.embeddings(asked.model, vectors, asked.base64, sum(map(len, ids))))
 
@@ -158,7 +154,8 @@ async def _embed(call: Call, served: Served, ids: Sequence[Sequence[int]]) -> li
     _check_lengths(served, ids)
     call.admit(sum(map(len, ids)))
     unit = lambda v: v / max(float(np.linalg.norm(v)), 1e-12)
-    return await call.aside(lambda: [unit(served.engine.embed(x, adapter=served.adapter)) for x in ids])
+    one = lambda x: lambda: unit(served.engine.embed(x, adapter=served.adapter))
+    return [await call.aside(one(x)) for x in ids]  # others take their turns between, and a client may leave
 
 
 def ranker(parse: Callable, write: Callable) -> Callable[[Call], Awaitable[web.Response]]:
@@ -166,9 +163,9 @@ def ranker(parse: Callable, write: Callable) -> Callable[[Call], Awaitable[web.R
 
     async def rank(call: Call) -> web.Response:
         served = call.served()
-        asked = parse(call.body, served.limits)
+        asked = await call.parse(parse, served)
         texts = list(dict.fromkeys(t for pair in asked.pairs for t in pair))
-        ids = await call.aside(lambda: [served.encode(t) for t in texts])
+        ids = await call.encode(served, texts)
         vectors = dict(zip(texts, await _embed(call, served, ids), strict=True))
         values = [float(vectors[a] @ vectors[b]) for a, b in asked.pairs]
         meta = body.meta("score", time.time(), asked.model)
@@ -189,17 +186,13 @@ rerank = ranker(
 async def tokenize(call: Call) -> web.Response:
     """POST /tokenize. Special tokens in a text stay text, but a text that is one of them alone is asked for its id."""
     served = call.served(optional=True)
-    asked = openai.parse_tokenize(call.body, served.limits)
-
-    def ids() -> Sequence[int]:
-        if isinstance(asked, openai.Chat):
-            return served.chat(asked).ids
+    asked = await call.parse(openai.parse_tokenize, served)
+    if isinstance(asked, openai.Chat):
+        _, ids = await call.children.chat(call.holder, served.base, asked, call.large)
+    else:
         said, special = asked
-        if said in served.specials:  # as lm_eval asks for bos and eos
-            return text.encode(served.tokenizer, said, special=special)
-        return served.plain.encode(said, add_special_tokens=special).ids
-
-    return call.json(body.tokens(await call.aside(ids), served.engine.limit))
+        ids = (await call.children.encode(call.holder, served.base, [said], special, seen=True))[0]
+    return call.json(body.tokens(ids, served.engine.limit))
 
 
 async def detokenize(call: Call) -> web.Response:

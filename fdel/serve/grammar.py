@@ -1,17 +1,19 @@
 """Structured output: which tokens a JSON schema, a regex, a Lark grammar or a list of choices allows next.
 
 `compile` turns a `Spec` into a `Matcher`, which follows one output token by token. Compiled grammars are kept in a
-`Cache`, and each output gets a copy (a few microseconds). Parsing is llguidance's, whose work per grammar and per token
-is bounded by `LIMITS` and which drops the GIL: compile in a thread.
+`Cache`, and each output gets a copy (a few microseconds). Parsing is llguidance's, whose work per token is bounded by
+`LIMITS`, and which drops the GIL. Its compiler recurses along references and never looks how much of its stack is left,
+so it gets one that is enough for any grammar of `MAX_CHARS`; what strangers send is first tried in another process.
 """
 
 import functools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +32,7 @@ LIMITS = {
 }
 # Whitespace in JSON is bounded, since a model may prefer it to anything else for ever; unknown keywords are errors.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False, "coerce_one_of": False}
+STACK = 2**29  # bytes of address space: a reference takes up to 8 KiB and 40 characters, or 3 KiB and 12
 OVERHEAD, PER_CHAR = 100_000, 64  # bytes that a compiled grammar holds: measured for small schemas and long enums
 
 
@@ -223,18 +226,32 @@ class Matcher:
         self.state.try_consume_tokens(self.tokens)
 
 
-def compile(vocabulary: Vocabulary, spec: Spec, cache: Cache | None = None) -> Matcher:
-    """Compile a grammar for a model's vocabulary; with a cache, at most once.
+def compile(vocabulary: Vocabulary, spec: Spec, cache: Cache | None = None, stack: int = STACK) -> Matcher:
+    """Compile a grammar for a model's vocabulary; with a cache, at most once. A smaller `stack` may end the process.
 
     ValueError with the reason: a grammar that does not parse, that needs what llguidance cannot do, that accepts no
     output at all, or that is too large (`MAX_CHARS`, `LIMITS`). ImportError without the extra `serve`.
     """
     compiled = None if cache is None else cache.get(vocabulary, spec)
     if compiled is None:
-        compiled = _compile(vocabulary, spec)
+        compiled = _deep(stack, lambda: _compile(vocabulary, spec))
         if cache is not None:
             cache.put(vocabulary, spec, compiled)
     return Matcher(vocabulary, compiled)
+
+
+T = TypeVar("T")
+
+
+def _deep(stack: int, work: Callable[[], T]) -> T:
+    """Do work in a thread with a stack of so many bytes."""
+    with ThreadPoolExecutor(1) as pool:
+        before = threading.stack_size(stack)
+        try:
+            future = pool.submit(work)
+        finally:
+            threading.stack_size(before)
+        return future.result()
 
 
 def _compile(vocabulary: Vocabulary, spec: Spec) -> Any:

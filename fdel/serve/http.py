@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from fdel.serve import about, admin, auth, chat, completions, openai, openapi
+from fdel.serve import about, admin, auth, chat, completions, openapi
 from fdel.serve.connection import HEADERS, Connection, Connections, Runner
 from fdel.serve.frames import LATE
 from fdel.serve.openai import APIError, body
@@ -109,6 +109,7 @@ def application(server: Server) -> web.Application:
 
     app = web.Application(middlewares=[guard], client_max_size=BODY)
     app.on_response_prepare.append(_mark)
+    app.cleanup_ctx.append(server.isolated)
     for method, path, _, handler in ROUTES:
         app.router.add_route(method, path, handler, expect_handler=_expect)  # type: ignore[arg-type]
     return app
@@ -191,7 +192,7 @@ async def _read(call: Call) -> dict[str, Any]:
     if (request.content_length or 0) > BODY:
         raise web.HTTPRequestEntityTooLarge(BODY, request.content_length or 0)
     if request.content.is_eof():  # all of it is here
-        return openai.load(await request.read())
+        return await call.load(await request.read())
     if expected := request.headers.get("Expect", ""):
         if expected.lower() != "100-continue":
             raise APIError("expected 100-continue", status=417, code="expectation_failed")
@@ -203,7 +204,7 @@ async def _read(call: Call) -> dict[str, Any]:
     except BlockingIOError as e:
         said = "too many requests are on their way; try again"
         raise APIError(said, status=503, type="server_error", code="overloaded", headers={"Retry-After": "1"}) from e
-    return openai.load(raw)
+    return await call.load(raw)
 
 
 def _refusal(call: Call, e: APIError) -> web.Response:
@@ -259,6 +260,8 @@ async def run(
     def told(number: int) -> None:
         signals.append(number)
         server.draining = True
+        if server.children is not None:
+            server.children.close()  # requests that have not begun are refused
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -3,9 +3,15 @@
 import asyncio
 import contextlib
 import ipaddress
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
+
+from fdel.serve.openai import APIError
+
+WAITING = 512  # jobs of one holder that may wait for their turn
+LATER: dict[str, Any] = {"status": 503, "type": "server_error", "headers": {"Retry-After": "1"}}
 
 
 @dataclass
@@ -91,3 +97,64 @@ def address(remote: str | None) -> str:
     if ip.is_loopback:
         return "loopback"
     return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))
+
+
+class Turns:
+    """Places for work, `each` at most for one who asks; waiting is first come first served, and in turns."""
+
+    def __init__(self, places: int, each: int, waiting: int = WAITING):
+        self.free, self.each, self.most = places, each, waiting
+        self.held: Counter[str] = Counter()
+        self.waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, who: str) -> AsyncIterator[None]:
+        """Hold a place. APIError 429 for who has too much waiting, 503 if all together have."""
+        if self.free and self.held[who] < self.each:
+            self._take(who)
+        else:
+            await self._wait(who)
+        try:
+            yield
+        finally:
+            self._give(who)
+
+    def _take(self, who: str) -> None:
+        self.free -= 1
+        self.held[who] += 1
+
+    def _give(self, who: str) -> None:
+        self.free += 1
+        self.held[who] -= 1
+        if not self.held[who]:
+            del self.held[who]
+        for name, queue in self.waiting.items():
+            if self.free and self.held[name] < self.each:
+                self._take(name)
+                queue.popleft().set_result(None)
+                self.waiting.move_to_end(name)
+                self._forget(name)
+                return
+
+    def _forget(self, who: str) -> None:
+        if not self.waiting.get(who, True):
+            del self.waiting[who]
+
+    async def _wait(self, who: str) -> None:
+        every = sum(map(len, self.waiting.values()))
+        if len(self.waiting.get(who, ())) >= self.most or every >= 4 * self.most:
+            mine = every < 4 * self.most
+            said = f"{'you have' if mine else 'the server has'} too many requests waiting; try again"
+            kind = LATER | ({"status": 429, "type": "rate_limit_error"} if mine else {})
+            raise APIError(said, code="overloaded", **kind)
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.setdefault(who, deque()).append(turn)
+        try:
+            await asyncio.shield(turn)  # a cancellation of ours leaves it as it is until we have taken it out
+        except asyncio.CancelledError:
+            if turn.done():  # both at once
+                self._give(who)
+            else:
+                self.waiting[who].remove(turn)
+                self._forget(who)
+            raise

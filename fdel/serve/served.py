@@ -1,24 +1,17 @@
-"""One model behind a server: its engine, and how texts become its tokens and its tokens texts."""
+"""One model behind a server: its engine, and how tokens become what it answers."""
 
 import functools
-import math
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import tokenizers
 
 from fdel import text
 from fdel.serve import grammar, openai, reasoning, tools
 from fdel.serve.engine import Engine
 from fdel.serve.reply import Delta
 from fdel.serve.request import SamplingParams, fit
-
-# What stands for a special token that somebody wrote into a message, until the template has run; no characters.
-_MARK = "\ufdd0{}\ufdd1"
-_MARKED = re.compile("\ufdd0([0-9]+)\ufdd1")
+from fdel.serve.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,11 @@ class Served:
     adapter: str = ""
     parent: str | None = None
     truncate: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The name of its engine, which adapters share."""
+        return self.parent or self.name
 
     def under(self, adapter: str) -> "Served":
         """The same with an adapter of the engine, under the adapter's name."""
@@ -65,65 +63,19 @@ class Served:
         return replace(limits, outputs=min(limits.outputs, (self.engine.settings.queue + 1) // 2))  # a key's share
 
     @functools.cached_property
-    def specials(self) -> tuple[str, ...]:
-        """The texts of special tokens, the longest first."""
-        texts = {self.tokenizer.backend.id_to_token(i) for i in self.tokenizer.special_ids}
-        return tuple(sorted(filter(None, texts), key=lambda t: (-len(t), t)))
-
-    @functools.cached_property
-    def plain(self) -> tokenizers.Tokenizer:
-        """The tokenizer to which special tokens are text as any other."""
-        backend = tokenizers.Tokenizer.from_str(self.tokenizer.json)
-        backend.encode_special_tokens = True
-        return backend
+    def texts(self) -> Texts:
+        """What child processes need to know."""
+        return Texts(self.tokenizer, self.engine.limit, self.vocabulary.width)
 
     @property
     def syntax(self) -> tools.Format | str | None:
         """How calls are written, for `tools.Output`."""
         return tools.FORMATS.get(self.format or "", self.format if self.format == "harmony" else None)
 
-    def encode(self, said: str, special: bool = True) -> list[int]:
-        """Tokenize a client's text; special tokens in it stay text. `special`: the tokenizer adds its own around it."""
-        self.look(said)
-        ids = self.plain.encode(said, add_special_tokens=special).ids
-        if not ids:
-            raise openai.APIError("the prompt is empty; it needs at least one token", param="prompt")
-        return ids
-
-    @functools.cached_property
-    def longest(self) -> float:
-        """A bound on the characters of a text that fits the context; infinite where one token may stand for any text."""
-        pieces = self.tokenizer.pieces
-        if not (pieces.byte_level or pieces.byte_fallback):
-            return math.inf
-        return 4 * self.engine.limit * max(map(len, self.tokenizer.backend.get_vocab()))  # normalizers may shorten
-
-    def look(self, said: str) -> None:
-        """Refuse a text that is too long by its characters already: to tokenize megabytes takes seconds."""
-        if len(said) > self.longest:
-            raise openai.APIError(
-                f"the prompt has {len(said)} characters, more than the model's context of {self.engine.limit} tokens holds",
-                param="messages", code="context_length_exceeded",
-            )  # fmt: skip
-
     def chat(self, asked: openai.Chat) -> "Prompt":
-        """Render and tokenize a chat. Only the template writes special tokens: those in messages stay text."""
-        found = re.compile("|".join(map(re.escape, self.specials))) if self.specials else None
-        mark = lambda s: found.sub(lambda m: _MARK.format(self.specials.index(m[0])), s) if found else s
-        marked: Any = _mapped([dict(m) for m in asked.messages], mark)
-        shown = _mapped([dict(t.spec) for t in asked.tools], mark) or None
-        try:
-            said = text.render_chat(self.tokenizer, marked, tools=shown, add_generation_prompt=True, **asked.template)
-        except text.ChatError as e:
-            raise openai.APIError(f"the messages do not fit this model's chat template: {e}", param="messages") from e
-        self.look(said)
-        ids: list[int] = []
-        for i, part in enumerate(_MARKED.split(said)):  # text and numbers of special tokens take turns
-            if i % 2:
-                ids += self.plain.encode(self.specials[int(part)], add_special_tokens=False).ids
-            else:
-                ids += text.encode(self.tokenizer, part, special=False)
-        return Prompt(self, asked, said, ids)
+        """Render and tokenize a chat in this process, for who trusts those who wrote it."""
+        tools = [t.spec for t in asked.tools] or None
+        return Prompt(self, asked, *self.texts.chat(asked.messages, tools, asked.template))
 
 
 def around(engine: Engine, name: str, tool_parser: str | None = None, truncate: str | None = None) -> Served:
@@ -141,22 +93,13 @@ def around(engine: Engine, name: str, tool_parser: str | None = None, truncate: 
     )  # fmt: skip
 
 
-def _mapped(value: Any, change: Any) -> Any:
-    """Change every string inside a value, keys left alone."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {k: v if k in ("role", "type") else _mapped(v, change) for k, v in value.items()}
-    return [_mapped(v, change) for v in value] if isinstance(value, list | tuple) else value
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A chat that is ready to run."""
 
     served: Served
     asked: openai.Chat
-    said: str
+    said: str  # the end of it
     ids: Sequence[int]
 
     @property

@@ -1,8 +1,10 @@
 """What a server holds, and one call to it: who asks, what is left of their rate, where the work runs."""
 
 import asyncio
+import gc
+import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from fdel.serve import auth, grammar, keyfile, limits
+from fdel.serve import auth, grammar, keyfile, limits, openai
+from fdel.serve.aside import LARGE, Aside
 from fdel.serve.metrics import Metrics
 from fdel.serve.openai import APIError
 from fdel.serve.openai.body import Usage, dump
@@ -33,6 +36,8 @@ class Server:
     adapter_root: Path | None = None  # below which adapters may be loaded
     rates: auth.Rates = field(default_factory=auth.Rates)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "fdel-serve"))
+    threads: limits.Turns = field(default_factory=lambda: limits.Turns(4, 2))  # of the pool
+    children: Aside | None = None  # between start and end of the application
     timeout: float = 600.0  # seconds for a whole answer
     draining: bool = False
     active: int = 0  # calls under way
@@ -48,6 +53,15 @@ class Server:
         if (found := self.key_file.changed(now)) is not None:
             self.keys = found
 
+    async def isolated(self, app: web.Application) -> AsyncIterator[None]:
+        """Have child processes while an application runs."""
+        before = self.children
+        self.children = own = Aside({name: s.texts.facts() for name, s in self.engines().items()})
+        yield
+        own.close()
+        await own.ended()
+        self.children = before
+
     def engines(self) -> dict[str, Served]:
         """One name for each engine."""
         return {name: s for name, s in self.models.items() if s.parent is None}
@@ -62,6 +76,7 @@ class Call:
     id: str
     key: auth.Key | None
     body: dict[str, Any] = field(default_factory=dict)
+    large: bool = False  # whether the body is more than the event loop may work on
     clock: Any = None  # the asyncio.Timeout of the whole call
     on_end: list[Callable[[], None]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # for the audit log
@@ -86,9 +101,53 @@ class Call:
         self.facts["model"] = found.name
         return found
 
+    @property
+    def children(self) -> Aside:
+        """The child processes, for what a text can make expensive."""
+        if self.server.children is None:
+            raise RuntimeError("the application has not been started")
+        return self.server.children
+
     async def aside(self, work: Callable[[], T]) -> T:
-        """Do work that takes a while, so that other calls go on."""
-        return await asyncio.get_running_loop().run_in_executor(self.server.pool, work)
+        """Do work that takes a while in a thread, so that other calls go on; nothing ends it, so cut it small."""
+        async with self.server.threads.turn(self.holder):
+            return await asyncio.get_running_loop().run_in_executor(self.server.pool, work)
+
+    async def load(self, raw: bytes) -> dict[str, Any]:
+        """Parse the body. APIError for what JSON or this server does not allow."""
+        if len(raw) <= LARGE:
+            return openai.load(raw)
+        self.large = True  # a child says that it is strict JSON of few values: then plain parsing takes milliseconds
+        await self.children.ask(self.holder, "check", data=raw, large=True)
+        return await self.aside(lambda: _parse(raw))
+
+    async def parse(self, parse: Callable[[Mapping[str, Any], openai.Limits], T], served: Served) -> T:
+        """Check the body for a model. APIError with the parameter that is wrong."""
+        work = lambda: parse(self.body, served.limits)
+        return await self.aside(work) if self.large else work()
+
+    async def encode(
+        self, served: Served, prompts: Sequence[str | Sequence[int]], special: bool = True
+    ) -> list[list[int]]:
+        """Tokenize those prompts that are texts."""
+        texts = [p for p in prompts if isinstance(p, str)]
+        found = iter(await self.children.encode(self.holder, served.base, texts, special) if texts else ())
+        return [next(found) if isinstance(p, str) else list(p) for p in prompts]
+
+    async def matcher(self, served: Served, spec: grammar.Spec | None) -> grammar.Matcher | None:
+        """Compile a grammar, if a child process has survived it. APIError with what is wrong."""
+        if spec is None:
+            return None
+        work = lambda: grammar.compile(served.vocabulary, spec, served.grammars)
+        try:
+            if served.grammars.get(served.vocabulary, spec) is not None:
+                return work()
+            await self.children.ask(self.holder, "compile", served.base, large=True, kind=spec.kind, body=spec.body)
+            return await self.aside(work)
+        except (APIError, ValueError) as e:
+            if isinstance(e, APIError) and e.status != 400:
+                raise
+            raise APIError(str(e), param="response_format") from e
 
     def take(self, share: limits.Share, count: int = 1) -> None:
         """Take places of a share until the call ends; an APIError if its holder has as many as others find free."""
@@ -153,3 +212,12 @@ class Call:
     def json(self, value: Mapping[str, Any], status: int = 200) -> web.Response:
         """Answer with JSON."""
         return web.Response(body=dump(value), status=status, content_type="application/json", charset="utf-8")
+
+
+def _parse(raw: bytes) -> Any:
+    """Parse what is known to be harmless; collections of garbage meanwhile would take ten times as long."""
+    gc.disable()
+    try:
+        return json.loads(raw)
+    finally:
+        gc.enable()

@@ -1,9 +1,10 @@
 """Tokenizers in the Hugging Face layout: load, save, train, encode, decode."""
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,19 +159,28 @@ def encode(tok: Tokenizer, text: str, *, special: bool = True) -> list[int]:
 
 def decode(tok: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
     """Turn token ids into text, without the clean-up of spaces that WordPiece models had."""
-    return tok.backend.decode(list(ids), skip_special_tokens=skip_special)
+    with _panics():
+        return tok.backend.decode(list(ids), skip_special_tokens=skip_special)
 
 
 def encoding(tok: Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding:
     """Encode to ids with their offsets in the text."""
     try:
-        return tok.backend.encode(text, add_special_tokens=special)
+        with _panics():
+            return tok.backend.encode(text, add_special_tokens=special)
     except TypeError as e:
         raise ValueError(f"cannot encode this {type(text).__name__}; expected a str without lone surrogates") from e
-    except BaseException as e:  # a panic of the library, which is no Exception
-        if type(e).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the tokenizer failed on a text of {len(text)} characters: {e}"[:300]) from e
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Turn a panic of the library, which is no Exception, and its errors, which have no type, into a ValueError."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e) is Exception or type(e).__name__ == "PanicException":
+            raise ValueError(f"the tokenizer failed, its tokenizer.json may be damaged: {e}"[:300]) from e
+        raise
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -216,7 +226,8 @@ def _backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if (growth := _growth(_read(file).get("normalizer"))) > GROWTH:
         raise ValueError(f"{file}: normalizer: makes a text up to {growth:.3g} times longer, expected at most {GROWTH}")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        with _panics():
+            backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as e:
         raise ValueError(f"tokenizers {tokenizers.__version__} cannot read {file}: {e}") from e
     backend.no_truncation()

@@ -317,22 +317,21 @@ def test_tokens_of_the_reasoning_are_counted(running, case, size):
     assert reader.message().reasoning.strip() == thought.strip()
 
 
-def test_tokens_of_the_reasoning_are_in_the_usage(running, monkeypatch):
+def test_tokens_of_the_reasoning_are_in_the_usage(running):
     tok = running.served.tokenizer
     thinker = dataclasses.replace(tok, templates={"default": tok.templates["default"] + "<think>"})
     served = dataclasses.replace(
         running.served, name="thinker", tokenizer=thinker, thinking=reasoning.FAMILIES["think"], format=None
     )
-    monkeypatch.setattr(running.state, "models", {**running.state.models, "thinker": served})
-    running.state.metrics.extend("model", "thinker")
     asked = {"model": "thinker", "ignore_eos": True, "n": 2}
-    for said in (
-        chat(running, asked)[1]["usage"],
-        frames(chat(running, asked | {"stream": True, "stream_options": {"include_usage": True}})[1])[-1]["usage"],
-    ):
-        assert said["completion_tokens_details"]["reasoning_tokens"] == said["completion_tokens"] == 24
-    body = {"model": "thinker", "input": "the weather", "max_output_tokens": 5}
-    used = call(running, "POST", "/v1/responses", body)[1]["usage"]
+    with wire.also(running, served):
+        for said in (
+            chat(running, asked)[1]["usage"],
+            frames(chat(running, asked | {"stream": True, "stream_options": {"include_usage": True}})[1])[-1]["usage"],
+        ):
+            assert said["completion_tokens_details"]["reasoning_tokens"] == said["completion_tokens"] == 24
+        body = {"model": "thinker", "input": "the weather", "max_output_tokens": 5}
+        used = call(running, "POST", "/v1/responses", body)[1]["usage"]
     assert used["output_tokens_details"]["reasoning_tokens"] == used["output_tokens"] > 0
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from fdel import models, text
 from fdel.serve import auth, grammar, keyfile, metrics
 from fdel.serve import http as server_http
+from fdel.serve.aside import Aside
 from fdel.serve.engine import Engine, Settings
 from fdel.serve.served import Served
 from fdel.serve.state import Server
@@ -87,6 +88,21 @@ def server(model: models.Model, folder: Path) -> Iterator[SimpleNamespace]:
             yield SimpleNamespace(port=port, secrets=secrets, state=state, served=served, path=path)
     finally:
         served.engine.close()
+
+
+@contextlib.contextmanager
+def also(running, served: Served) -> Iterator[None]:
+    """Serve another model meanwhile, whose engine is one that runs."""
+    models, children = running.state.models, running.state.children
+    running.state.models = {**models, served.name: served}
+    running.state.children = Aside({name: s.texts.facts() for name, s in running.state.models.items()})
+    running.state.metrics.extend("model", served.name)
+    try:
+        yield
+    finally:
+        running.state.children.close()
+        running.state.children.process.wait()
+        running.state.models, running.state.children = models, children
 
 
 def call(running, method, path, body=None, role="user", headers=None):
