@@ -138,7 +138,7 @@ class Prompt:
         said = [*(syntax.texts if isinstance(syntax, tools.Format) else ())]
         said += [] if thinking is None else [thinking.start, thinking.end]
         # What a detokenizer would leave out, which differs from tokenizer to tokenizer of one format.
-        marks = syntax == "harmony" or any(special in part for special in served.specials for part in said)
+        marks = syntax == "harmony" or any(special in part for special in served.texts.specials for part in said)
         words = text.Detokenizer(served.tokenizer, skip_special=False)
         thoughts = None
         if thinking is not None or syntax == "harmony":
