@@ -42,14 +42,23 @@ TARGETS = (
     "moe_expert_output",
     "moe_output",
 )
+# EasyDeL's names for them, and for what is saved in any case: the input of a layer, what is outside of layers.
+SYNONYMS = {
+    "attn_key_value": ("attn_key", "attn_value"),
+    "attn_qkv": ("attn_query", "attn_key", "attn_value"),
+    "mlp_output": ("mlp_down",),
+    "moe_gate_logits": ("moe_router_logits",),
+    **dict.fromkeys(("embeddings", "layer_output", "residual", "model_output", "lm_head_output"), ()),
+}
 
 
 def remat_policy(name: str) -> Callable[..., Any]:
     """Look up what a backward pass saves of a layer: a `jax.checkpoint_policies` policy by its name, in any case.
 
-    Those that take names are written "save_only_these_names:attn_output,mlp_up", with `TARGETS`; two joined with "+" save
-    what either does. "offload_only_these_names" keeps the named values in the host's memory. To those of dots, attention is
-    one product: they save its output. Unknown names are a ValueError that lists the known ones.
+    Those that take names are written "save_only_these_names:attn_output,mlp_up", with `TARGETS` (or `SYNONYMS`); two
+    joined with "+" save what either does. "offload_only_these_names" keeps the named values in the host's memory. To
+    those of dots, attention is one product: they save its output. Unknown names are a ValueError that lists the known
+    ones.
     """
     if "+" in name:
         return jax.checkpoint_policies.save_from_both_policies(*map(remat_policy, name.split("+", 1)))
@@ -57,7 +66,8 @@ def remat_policy(name: str) -> Callable[..., Any]:
     if policy not in (NAMED_POLICIES if colon else POLICIES):
         known = ", ".join((*POLICIES, *(f"{p}:NAME,..." for p in NAMED_POLICIES)))
         raise ValueError(f"remat={name!r} is not a policy; use None or one of {known}")
-    targets = [t.strip() for t in listed.split(",")] if colon else []
+    given = [t.strip() for t in listed.split(",")] if colon else []
+    targets = [t for name in given for t in SYNONYMS.get(name, (name,))]
     unknown = [t for t in targets if t not in TARGETS]
     if unknown:
         raise ValueError(f"remat={name!r}: no value is named {unknown[0]!r}; the names are {', '.join(TARGETS)}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fdel import ops
-from fdel.ops.layers import NAMED_POLICIES, POLICIES, TARGETS, remat_policy
+from fdel.ops.layers import NAMED_POLICIES, POLICIES, SYNONYMS, TARGETS, remat_policy
 
 D, F, E, L = 8, 12, 4, 3
 
@@ -45,6 +45,16 @@ def computed(remat, impl=None) -> dict[str, int]:
     """How often each name occurs in the program of the gradient."""
     program = str(jax.make_jaxpr(gradient(remat, impl, moe=True))(weights()))
     return {t: len(re.findall(rf"name={t}\b", program)) for t in TARGETS}
+
+
+def test_names_of_easydel_mean_the_same() -> None:
+    """The same program by either name; what is saved in any case adds nothing."""
+    program = lambda names: str(jax.make_jaxpr(gradient(f"save_only_these_names:{names}", moe=True))(weights()))
+    strip = lambda p: re.sub(r"policy=.*", "", p)
+    for theirs, ours in SYNONYMS.items():
+        assert strip(program(f"attn_output,{theirs}")) == strip(program(",".join(("attn_output", *ours)))), theirs
+    with pytest.raises(ValueError, match="attn_weights"):
+        remat_policy("save_only_these_names:attn_weights")  # the softmax is never held
 
 
 @pytest.mark.slow
