@@ -115,6 +115,12 @@ class Draw:
         if "evaluation_steps" in t:
             mixture["eval_informs"] = [{"data_files": str(self.root / f"{data}-held.jsonl")}]
             t |= self._some({"metric_for_best_model": ("eval_loss",)})
+        for idle, needs in (("ref_model_sync_steps", "sync_ref_model"), ("packing_strategy", "packing"),
+                            ("eval_batch_size", "evaluation_steps")):  # fmt: skip
+            if needs not in t:  # nothing would read it, which is an error
+                t.pop(idle, None)
+        if "mixture_weights" not in mixture:
+            mixture.pop("stop_strategy", None)
         sections: dict[str, Any] = {"model": {"name_or_path": str(self.root / f"{family}-0")}, "trainer": t}
         sections |= {"mixture": mixture, "sharding": {"axis_dims": self._mesh()}}
         other = {"name_or_path": str(self.root / f"{family}-1")}
