@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from array import array
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ HEAD = struct.Struct(">II")  # lengths of the JSON and of the bytes
 ORDER = struct.Struct(">cIB")  # to the process that forks: b"f" or b"k" (fork, kill), the child's number, its niceness
 TRIAL_STACK = 2**22  # bytes: chains of 500 to 1,500 references
 TRIAL_STEPS = 16  # tokens
+TRIAL_STEP = 0.1  # seconds for one of them; llguidance's limits allow about 0.015
 MEMORY = 2**30  # bytes that a child may take beyond what it begins with
 
 
@@ -65,10 +67,13 @@ def _compile(texts: Texts, asked: Mapping[str, Any], data: bytes) -> tuple[Any, 
     spec = grammar.Spec(asked["kind"], asked["body"])
     matcher = grammar.compile(texts.vocabulary, spec, stack=TRIAL_STACK)
     for _ in range(TRIAL_STEPS):
+        begin = time.process_time()
         allowed = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
         if matcher.done or not len(allowed):
             break
         matcher.commit(int(allowed[0]))
+        if time.process_time() - begin > TRIAL_STEP:  # the engine's thread would do this, for all
+            raise ValueError(f"the {spec.kind} cannot be used: a token of it takes more than {TRIAL_STEP} s")
     return None, b""
 
 

@@ -519,7 +519,12 @@ def test_markers_are_what_the_tokenizer_says(name: str, special: bool, whole: bo
     engine = SimpleNamespace(eos=(0,))
     specials = tuple(tok.backend.id_to_token(i) for i in tok.special_ids)
     served = SimpleNamespace(
-        tokenizer=tok, engine=engine, syntax=syntax, thinking=thinking, specials=specials, format=name
+        tokenizer=tok,
+        engine=engine,
+        syntax=syntax,
+        thinking=thinking,
+        texts=SimpleNamespace(specials=specials),
+        format=name,
     )
     tool = SimpleNamespace(name="weather", parameters=TOOLS["weather"])
     asked = SimpleNamespace(tools=[tool], callable=["weather"], parallel=True)
