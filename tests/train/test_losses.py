@@ -553,7 +553,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("build", "options", "match"), WRONG, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("build", "options", "match"), WRONG, ids=[f"{i}-{m}" for i, (_, _, m) in enumerate(WRONG)])
 def test_options_are_checked_when_a_loss_is_built(build, options, match):
     """Not in the traced step, and without any work on a device."""
     with pytest.raises(ValueError, match=match):
