@@ -110,7 +110,8 @@ class Core:
         calls: list[tuple[list[Request], Callable[[], None]]] = []
         for r in plan.admitted:
             if not r.done:
-                self.jobs[r.id].begun = self.jobs[r.id].begun or time.monotonic()
+                reply = self.jobs[r.id].reply
+                reply.begun = reply.begun or time.monotonic()
                 calls.append(([r], partial(self.device.admit, r, self.jobs[r.id].sampling)))
         where = lambda of: lambda item: self.device.group(of(item).adapter)
         by_adapter = lambda items, of: groupby(sorted(items, key=where(of)), where(of))

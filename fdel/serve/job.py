@@ -40,7 +40,6 @@ class Job:
     box: Any = None  # of who reads it
     seen: set[tuple[int, ...]] = field(default_factory=set)  # for drafts: the NGRAMs before the newest
     repeats: bool = False  # the newest NGRAM was there before, so that there is a draft
-    begun: float | None = None  # when it got its first row, by time.monotonic
 
     def see(self, start: int) -> None:
         """Note the tokens from `start` on, for drafts."""

@@ -1,5 +1,6 @@
 """The host's side of one request: collect its tokens, turn them into text, and find where it ends."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,12 @@ class Generation:
     cached: int = 0  # tokens of the prompt that were found in the cache
     error: str | None = None
     sampled_logprobs: list[float] = field(default_factory=list)
+    seconds: float = field(default=0.0, compare=False)  # from its first step to its end
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the output by the time from its first step, the prompt's computation included."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ class Reply:
     held: str = ""  # text that may be the beginning of a stop string
     finish_reason: str | None = None
     error: str | None = None
+    begun: float | None = None  # when it got its first row, by time.monotonic
+    ended: float | None = None
 
     def push(
         self,
@@ -94,11 +103,12 @@ class Reply:
         top = [dict(likely[: self.request.logprobs])] if self.request.logprobs else []
         self.top += top
         shown = self._say(token, last)
+        self.ended = time.monotonic() if self.finish_reason else None
         return Delta([token], shown, self.finish_reason, [logprob], top, None, [sampled])
 
     def end(self, reason: str, error: str | None = None) -> Delta:
         """End here, whatever the tokens are; shows what was held back."""
-        self.finish_reason, self.error = reason, error
+        self.finish_reason, self.error, self.ended = reason, error, time.monotonic()
         held = "" if self.detokenizer is None else self.held + text.flush(self.detokenizer)
         self.said.append(held)
         self.held = ""
@@ -129,8 +139,10 @@ class Reply:
         """The whole output."""
         said = None if self.detokenizer is None else "".join(self.said)
         top = self.top if self.request.logprobs else None
-        reason = self.finish_reason or "length"
-        return Generation(self.tokens, self.logprobs, reason, said, top, prompt, cached, self.error, self.sampled)
+        reason, seconds = self.finish_reason or "length", (self.ended or 0.0) - (self.begun or self.ended or 0.0)
+        return Generation(
+            self.tokens, self.logprobs, reason, said, top, prompt, cached, self.error, self.sampled, seconds
+        )
 
 
 def find_stop(said: str, stops: Sequence[str], *, final: bool = False) -> tuple[int, bool]:

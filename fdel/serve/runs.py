@@ -130,7 +130,7 @@ class Run:
         m.add("fdel_generation_tokens_total", len(delta.tokens), model=self.served.name)
         if delta.finish_reason:
             m.observe("fdel_e2e_request_latency_seconds", now - self.began)
-            told, begun = self.first[i] or now, self.jobs[i].begun or now
+            told, begun = self.first[i] or now, self.jobs[i].reply.begun or now
             said, decode = len(self.jobs[i].reply.tokens), now - told
             m.observe("fdel_request_queue_time_seconds", begun - self.began)
             m.observe("fdel_request_prefill_time_seconds", max(0.0, told - begun))

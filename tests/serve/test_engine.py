@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -284,6 +285,16 @@ def test_ends_that_the_model_lacks(model) -> None:
 
 
 @pytest.mark.slow
+def test_seconds_of_an_output(model, monkeypatch) -> None:
+    """From the first step to the end, waiting left out; equal outputs are equal however long they took."""
+    now = iter(range(10**6))
+    monkeypatch.setattr("fdel.serve.reply.time", SimpleNamespace(monotonic=lambda: 10.0 + next(now)))
+    monkeypatch.setattr("fdel.serve.core.time", SimpleNamespace(monotonic=lambda: 5.0))
+    (out,) = engine(model).generate([[1, 2, 3]], serve.SamplingParams(max_tokens=20, ignore_eos=True))
+    assert out.seconds == 5.0 and out.tokens_per_second == 4.0
+    assert out == dataclasses.replace(out, seconds=1.0)
+
+
 def test_samples_of_one_prompt(model) -> None:
     """n outputs have their own seeds and share the prompt's pages; best_of keeps the likeliest."""
     s = serve.SamplingParams(max_tokens=6, temperature=1.5, seed=10, ignore_eos=True)
