@@ -86,7 +86,7 @@ def attention(directory: Path, lengths: Sequence[int], *, dtype: Any = None) -> 
             batch = ops.packed(jnp.zeros(q.shape[:2], jnp.int32))
             for name, way in PACKED.items():
                 where = f"{name:<9} {kind:<9} {len(q)} x {n}"
-                if why := way.unsupported(q, k, v, batch.segment_ids, mask=mask, sinks=None, alibi=None, bias=None):
+                if why := way.unsupported(q, k, v, batch.segments, mask=mask, sinks=None, alibi=None, bias=None):
                     yield f"{where}: {why}"
                     continue
                 run = lambda q, k, v, batch=batch, name=name: ops.attend(batch, None, 0, q, k, v, mask=mask, impl=name)[

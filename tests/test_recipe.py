@@ -16,6 +16,7 @@ import yaml
 from fdel import cli, models, ops, params, recipe, text
 from fdel.models import llama, mixtral
 from fdel.recipe import check, config, evaluating, objective, read, schema, serving, trainer
+from fdel.recipe.data import evaluation_settings
 from fdel.serve import launch
 from fdel.train import data
 
@@ -314,6 +315,15 @@ IMPOSSIBLE = [
     ({"trainer": {"scheduler": "cosin"}}, "did you mean 'cosine'?"),
     ({"trainer": {"optimizer": "lion", "adam_beta2": 0.5}}, "trainer.adam_beta2: optimizer lion does not read it"),
     ({"trainer": {"gradient_checkpointing": "dots"}}, "gradient_checkpointing: 'dots' is not a policy"),
+    ({"trainer": {"fcm_min_ratio": 0.1}}, "trainer.fcm_min_ratio: nothing reads it without fcm_max_ratio"),
+    (
+        {"trainer": {"fcm_min_ratio": 0.2, "fcm_max_ratio": 0.1}},
+        "trainer: fcm_min_ratio=0.2, fcm_max_ratio=0.1; expected",
+    ),
+    (
+        {"trainer": {"trainer_type": "dpo", "fcm_max_ratio": 0.1}},
+        "fcm_max_ratio: trainer_type dpo does not read it (sft",
+    ),
     ({"trainer": {"loss_type": "sigmoid"}}, "loss_type='sigmoid'; expected nll, or dft"),
     ({"trainer": {"trainer_type": "dpo", "label_smoothing": 0.5}}, "label_smoothing=0.5 with loss_type='sigmoid'"),
     ({"trainer": {"trainer_type": "cpo", "loss_type": "aot"}}, "loss_type='aot'; expected one of sigmoid, simpo"),
@@ -499,6 +509,10 @@ def test_data_settings_follow_their_keys():
     assert [ask(completion_only_loss=c).learn for c in (None, True, False)] == ["auto", "completion", "all"]
     assert ask(assistant_only_loss=True).learn == "assistant"
     assert ask(packing=True, packing_strategy="wrapped").packing == "wrapped"
+    forgetful = made(trainer={"fcm_min_ratio": 0.1, "fcm_max_ratio": 0.3})
+    ratios = lambda s: (s.fcm_min_ratio, s.fcm_max_ratio)
+    assert ratios(recipe.build_settings(forgetful)) == (0.1, 0.3)
+    assert ratios(evaluation_settings(forgetful)) == (0.0, 0.0)
     weighted = made(mixture={"informs": [{"type": "csv", "data_files": "d", "name": "a"}], "mixture_weights": {"a": 2}})
     (source,) = recipe.build_sources(weighted, weighted.mixture.informs)
     assert (source.weight, source.format) == (2.0, "csv")

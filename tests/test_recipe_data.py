@@ -327,6 +327,25 @@ def test_tokens_that_the_model_has_not_are_refused(tiny, said, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_forgetful_run_repeats_its_masks(tiny, said, tmp_path):
+    """A run that goes on is one that never stopped, bit by bit; microbatches and a mesh change nothing but rounding."""
+    one, keys = tiny[0], {"fcm_min_ratio": 0.2, "fcm_max_ratio": 0.6, "packing": True}
+    recipe.train(made(one, said, tmp_path / "whole", held=said, **keys))
+    recipe.train(made(one, said, tmp_path / "parts", held=said, **keys | {"max_training_steps": 2}))
+    recipe.train(made(one, said, tmp_path / "parts", held=said, **keys))
+    whole = curve(tmp_path / "whole")
+    assert curve(tmp_path / "parts") == whole
+    recipe.train(made(one, said, tmp_path / "micro", held=said, **keys, gradient_accumulation_steps=2))
+    mesh = {"axis_dims": [1, 2, 1, 2, 2]}
+    recipe.train(made(one, said, tmp_path / "mesh", held=said, **keys).set("sharding", mesh))
+    recipe.train(made(one, said, tmp_path / "plain", held=said, packing=True))
+    losses = lambda name: [row["loss"] for row in curve(tmp_path / name) if "loss" in row]
+    np.testing.assert_allclose(losses("micro"), losses("whole"), rtol=1e-5)
+    np.testing.assert_allclose(losses("mesh"), losses("whole"), rtol=1e-5)
+    assert np.abs(np.subtract(losses("plain"), losses("whole"))).min() > 1e-3
+
+
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_publishes_nothing(tiny, said, tmp_path):
     model = models.load(tiny[0])
     broken = jax.tree.map(lambda x: x * jnp.nan, model.params)

@@ -34,7 +34,7 @@ VALUES: dict[str, Any] = {
     "gradient_checkpointing": "dots_saveable", "completion_only_loss": False, "assistant_only_loss": True,
     "packing": True, "packing_strategy": "wrapped", "step_separator": "\n\n", "train_on_last_step_only": True,
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
-    "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
+    "fcm_max_ratio": 0.3, "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
@@ -43,6 +43,7 @@ OPTIMIZER = {
 }  # fmt: skip
 NEEDY = {  # keys that only others make sense of; what else says so is tested by name
     "early_stopping_patience": 3, "greater_is_better": True, "ref_model_sync_steps": 7, "ref_model_mixup_alpha": 0.5,
+    "fcm_min_ratio": 0.1,
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite",

@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fdel.ops import dispatch, quantized_pages, ring, short
 from fdel.ops.batch import Batch, Packed, Paged, Pages
 from fdel.ops.dense import dense_attention, dense_weights
-from fdel.ops.flash import begin, flash_attention, online, scores
-from fdel.ops.mask import Mask
+from fdel.ops.flash import begin, flash_attention, no_gradient, online, scores
+from fdel.ops.mask import Mask, Segments
 from fdel.ops.watch import watch_attention
 
 GROUP, CPU_GROUP = 512, 64  # keys per step of the paged loop; on CPU what is gathered must stay in the nearest cache
@@ -29,13 +28,13 @@ def _grouped(q: Array, k: Array, *, sinks: Any, alibi: Any, bias: Any) -> tuple[
     return q, k.swapaxes(1, 2), {"sinks": group(sinks), "alibi": group(alibi), "bias": bias}
 
 
-def _dense(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, **kwargs: Any) -> Array:
+def _dense(q: Array, k: Array, v: Array, segments: Segments, *, mask: Mask, **kwargs: Any) -> Array:
     qg, kg, given = _grouped(q, k, **kwargs)
     out = dense_attention(qg, kg, v.swapaxes(1, 2), segments, mask=mask, **given)
     return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1), "attn_output")
 
 
-def _softmax(mask: Mask, q: Array, k: Array, segments: Array, given: dict[str, Any]) -> Array:
+def _softmax(mask: Mask, q: Array, k: Array, segments: Segments, given: dict[str, Any]) -> Array:
     qg, kg, given = _grouped(q, k, **given)
     p = dense_weights(qg, kg, segments, mask=mask, **given)
     return p.reshape(q.shape[0], q.shape[2], *p.shape[3:])
@@ -48,13 +47,13 @@ _weights = jax.custom_vjp(_softmax, nondiff_argnums=(0,))
 def _weights_bwd(mask: Mask, saved: tuple, cotangent: Array) -> tuple:
     q, k, segments, given = saved
     dq, dk, dgiven = jax.vjp(lambda q, k, given: _softmax(mask, q, k, segments, given), q, k, given)[1](cotangent)
-    return dq, dk, np.zeros(segments.shape, jax.dtypes.float0), dgiven
+    return dq, dk, no_gradient(segments), dgiven
 
 
 _weights.defvjp(lambda mask, *args: (_softmax(mask, *args), args), _weights_bwd)
 
 
-def _flash(q: Array, k: Array, v: Array, segments: Array, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
+def _flash(q: Array, k: Array, v: Array, segments: Segments, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
     return flash_attention(q, k, v, segments, mask=mask, sinks=sinks, alibi=alibi)[0]
 
 
@@ -101,9 +100,9 @@ def attend(
             raise ValueError("a Packed batch leaves no keys and values in Pages; use a Paged batch, or state None")
         kwargs: dict[str, Any] = {"sinks": sinks, "alibi": alibi, "bias": bias}
         q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))
-        name = dispatch.choose(PACKED, impl, q, k, v, batch.segment_ids, mask=mask, **kwargs)
-        state = watch_attention(state, layer, lambda: _weights(mask, q, k, batch.segment_ids, kwargs))
-        return PACKED[name].call(q, k, v, batch.segment_ids, mask=mask, **kwargs), state
+        name = dispatch.choose(PACKED, impl, q, k, v, batch.segments, mask=mask, **kwargs)
+        state = watch_attention(state, layer, lambda: _weights(mask, q, k, batch.segments, kwargs))
+        return PACKED[name].call(q, k, v, batch.segments, mask=mask, **kwargs), state
     if bias is not None:
         raise ValueError("an additive bias is not supported with a Paged batch; express it as alibi slopes")
     if impl is not None:
@@ -119,7 +118,7 @@ def attend(
     return paged_attention(batch, state, layer, q, mask=mask, sinks=sinks, alibi=alibi, v_dim=v.shape[-1]), state
 
 
-def explain(q: Array, k: Array, v: Array, segments: Array, **kwargs: Any) -> str:
+def explain(q: Array, k: Array, v: Array, segments: Segments, **kwargs: Any) -> str:
     """Describe which implementation `attend` takes for a Packed call with these arguments, and why."""
     defaults = {"sinks": None, "alibi": None, "bias": None}
     return dispatch.describe(PACKED, q, k, v, segments, **(defaults | kwargs))

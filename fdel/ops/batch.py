@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from fdel.ops.mask import Segments
+
 register = jax.tree_util.register_dataclass
 
 
@@ -21,10 +23,17 @@ class Packed:
     """Whole sequences, several per row: training, scoring, embedding. Tokens are int[B T].
 
     Tokens see each other only inside a segment. Segment ids rise along a row; padding has an id of its own (or -1).
+    With `key_segment_ids` queries see the keys that have their id there: `mask.HIDDEN` hides one from all, its own too.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
+    key_segment_ids: Int[Array, "B T"] | None = None
+
+    @property
+    def segments(self) -> Segments:
+        """Segment ids as attention takes them."""
+        return self.segment_ids if self.key_segment_ids is None else (self.segment_ids, self.key_segment_ids)
 
 
 @register

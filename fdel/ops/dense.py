@@ -2,17 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fdel.ops.flash import scores
-from fdel.ops.mask import NEG, Mask, visible
+from fdel.ops.mask import NEG, Mask, Segments, sides, visible
 
 
 def dense_attention(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T Hv"],
-    segments: Int[Array, "B T"],
+    segments: Segments,
     *,
     mask: Mask,
     sinks: Float[Array, "K G"] | None = None,
@@ -30,7 +30,7 @@ def dense_attention(
 def dense_weights(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K T H"],
-    segments: Int[Array, "B T"],
+    segments: Segments,
     *,
     mask: Mask,
     sinks: Float[Array, "K G"] | None = None,
@@ -42,7 +42,7 @@ def dense_weights(
     s = scores(mask, q, k, alibi, index, index)
     if bias is not None:
         s = s + bias
-    seen = visible(mask, index, index, segments, segments)[:, None, None]
+    seen = visible(mask, index, index, *sides(segments))[:, None, None]
     s = jnp.where(seen, s, NEG)
     top = jnp.max(s, -1, keepdims=True)
     sink = jnp.full(top.shape[1:3], NEG) if sinks is None else sinks.astype(jnp.float32)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.cpu import each_row, over_queries, row_dots
-from fdel.ops.mask import NEG, Mask, visible
+from fdel.ops.mask import HIDDEN, NEG, Mask, Segments, sides, visible
 
 
 def online(carry: tuple, s: Array, seen: Array, v: Array) -> tuple:
@@ -202,12 +202,12 @@ def flash_backward(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tupl
     dq, (dk, dv) = summed
     dsinks = sink_gradients(sinks, lse, delta)
     dalibi = None if alibi is None else jnp.zeros_like(alibi)
-    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), _nothing(where), dsinks, dalibi
+    return dq.astype(q.dtype), _join(dk).astype(k.dtype), _join(dv).astype(v.dtype), no_gradient(where), dsinks, dalibi
 
 
-def _nothing(where: Where) -> Where:
-    """Give the cotangent that JAX wants for integers."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
+def no_gradient(integers: Any) -> Any:
+    """Give the cotangents that JAX wants for a tree of integers."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
 
 
 def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
@@ -224,7 +224,7 @@ def _flash_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     arrays = where.q_segments, where.k_segments, q, k, v, out, lse, *cotangents
     dq, dk, dv, dsinks = each_row(one, *arrays, loop=q.shape[3] > block)
     dsinks = None if sinks is None else dsinks.sum(0)
-    return dq, dk, dv, _nothing(where), dsinks, None if alibi is None else jnp.zeros_like(alibi)
+    return dq, dk, dv, no_gradient(where), dsinks, None if alibi is None else jnp.zeros_like(alibi)
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
@@ -234,7 +234,7 @@ def flash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    segments: Int[Array, "B T"] | Where,
+    segments: Segments | Where,
     *,
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
@@ -249,7 +249,7 @@ def flash_attention(
     """
     kv_heads, length = k.shape[2], q.shape[1]
     block = min(block, max(length, k.shape[1]))
-    where = segments if isinstance(segments, Where) else Where(segments, segments, jnp.int32(0), jnp.int32(0))
+    where = segments if isinstance(segments, Where) else Where(*sides(segments), jnp.int32(0), jnp.int32(0))
     q, k, v, where = blocked(block, q, k, v, where)
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     out, lse = _flash(mask, block, q, k, v, where, group(sinks), group(alibi))
@@ -261,7 +261,7 @@ def blocked(block: int, q: Array, k: Array, v: Array, where: Where) -> tuple[Arr
     grow = lambda x, fill=0: jnp.pad(
         x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)), constant_values=fill
     )
-    where = replace(where, q_segments=grow(where.q_segments, -2), k_segments=grow(where.k_segments, -3))
+    where = replace(where, q_segments=grow(where.q_segments, -2), k_segments=grow(where.k_segments, HIDDEN))
     q, k, v = grow(q), grow(k), grow(v)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), where

@@ -4,9 +4,12 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 NEG = -1e30  # finite, so that rows without a visible key stay free of NaN
+HIDDEN = -3  # segment id of a key that no query sees; ids of queries are -2 (added to fill a block) or more
+
+Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B T"]]  # of tokens, or of queries and of keys
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Mask:
                 raise ValueError(
                     f"Mask.{name}={value}: expected a finite number" + f" of at least {least}" * (least > 0)
                 )
+
+
+def sides(segments: Segments) -> tuple[Array, Array]:
+    """Give the segment ids of queries and those of keys."""
+    return segments if isinstance(segments, tuple) else (segments, segments)
 
 
 def visible(m: Mask, qi: Array, ki: Array, qs: Array, ks: Array) -> Array:

@@ -38,9 +38,14 @@ def recur(
 
     Packed rows start from zero state, restart at every segment, and leave `slots` alone. Paged blocks load the state of
     their row and store it: all at once in decode, in order (a scan that carries the whole array) in prefill.
-    Products follow jax's default matmul precision. Raises ValueError if Paged comes without slots that fit.
+    Products follow jax's default matmul precision. Raises ValueError for Paged
+    without slots that fit, and for Packed that hides keys.
     """
     if isinstance(batch, Packed):
+        if batch.key_segment_ids is not None:
+            raise ValueError(
+                "Packed.key_segment_ids hides keys of attention; a recurrent layer has none, leave them out"
+            )
         change = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
         starts = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
         valid = batch.segment_ids >= 0

@@ -15,20 +15,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from fdel.ops.flash import Where, blocked, flash_attention, flash_backward, flash_forward, named, unblocked
-from fdel.ops.mask import NEG, Mask
+from fdel.ops.flash import Where, blocked, flash_attention, flash_backward, flash_forward, named, no_gradient, unblocked
+from fdel.ops.mask import NEG, Mask, Segments, sides
 from fdel.ops.shard import context, divided
 
 AXIS = "sp"
 BLOCK = 128  # as in `flash_attention`
 
 
-def unsupported(q: Array, k: Array, v: Array, segments: Array, *, bias: Any, **_: Any) -> str | None:
+def unsupported(q: Array, k: Array, v: Array, segments: Segments, *, bias: Any, **_: Any) -> str | None:
     """Say why rows cannot be attended to in parts here, or None."""
     n = context(AXIS).get(AXIS)
     if n is None:
@@ -38,7 +37,7 @@ def unsupported(q: Array, k: Array, v: Array, segments: Array, *, bias: Any, **_
     return None if bias is None else "an additive bias needs all scores in memory"
 
 
-def _divided(part: Callable, q: Array, k: Array, v: Array, segments: Array, sinks: Array | None) -> Array:
+def _divided(part: Callable, q: Array, k: Array, v: Array, segments: Segments, sinks: Array | None) -> Array:
     """Run `part(rank, q, k, v, segments)` -> (out, lse) on every device's part of the rows, and add the sinks."""
     rows = P(None, AXIS)
     local = lambda *parts: part(lax.axis_index(AXIS), *parts)
@@ -53,7 +52,7 @@ def gathered_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    segments: Int[Array, "B T"],
+    segments: Segments,
     *,
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
@@ -61,9 +60,10 @@ def gathered_attention(
 ) -> Float[Array, "B T N Hv"]:
     """Attend as `flash_attention` does, each device with its queries to the keys and values of all."""
 
-    def part(rank: Array, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
-        k, v, all_segments = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k, v, segments))
-        where = Where(segments, all_segments, rank * q.shape[1], jnp.int32(0))
+    def part(rank: Array, q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
+        mine, keys = sides(segments)
+        k, v, keys = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k, v, keys))
+        where = Where(mine, keys, rank * q.shape[1], jnp.int32(0))
         return flash_attention(q, k, v, where, mask=mask, alibi=alibi)
 
     return _divided(part, q, k, v, segments, sinks)
@@ -73,7 +73,7 @@ def ring_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    segments: Int[Array, "B T"],
+    segments: Segments,
     *,
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
@@ -83,12 +83,12 @@ def ring_attention(
     n = context(AXIS)[AXIS]
     slopes = None if alibi is None else alibi.reshape(k.shape[2], -1)
 
-    def part(rank: Array, q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
+    def part(rank: Array, q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
         pieces = 2 if mask.causal and mask.window is None and q.shape[1] % 2 == 0 else 1
         length = q.shape[1] // pieces
         circle = Circle(mask, min(BLOCK, -(-length // pieces)), n, pieces, length)
-        q, k, v, segments = (circle.deal(x) for x in (q, k, v, segments))
-        where = Where(segments, segments, circle.starts(rank), circle.starts(rank))
+        q, k, v, segments = jax.tree.map(circle.deal, (q, k, v, segments))
+        where = Where(*sides(segments), circle.starts(rank), circle.starts(rank))
         *qkv, where = jax.vmap(partial(blocked, circle.block))(q, k, v, where)
         found = _ring(circle, *qkv, where, slopes)
         out, lse = (circle.collect(jax.vmap(lambda x: unblocked(x, length))(x)) for x in found)
@@ -196,9 +196,8 @@ def _ring_backward(c: Circle, saved: tuple, cotangents: tuple) -> tuple:
     zero = lambda x: jnp.zeros(x.shape, jnp.float32)
     start = zero(q), (k, v, where.k_segments), (zero(k), zero(v))
     (dq, _, (dk, dv)), _ = lax.scan(hop, start, jnp.arange(c.devices))
-    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), where)
     no_slopes = None if slopes is None else jnp.zeros_like(slopes)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), nothing, no_slopes
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), no_gradient(where), no_slopes
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from fdel.ops.cpu import each_row, over_queries, row_dots
-from fdel.ops.flash import named, score_gradients, scores, sink_gradients, unblocked
-from fdel.ops.mask import NEG, Mask, visible
+from fdel.ops.flash import named, no_gradient, score_gradients, scores, sink_gradients, unblocked
+from fdel.ops.mask import NEG, Mask, Segments, sides, visible
 
 LONGEST = 1024  # tokens of a row
 
@@ -33,7 +32,7 @@ def short_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-    segments: Int[Array, "B T"],
+    segments: Segments,
     *,
     mask: Mask,
     sinks: Float[Array, " N"] | None = None,
@@ -52,14 +51,14 @@ def short_attention(
     return unblocked(out, t)
 
 
-def _seen(m: Mask, segments: Array, q: Array) -> Bool[Array, "B 1 1 T S"]:
+def _seen(m: Mask, segments: Segments, q: Array) -> Bool[Array, "B 1 1 T S"]:
     """Who sees whom: outside of the loop over rows, since inside XLA computes it again for every head and use.
 
     It depends on q in form: else JAX computes it before the loop over layers, and there one for each head.
     """
     segments, _ = jax.lax.optimization_barrier((segments, q))
-    i = jnp.arange(segments.shape[1])
-    return visible(m, i, i, segments, segments)[:, None, None]
+    i = jnp.arange(q.shape[3])
+    return visible(m, i, i, *sides(segments))[:, None, None]
 
 
 def _blocks(m: Mask, block: int, length: int) -> Iterator[tuple[slice, slice]]:
@@ -110,7 +109,7 @@ def _backward(m: Mask, block: int, alibi: Any, *arrays: Array) -> tuple:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _short(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Array, sinks: Any, alibi: Any) -> tuple:
+def _short(m: Mask, block: int, q: Array, k: Array, v: Array, segments: Segments, sinks: Any, alibi: Any) -> tuple:
     one = lambda q, k, v, seen: _forward(m, block, q, k, v, seen, sinks, alibi)
     return each_row(one, q, k, v, _seen(m, segments, q), loop=q.shape[3] > block)
 
@@ -126,7 +125,7 @@ def _short_bwd(m: Mask, block: int, saved: tuple, cotangents: tuple) -> tuple:
     dq, dk, dv, delta = each_row(partial(_backward, m, block, alibi), *arrays, loop=q.shape[3] > block)
     no_slopes = None if alibi is None else jnp.zeros_like(alibi)
     dsinks = sink_gradients(sinks, lse, delta)
-    return dq, dk, dv, np.zeros(segments.shape, jax.dtypes.float0), dsinks, no_slopes
+    return dq, dk, dv, no_gradient(segments), dsinks, no_slopes
 
 
 _short.defvjp(_short_fwd, _short_bwd)

@@ -44,16 +44,16 @@ def build_settings(recipe: Recipe) -> data.Settings:
         stop=m.stop_strategy, block=block, stream=m.pack_on_the_fly, prefetch=m.prefetch_buffer_size,
         threads=m.prefetch_workers, negatives=t.negatives, separator=t.step_separator,
         last_only=t.train_on_last_step_only, kl=check.mismatched(recipe), max_prompt=t.max_prompt_length,
-        max_completion=t.max_completion_length,
+        max_completion=t.max_completion_length, fcm_min_ratio=t.fcm_min_ratio, fcm_max_ratio=t.fcm_max_ratio,
     )  # fmt: skip
 
 
 def evaluation_settings(recipe: Recipe) -> data.Settings:
-    """Say how rows become batches of evaluation: all of them once, in order, unpacked."""
+    """Say how rows become batches of evaluation: all of them once, in order, unpacked, none of it hidden."""
     rows = recipe.trainer.eval_batch_size or check.batch_rows(recipe)
     return dataclasses.replace(
         build_settings(recipe), batch=rows, packing=None, shuffle=False, epochs=1, block=None, stream=False,
-        partial="pad", last_only=False,
+        partial="pad", last_only=False, fcm_min_ratio=0.0, fcm_max_ratio=0.0,
     )  # fmt: skip
 
 

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from fdel import models, train
+from fdel.ops import Slots
 from fdel.recipe.trainer import REFERENCE, Trainer
 from fdel.train import losses, parallel
+from fdel.train.data.settings import check_ratios
 
 
 class Objective(NamedTuple):
@@ -115,6 +117,7 @@ def check(t: Trainer) -> None:
         PREFERENCES[t.trainer_type](t)
     elif t.trainer_type == "sft":
         token_loss(t)
+        check_ratios(t.fcm_min_ratio, t.fcm_max_ratio)
     elif t.trainer_type == "gkd":
         target(t)
     elif t.trainer_type == "embedding":
@@ -188,6 +191,7 @@ def _options(t: Trainer) -> dict[str, Any]:
 def _whole(t: Trainer, model: models.Model, teacher: models.Model | None) -> Callable:
     family, cfg, options = *model[:2], _options(t)
     if t.trainer_type == "sft":
+        _only_attends(t, model)
         return losses.sft(family, cfg, loss=token_loss(t), router_aux_loss_coef=t.router_aux_loss_coef, **options)
     if t.trainer_type == "reward":
         return losses.reward(family, cfg, center_rewards_coefficient=t.center_rewards_coefficient, **options)
@@ -207,6 +211,16 @@ def _whole(t: Trainer, model: models.Model, teacher: models.Model | None) -> Cal
     )
     pair = family, cfg, teacher.family, teacher.cfg
     return losses.distill(*pair, target=target(t), alpha=alpha, terms=terms, **options)
+
+
+def _only_attends(t: Trainer, model: models.Model) -> None:
+    """Raise ValueError if keys are to be hidden from layers that have none."""
+    state = model.family.state_spec(model.cfg, pages=1, rows=1) if t.fcm_max_ratio else None
+    if any(isinstance(x, Slots) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Slots))):
+        name = model.family.__name__.rpartition(".")[2]
+        raise ValueError(
+            f"fcm_max_ratio={t.fcm_max_ratio:g}: {name} has recurrent layers, which hide no key; remove it"
+        )
 
 
 def _apart(loss: Callable, n: int, lay: Callable) -> Callable:

@@ -122,6 +122,10 @@ class Trainer:
     assistant_only_loss: bool = key(False, "learn what the assistant says", by=TEXT)
     packing: bool | None = key(None, "several texts in a row", by=TEXT)
     packing_strategy: str = key("bfd", "how texts share rows", choices=("bfd", "bfd_split", "wrapped"), by=TEXT)
+    fcm_max_ratio: float = key(
+        0.0, "forgetful causal masking: the largest share of a row's tokens that attention does not see", by=("sft",)
+    )
+    fcm_min_ratio: float = key(0.0, "the least share; each row draws its own", by=("sft",), needs="fcm_max_ratio")
     # The losses.
     loss_type: str | tuple[str, ...] | None = key(
         None, "variant of the loss, as in TRL", by=("sft", *PAIRS[:3], "kto", "embedding")

@@ -17,8 +17,9 @@ import tiny
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 
-from fdel import models, ops, params, train  # noqa: E402
+from fdel import models, ops, params, recipe, train  # noqa: E402
 from fdel.models import llama, mixtral  # noqa: E402
+from fdel.ops.mask import HIDDEN  # noqa: E402
 
 NAMES = list(tiny.TINY)
 PLAIN = [n for n in NAMES if ":" not in n]
@@ -63,6 +64,38 @@ def test_without_state_none_comes_back(case, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_segments_equal_separate_calls(case, name):
     assert suite.packing_error(case(name)) < 2e-5
+
+
+RECURRENT = ("mamba2", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", [n if n == "llama" else slow(n) for n in NAMES if n not in RECURRENT])
+def test_a_hidden_token_changes_no_other(case, name):
+    """Not in any layer, as the key of any query: other logits stay bit by bit, its own do not."""
+    m, tokens = case(name).model, jnp.asarray(case(name).tokens)
+    batch = ops.packed(tokens)
+    keys = batch.segment_ids.at[:, 7].set(HIDDEN)
+    logits = [
+        suite.full(m, t, dataclasses.replace(batch, key_segment_ids=keys)) for t in (tokens, tokens.at[:, 7].set(2))
+    ]
+    changed = np.asarray((logits[0] != logits[1]).any(-1))
+    assert changed[:, 7].all() and changed.sum() == len(tokens)
+    seen = suite.full(m, tokens.at[:, 7].set(2), batch) != suite.full(m, tokens, batch)
+    assert seen[:, 7:9].any(-1).all()
+    recipe.objective.build(recipe.trainer.Trainer(fcm_max_ratio=0.2), m)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_hide_no_key(case, name):
+    m, tokens = case(name).model, jnp.asarray(case(name).tokens)
+    batch = ops.packed(tokens)
+    with pytest.raises(ValueError, match="Packed.key_segment_ids hides keys of attention; a recurrent layer has none"):
+        suite.full(m, tokens, dataclasses.replace(batch, key_segment_ids=batch.segment_ids))
+    recipe.objective.build(recipe.trainer.Trainer(), m)
+    with pytest.raises(
+        ValueError, match=f"fcm_max_ratio=0.2: {name} has recurrent layers, which hide no key; remove it"
+    ):
+        recipe.objective.build(recipe.trainer.Trainer(fcm_max_ratio=0.2), m)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 
@@ -15,7 +16,7 @@ from fdel.models.builders import quantized
 from fdel.ops.batch import Packed, Pages
 from fdel.ops.dispatch import choose
 from fdel.ops.flash import flash_attention
-from fdel.ops.mask import Mask
+from fdel.ops.mask import HIDDEN, Mask
 from fdel.ops.short import short_attention
 from fdel.params import init
 from fdel.params.mesh import make_mesh
@@ -46,28 +47,36 @@ def inputs(t=23, heads=4, kv=2, dim=8, v_dim=6, seed=0):
     return q, k, v, segments, r.normal(size=heads), 0.1 + r.random(heads)
 
 
-def oracle(q, k, v, segments, mask, sinks=None, alibi=None, bias=None):
-    """Token by token in float64."""
-    out = np.zeros((*q.shape[:3], v.shape[-1]))
+def oracle(q, k, v, segments, mask, sinks=None, alibi=None, bias=None, keys=None, dout=None):
+    """Token by token in float64; with dout also the gradients of (q, k, v), derived by hand."""
+    out, keys = np.zeros((*q.shape[:3], v.shape[-1])), segments if keys is None else keys
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     for b, i, n in itertools.product(range(q.shape[0]), range(q.shape[1]), range(q.shape[2])):
         h = n // (q.shape[2] // k.shape[2])
         seen = [
             j
             for j in range(k.shape[1])
-            if segments[b, i] == segments[b, j]
+            if segments[b, i] == keys[b, j]
             and (j <= i or not mask.causal)
             and (mask.window is None or abs(i - j) < mask.window)
         ]
-        s = np.array([q[b, i, n] @ k[b, j, h] for j in seen]) * mask.scale
+        s, slope = np.array([q[b, i, n] @ k[b, j, h] for j in seen]) * mask.scale, 1
         if mask.softcap:
             s = mask.softcap * np.tanh(s / mask.softcap)
+            slope = 1 - (s / mask.softcap) ** 2
         if alibi is not None:
             s = s + alibi[n] * (np.array(seen) - i)
         if bias is not None:
             s = s + bias[n, i, seen]
         total = np.exp(s).sum() + (0 if sinks is None else np.exp(sinks[n]))
-        out[b, i, n] = np.exp(s) / total @ v[b, seen, h]
-    return out
+        p = np.exp(s) / (total or 1)
+        out[b, i, n] = p @ v[b, seen, h]
+        if dout is not None:
+            ds = p * (v[b, seen, h] @ dout[b, i, n] - out[b, i, n] @ dout[b, i, n]) * slope * mask.scale
+            dq[b, i, n] = ds @ k[b, seen, h]
+            dk[b, seen, h] += ds[:, None] * q[b, i, n]
+            dv[b, seen, h] += p[:, None] * dout[b, i, n]
+    return out if dout is None else (out, dq, dk, dv)
 
 
 def case(variant, t=23):
@@ -333,6 +342,44 @@ def test_each_argument_is_honoured_or_refused(kind, name):
     got, before = attended(kind, mask, **given), attended(kind, Mask(0.4))
     assert np.abs(want - before).max() > 0.25
     np.testing.assert_allclose(got, want, atol=0.2 if "8" in kind else 2e-6)
+
+
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+@pytest.mark.parametrize("variant", ["causal", "window_one", "bidirectional_window", "everything"])
+def test_hidden_keys_are_seen_by_no_query(kind, variant):
+    """Values and gradients against the formula; with a window of one a hidden key leaves its query nothing to see."""
+    mask, (q, k, v), segments, sinks, alibi, _ = case(variant, T)
+    keys = np.where((np.random.default_rng(3).random(segments.shape) < 0.5) & (np.arange(T) % 9 > 0), HIDDEN, segments)
+    dout = np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[-1]))
+    want, *grads = oracle(q, k, v, segments, mask, sinks, alibi, keys=keys, dout=dout)
+    assert np.abs(want - oracle(q, k, v, segments, mask, sinks, alibi)).max() > 0.25
+    batch, given = (
+        Packed(*(jnp.asarray(x, jnp.int32) for x in (0 * keys, segments, keys))),
+        dict(sinks=f32(sinks), alibi=f32(alibi)),
+    )
+    run = lambda *a: ops.attend(batch, None, 0, *a, mask=mask, impl=kind, **given)[0]
+    with jax.set_mesh(make_mesh(PACKED_KINDS[kind])) if PACKED_KINDS[kind] else contextlib.nullcontext():
+        got = jax.jit(lambda *a: (run(*a), *jax.vjp(run, *a)[1](f32(dout))))(*map(f32, (q, k, v)))
+    for a, b in zip(got, (want, *grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+    if kind == "dense":
+        eye = np.broadcast_to(np.eye(T)[:, None], (2, T, k.shape[2], T))
+        weights = oracle(q, k, eye, segments, mask, sinks, alibi, keys=keys).swapaxes(1, 2)
+        state = ops.attention_weights((0,), q.shape[2], segments.shape)
+        _, seen = ops.attend(batch, state, 0, *map(f32, (q, k, v)), mask=mask, **given)
+        np.testing.assert_allclose(seen.values[0], weights, atol=2e-6)
+
+
+def test_blocks_see_no_hidden_key():
+    """Rows of several blocks, the last one not full: flash and short as dense, which is the formula."""
+    mask, qkv, segments, *_ = case("causal", 300)
+    keys = np.where((np.random.default_rng(3).random(segments.shape) < 0.5) & (np.arange(300) > 0), HIDDEN, segments)
+    batch = Packed(jnp.zeros(segments.shape, int), segments, keys)
+    run = lambda *a, impl: (ops.attend(batch, None, 0, *a, mask=mask, impl=impl)[0] ** 2).sum()
+    of = lambda impl: jax.jit(jax.value_and_grad(functools.partial(run, impl=impl), (0, 1, 2)))(*map(f32, qkv))
+    for impl in ("flash", "short"):
+        for a, b in zip(jax.tree.leaves(of(impl)), jax.tree.leaves(of("dense")), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("field,value", [("window", 0), ("window", -3), ("softcap", 0.0), ("scale", float("nan"))])

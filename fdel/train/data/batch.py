@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from fdel.ops.batch import Packed
+from fdel.ops.mask import HIDDEN
 from fdel.train.data.pack import pack
 from fdel.train.data.settings import Settings
 from fdel.train.data.store import NUMBERS, Store
 from fdel.train.losses.stats import IGNORE
 
 Batch = dict[str, Any]
-Tokens = dict[str, np.ndarray]  # of one sequence: tokens, mask, positions, segment_ids
+Tokens = dict[
+    str, np.ndarray
+]  # of one sequence: tokens, mask, positions, segment_ids, and key_segment_ids if some are hidden
 Row = tuple[list[Tokens], dict[str, Any]]
 
 
@@ -27,6 +30,7 @@ class Plan:
     bounds: np.ndarray
     order: np.ndarray
     settings: Settings
+    seed: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.order)
@@ -88,7 +92,7 @@ def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed
         all_orders.append(order + rows)
         rows, count = rows + len(order), count + len(pieces)
     pieces, bounds, order = map(np.concatenate, (all_pieces, all_bounds, all_orders))
-    return Plan(tuple(stores), pieces, bounds, order, settings)
+    return Plan(tuple(stores), pieces, bounds, order, settings, seed)
 
 
 def _alike(widths: np.ndarray, order: np.ndarray, settings: Settings, rng: np.random.Generator) -> np.ndarray:
@@ -116,12 +120,24 @@ def row(p: Plan, r: int) -> Row:
         kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
         return [_slice(store, i, 0, settings.length), _crop(_join(kl), settings.length)], numbers
     if settings.packing is None:
-        return [_slice(store, i * store.sides + side, 0, settings.length) for side in range(store.sides)], numbers
+        sequences = [_slice(store, i * store.sides + side, 0, settings.length) for side in range(store.sides)]
+        return [_forget(p, r, x) for x in sequences], numbers
     parts = []
     for segment, (example, start, stop) in enumerate(pieces):
         store, i = _locate(p, example)
         parts.append(_slice(store, i, start, stop, segment))
-    return [_join(parts)], numbers
+    return [_forget(p, r, _join(parts))], numbers
+
+
+def _forget(p: Plan, r: int, sequence: Tokens) -> Tokens:
+    """Hide keys of the r-th row, each with the row's own ratio as probability; first tokens stay (see `Settings`)."""
+    s = p.settings
+    if not s.fcm_max_ratio:
+        return sequence
+    rng = np.random.default_rng([s.seed, *p.seed, r, 2])
+    hidden = rng.random(len(sequence["tokens"])) < rng.uniform(s.fcm_min_ratio, s.fcm_max_ratio)
+    hidden &= sequence["positions"] > 0
+    return sequence | {"key_segment_ids": np.where(hidden, np.int32(HIDDEN), sequence["segment_ids"])}
 
 
 def _prompt(p: Plan, r: int) -> np.ndarray:
@@ -170,6 +186,7 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
     sides, process = 2 if settings.mismatched else settings.sides, settings.kind == "process"
     fill = {"tokens": np.int32(0), "mask": np.int32(IGNORE) if process else np.bool_(False)}
     fill |= {"positions": np.int32(0), "segment_ids": np.int32(-1)}
+    fill |= {"key_segment_ids": np.int32(-1)} if settings.fcm_max_ratio else {}
     full: dict[str, Any] = {k: np.full((size, sides, width), v) for k, v in fill.items()}
     found = np.zeros((size, sides), np.int32)
     for i, (sequences, _) in enumerate(rows):
@@ -181,8 +198,9 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
     def side_of(side: Any) -> Batch:
         batch = {"tokens": full["tokens"][:, side]}
         batch |= {"labels" if process else "mask": full["mask"][:, side]} if masked or process else {}
-        if settings.packing:
-            return batch | {"packed": Packed(full["positions"][:, side], full["segment_ids"][:, side])}
+        if settings.packing or settings.fcm_max_ratio:
+            names = ("positions", "segment_ids", "key_segment_ids")
+            return batch | {"packed": Packed(*(full[k][:, side] for k in names if k in full))}
         return batch | {"lengths": found[:, side]}
 
     batch = side_of(slice(None) if settings.kind in ("pairs", "embedding") else 0)

@@ -183,10 +183,11 @@ def read_ahead(origin: Batches) -> Data:
 
 
 def in_order(data: Data, rows: int) -> Data:
-    """Give every example once, in the order of the stores and unpacked, in batches of `rows`; ValueError for a stream."""
+    """Give every example once, whole, in the order of the stores, in batches of `rows`; ValueError for a stream."""
     b = _stored(data)
     plain = dataclasses.replace(b.settings, packing=None, buckets=(), shuffle=False, epochs=1, block=None)
-    return read_ahead(Batches(b.stores, None, dataclasses.replace(plain, batch=rows, partial="pad"), b.process))
+    plain = dataclasses.replace(plain, batch=rows, partial="pad", fcm_min_ratio=0.0, fcm_max_ratio=0.0)
+    return read_ahead(Batches(b.stores, None, plain, b.process))
 
 
 def with_columns(data: Data, **columns: np.ndarray) -> Data:

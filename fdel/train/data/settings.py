@@ -17,6 +17,13 @@ CHOICES = {
 }
 
 
+def check_ratios(fcm_min_ratio: float, fcm_max_ratio: float) -> None:
+    """Raise ValueError for bounds between which no share of hidden tokens can be drawn."""
+    if not 0 <= fcm_min_ratio <= fcm_max_ratio < 1:
+        found = f"fcm_min_ratio={fcm_min_ratio:g}, fcm_max_ratio={fcm_max_ratio:g}"
+        raise ValueError(f"{found}; expected 0 <= fcm_min_ratio <= fcm_max_ratio < 1")
+
+
 @dataclass(frozen=True)
 class Settings:
     """How rows become batches.
@@ -49,6 +56,9 @@ class Settings:
     vocab     how many token ids the model has: a row with others is bad, a tokenizer that gives them an error; None: any
     max_prompt, max_completion
               of "pairs" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
+    fcm_min_ratio, fcm_max_ratio
+              of "sft", forgetful causal masking (arXiv:2210.13432): each row draws a ratio between the two, and hides each
+              token with that probability as a key from all queries, its own too, in all layers; first tokens are seen
     prefetch  batches made ahead
     threads   that make batches and tokenize
     """
@@ -76,6 +86,8 @@ class Settings:
     vocab: int | None = None
     max_prompt: int | None = None
     max_completion: int | None = None
+    fcm_min_ratio: float = 0.0
+    fcm_max_ratio: float = 0.0
     prefetch: int = 4
     threads: int = 2
 
@@ -90,6 +102,9 @@ class Settings:
             raise ValueError("vocab, max_prompt and max_completion are numbers of at least 1, or None")
         if self.kind not in ("pairs", "unpaired") and (self.max_prompt or self.max_completion):
             raise ValueError(f"max_prompt and max_completion are for kind='pairs' and 'unpaired', not {self.kind!r}")
+        check_ratios(self.fcm_min_ratio, self.fcm_max_ratio)
+        if self.fcm_max_ratio and self.kind != "sft":
+            raise ValueError(f"fcm_max_ratio={self.fcm_max_ratio} is for kind='sft', not {self.kind!r}; leave it at 0")
         if self.negatives < 0 or not self.separator:
             raise ValueError(
                 f"negatives={self.negatives}, separator={self.separator!r}; expected 0 or more, and a text"

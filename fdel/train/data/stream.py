@@ -90,7 +90,7 @@ class StreamIterator(grain.DatasetIterator):
         window = store(arrays(examples, settings.kind), settings, Report())
         rng = np.random.default_rng([settings.seed, self.window, 0])
         order = rng.permutation(len(window)) if settings.shuffle else np.arange(len(window))
-        return plan([window], order, settings, [self.window, 1])
+        return plan([window], order, settings, [self.window, 1, stream.process[0]])
 
     def _take(self, lane: int, count: int) -> list[Example]:
         """Read the next examples of a lane, fewer if the stream ends."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fdel import ops, params, text
 from fdel.models import llama
+from fdel.ops.mask import HIDDEN
 from fdel.train import losses
 from fdel.train.data import Report, Settings, Source, build, cache, dataset, key, store
 from fdel.train.losses.model import rows as loss_rows
@@ -140,6 +141,42 @@ def test_loss_does_not_see_packing(write: Write, tok: text.Tokenizer) -> None:
         found.append((sum(float(s) for s, _ in sums), sum(float(m["weight"]) for _, m in sums)))
     assert found[0][1] == found[1][1] == sum(LENGTHS[:24] - 2)
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", [None, "wrapped"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_forgetful_rows_hide_the_share_that_they_draw(
+    write: Write, tok: text.Tokenizer, packing: str | None, stream: bool
+) -> None:
+    """Of 400 rows of 100 tokens: their shares lie as evenly as those drawn, no first token among them, anew each epoch."""
+    source = Source(write("long.jsonl", [{"input_ids": [1 + i] * 100} for i in range(400)]))
+    how = Settings(batch=8, length=100, packing=packing, epochs=2, stream=stream, fcm_min_ratio=0.2, fcm_max_ratio=0.6)
+    found = list(dataset(source, how, tok))
+    ids, keys, places = (
+        np.concatenate([getattr(b["packed"], name) for b in found])
+        for name in ("segment_ids", "key_segment_ids", "positions")
+    )
+    hidden = keys == HIDDEN
+    assert len(ids) == 800 and (keys == np.where(hidden, HIDDEN, ids)).all() and not hidden[places == 0].any()
+    shares = np.sort(hidden[:, 1:].mean(1))
+    assert np.abs(shares.mean() - 0.4) < 4 * (0.4 / 12**0.5) / 800**0.5  # four deviations of the mean of uniform ratios
+    assert np.abs(shares - np.linspace(0.2, 0.6, 800)).max() < 0.15  # and of one row's 99 coins of 0.6
+    by_text = {t: [] for t in range(1, 401)}
+    for b in found:
+        for t, row in zip(b["tokens"], b["packed"].key_segment_ids, strict=True):
+            by_text[int(t[1])].append(row == HIDDEN)
+    if packing is None:
+        assert all(len(rows) == 2 and (rows[0] != rows[1]).any() for rows in by_text.values())
+    plain = list(dataset(source, dataclasses.replace(how, fcm_min_ratio=0.0, fcm_max_ratio=0.0), tok))
+    assert all(np.array_equal(a["tokens"], b["tokens"]) for a, b in zip(found, plain, strict=True))
+    assert plain[0].get("packed") is None if packing is None else plain[0]["packed"].key_segment_ids is None
+
+
+def test_first_tokens_of_packed_texts_are_seen(source: Source, tok: text.Tokenizer) -> None:
+    for batch in dataset(source, Settings(batch=2, length=48, packing="best_fit", fcm_max_ratio=0.9), tok):
+        ids, keys = batch["packed"].segment_ids, batch["packed"].key_segment_ids
+        first = np.diff(ids, axis=1, prepend=-5) != 0
+        assert (keys[first] == ids[first]).all() and (keys[ids < 0] == -1).all() and (keys == HIDDEN).any()
 
 
 def test_pairs(write: Write, tok: text.Tokenizer) -> None:
@@ -270,7 +307,9 @@ PIPELINES = {
     "wrapped": {"packing": "wrapped", "window": 16},
     "mixture": {"packing": "best_fit", "block": 10},
     "longest": {"stop": "longest"},
+    "forgetful": {"fcm_max_ratio": 0.5, "packing": "best_fit"},
     "stream": {"stream": True, "window": 11},
+    "stream_forgetful": {"fcm_max_ratio": 0.5, "stream": True, "window": 11},
     "stream_packed": {"stream": True, "packing": "best_fit", "window": 20},
     "stream_mixture": {"stream": True, "packing": "wrapped", "window": 20, "stop": "longest"},
 }
@@ -315,7 +354,10 @@ def test_any_state(tmp_path_factory, tok: text.Tokenizer, lengths: list[int], se
     it.close()
 
 
-@pytest.mark.parametrize("how", [{}, {"packing": "best_fit"}, {"buckets": (16, 32)}, {"partial": "pad"}], ids=str)
+SHARED = [{}, {"packing": "best_fit"}, {"buckets": (16, 32)}, {"partial": "pad"}, {"fcm_max_ratio": 0.5}]
+
+
+@pytest.mark.parametrize("how", SHARED, ids=str)
 def test_processes_share_batches(source: Source, tok: text.Tokenizer, how: dict) -> None:
     """Put together, the parts of two or four processes are the batch of one; also from a state of another number."""
     how = Settings(batch=8, length=48, epochs=2, **how)
@@ -581,6 +623,9 @@ def test_wrong_use(source: Source, tok: text.Tokenizer, how: dict, first: dict, 
     ({"packing": "bfd"}, "packing='bfd'; expected one of None, first_fit"),
     ({"batch": 0}, "at least 1"), ({"epochs": 0}, "epochs=0"), ({"block": -1}, "at least 1"),
     ({"kind": "pairs", "packing": "best_fit"}, "packing is for kind='sft'"),
+    ({"fcm_max_ratio": 1.0}, "fcm_min_ratio=0, fcm_max_ratio=1; expected 0 <= fcm_min_ratio"),
+    ({"fcm_min_ratio": 0.4, "fcm_max_ratio": 0.3}, "fcm_min_ratio=0.4, fcm_max_ratio=0.3; expected"),
+    ({"kind": "pairs", "fcm_max_ratio": 0.3}, "fcm_max_ratio=0.3 is for kind='sft', not 'pairs'"),
     ({"length": 8, "buckets": (4, 16)}, r"buckets=\(4, 16\) go beyond length=8"),
 ])  # fmt: skip
 def test_wrong_settings(how: dict, match: str) -> None:
