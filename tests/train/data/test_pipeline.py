@@ -382,6 +382,10 @@ def test_processes_share_streams(write: Write, tok: text.Tokenizer) -> None:
         seen.append({int(t) // 100 for _ in range(15) for t in next(it)["tokens"][:, 0]})
         it.close()
     assert set.union(*seen) == set(range(45)) and sum(map(len, seen)) == 45
+    alike = Source(write("alike.jsonl", numbered([48] * 45)))  # each process draws its own masks
+    how = dataclasses.replace(how, fcm_max_ratio=0.9)
+    its = [iter(dataset(alike, how, tok, process_index=i, process_count=3)) for i in range(3)]
+    assert len({(next(it)["packed"].key_segment_ids == HIDDEN).tobytes() for it in its}) == 3
 
 
 # ---- sources -------------------------------------------------------------------------------------------------------
