@@ -211,9 +211,10 @@ class Storm:
         raw = await exchange(self.port, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return float(re.search(rf"^{name} (\S+)$", answer(raw or b"")[1].decode(), re.MULTILINE)[1])
 
-    async def rest(self, seconds: float = 30.0) -> None:
-        """Wait until the server holds nothing."""
-        names = ("fdel_num_requests_running", "fdel_num_requests_waiting", "fdel_kv_cache_usage_ratio")
+    async def rest(self, seconds: float = 120.0) -> None:
+        """Wait until the server holds nothing, and has no program left to compile."""
+        names = ("fdel_num_requests_running", "fdel_num_requests_waiting", "fdel_kv_cache_usage_ratio",
+                 "fdel_sizes_to_compile")  # fmt: skip
         begin = time.monotonic()
         while any(held := {n: await self.metric(n) for n in names if await self.metric(n)}):
             if time.monotonic() - begin > seconds:

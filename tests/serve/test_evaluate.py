@@ -153,7 +153,7 @@ def address(checkpoint, engine):
     engine.start()
 
     async def main() -> None:
-        runner = http.web.AppRunner(http.application(state), handler_cancellation=True)
+        runner = http.runner(state)
         await runner.setup()
         await http.web.TCPSite(runner, "127.0.0.1", 0).start()
         found.append(runner.addresses[0][1])

@@ -223,7 +223,7 @@ FAULTS = [
     ([[1]], dict(stop="a"), "stop strings need a tokenizer"),
     ([[1]], dict(temperature=-1), "temperature=-1 is out of range"),
     ([[1]], dict(batch_size=0), "batch_size=0"),
-    ([[1]], dict(eos=[VOCAB]), "stop_token_ids holds [300]"),
+    ([[1]], dict(eos=[VOCAB]), "eos holds [300]"),
 ]
 
 
