@@ -134,7 +134,7 @@ def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
     )
     p.add_argument("--budget", type=int, default=512, help="prompt tokens of one step (default: %(default)s)")
     p.add_argument(
-        "--chunk", type=int, help="the same beside at most 8 sequences that decode (default: 64 on CPU, else --budget)"
+        "--chunk", type=int, help="the same beside at most 8 sequences that decode (default: 128 on CPU, else --budget)"
     )
     p.add_argument(
         "--queue", type=int, default=1024, help="requests that may wait, of one key at most half (default: %(default)s)"

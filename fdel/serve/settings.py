@@ -23,7 +23,7 @@ class Settings:
     rows: sequences that run at a time. pages: cache pages of 64 tokens; None: for all rows at 1024 tokens each, or at
     max_length if that is less. max_length: the most tokens of prompt and output, at most the model's context; None:
     that. budget: prompt tokens computed in one step. chunk: the same beside at most 8 sequences that decode, which
-    bounds how long these wait for others' prompts; None: 64 on CPU, the budget on accelerators. queue: waiting outputs
+    bounds how long these wait for others' prompts; None: 128 on CPU, the budget on accelerators. queue: waiting outputs
     before `QueueFull`, where n outputs of a prompt are n and enter together. overlap: launch a step before the last one
     is read. cache: share pages between prompts that begin alike; None: where the model allows it. drafts: tokens
     guessed ahead, by a draft model or from earlier occurrences of the newest three; 0: none. decode_steps: tokens that

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.torch
-import suite
-import tiny
-import torch
-import transformers
 
-from fdel import models, serve
-from fdel.models import llama
-from fdel.params import CheckpointError
-from fdel.train import losses
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+import safetensors.torch  # noqa: E402
+import suite  # noqa: E402
+import tiny  # noqa: E402
+import transformers  # noqa: E402
+
+from fdel import models, serve  # noqa: E402
+from fdel.models import llama  # noqa: E402
+from fdel.params import CheckpointError  # noqa: E402
+from fdel.train import losses  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(3, 110, (2, 24))
 
