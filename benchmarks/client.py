@@ -48,7 +48,8 @@ def process(directory: str, *arguments: str) -> Iterator[subprocess.Popen]:
                 if re.search(r"http://[^/]+", log.read()):
                     break
                 if running.poll() is not None:
-                    raise RuntimeError(f"the server did not start; see {log.name}")
+                    log.seek(begin)
+                    raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
                 time.sleep(0.1)
             yield running
         finally:

@@ -66,9 +66,12 @@ def found(names: Sequence[str], programs: Sequence[str]) -> dict[str, str]:
     return {name: program for name, program in first.items() if program}
 
 
-def get(port: int, path: str) -> bytes:
-    """Read a page of a server."""
-    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).read()
+def get(port: int, path: str, key: str = "") -> bytes:
+    """Read a page of a server, with an API key if there is one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers), timeout=5
+    ).read()
 
 
 def answers(port: int) -> bool:

@@ -43,11 +43,11 @@ def prompts(directory: str, scale: float) -> list[str]:
     return [text.decode(tok, rng.integers(300, size, n).tolist()) for n in lengths]
 
 
-async def read(port: int, body: dict) -> list[float]:
+async def read(port: int, body: dict, *headers: str) -> list[float]:
     """Stream one completion: the times at which its events came, after the time at which it was asked for."""
     times, tail, ended = [time.perf_counter()], b"", b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(post("/v1/completions", json.dumps(body).encode()))
+    writer.write(post("/v1/completions", json.dumps(body).encode(), *headers))
     while part := await reader.read(2**16):
         times += [time.perf_counter()] * len(re.findall(rb'"text":\s*"[^"]', tail + part))
         tail, ended = (tail + part)[-8:], ended + part[-4000:]
@@ -96,10 +96,10 @@ def row(name: str, readers: int, r: dict[str, float]) -> str:
     )
 
 
-def settle(port: int) -> None:
+def settle(port: int, key: str = "") -> None:
     """Wait until our server has compiled all its programs; the others have no such metric."""
     with contextlib.suppress(urllib.error.HTTPError):
-        while re.search(rb"^fdel_sizes_to_compile [1-9]", get(port, "/metrics"), re.MULTILINE):
+        while re.search(rb"^fdel_sizes_to_compile [1-9]", get(port, "/metrics", key), re.MULTILINE):
             time.sleep(0.2)
 
 
