@@ -127,7 +127,7 @@ async def measure(c: Client, pid: int, requests: int, idle: int) -> list[str]:
 
 def main(requests: int = 10_000, idle: int = 1000, out: Path | None = None) -> None:
     """Run it."""
-    from fdel.serve import auth, keyfile
+    from fdel.serve.server import auth, keyfile
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * idle + 256)), hard))  # the server inherits it

@@ -124,7 +124,7 @@ def fdel_side(measure: str, directory: str, scale: float) -> dict:
     if measure == "host":
         return {"host_ms": host(engine)}
     if measure == "prefix":
-        engine.core.device.warm_up()
+        engine._core.device.warm_up()
         prompt = np.random.default_rng(0).integers(3, 32000, max(130, int(1024 * scale))).tolist()
         first = SamplingParams(max_tokens=1)
         cold, warm = (
@@ -167,7 +167,7 @@ def latency(engine, sampling, scale: float) -> dict:
 
     out = {}
     for n in (1, 8, 32):
-        engine.core.schedule.pool.forget()
+        engine._core.schedule.pool.forget()
         times = asyncio.run(together(n))
         first = [t[1] - t[0] for t in times]
         between = np.concatenate([np.diff(t[1:]) for t in times])
@@ -180,19 +180,22 @@ def latency(engine, sampling, scale: float) -> dict:
 def host(engine) -> float:
     """Median milliseconds of a step at batch 32 whose programs return at once: planning, packing, handing out."""
     from fdel.serve import SamplingParams
-    from fdel.serve.step import Out
+    from fdel.serve.engine.packing import Out
 
-    def nothing(program, requests, plan, *args, **static):
-        drawn = np.zeros((len(plan), 3), np.int32)
+    class OnHost(np.ndarray):
+        def copy_to_host_async(self): ...
+
+    def nothing(call):
+        drawn = np.zeros((len(call.arrays[0]), 4), np.int32).view(OnHost)
         drawn[:, :2] = 1, 9
         return Out(drawn, None, None)
 
-    engine.core.device._run, engine.core.device.admit = nothing, lambda r, sampling: None
+    engine._core.device.execute, engine._core.device.admit = nothing, lambda r, sampling: None
     for prompt in workload(32, 0.5):
         engine.submit(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(30):
-        engine.loop.turn()
-    return 1e3 * float(np.median([seconds(engine.loop.turn) for _ in range(200)]))
+        engine.step()
+    return 1e3 * float(np.median([seconds(engine.step) for _ in range(200)]))
 
 
 def drafts(model, scale: float) -> dict:

@@ -37,16 +37,17 @@ PATIENCE = 120.0  # seconds that a client asks again: longer than the server tak
 def serve(directory: str, port: int, every: int) -> None:
     """Serve with a device that fails for poisoned requests, and, from the first of them on, at each `every`-th decode."""
     from fdel import models, text
-    from fdel.serve import Settings, launch
+    from fdel.serve import Settings
+    from fdel.serve.server import launch
 
-    options = launch.Options(
+    options = launch.ServerOptions(
         port=port,
         names=["m"],
         programs=Path(directory) / "programs",
         settings=Settings(rows=16, budget=64, batches=(2, 16)),
     )
     found = launch.served(models.load(directory, stacked=False), text.load(directory), "m", options)
-    device = found[0].engine.core.device
+    device = found[0].engine._core.device
     decode, calls = device.decode, Counter()
 
     def failing(requests, *args):

@@ -45,9 +45,9 @@ def train(directory: str, steps: str) -> None:
     from fdel.train import parallel
 
     cfg = llama.Config(vocab=96, embed=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
-    spec, rate = llama.spec(cfg), train.cosine(1e-2, warmup=5, steps=STEPS)
+    spec, rate = llama.spec(cfg), train.schedules.cosine(1e-2, warmup=5, steps=STEPS)
     mesh = params.make_mesh({"dp": 2, "fsdp": 2})
-    optimizer = train.adamw(rate, weight_decay=0.1, mask=train.decay_mask(spec))
+    optimizer = train.optim.adamw(rate, weight_decay=0.1, mask=train.optim.decay_mask(spec))
 
     def init() -> train.TrainState:
         weights = params.init(spec, jax.random.key(0), dtype=jnp.float32)
@@ -63,7 +63,7 @@ def train(directory: str, steps: str) -> None:
     step = train.ema(train.update(train.normalize(g), optimizer, skip_nonfinite=True), 0.99)
     at = parallel.state_shardings(jax.eval_shape(init), params.shardings(spec, mesh))
     with jax.set_mesh(mesh):
-        step = jax.jit(train.reporting(step, learning_rate=rate), donate_argnums=0, out_shardings=(at, None))
+        step = jax.jit(train.metrics.reporting(step, learning_rate=rate), donate_argnums=0, out_shardings=(at, None))
         state = train.fit(
             step,
             jax.jit(init, out_shardings=at),
@@ -149,7 +149,7 @@ def saving(steps: int = 5, saves: int = 5) -> str:
     from fdel.train import checkpoint
 
     cfg = demo.config(demo.VOCAB)
-    spec, optimizer = llama.spec(cfg), train.adamw(1e-3)
+    spec, optimizer = llama.spec(cfg), train.optim.adamw(1e-3)
     step = train.update(train.normalize(train.grads(train.losses.sft(llama, cfg))), optimizer)
     step = jax.jit(step, donate_argnums=0)
     state = jax.jit(lambda: train.init_state(params.init(spec, jax.random.key(0)), optimizer))()

@@ -110,7 +110,7 @@ def compile_seconds() -> float:
     from fdel.models import llama
 
     cfg = dataclasses.replace(llama.Config.from_hf(CONFIG), layers=24)
-    optimizer = train.adamw(1e-4)
+    optimizer = train.optim.adamw(1e-4)
     step = train.update(train.normalize(train.grads(train.losses.sft(llama, cfg))), optimizer)
     state = jax.eval_shape(lambda p: train.init_state(p, optimizer), params.abstract(llama.spec(cfg)))
     begin = time.perf_counter()

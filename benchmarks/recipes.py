@@ -93,6 +93,7 @@ class Draw:
     def recipe(self, out: Path) -> dict[str, Any]:
         """Draw the sections of a run file."""
         from fdel import train
+        from fdel.recipe import methods
         from fdel.recipe import trainer as known
 
         rng, family, kind = self.rng, self.rng.choice(self.families), self.rng.choice(known.TYPES)
@@ -100,12 +101,15 @@ class Draw:
         t = {k: v for k, v in self._some(TRAINER).items() if not by[k] or kind in by[k]}
         t |= self._some({"loss_type": LOSSES.get(kind, ())} if kind in LOSSES else {}, 0.6)
         t |= {"trainer_type": kind, "max_training_steps": 4, "total_batch_size": 8, "max_length": rng.choice([16, 24])}
-        t |= {"optimizer": rng.choice(["adamw", *train.OPTIMIZERS]), "scheduler": rng.choice(list(train.SCHEDULES))}
+        t |= {
+            "optimizer": rng.choice(["adamw", *train.optim.OPTIMIZERS]),
+            "scheduler": rng.choice(list(train.schedules.SCHEDULES)),
+        }
         t |= {"learning_rate": 1e-2, "log_steps": 1, "save_steps": 2, "save_directory": str(out)}
         if t["optimizer"] != "adamw":
             t.pop("moments", None)
         data = {"reward": "pairs", "prm": "steps", "embedding": "embedding", "kto": "rated", "bco": "rated"}.get(kind)
-        data = data or ("pairs" if kind in known.PAIRS else rng.choice(["text", "completion"]))
+        data = data or ("pairs" if kind in ("dpo", "cpo", "simpo", "orpo") else rng.choice(["text", "completion"]))
         mixture = self._some(MIXTURE)
         mixture["informs"] = [{"data_files": str(self.root / f"{data}-{x}.jsonl"), "name": x} for x in "ab"]
         if rng.random() < 0.5:
@@ -124,9 +128,9 @@ class Draw:
         sections: dict[str, Any] = {"model": {"name_or_path": str(self.root / f"{family}-0")}, "trainer": t}
         sections |= {"mixture": mixture, "sharding": {"axis_dims": self._mesh()}}
         other = {"name_or_path": str(self.root / f"{family}-1")}
-        if kind in known.TEACHER:
+        if kind in methods.types(teacher=True):
             sections["teacher_model"] = other
-        if kind in known.REFERENCE and rng.random() < 0.5:
+        if kind in methods.types(reference=True) and rng.random() < 0.5:
             sections["reference_model"] = other
         if "lora" in t and rng.random() < 0.5:
             sections["quantization"] = {"model": {"quantization_method": rng.choice(["nf4", "8bit"])}}

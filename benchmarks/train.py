@@ -37,7 +37,7 @@ def head(tokens: int = 2048, width: int = 512, vocab: int = 128256, chunk: int =
     ones = jnp.ones((1, tokens))
 
     def full(x, w):
-        return losses.nll(losses.from_logits(ops.logits(x, ops.Head(w)), labels), ones)[0]
+        return losses.nll(losses.stats.from_logits(ops.logits(x, ops.Head(w)), labels), ones)[0]
 
     def plain(x, w):
         logp = jax.nn.log_softmax(ops.logits(x, ops.Head(w)))
@@ -83,23 +83,25 @@ def lora() -> str:
     from fdel.train import losses
 
     cfg = llama.Config.from_hf(CONFIG)
-    spec, optimizer = llama.spec(cfg), train.adamw(1e-4)
+    spec, optimizer = llama.spec(cfg), train.optim.adamw(1e-4)
     loss, key = losses.sft(llama, cfg), jax.random.key(0)
     base = lambda: params.init(spec, key, dtype=jnp.float32)
     add = lambda p: params.lora.split(params.lora.add(p, 8, 16.0, key=key, spec=spec))
     parts = {
-        "full": lambda: (base(), ()),
-        "LoRA, rank 8": lambda: (lambda t: (t[0], (t[1],)))(add(base())),
-        "QLoRA, NF4, rank 8": lambda: (lambda t: (t[0], (t[1],)))(add(params.quantize(base(), "nf4", spec=spec))),
+        "full": lambda: (base(), {}),
+        "LoRA, rank 8": lambda: (lambda t: (t[0], {"base": t[1]}))(add(base())),
+        "QLoRA, NF4, rank 8": lambda: (lambda t: (t[0], {"base": t[1]}))(
+            add(params.quantize(base(), "nf4", spec=spec))
+        ),
     }
     batch = {"tokens": jax.ShapeDtypeStruct((4, 512), jnp.int32)}
     rows = []
     for name, make in parts.items():
-        trainable, fixed = jax.eval_shape(make)
-        f = losses.on_adapters(loss, reference=False) if fixed else loss
+        trainable, given = jax.eval_shape(make)
+        f = losses.on_adapters(loss, reference=False) if given else loss
         step = train.update(train.normalize(train.grads(f)), optimizer)
         state = jax.eval_shape(lambda t: train.init_state(t, optimizer), trainable)
-        memory = jax.jit(step, donate_argnums=0).lower(state, batch, *fixed).compile().memory_analysis()
+        memory = jax.jit(step, donate_argnums=0).lower(state, batch, **given).compile().memory_analysis()
         held, temporary = memory.argument_size_in_bytes / 2**20, memory.temp_size_in_bytes / 2**20
         rows.append((name, f"{held:,.0f}", f"{temporary:,.0f}", f"{held + temporary:,.0f}"))
     header = ("125M Llama, 4 x 512", "parameters and optimizer MiB", "temporary MiB", "sum MiB")

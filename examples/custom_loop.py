@@ -13,10 +13,10 @@ mesh = params.make_mesh({"dp": -1})
 base = params.init(spec, jax.random.key(0), dtype=jnp.float32)
 adapters, frozen = params.lora.split(params.lora.add(base, 4, 8.0, key=jax.random.key(1), spec=spec))
 
-outputs, objective = losses.likelihoods(llama, cfg), losses.dpo_objective(beta=0.5)
+outputs, objective = losses.completion_logps(llama, cfg), losses.dpo_objective(beta=0.5)
 g = train.gradcache(losses.on_adapters(outputs), objective, 1)  # the reference is the base without adapters
 g = parallel.reduce_once(train.accumulate(g, 2))
-optimizer = train.adamw(train.cosine(2e-2, warmup=2, steps=20))
+optimizer = train.optim.adamw(train.schedules.cosine(2e-2, warmup=2, steps=20))
 step = jax.jit(train.update(train.normalize(g), optimizer, skip_nonfinite=True), donate_argnums=0)
 
 tokens = jax.random.randint(jax.random.key(2), (16, 2, 24), 0, cfg.vocab)  # [:, 0] chosen, [:, 1] rejected
@@ -26,5 +26,5 @@ with jax.set_mesh(mesh):
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     state, frozen = jax.device_put((train.init_state(adapters, optimizer), frozen), whole)
     for i in range(20):
-        state, metrics = step(state, batch, frozen)
+        state, metrics = step(state, batch, base=frozen)
         print(f"step {i}: loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:.3f}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel import models, ops, params, serve, train
-from fdel.ops.attention import PACKED
-from fdel.serve import weights
+from fdel.ops.attention import ATTEND
+from fdel.serve.engine import weights
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
     """Time a call: the median of several, after one to warm up."""
     run()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))
+    return float(np.median(timeit.repeat(run, repeat=repeats, number=1)))
 
 
 def prompts(model: models.Model, rows: int, length: int) -> list[list[int]]:
@@ -50,7 +46,7 @@ def train_step(model: models.Model, rows: int = 4, length: int = 512) -> float:
 
     The backward pass computes again what is between matrix products, which takes half the memory and no more time.
     """
-    optimizer = train.adamw(1e-4, weight_decay=0.1)
+    optimizer = train.optim.adamw(1e-4, weight_decay=0.1)
     loss = train.losses.sft(model.family, model.cfg, remat="dots_saveable", chunk=256)
     step = train.update(train.normalize(train.grads(loss)), optimizer)
     step = jax.jit(step, donate_argnums=0, compiler_options=train.compiler_options())
@@ -75,31 +71,27 @@ def attention(directory: Path, lengths: Sequence[int], *, dtype: Any = None) -> 
     heads, kv_heads, dim = (getattr(cfg, name, None) for name in ("heads", "kv_heads", "head_dim"))
     if heads is None or kv_heads is None or dim is None:
         raise ValueError(f"{family.MODEL_TYPE} has no heads with keys and values of their own to attend with")
-    mask = ops.Mask(dim**-0.5)
+    mask, counts = ops.Mask(dim**-0.5), (heads, kv_heads, kv_heads)
+    attend = lambda name, batch, *qkv: ops.attend(batch, None, 0, *qkv, mask=mask, impl=name)[0]
+
+    def milliseconds(f: Callable, qkv: list[jax.Array]) -> float:
+        f = jax.jit(f)
+        return 1e3 * seconds(lambda: jax.block_until_ready(f(*qkv)), 3)
+
     for kind in (dtype,) if dtype else ("float32", "bfloat16"):
         for n in lengths:
-            keys = jax.random.split(jax.random.key(0), 3)
-            shape = lambda count, n=n: (max(1, 8192 // n), n, count, dim)
-            q, k, v = (
-                jax.random.normal(key, shape(c), kind) for key, c in zip(keys, (heads, kv_heads, kv_heads), strict=True)
-            )
-            batch = ops.packed(jnp.zeros(q.shape[:2], jnp.int32))
-            for name, way in PACKED.items():
-                where = f"{name:<9} {kind:<9} {len(q)} x {n}"
-                if why := way.unsupported(q, k, v, batch.segments, mask=mask, sinks=None, alibi=None, bias=None):
+            shape, keys = (max(1, 8192 // n), n), jax.random.split(jax.random.key(0), 3)
+            qkv = [jax.random.normal(key, (*shape, c, dim), kind) for key, c in zip(keys, counts, strict=True)]
+            batch = ops.packed(jnp.zeros(shape, jnp.int32))
+            for name, way in ATTEND.implementations.items():
+                where = f"{name:<9} {kind:<9} {shape[0]} x {n}"
+                if why := way.unsupported(*qkv, batch.where, mask=mask, sinks=None, alibi=None, bias=None):
                     yield f"{where}: {why}"
                     continue
-                run = lambda q, k, v, batch=batch, name=name: ops.attend(batch, None, 0, q, k, v, mask=mask, impl=name)[
-                    0
-                ]
+                run = partial(attend, name, batch)
                 both = jax.grad(lambda *x, run=run: run(*x).astype(jnp.float32).sum(), (0, 1, 2))
-                timed = [_milliseconds(f, q, k, v) for f in (run, both)]
-                yield f"{where}: forward {timed[0]:.1f} ms, with gradients {timed[1]:.1f} ms"
-
-
-def _milliseconds(f: Callable, *args: jax.Array) -> float:
-    f = jax.jit(f)
-    return 1e3 * seconds(lambda: jax.block_until_ready(f(*args)), 3)
+                forward, backward = milliseconds(run, qkv), milliseconds(both, qkv)
+                yield f"{where}: forward {forward:.1f} ms, with gradients {backward:.1f} ms"
 
 
 def lines(directory: Path, *, dtype: Any = None, mesh: str | None = None, train: bool = True) -> Iterator[str]:

@@ -3,31 +3,34 @@
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import fdel
-from fdel import options, output
+from fdel import options
 
 # Files beside the weights that make a checkpoint usable.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
 
+# ---- commands: each prints, or gives the lines to print; a number is the exit code ---------------------------------
 
-def demo(args: argparse.Namespace) -> int:
+
+def demo(args: argparse.Namespace) -> None:
     """Train a small Llama on real text, save it, load it back and let it complete a sentence."""
     from fdel import demo
 
     demo.main(args.out, args.prompt, args.steps, args.seconds, args.max_tokens, args.serve)
-    return 0
 
 
-def generate(args: argparse.Namespace) -> int:
+def generate(args: argparse.Namespace) -> None:
     """Continue a prompt with a checkpoint and stream the text."""
     from fdel import demo, params, text
-    from fdel.serve import weights
+    from fdel.serve.engine import weights
 
     directory = params.resolve(args.model)
     tok = text.load(directory)
@@ -40,38 +43,32 @@ def generate(args: argparse.Namespace) -> int:
         print(args.prompt, end="", flush=True)
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
     demo.speak(model, tok, prompt, **{name: getattr(args, name) for name in names})
-    return 0
 
 
-def info(args: argparse.Namespace) -> int:
+def info(args: argparse.Namespace) -> Iterable[str]:
     """Describe a checkpoint: parameters, bytes per dtype, FLOPs and cache bytes per token, shards on a mesh."""
     from fdel import params, report
 
-    print(report.info(params.resolve(args.model), mesh=args.mesh, context=args.context, rules=args.rules))
-    return 0
+    return [report.info(params.resolve(args.model), mesh=args.mesh, context=args.context, rules=args.rules)]
 
 
-def convert(args: argparse.Namespace) -> int:
-    """Rewrite a checkpoint in hub layout: another dtype, other shard sizes, safetensors from torch files or from EasyLM."""
-    from fdel import models, params
+def convert(args: argparse.Namespace) -> Iterable[str]:
+    """Rewrite a checkpoint in hub layout: other dtype or shard sizes, plain from quantized, of torch files or EasyLM."""
+    from fdel import easylm, models, params
 
-    target, shard_bytes = Path(args.target), round(args.shard_gb * 1e9)
+    target, how = args.target, {"dtype": args.dtype, "shard_bytes": round(args.shard_gb * 1e9)}
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty; choose a new directory, nothing is overwritten")
     if args.format == "easylm":
-        from fdel import easylm
-
-        count = easylm.convert(args.source, args.config, target, dtype=args.dtype, shard_bytes=shard_bytes)
-        print(f"{target}: {count:,} parameters")
-        return 0
+        return [f"{target}: {easylm.convert(args.source, args.config, target, **how):,} parameters"]
     source = params.resolve(args.source)
     model = models.load(source, dtype=args.dtype)
-    models.save(model, target, shard_bytes=shard_bytes)
+    model = model._replace(params=params.dequantize(model.params))  # of a published quantized one
+    models.save(model, target, shard_bytes=how["shard_bytes"])
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, target / file.name)
-    print(f"{target}: {params.count(model.params):,} parameters, {params.nbytes(model.params):,} bytes")
-    return 0
+    return [f"{target}: {params.count(model.params):,} parameters, {params.nbytes(model.params):,} bytes"]
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -86,37 +83,41 @@ def diff(args: argparse.Namespace) -> int:
     return min(count, 1)
 
 
-def plan(args: argparse.Namespace) -> int:
-    """Compile a training step for a mesh that need not exist here; print its memory, FLOPs and collectives."""
+def plan(args: argparse.Namespace) -> Iterable[str]:
+    """Compile a training step, or an engine's, for devices that need not be here; print memory, FLOPs and collectives."""
     import jax
 
-    from fdel import models, plan
+    from fdel import aot, models, plan
 
+    target = None if args.target is None else aot.parse_target(args.target)
+    if (target is None) == (args.devices is None) or (args.serve and target is None):
+        raise ValueError("give either --target, as v5p:4x4x4, or --devices; --serve needs --target")
+    args.mesh = args.mesh or ("tp=-1" if args.serve else "fsdp=-1")
     # The devices are virtual: they make the compiler divide the program, and hold nothing.
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.devices)
+    jax.config.update("jax_num_cpu_devices", args.devices if target is None else target.count)
     if Path(args.model).is_file():
         from fdel import recipe
 
         family, cfg, training = recipe.planned(recipe.load(args.model))
     else:
-        names = ("mesh", "rows", "length", "microbatches", "dtype", "optimizer", "remat")
-        training = plan.Training(**{name: getattr(args, name) for name in names})
+        training = options.chosen(plan.Training, args)
         family, cfg = models.read_config(args.model)
     if training.rows is None:
         raise ValueError("--rows is missing: the rows of a step's batch, on all devices together")
-    print(plan.report(family, cfg, training, memory=args.memory))
-    return 0
+    if target is None:
+        return [plan.report(family, cfg, training, memory=args.memory)]
+    serving = aot.Serving(training.mesh, training.rows, training.length, dtype=training.dtype)
+    return [aot.report(target, family, cfg, serving if args.serve else training, memory=args.memory)]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Iterable[str]:
     """Do what a run file says: train a model, and what else its actions are."""
     from fdel import recipe
 
     file = args.recipe or args.config
     if args.keys:
-        print(recipe.reference())
-        return 0
+        return [recipe.reference()]
     if file is None:
         raise ValueError("no run file is given; `fdel run --keys` lists what one may say")
     wanted = recipe.load(file)
@@ -125,168 +126,143 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(ValueError):  # what is no JSON is text
             value = recipe.files.from_json(value)
         wanted = wanted.set(path, value)
+    if args.debug:
+        wanted = wanted.set("trainer.debug", True)
     if args.dry_run:
         print(recipe.dumps(wanted, defaults=True), end="")
         recipe.prepare(wanted, args.devices)
     else:
         recipe.run(wanted)
-    return 0
+    return ()
 
 
-def bench(args: argparse.Namespace) -> int:
+def bench(args: argparse.Namespace) -> Iterable[str]:
     """Measure prefill, decode, a training step and loading of a checkpoint on this machine."""
     from fdel import bench, params
 
     directory = params.resolve(args.model)
     if args.attention:
-        measured = bench.attention(directory, args.attention, dtype=args.dtype)
-    else:
-        measured = bench.lines(directory, dtype=args.dtype, mesh=args.mesh, train=not args.no_train)
-    for line in measured:
-        print(line, flush=True)
-    return 0
+        return bench.attention(directory, args.attention, dtype=args.dtype)
+    return bench.lines(directory, dtype=args.dtype, mesh=args.mesh, train=not args.no_train)
 
 
-def plot(args: argparse.Namespace) -> int:
+def plot(args: argparse.Namespace) -> Iterable[Any]:
     """Draw the curves of runs to a PNG and to an HTML report that needs no other file."""
     from fdel import plot
 
-    for path in plot.main(args.runs, args.out, args.metric):
-        print(path)
-    return 0
+    return plot.main(args.runs, args.out, args.metric)
 
 
-def monitor(args: argparse.Namespace) -> int:
+def monitor(args: argparse.Namespace) -> Iterable[str]:
     """Print what a server does, a line at a time; or a dashboard with the same graphs for Grafana."""
     from fdel import monitor
 
     if args.grafana:
-        print(json.dumps(monitor.dashboard(), indent=1))
-        return 0
-    key = args.key_file.read_text().strip() if args.key_file else ""
-    for line in monitor.lines(args.address, key, args.every):
-        print(line, flush=True)
-    return 0
+        return [json.dumps(monitor.dashboard(), indent=1)]
+    return monitor.lines(args.address, args.key_file.read_text().strip() if args.key_file else "", args.every)
 
 
-def serve(args: argparse.Namespace) -> int:
+def serve(args: argparse.Namespace) -> None:
     """Serve checkpoints over HTTP, as OpenAI's API."""
-    from fdel.serve import engine, launch
+    from fdel.serve.engine import engine
+    from fdel.serve.server import launch
 
-    sizes = ("rows", "pages", "max_length", "budget", "chunk", "queue", "drafts", "decode_steps", "kv_cache_dtype",
-             "max_loras", "max_lora_rank")  # fmt: skip
-    settings = engine.Settings(**{name: getattr(args, name) for name in sizes})
-    names = ("host", "port", "names", "dtype", "mesh", "draft", "quantize", "tool_parser", "key_file", "audit", "insecure",
-             "grace", "adapter_root", "truncate")  # fmt: skip
-    given = {name: getattr(args, name) for name in names} | ({"programs": args.programs} if "programs" in args else {})
-    adapters = dict(pair.split("=", 1) for pair in args.adapter)
-    launch.main(args.models, launch.Options(**given, adapters=adapters, settings=settings))
-    return 0
+    wanted = options.chosen(launch.ServerOptions, args, settings=options.chosen(engine.Settings, args))
+    launch.main(args.models, wanted)
 
 
-def eval(args: argparse.Namespace) -> int:
+def eval(args: argparse.Namespace) -> None:
     """Run lm_eval's benchmarks on a checkpoint; print a table of the scores and write them as JSON."""
-    from fdel.serve import evaluate
+    from fdel.serve.server import evaluate
 
-    names = ("tasks", "include_path", "num_fewshot", "limit", "max_new_tokens", "temperature", "top_p", "batch",
-             "apply_chat_template", "system_instruction")  # fmt: skip
-    wanted = evaluate.Options(**{name: getattr(args, name) for name in names})
     how = {name: getattr(args, name) for name in ("dtype", "mesh", "quantize", "max_length")}
-    evaluate.main(args.model, wanted, args.output, **how)
-    return 0
+    evaluate.main(args.model, options.chosen(evaluate.Options, args), args.output, **how)
 
 
-def keys(args: argparse.Namespace) -> int:
+def keys(args: argparse.Namespace) -> Iterable[str]:
     """Make, list and remove API keys of a server. The secret of a new key is shown once."""
-    from fdel.serve import auth, keyfile
+    from fdel.serve.server import auth, keyfile
 
-    file = Path(args.file)
     if args.do == "list":
-        for key in keyfile.load(file).values():
-            print(key.id, key.role, key.name if key.name.isprintable() else repr(key.name))
-    elif args.do == "add":
+        shown = lambda name: name if name.isprintable() else repr(name)
+        return [f"{key.id} {key.role} {shown(key.name)}" for key in keyfile.load(args.file).values()]
+    if args.do == "add":
         rates = {name: getattr(args, name) for name in ("requests_per_minute", "tokens_per_minute")}
         key, secret = auth.create(args.name, args.role, time.time(), **rates)
-        keyfile.change(file, lambda known: {**known, key.hash: key})
-        print(secret)
-    else:
+        keyfile.change(args.file, lambda known: {**known, key.hash: key})
+        return [secret]
 
-        def rest(known: dict[str, auth.Key]) -> dict[str, auth.Key]:
-            if args.name not in {key.id for key in known.values()}:
-                raise ValueError(f"{file} has no key with the id {args.name!r}; `fdel keys {file} list` shows them")
-            return {h: key for h, key in known.items() if key.id != args.name}
+    def rest(known: dict[str, auth.Key]) -> dict[str, auth.Key]:
+        left = {h: key for h, key in known.items() if key.id != args.name}
+        if len(left) == len(known):
+            raise ValueError(
+                f"{args.file} has no key with the id {args.name!r}; `fdel keys {args.file} list` shows them"
+            )
+        return left
 
-        keyfile.change(file, rest)
-    return 0
+    keyfile.change(args.file, rest)
+    return ()
 
 
-def parser() -> argparse.ArgumentParser:
-    """Describe all commands and their options."""
+# ---- the program ---------------------------------------------------------------------------------------------------
+
+
+class Output:
+    """Standard output whose reader may leave, as `head` does: what comes then is dropped, and the command goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, as long as somebody reads."""
+        return self._tried(self.stream.write, text)
+
+    def flush(self) -> None:
+        """Flush, as long as somebody reads."""
+        self._tried(self.stream.flush)
+
+    def _tried(self, do: Any, *args: str) -> Any:
+        try:
+            return do(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return sum(map(len, args))
+
+
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Describe all commands, and the options of one: those of `serve` take a second to import."""
     main = argparse.ArgumentParser(prog="fdel", description="Train, fine-tune and serve language models in JAX.")
     main.add_argument("--version", action="version", version=f"fdel {fdel.__version__}")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(run: Callable[[argparse.Namespace], int], *positional: tuple[str, str]) -> argparse.ArgumentParser:
-        text = run.__doc__ or ""
-        p = commands.add_parser(run.__name__, help=text, description=text)
-        for name, hint in positional:
-            p.add_argument(name, help=hint)
-        p.set_defaults(run=run)
-        return p
-
-    checkpoint = ("model", "checkpoint directory in Hugging Face layout, or a Hub id (extra `hub`)")
-    dtype: dict = {
-        "type": options.dtype,
-        "help": "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)",
-    }
-    p = command(demo)
-    p.add_argument(
-        "--out", type=Path, default=Path("fdel-demo"), help="directory for the checkpoint (default: %(default)s)"
-    )
-    p.add_argument("--prompt", default="The following", help="text to complete (default: %(default)r)")
-    p.add_argument("--steps", type=int, default=300, help="training steps at the most (default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=60, help="training time at the most (default: %(default)s)")
-    p.add_argument("--max-tokens", type=int, default=80, help="tokens to write (default: %(default)s)")
-    p.add_argument("--serve", action="store_true", help="keep the server and its playground running until Ctrl-C")
-    options.generate(command(generate, checkpoint, ("prompt", "text to continue")), dtype)
-    p = command(info, checkpoint)
-    p.add_argument("--mesh", help="also print the shards on a mesh, such as fsdp=2,tp=4")
-    p.add_argument("--rules", choices=("train", "serve"), default="train", help="sharding rules (default: %(default)s)")
-    p.add_argument("--context", type=int, help="context length for FLOPs (default: the model's longest)")
-    options.convert(command(convert, ("source", checkpoint[1]), ("target", "new directory")), dtype)
-    p = command(diff, ("a", checkpoint[1]), ("b", "the other one"))
-    p.add_argument(
-        "--tolerance", type=float, default=0.0, help="accept differences up to this, and of dtype (%(default)s)"
-    )
-    options.run(command(run))
-    options.plan(command(plan, ("model", "a run file, or a directory with a config.json; the options belong to that")))
-    options.bench(command(bench, checkpoint), dtype)
-    options.serve(command(serve), dtype)
-    options.monitor(command(monitor))
-    options.eval(command(eval, checkpoint), dtype)
-    options.keys(command(keys, ("file", "the key file; made if it is not there")))
-    p = command(plot)
-    p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run, or its metrics.jsonl")
-    p.add_argument(
-        "--out", type=Path, default=Path("curves"), help="name of the files; .png or .html: only that one (%(default)s)"
-    )
-    p.add_argument("--metric", action="append", default=[], help="draw only this one (may be given several times)")
+    for do in (demo, generate, info, convert, diff, plan, run, bench, serve, monitor, eval, keys, plot):
+        p = commands.add_parser(do.__name__, help=do.__doc__, description=do.__doc__)
+        p.set_defaults(run=do)
+        if do.__name__ == command:
+            options.add(p, command)
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors that a user can mend are one line on standard error."""
-    with contextlib.redirect_stdout(output.Output(sys.stdout)) as out:
+    with contextlib.redirect_stdout(Output(sys.stdout)) as out:
         try:
-            return _run(argv)
+            return _run(sys.argv[1:] if argv is None else argv)
         finally:
             out.flush()
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    args = parser().parse_args(argv)
+def _run(argv: Sequence[str]) -> int:
+    args = parser(next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
     try:
-        return args.run(args)
+        found = args.run(args)
+        if isinstance(found, int):
+            return found
+        for line in found or ():
+            print(line, flush=True)
+        return 0
     except (OSError, ValueError, ImportError, ArithmeticError) as e:
         print(f"fdel {args.command}: {e}", file=sys.stderr)
         return 2

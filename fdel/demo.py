@@ -24,13 +24,6 @@ VOCAB, LENGTH, ROWS = 2048, 128, 8
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # it has not learnt to chat, only to go on
 
 
-def corpus() -> str:
-    """Read the language reference that `help()` shows: about 700 kB of English in every Python's standard library."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
 def config(vocab: int) -> llama.Config:
     """Choose a Llama of about four million parameters."""
     return llama.Config(vocab=vocab, embed=256, ffn=688, layers=4, heads=8, kv_heads=4, head_dim=32, norm_eps=1e-5,
@@ -56,8 +49,8 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, out: Path, s
     """Train from scratch for `steps` steps or about `seconds` seconds, whichever ends first; log to out/metrics.jsonl."""
     cfg = config(vocab)
     spec = llama.spec(cfg)
-    rate = train.cosine(3e-3, warmup=min(10, steps // 10 + 1), steps=steps, final=0.1)
-    optimizer = train.adamw(rate, b2=0.98, weight_decay=0.1, mask=train.decay_mask(spec))
+    rate = train.schedules.cosine(3e-3, warmup=min(10, steps // 10 + 1), steps=steps, final=0.1)
+    optimizer = train.optim.adamw(rate, b2=0.98, weight_decay=0.1, mask=train.optim.decay_mask(spec))
     loss = train.losses.sft(llama, cfg)
     step = train.update(train.normalize(train.accumulate(train.grads(loss), 1)), optimizer)
     step = metrics.reporting(step, learning_rate=rate)
@@ -72,7 +65,9 @@ def fit(tokens: np.ndarray, vocab: int, steps: int, seconds: float, out: Path, s
 
 def main(out: Path, prompt: str, steps: int, seconds: float, max_tokens: int, stay: bool = False) -> None:
     """Run the demo and leave tokenizer, checkpoint, losses and their curve in `out`; `stay` keeps the server running."""
-    words = corpus()
+    from pydoc_data.topics import topics  # what `help()` shows: about 700 kB of English in every Python's library
+
+    words = "\n\n".join(topics[name] for name in sorted(topics))
     tok = text.train_bpe([words], VOCAB)
     tok = dataclasses.replace(tok, templates={"default": TEMPLATE})
     tokens = np.asarray(text.encode(tok, words), np.int32)
@@ -103,12 +98,12 @@ def ask(out: Path, prompt: str, max_tokens: int, stay: bool) -> None:
         return
     command = [sys.executable, "-m", "fdel", "serve", str(out), "--port", "0", "--rows", "2", "--max-length", "256"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    said: Any = server.stderr or []
+    lines: Any = server.stderr or []
     try:
-        address = next((found[0] for line in said if (found := re.search(r"http://\S+", line))), None)
+        address = next((found[0] for line in lines if (found := re.search(r"http://\S+", line))), None)
         if address is None:
             raise OSError(f"the server ended with exit code {server.wait()}; run it alone: {' '.join(command)}")
-        threading.Thread(target=lambda: [*said], daemon=True).start()  # a full pipe would stop the server
+        threading.Thread(target=lambda: [*lines], daemon=True).start()  # a full pipe would stop the server
         client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
         more = {"ignore_eos": True, "top_k": 40}
         options: Any = {"max_tokens": max_tokens, "temperature": 0.7, "seed": 0, "extra_body": more}

@@ -1,8 +1,9 @@
-"""EasyLM's streaming checkpoints of Llama as Hugging Face checkpoints: what `fdel convert --from easylm` does.
+"""EasyLM's streaming checkpoints as Hugging Face checkpoints: what `fdel convert --from easylm` does.
 
 A file is a stream of msgpack pairs: a parameter's path, and the bytes that flax makes of its array, themselves msgpack with
 an array as extension type 1 (shape, dtype, bytes). Kernels are [inputs outputs]; wq and wk are in the order of the first
-LLaMA release, whose rotary pairs are neighbours, where Hugging Face's are halves of a head. Needs msgpack (extra `train`).
+LLaMA release, whose rotary pairs are neighbours, where Hugging Face's are halves of a head. Its GPT-J, OPT and RoBERTa
+have the names of transformers' Flax classes, which are torch's but for the last part. Needs msgpack (extra `train`).
 """
 
 import json
@@ -28,6 +29,8 @@ LAYER = {
     "feed_forward.w3.kernel": "mlp.up_proj", "attention_norm.kernel": "input_layernorm",
     "ffn_norm.kernel": "post_attention_layernorm",
 }  # fmt: skip
+FLAX = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}  # the last part of a name
+KNOWN = ("llama", "gptj", "opt", "roberta")
 
 
 def read(file: str | Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -63,7 +66,7 @@ def read(file: str | Path) -> Iterator[tuple[str, np.ndarray]]:
 def convert(
     file: str | Path, config: str | Path | None, target: str | Path, *, dtype: Any = None, shard_bytes: int
 ) -> int:
-    """Write a stream as a Hugging Face checkpoint of the Llama that a config.json describes; give the parameters' number.
+    """Write a stream as a Hugging Face checkpoint of the model that a config.json describes; give the parameters' number.
 
     The host holds all arrays. CheckpointError lists names and shapes that do not fit the config.
     """
@@ -71,12 +74,15 @@ def convert(
         raise ValueError("--config is missing: a config.json of the model's size, which EasyLM's files lack")
     config = Path(config)
     family, cfg = models.read_config(config.parent if config.is_file() else config)
-    if family.MODEL_TYPE != "llama":
-        raise models.ConfigError(f"{config}: found model_type {family.MODEL_TYPE}, EasyLM's checkpoints are of llama")
-    found = {}
+    if family.MODEL_TYPE not in KNOWN:
+        known = ", ".join(KNOWN)
+        raise models.ConfigError(f"{config}: found model_type {family.MODEL_TYPE}, EasyLM's checkpoints are of {known}")
+    found, rename = {}, getattr(family, "rename", lambda name, cfg: name)
+    tensor = _tensor if family.MODEL_TYPE == "llama" else _flax
     for name, x in read(file):
-        ours, array = _tensor(name, x, cfg)
-        found[ours] = array if dtype is None else array.astype(dtype)
+        theirs, array = tensor(name, x, cfg)
+        if (ours := rename(theirs, cfg)) is not None:
+            found[ours] = array if dtype is None else array.astype(dtype)
     wanted = {p.hf: params.layout(p).file_shape for _, p in params.named_leaves(params.unstack(family.spec(cfg)))}
     faults = [f"{name} is missing" for name in sorted(wanted.keys() - found)]
     faults += [f"{name} is not in the model" for name in sorted(found.keys() - wanted)]
@@ -101,3 +107,11 @@ def _tensor(name: str, x: np.ndarray, cfg: Any) -> tuple[str, np.ndarray]:
     if rest in ("attention.wq.kernel", "attention.wk.kernel"):  # [D, (heads pairs 2)] -> [(heads 2 pairs), D]
         x = x.reshape(len(x), -1, cfg.head_dim // 2, 2).swapaxes(2, 3).reshape(len(x), -1)
     return f"model.layers.{start}.{LAYER[rest]}.weight", x.T
+
+
+def _flax(name: str, x: np.ndarray, cfg: Any) -> tuple[str, np.ndarray]:
+    """Give torch's name and layout of one array of a Flax model."""
+    start, _, last = name.rpartition(".")
+    if last not in FLAX:
+        raise params.CheckpointError(name, [f"ends in none of {', '.join(FLAX)}, as a Flax model's parameters do"])
+    return f"{start}.{FLAX[last]}", x.T if last == "kernel" else x

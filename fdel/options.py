@@ -1,7 +1,11 @@
-"""The options of the command line's larger commands."""
+"""The options of the command line, a row each, and the flags of dataclasses that declare their fields as `setting`s."""
 
 import argparse
+import dataclasses
+import typing
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -13,169 +17,167 @@ def dtype(name: str) -> str:
     return name
 
 
-def mesh(p: argparse.ArgumentParser) -> None:
-    """Add `--mesh`, of the commands that serve."""
-    p.add_argument("--mesh", help="devices to divide weights and cache over, such as tp=4 (default: one device)")
+def pair(text: str) -> tuple[str, str]:
+    """Read NAME=DIR."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a name, = and a directory")
+    return name, value
 
 
-def generate(p: argparse.ArgumentParser, dtype: dict) -> None:
-    """Add the options of `fdel generate`."""
-    p.add_argument("--chat", action="store_true", help="send the prompt as a user message through the chat template")
-    p.add_argument("--max-tokens", type=int, default=128, help="tokens to write at the most (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)")
-    p.add_argument(
-        "--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (default: %(default)s)"
-    )
-    p.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass (default: all)"
-    )
-    p.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest (default: none)"
-    )
-    p.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="divide repeated tokens' logits (default: off)"
-    )
-    p.add_argument("--seed", type=int, default=None, help="seed of the draws (default: a new one)")
-    p.add_argument("--stop", action="append", default=[], help="end before this text (may be given several times)")
-    p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    p.add_argument("--dtype", **dtype)
-    mesh(p)
+def numbers(text: str) -> list[int]:
+    """Read N,N,..."""
+    return [int(n) for n in text.split(",")]
 
 
-def monitor(p: argparse.ArgumentParser) -> None:
-    """Add the options of `fdel monitor`."""
-    p.add_argument("address", nargs="?", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    p.add_argument("--key-file", type=Path, help="a file that holds the secret of a key that may read metrics")
-    p.add_argument("--every", type=float, default=1.0, help="seconds between two lines (default: %(default)s)")
-    p.add_argument("--grafana", action="store_true", help="print a dashboard that Grafana imports")
+def names(text: str) -> list[str]:
+    """Read NAME,NAME,..."""
+    return text.split(",")
 
 
-def run(p: argparse.ArgumentParser) -> None:
-    """Add the options of `fdel run`."""
-    p.add_argument("recipe", nargs="?", help="the run file, YAML or JSON")
-    p.add_argument("--config", help="the same")
-    p.add_argument("--dry-run", action="store_true", help="print the whole configuration, check it, and do nothing")
-    p.add_argument("--devices", type=int, help="with --dry-run: devices there will be (default: those of this machine)")
-    p.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, as trainer.learning_rate=2e-5"
-    )
-    p.add_argument("--keys", action="store_true", help="print every key of a run file with its meaning")
+MODEL = "checkpoint directory in Hugging Face layout, or a Hub id (extra `hub`)"
+CAST = ("--dtype", "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)", dtype)
+MESH = ("--mesh", "devices to divide weights and cache over, such as tp=4 (default: one device)")
+BITS = ("--quantize", "keep the layers' matrices in few bits", None, {"choices": ("int8", "fp8", "nf4")})
+# For each command its arguments: a name, what it means, a type or a default (False: a switch; (): may be given several
+# times), and what else argparse takes.
+ROWS: Mapping[str, tuple[tuple, ...]] = {
+    "demo": (
+        ("--out", "directory for the checkpoint", Path("fdel-demo")),
+        ("--prompt", "text to complete", "The following"),
+        ("--steps", "training steps at the most", 300),
+        ("--seconds", "training time at the most", 60.0),
+        ("--max-tokens", "tokens to write", 80),
+        ("--serve", "keep the server and its playground running until Ctrl-C", False),
+    ),
+    "generate": (
+        ("model", MODEL), ("prompt", "text to continue"),
+        ("--chat", "send the prompt as a user message through the chat template", False),
+        ("--max-tokens", "tokens to write at the most", 128),
+        ("--temperature", "0 takes the likeliest token", 0.0),
+        ("--top-k", "draw from the k likeliest tokens; 0: all", 0),
+        ("--top-p", "draw from the likeliest tokens of this mass (default: all)", 1.0),
+        ("--min-p", "drop tokens below this share of the likeliest (default: none)", 0.0),
+        ("--repetition-penalty", "divide repeated tokens' logits (default: off)", 1.0),
+        ("--seed", "seed of the draws (default: a new one)", int),
+        ("--stop", "end before this text (may be given several times)", ()),
+        ("--ignore-eos", "go on after the end-of-text token", False), CAST, MESH,
+    ),
+    "info": (
+        ("model", MODEL), ("--mesh", "also print the shards on a mesh, such as fsdp=2,tp=4"),
+        ("--rules", "sharding rules", "train", {"choices": ("train", "serve")}),
+        ("--context", "context length for FLOPs (default: the model's longest)", int),
+    ),
+    "convert": (
+        ("source", MODEL), ("target", "new directory", Path), CAST, ("--shard-gb", "most GB of a file", 5.0),
+        ("--from", "format", "hf", {"dest": "format", "choices": ("hf", "easylm")}),
+        ("--config", "with --from easylm: a config.json of the model's size, or its directory", Path),
+    ),
+    "diff": (
+        ("a", MODEL), ("b", "the other one"), ("--tolerance", "accept differences up to this, and of dtype", 0.0),
+    ),
+    "plan": (
+        ("model", "a run file, or a directory with a config.json; the options belong to that"),
+        ("--devices", "number of devices of no kind", int),
+        ("--target", "compile for these devices, such as v5p:4x4x4, v6e:16x16 or h100:1x4x8"),
+        ("--serve", "with --target: an engine's decode and prefill in place of a training step", False),
+        ("--mesh", "sizes of the mesh axes, such as fsdp=64,tp=4 (default: fsdp=-1, with --serve tp=-1)"),
+        ("--rows", "rows of a step's batch, on all devices together; with --serve sequences", int),
+        ("--length", "tokens per row", 4096),
+        ("--microbatches", "parts of the batch, in turn", 1),
+        ("--dtype", "of the parameters", "bfloat16", {"type": dtype}),
+        ("--optimizer", "by name", "adamw"),
+        ("--remat", "what the backward pass computes again, such as nothing_saveable (default: nothing)"),
+        ("--memory", "GiB of a device, to say whether the step fits", float),
+    ),
+    "run": (
+        ("recipe", "the run file, YAML or JSON", None, {"nargs": "?"}), ("--config", "the same"),
+        ("--dry-run", "print the whole configuration, check it, and do nothing", False),
+        ("--devices", "with --dry-run: devices there will be (default: those of this machine)", int),
+        ("--debug", "as --set trainer.debug=true: end with the first number that cannot be right, and its path", False),
+        ("--set", "change a key, as trainer.learning_rate=2e-5", (), {"metavar": "KEY=VALUE"}),
+        ("--keys", "print every key of a run file with its meaning", False),
+    ),
+    "bench": (
+        ("model", MODEL), CAST, MESH, ("--no-train", "leave out the training step", False),
+        ("--attention", "time attention alone, in rows of so many tokens", numbers, {"metavar": "N,N"}),
+    ),
+    "serve": (
+        ("models", "checkpoint directories in Hugging Face layout, or Hub ids", None, {"nargs": "+", "metavar": "DIR"}),
+    ),
+    "monitor": (
+        ("address", "of the server (default: %(default)s)", "http://127.0.0.1:8000", {"nargs": "?"}),
+        ("--key-file", "a file that holds the secret of a key that may read metrics", Path),
+        ("--every", "seconds between two lines", 1.0),
+        ("--grafana", "print a dashboard that Grafana imports", False),
+    ),
+    "eval": (
+        ("model", MODEL), ("--output", "write the results as JSON to a new file", Path, {"metavar": "FILE"}),
+        ("--max-length", "tokens that the model reads (default: its context)", int), BITS, CAST, MESH,
+    ),
+    "keys": (
+        ("file", "the key file; made if it is not there", Path), ("do", None, None, {"choices": ("add", "list", "remove")}),
+        ("name", "a new key's name, or the id of the one to remove", "", {"nargs": "?"}),
+        ("--role", "admin, service, user or readonly", "user"),
+        ("--requests-per-minute", "(default: no limit)", float), ("--tokens-per-minute", "(default: no limit)", float),
+    ),
+    "plot": (
+        ("runs", "directory of a run, or its metrics.jsonl", Path, {"nargs": "+", "metavar": "RUN"}),
+        ("--out", "name of the files; .png or .html: only that one", Path("curves")),
+        ("--metric", "draw only this one (may be given several times)", ()),
+    ),
+}  # fmt: skip
 
 
-def bench(p: argparse.ArgumentParser, dtype: dict) -> None:
-    """Add the options of `fdel bench`."""
-    p.add_argument("--dtype", **dtype)
-    mesh(p)
-    p.add_argument("--no-train", action="store_true", help="leave out the training step")
-    lengths = lambda text: [int(n) for n in text.split(",")]
-    p.add_argument("--attention", type=lengths, metavar="N,N", help="time attention alone, in rows of so many tokens")
+def add(p: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments of a command: its rows, and the fields of the dataclasses that declare some."""
+    for row in ROWS[command]:
+        _add(p, *row)
+    if command == "serve":
+        from fdel.serve.server.options import ServerOptions, Settings
+
+        _declared(p, ServerOptions)
+        _declared(p, Settings)
+    elif command == "eval":
+        from fdel.serve.server.evaluate import Options
+
+        _declared(p, Options)
 
 
-def convert(p: argparse.ArgumentParser, dtype: dict) -> None:
-    """Add the options of `fdel convert`."""
-    p.add_argument("--dtype", **dtype)
-    p.add_argument("--shard-gb", type=float, default=5.0, help="most GB of a file (default: %(default)s)")
-    p.add_argument(
-        "--from", dest="format", choices=("hf", "easylm"), default="hf", help="format (default: %(default)s)"
-    )
-    p.add_argument(
-        "--config", type=Path, help="with --from easylm: a config.json of the model's size, or its directory"
-    )
+def _add(
+    p: argparse.ArgumentParser, name: str, help: str | None, kind: Any = None, how: Mapping[str, Any] = {}
+) -> None:
+    """Add an argument; a default number or text is shown, unless the help speaks of it."""
+    if kind is False:
+        p.add_argument(name, action="store_true", help=help, **how)
+    elif isinstance(kind, tuple | dict):
+        p.add_argument(name, action="append", default=[], help=help, **how)
+    elif kind is None or callable(kind):
+        p.add_argument(name, help=help, **{"type": kind} | dict(how))
+    else:
+        shown = f"{help}{'' if 'default' in str(help) or kind == '' else ' (default: %(default)s)'}"
+        p.add_argument(name, default=kind, help=shown, **{"type": type(kind)} | dict(how))
 
 
-def plan(p: argparse.ArgumentParser) -> None:
-    """Add the options of `fdel plan`."""
-    p.add_argument("--devices", type=int, required=True, help="number of devices")
-    p.add_argument(
-        "--mesh", default="fsdp=-1", help="sizes of the mesh axes, such as fsdp=64,tp=4 (default: %(default)s)"
-    )
-    p.add_argument("--rows", type=int, help="rows of a step's batch, on all devices together")
-    p.add_argument("--length", type=int, default=4096, help="tokens per row (default: %(default)s)")
-    p.add_argument("--microbatches", type=int, default=1, help="parts of the batch, in turn (default: %(default)s)")
-    p.add_argument("--dtype", type=dtype, default="bfloat16", help="of the parameters (default: %(default)s)")
-    p.add_argument("--optimizer", default="adamw", help="by name (default: %(default)s)")
-    p.add_argument("--remat", help="what the backward pass computes again, such as nothing_saveable (default: nothing)")
-    p.add_argument("--memory", type=float, help="GiB of a device, to say whether the step fits")
+def _declared(p: argparse.ArgumentParser, cls: type) -> None:
+    """Add the flags of a dataclass whose fields are `setting`s; one without a default is required, a list of names."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if f.metadata.get("flag") is not None:
+            name, _, metavar = (f.metadata["flag"] or "--" + f.name.replace("_", "-")).partition(" ")
+            types = typing.get_args(hints[f.name])
+            kind = dtype if f.name == "dtype" else next((k for k in (float, int, Path) if k in types), None)
+            how = {"dest": f.name, "metavar": metavar or None, "choices": f.metadata["choices"] or None}
+            how = {k: v for k, v in how.items() if v is not None}
+            if f.default_factory is dict:
+                _add(p, name, f.metadata["doc"], {}, how | {"type": pair})
+            elif f.default is dataclasses.MISSING:
+                _add(p, name, f.metadata["doc"], names, how | {"required": True})
+            else:
+                _add(p, name, f.metadata["doc"], kind if f.default is None else f.default, how)
 
 
-def serve(p: argparse.ArgumentParser, dtype: dict) -> None:
-    """Add the options of `fdel serve`."""
-    p.add_argument("models", nargs="+", metavar="DIR", help="checkpoint directories in Hugging Face layout, or Hub ids")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    p.add_argument("--port", type=int, default=8000, help="(default: %(default)s; 0: a free one)")
-    p.add_argument(
-        "--name", dest="names", action="append", default=[], help="a model's name (default: its directory's)"
-    )
-    p.add_argument("--api-key-file", dest="key_file", type=Path, help="keys that may ask; see `fdel keys`")
-    p.add_argument(
-        "--audit-log", dest="audit", type=Path, help="append a line of JSON for every call to this file (mode 0600)"
-    )
-    p.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine, and answer to any name, without keys"
-    )
-    p.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME=DIR", help="a PEFT adapter of the first model"
-    )
-    p.add_argument("--adapter-root", type=Path, help="directory below which admins may load adapters (default: none)")
-    p.add_argument("--dtype", **dtype)
-    mesh(p)
-    p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
-    p.add_argument("--max-loras", type=int, default=0, help="adapters to make room for at the start (default: none)")
-    p.add_argument("--max-lora-rank", type=int, help="greatest rank of adapters (default: 64, but 16 for the room)")
-    p.add_argument("--kv-cache-dtype", choices=("int8", "fp8"), help="keep keys and values in 8 bits")
-    p.add_argument("--tool-parser", help="how the models write calls of tools (default: by their chat template)")
-    p.add_argument("--rows", type=int, default=32, help="sequences that run at a time (default: %(default)s)")
-    p.add_argument("--pages", type=int, help="pages of 64 tokens for keys and values (default: 1024 tokens a row)")
-    p.add_argument("--max-length", type=int, help="tokens of prompt and answer (default: the model's context)")
-    p.add_argument(
-        "--truncate",
-        choices=("left", "right", "middle"),
-        help="where too long prompts are cut (default: they are refused)",
-    )
-    p.add_argument("--budget", type=int, default=512, help="prompt tokens of one step (default: %(default)s)")
-    p.add_argument(
-        "--chunk", type=int, help="the same beside at most 8 sequences that decode (default: 128 on CPU, else --budget)"
-    )
-    p.add_argument(
-        "--queue", type=int, default=1024, help="requests that may wait, of one key at most half (default: %(default)s)"
-    )
-    p.add_argument(
-        "--draft", metavar="DIR", help="a smaller model of the same tokens, which guesses --drafts ahead, or 3"
-    )
-    p.add_argument("--drafts", type=int, default=0, help="tokens guessed ahead from what was said (default: none)")
-    p.add_argument("--decode-steps", type=int, default=1, help="tokens of a call while no prompt waits (%(default)s)")
-    p.add_argument(
-        "--programs",
-        type=Path,
-        default=argparse.SUPPRESS,
-        help="where compiled programs are kept (default: ~/.cache/fdel)",
-    )
-    p.add_argument("--grace", type=float, default=30.0, help="seconds to finish answers in at the end (%(default)s)")
-
-
-def eval(p: argparse.ArgumentParser, dtype: dict) -> None:
-    """Add the options of `fdel eval`."""
-    p.add_argument("--tasks", type=lambda names: names.split(","), required=True, help="names or patterns, as a,b")
-    p.add_argument("--include-path", type=Path, metavar="DIR", help="directory with tasks of your own (YAML)")
-    p.add_argument("--num-fewshot", type=int, metavar="K", help="examples in the prompt (default: the task's)")
-    p.add_argument("--limit", type=float, metavar="N", help="examples of each task, below 1 a share (default: all)")
-    p.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to a new file")
-    p.add_argument("--apply-chat-template", action="store_true", help="send prompts through the chat template")
-    p.add_argument("--system-instruction", metavar="TEXT", help="system message")
-    p.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (default: the task's)")
-    p.add_argument("--temperature", type=float, help="0 takes the likeliest token (default: the task's)")
-    p.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass (default: the task's)")
-    p.add_argument("--batch", type=int, default=32, help="sequences at a time (default: %(default)s)")
-    p.add_argument("--max-length", type=int, help="tokens that the model reads (default: its context)")
-    p.add_argument("--quantize", choices=("int8", "fp8", "nf4"), help="keep the layers' matrices in few bits")
-    p.add_argument("--dtype", **dtype)
-    mesh(p)
-
-
-def keys(p: argparse.ArgumentParser) -> None:
-    """Add the options of `fdel keys`."""
-    p.add_argument("do", choices=("add", "list", "remove"))
-    p.add_argument("name", nargs="?", default="", help="a new key's name, or the id of the one to remove")
-    p.add_argument("--role", default="user", help="admin, service, user or readonly (default: %(default)s)")
-    p.add_argument("--requests-per-minute", type=float, help="(default: no limit)")
-    p.add_argument("--tokens-per-minute", type=float, help="(default: no limit)")
+def chosen(cls: type, args: argparse.Namespace, **others: Any) -> Any:
+    """Make a dataclass of what the command line gave, and of others."""
+    given = {f: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
+    return cls(**{f.name: dict(v) if f.default_factory is dict else v for f, v in given.items()}, **others)

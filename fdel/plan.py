@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 SUMS = ("all-reduce", "reduce-scatter")
@@ -48,18 +49,24 @@ def shape_bytes(shape: str) -> int:
     return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
 
 
-def collectives(text: str) -> list[Collective]:
-    """Read the collective operations out of a compiled program (`compiled.as_text()`)."""
+def collectives(text: str, *, narrow: bool = True) -> list[Collective]:
+    """Read the collective operations out of a compiled program (`compiled.as_text()`).
+
+    `narrow` counts what XLA:CPU widened before sending it in its 16 bits; accelerators send what their programs say.
+    """
     bodies, entry = _computations(text)
     devices = int(m[1]) if (m := re.search(r"num_partitions=(\d+)", text)) else 1
     found = []
     for name, times in _executions(bodies, entry).items():
         for line in bodies[name]:
-            m = re.search(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\(", line)
+            m = re.search(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
             if m:
                 shapes = tuple(re.findall(r"\w+\[[\d,]*\]", m[1]))
-                if m[2] not in SUMS and (narrow := _narrow(bodies, name, line)):
-                    shapes = tuple(s.replace("f32", narrow) for s in shapes)
+                if m[3] and m[2] != "all-reduce":  # (operands, results, marks of progress): the results alone are moved
+                    n = len(_operands(line))
+                    shapes = shapes[n : 2 * n]
+                if narrow and m[2] not in SUMS and (sent := _narrow(bodies, name, line)):
+                    shapes = tuple(s.replace("f32", sent) for s in shapes)
                 source = re.search(r'op_name="([^"]*)"', line)
                 size = sum(map(shape_bytes, shapes))
                 found.append(
@@ -172,10 +179,19 @@ def compile_step(family: ModuleType, cfg: Any, t: Training) -> tuple[Any, dict[s
 
     Needs as many JAX devices as the mesh has; virtual ones do, and hold nothing.
     """
+    from fdel import params
+
+    mesh = params.make_mesh(params.parse_mesh(t.mesh))
+    step, args, given = training_step(family, cfg, t, mesh)
+    with jax.set_mesh(mesh):
+        return step.lower(*args).compile(), given
+
+
+def training_step(family: ModuleType, cfg: Any, t: Training, mesh: Mesh) -> tuple[Any, tuple, dict[str, int]]:
+    """Compose the training step for a mesh: (jitted function, shapes of its arguments, their bytes per device)."""
     from fdel import params, train
     from fdel.train import parallel
 
-    mesh = params.make_mesh(params.parse_mesh(t.mesh))
     spec, optimizer = family.spec(cfg), train.optimizer(t.optimizer, 1e-4, spec=family.spec(cfg))
     shardings = params.shardings(spec, mesh)
     options: dict[str, Any] = {"remat": t.remat} if t.remat else {}
@@ -188,17 +204,17 @@ def compile_step(family: ModuleType, cfg: Any, t: Training) -> tuple[Any, dict[s
         state = jax.tree.map(place, shapes, at)
         batch = {"tokens": place(jax.ShapeDtypeStruct((t.rows, t.length), jnp.int32), params.batch_sharding(mesh))}
         step = jax.jit(train.update(g, optimizer), donate_argnums=0, out_shardings=(at, None))
-        program = step.lower(state, batch).compile()
     mine = lambda tree: sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
     given = {"parameters": mine(state.params), "optimizer state": mine(state.opt_state), "batch": mine(batch)}
-    return program, given
+    return step, (state, batch), given
 
 
 def report(family: ModuleType, cfg: Any, t: Training, *, memory: float | None = None) -> str:
     """Describe a training step on a mesh; `memory` is what a device has, in GiB."""
     from fdel import params
+    from fdel.params.mesh import shared
     from fdel.report import flops_per_token, render
 
     program, given = compile_step(family, cfg, t)
@@ -214,19 +230,19 @@ def report(family: ModuleType, cfg: Any, t: Training, *, memory: float | None = 
     parts = [
         f"{family.MODEL_TYPE}, {params.count(family.spec(cfg)):,} parameters in {t.dtype}, {t.mesh} ({devices} devices), "
         f"{t.rows} x {t.length} tokens in {t.microbatches} microbatches, {t.optimizer}, remat {t.remat or 'none'}",
-        render(rows) + ("" if memory is None else "\n" + _verdict(total / 2**30, memory)),
+        render(rows) + ("" if memory is None else "\n" + verdict(total / 2**30, memory)),
         render([("largest arrays of a device", "MiB"), *((s, mib(shape_bytes(s))) for s in _largest(text))]),
         f"FLOPs per step: {flops:.4g}, per device {flops / devices:.4g}",
-        render(_traffic(collectives(text), mib)),
-        *params.shared(family.spec(cfg), params.make_mesh(params.parse_mesh(t.mesh))),
+        render(traffic(collectives(text), mib)),
+        *shared(family.spec(cfg), params.make_mesh(params.parse_mesh(t.mesh))),
     ]
     return "\n\n".join(parts)
 
 
-def _verdict(need: float, have: float) -> str:
+def verdict(need: float, have: float, remedy: str = "divide more (fsdp, tp), or use remat or microbatches") -> str:
+    """Say whether so many GiB fit, and what to change where they do not."""
     if need <= have:
         return f"fits in {have:g} GiB: {have - need:.1f} GiB are left"
-    remedy = "divide more (fsdp, tp), or use remat or microbatches"
     return f"does NOT fit in {have:g} GiB: {need - have:.1f} GiB too much; {remedy}"
 
 
@@ -235,12 +251,14 @@ def _largest(text: str, n: int = 5) -> list[str]:
     return sorted(held, key=lambda s: (-shape_bytes(s), s))[:n]
 
 
-def _traffic(found: list[Collective], mib: Any) -> list[tuple[str, ...]]:
-    """Tabulate collectives by kind and group size."""
+def traffic(found: list[Collective], mib: Any, *, dtypes: bool = False) -> list[tuple[str, ...]]:
+    """Tabulate collectives by kind and group size, and by `dtypes` if asked for."""
     calls, sent = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for c in found:
-        calls[c.kind, c.devices] += c.count
-        sent[c.kind, c.devices] += round(c.moved)
+        kinds = ", ".join(sorted({s.partition("[")[0] for s in c.shapes})) if dtypes else ""
+        key = f"{c.kind} {kinds}".rstrip(), c.devices
+        calls[key] += c.count
+        sent[key] += round(c.moved)
     rows: list[tuple[str, ...]] = [("sent per step and device", "calls", "MiB")]
     rows += [(f"{kind} among {n}", f"{calls[kind, n]:,}", mib(sent[kind, n])) for kind, n in sorted(calls)]
     return [*rows, ("total", f"{calls.total():,}", mib(sent.total()))]

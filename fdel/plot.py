@@ -21,10 +21,13 @@ Curves = dict[str, dict[str, Points]]  # by metric, then by run
 def read(runs: Sequence[Path], names: Sequence[str] = ()) -> Curves:
     """Read the curves of runs (directories, or metrics.jsonl files): of all metrics, or of those that are named.
 
+    A run is called by its directory, by its whole path if two have the same name.
     The best-known ones come first. Numbers that are not finite are gaps. A name that no run has is a ValueError.
     """
     curves: Curves = {}
-    for run, label in zip(runs, _labels(runs), strict=True):
+    labels = [(run.parent if run.suffix else run).resolve().name for run in runs]
+    for run, label in zip(runs, labels, strict=True):
+        label = label if labels.count(label) == 1 else str(run)
         for row in metrics.read(run):
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float) and math.isfinite(value):
@@ -33,12 +36,6 @@ def read(runs: Sequence[Path], names: Sequence[str] = ()) -> Curves:
         raise ValueError(f"no run has {', '.join(missing)}; there are {', '.join(sorted(curves)) or 'no rows at all'}")
     order = names or sorted(curves, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), n))
     return {name: curves[name] for name in order}
-
-
-def _labels(runs: Sequence[Path]) -> list[str]:
-    """Name each run by its directory, by its whole path if two have the same name."""
-    names = [(run.parent if run.suffix else run).resolve().name for run in runs]
-    return [name if names.count(name) == 1 else str(run) for name, run in zip(names, runs, strict=True)]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

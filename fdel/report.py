@@ -12,18 +12,19 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from fdel import models, params
-from fdel.params.quantize import matrix
+from fdel.ops.weights import is_weight
+from fdel.params.hf_layout import matrix
+from fdel.params.mesh import shared
+from fdel.params.spec import leaf_dtype
 
 Table = list[tuple[str, ...]]
 
 
 def render(rows: Table) -> str:
     """Align rows in columns; the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    line = lambda row: "  ".join(
-        c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-    )
-    return "\n".join(line(row).rstrip() for row in rows)
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    line = lambda name, *cells: "  ".join([name.ljust(first), *map(str.rjust, cells, widths)])
+    return "\n".join(line(*row).rstrip() for row in rows)
 
 
 def flops_per_token(module: Any, cfg: Any, context: int) -> int:
@@ -37,9 +38,8 @@ def flops_per_token(module: Any, cfg: Any, context: int) -> int:
         m = matrix(p)
         share = cfg.top_k / cfg.experts if "experts" in p.axes.split()[: m.batch if m else 0] else 1.0
         lookup = path == "positions" or (path == "embed" and "head" in spec)
-        multiplied = m is not None or (
-            p.hf.endswith(".weight") and len(params.layout(p).file_shape) > 1
-        )  # convolutions
+        convolution = p.hf.endswith(".weight") and len(params.layout(p).file_shape) > 1
+        multiplied = m is not None or convolution
         total += 0 if lookup or not multiplied else 2 * math.prod(p.shape) * share
     state = module.state_spec(cfg, pages=1, page=1, rows=0)
     pages = [p for p in jax.tree.leaves(state) if "pages" in p.axes.split()]
@@ -67,13 +67,19 @@ def info(directory: Path, *, mesh: str | None = None, context: int | None = None
     for t in found.values():
         bytes_by[str(t.dtype)] += t.nbytes
     context = context or getattr(cfg, "max_positions", 0) or 2048
-    dtype = jnp.dtype(bytes_by.most_common(1)[0][0])
+    plain = [
+        kind
+        for kind, _ in bytes_by.most_common()
+        if jnp.issubdtype(kind, jnp.floating) and jnp.dtype(kind).itemsize > 1
+    ]
+    dtype = jnp.dtype(plain[0] if plain else jnp.bfloat16)
     token, sequence = cache_bytes(module, cfg, dtype)
     rows: Table = [
         ("family", module.MODEL_TYPE),
         ("parameters", f"{params.count(spec):,}"),
         *((f"bytes in {kind}", f"{n:,}") for kind, n in bytes_by.most_common()),
         ("tensors in files", f"{len(found):,}"),
+        *quantized(models.stored(directory)),
         (f"FLOPs per token at context {context}", f"{flops_per_token(module, cfg, context):,}"),
         (f"cache bytes per token ({dtype})", f"{token:,}"),
         ("cache bytes per sequence", f"{sequence:,}"),
@@ -82,6 +88,20 @@ def info(directory: Path, *, mesh: str | None = None, context: int | None = None
         return render(rows)
     cache = module.state_spec(cfg, pages=1, page=1, rows=0) if rules == "serve" else None
     return render(rows) + "\n\n" + sharding_table(spec, mesh, dtype, rules, cache)
+
+
+def quantized(spec: Any) -> Table:
+    """Say which matrices a file has in few bits, and which it has not; nothing of a file without any."""
+    kinds, plain = Counter[str](), list[str]()
+    for path, p in params.named_leaves(spec, is_leaf=is_weight):
+        if is_weight(p):
+            group = math.prod(p.inputs) // p.scale.shape[-1]
+            kinds[f"in {p.format}, a scale per {group} inputs"] += 1
+        elif matrix(p):
+            plain.append(path)
+    rest = ", ".join(plain[:6]) + (f" and {len(plain) - 6} more" if len(plain) > 6 else "")
+    rows = [(f"matrices {kind}", f"{n:,}") for kind, n in kinds.items()]
+    return [*rows, ("plain matrices", rest or "none")] if kinds else []
 
 
 def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train", cache: Any = None) -> str:
@@ -95,7 +115,7 @@ def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train", cache
     rows: Table = [("array", "axes", "shape", "sharding", "bytes per device")]
     total = 0
     for (path, p), s in zip(params.named_leaves(spec), jax.tree.leaves(shardings), strict=True):
-        mine = math.prod(s.shard_shape(p.shape)) * params.leaf_dtype(p, dtype).itemsize
+        mine = math.prod(s.shard_shape(p.shape)) * leaf_dtype(p, dtype).itemsize
         total += mine
         where = ", ".join("-" if a is None else a if isinstance(a, str) else "*".join(a) for a in s.spec)
         rows.append((path, p.axes, "x".join(map(str, p.shape)), f"({where})", f"{mine:,}"))
@@ -103,7 +123,7 @@ def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train", cache
     if cache:
         held = params.nbytes(cache, dtype, params.shardings(cache, abstract, params.SERVE))
         rows.append(("cache of a token", "", "", "", f"{held:,}"))
-    return "\n".join([render(rows), *params.shared(spec, abstract, chosen)])
+    return "\n".join([render(rows), *shared(spec, abstract, chosen)])
 
 
 def diff(a: Path, b: Path, *, tolerance: float = 0.0) -> Iterator[str]:
@@ -119,13 +139,10 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0) -> Iterator[str]:
         elif left[name].shape != right[name].shape:
             yield f"{name}: shape {left[name].shape} and {right[name].shape}"
         else:
-            yield from _compare(name, left[name], right[name], tolerance)
-
-
-def _compare(name: str, left: Any, right: Any, tolerance: float) -> Iterator[str]:
-    if left.dtype != right.dtype and not tolerance:
-        yield f"{name}: dtype {left.dtype} and {right.dtype}"
-    x, y = (t.read().astype(np.float64) for t in (left, right))
-    same = (x == y) | (np.isnan(x) & np.isnan(y))
-    if not same.all() and (gap := np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf)[~same].max()) > tolerance:
-        yield f"{name}: {(~same).sum():,} of {same.size:,} values differ, by up to {gap:.3g}"
+            if left[name].dtype != right[name].dtype and not tolerance:
+                yield f"{name}: dtype {left[name].dtype} and {right[name].dtype}"
+            x, y = (t[name].read().astype(np.float64) for t in (left, right))
+            same = (x == y) | (np.isnan(x) & np.isnan(y))
+            gap = np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf).max(where=~same, initial=-np.inf)
+            if gap > tolerance:
+                yield f"{name}: {(~same).sum():,} of {same.size:,} values differ, by up to {gap:.3g}"

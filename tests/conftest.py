@@ -2,7 +2,10 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -12,6 +15,12 @@ MAPPINGS = Path("/proc/self/maps")  # Linux gives a process 65,530; each compile
 
 hypothesis.settings.register_profile("fdel", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fdel")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run take the branches of an accelerator, on this machine's CPU."""
+    parser.addoption("--matrix", action="store_true", help="run the tests marked `matrix` too")
+    parser.addoption("--target", choices=("gpu", "tpu"), help="trace every test for a platform that need not be here")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,10 +40,48 @@ def pytest_configure(config: pytest.Config) -> None:
     # jax_numpy_rank_promotion stays "allow": ops broadcast [D] over [B, T, D] and [T, S] over [B, T, S] on purpose.
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `matrix` out unless they are asked for."""
+    left = [] if config.getoption("--matrix") else [item for item in items if item.get_closest_marker("matrix")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+    # All checks of one family beside each other: they share its checkpoint and its compiled programs.
+    here = [i for i, item in enumerate(items) if item.path.name == "test_families.py" and "name" in _values(item)]
+    by_family = sorted((items[i] for i in here), key=lambda item: _values(item)["name"])
+    for i, item in zip(here, by_family, strict=True):
+        items[i] = item
+
+
+def _values(item: pytest.Item) -> dict[str, Any]:
+    """The values of a parametrised test."""
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests marked `gpu` where there is none, and say so."""
-    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip(f"needs a GPU (run `pytest -m gpu` on a machine with one); found {jax.default_backend()}")
+    """Skip tests marked `gpu` where there is none, and those of the CPU's own ways with `--target`; say so."""
+    from fdel.ops.platform import target
+
+    mark = item.get_closest_marker("of_cpu")
+    if mark and item.config.getoption("--target"):
+        pytest.skip(mark.args[0])
+    if item.get_closest_marker("gpu") and target() != "gpu":
+        pytest.skip(f"needs a GPU (run `pytest -m gpu` on a machine with one); found {target()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    """Run a test and its fixtures for `--target`, with the references of operations whose kernels do not run here."""
+    from fdel.ops import dispatch
+    from fdel.ops.platform import tracing_for
+
+    faked = item.config.getoption("--target")
+    references = {op: "xla" for op, table in dispatch.TABLES.items() if "xla" in table.implementations}
+    with ExitStack() as stack:
+        if faked:
+            stack.enter_context(tracing_for(faked))
+            stack.enter_context(dispatch.use(**references))
+        return (yield)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -1,5 +1,6 @@
 """The command line on a tiny checkpoint: what it prints, writes, refuses, and its exit codes."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,7 +19,9 @@ import pytest
 
 from fdel import cli, models, ops, params, report, serve, text
 from fdel.models import llama
-from fdel.serve import auth, keyfile
+from fdel.ops.attention import ATTEND
+from fdel.recipe import schema
+from fdel.serve.server import auth, keyfile, launch
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=3, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
 SIZE = 2 * 300 * 32 + 3 * (2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32
@@ -60,7 +63,7 @@ def test_info_counts_only_the_experts_that_are_routed_to():
 
     def spec(cfg):
         layers = jax.tree.map(one_tensor, module.spec(cfg)["layers"])
-        biases = {"up_bias": params.Param("experts ffn", (8, 24), params.zeros, "experts.up_proj_bias")}
+        biases = {"up_bias": params.Param("experts ffn", (8, 24), params.spec.zeros, "experts.up_proj_bias")}
         return module.spec(cfg) | {"layers": layers | {"experts": layers["experts"] | biases}}
 
     other = types.SimpleNamespace(spec=spec, state_spec=module.state_spec)
@@ -199,6 +202,31 @@ def test_errors_are_one_line_and_exit_code_2(checkpoint, tmp_path, capsys, argum
     assert err.startswith(f"fdel {arguments[0]}: ") and message in err and err.count("\n") == 1
 
 
+def test_a_setting_of_the_server_is_declared_once():
+    """A field with a flag is an option of `fdel serve`; its meaning stands in the docstring, in --help and in run files."""
+    parser = cli.parser("serve")
+    options = {a.dest: a for a in parser._subparsers._group_actions[0].choices["serve"]._actions}
+    for cls in (launch.ServerOptions, serve.Settings):
+        for f in dataclasses.fields(cls):
+            if f.metadata:
+                assert f"{f.name}: {f.metadata['doc']}" in cls.__doc__
+                assert (f.name in options) == (f.metadata["flag"] is not None)
+            if f.name in options and f.default not in (None, dataclasses.MISSING, ()):
+                assert options[f.name].default == f.default
+    args = cli.parser("serve").parse_args(["serve", "a", "b", "--adapter", "x=y=z", "--rows", "3", "--programs", "/p"])
+    found = cli.options.chosen(launch.ServerOptions, args, settings=cli.options.chosen(serve.Settings, args))
+    assert (found.adapters, found.settings.rows, str(found.programs), args.models) == (
+        {"x": "y=z"},
+        3,
+        "/p",
+        ["a", "b"],
+    )
+    assert cli.options.chosen(serve.Settings, cli.parser("serve").parse_args(["serve", "a"])) == serve.Settings()
+    key = {f.name: f for f in dataclasses.fields(schema.Esurge)}["max_num_seqs"]
+    rows = {f.name: f for f in dataclasses.fields(serve.Settings)}["rows"]
+    assert key.metadata["setting"] == "rows" and key.metadata["doc"] == rows.metadata["doc"] and key.default == 256
+
+
 def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         cli.main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "float99"])
@@ -287,63 +315,42 @@ def test_a_mesh_writes_what_one_device_writes(checkpoint, capsys):
 def test_attention_is_timed_alone(checkpoint, capsys):
     assert cli.main(["bench", str(checkpoint), "--attention", "64,1088", "--dtype", "float32"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 * 5 and sum("with gradients" in r for r in rows) == 3 + 2
+    assert len(rows) == 2 * len(ATTEND.implementations) and sum("with gradients" in r for r in rows) == 3 + 2
     assert any(r.startswith("short     float32   7 x 1088: ") and "gradients" not in r for r in rows)
+
+
+@contextlib.contextmanager
+def serving(checkpoint, *more: str, **env: str):
+    """A server of two rows as its own process, and its address."""
+    command = [sys.executable, "-m", "fdel", "serve", str(checkpoint), "--port", "0", "--name", "tiny"]
+    command += ["--rows", "2", "--max-length", "128", *more]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | env)
+    try:
+        yield server, next(found[1] for line in server.stderr if (found := re.search(r"(http://\S+)/v1", line)))
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.slow
 def test_a_server_on_a_mesh_answers_as_on_one_device(checkpoint, capsys):
-    """As its own process, over HTTP, with weights and cache on two virtual devices."""
-    command = [
-        sys.executable,
-        "-m",
-        "fdel",
-        "serve",
-        str(checkpoint),
-        "--port",
-        "0",
-        "--rows",
-        "2",
-        "--max-length",
-        "128",
-    ]
+    """Over HTTP, with weights and cache on two virtual devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     said = []
     for more in ([], ["--mesh", "tp=2"]):
-        server = subprocess.Popen([*command, "--name", "tiny", *more], stderr=subprocess.PIPE, text=True, env=env)
-        try:
-            address = next(found[1] for line in server.stderr if (found := re.search(r"(http://\S+)/v1", line)))
+        with serving(checkpoint, *more, XLA_FLAGS=flags, JAX_PLATFORMS="cpu") as (_, address):
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
             kind = {"Content-Type": "application/json"}
             asked = urllib.request.Request(address + "/v1/completions", json.dumps(body).encode(), kind)
             with urllib.request.urlopen(asked) as answer:
                 said.append(json.load(answer)["choices"][0]["text"])
-        finally:
-            server.kill()
-            server.wait()
     assert said[0] == said[1] != ""
 
 
 @pytest.mark.slow
-def test_a_server_ends_when_it_is_told_to(checkpoint, tmp_path):
-    """As its own process: it answers while it runs, finishes what is under way after SIGTERM, and exits with 0."""
-    command = [
-        sys.executable,
-        "-m",
-        "fdel",
-        "serve",
-        str(checkpoint),
-        "--port",
-        "0",
-        "--rows",
-        "2",
-        "--max-length",
-        "128",
-    ]
-    server = subprocess.Popen([*command, "--name", "tiny"], stderr=subprocess.PIPE, text=True)
-    try:
-        address = next(found[1] for line in server.stderr if (found := re.search(r"(http://\S+)/v1", line)))
+def test_a_server_ends_when_it_is_told_to(checkpoint):
+    """It answers while it runs, finishes what is under way after SIGTERM, and exits with 0."""
+    with serving(checkpoint) as (server, address):
         with urllib.request.urlopen(address + "/v1/models") as answer:
             assert json.load(answer)["data"][0]["id"] == "tiny"
         body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True})
@@ -354,5 +361,3 @@ def test_a_server_ends_when_it_is_told_to(checkpoint, tmp_path):
             rest = stream.read()
         assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
         assert server.wait(60) == 0
-    finally:
-        server.kill()

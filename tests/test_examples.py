@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fdel import cli, models, ops, params, recipe, serve, text
-from fdel.models import llama
+from fdel.models import heads, llama
 from fdel.train import losses, metrics
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def rewards(out: Path, begin: Path) -> None:
     with torch.no_grad():
         want = model(torch.tensor(tokens)).logits.numpy()
     cfg = models.read_config(out / "model")[1]
-    weights = params.load(losses.reward_spec(llama, cfg), out / "model")
+    weights = params.load(heads.spec(llama, cfg, "sequence"), out / "model")
     got = jax.jit(losses.score_rows(llama, cfg))(weights, {"tokens": tokens})
     np.testing.assert_allclose(got, want, atol=1e-4)
 

@@ -7,17 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax.experimental import checkify
 
-from fdel import cli, models, ops, params, recipe, text
+from fdel import cli, models, ops, options, params, recipe, serve, text
 from fdel.models import llama, mixtral
-from fdel.recipe import check, config, evaluating, objective, read, schema, serving, trainer
+from fdel.recipe import build, config, methods, read, schema, serving, trainer
 from fdel.recipe.data import evaluation_settings
-from fdel.serve import launch
+from fdel.serve.server import launch
 from fdel.train import data
 
 ROOT = Path(__file__).parents[1]
@@ -98,14 +100,14 @@ def test_the_guides_dpo_means_what_it_says():
 
 def test_the_guides_qlora_trains_adapters_on_nf4():
     found = recipe.from_dict(QLORA)
-    assert recipe.faults(found) == [] and check.adapters(found) and check.weights_format(found) == "nf4"
+    assert recipe.faults(found) == [] and recipe.settle(found).lora and recipe.settle(found).format == "nf4"
     assert found.quantization.model.group_size == 64 and found.trainer.learning_rate == 2e-4
-    assert not check.adapters(found.set("quantization.apply_quantization", False))
+    assert not recipe.settle(found.set("quantization.apply_quantization", False)).lora
 
 
 def test_the_guides_distillation_takes_the_mixtures_batch():
     found = recipe.from_dict(DISTILL)
-    assert recipe.faults(found) == [] and check.batch_rows(found) == 16
+    assert recipe.faults(found) == [] and recipe.settle(found).rows == 16
     assert "teacher_model: missing" in recipe.faults(found.set("teacher_model", None))[0]
 
 
@@ -113,16 +115,16 @@ def test_the_guides_evaluation_means_what_it_says():
     found = recipe.from_dict(EVAL)
     assert recipe.faults(found) == []
     (action,) = [a.settings for a in found.actions if a.name == "eval"]
-    o = evaluating.options(found, action)
+    o = serving.evaluation_options(found, action)
     assert o.tasks == ("hellaswag", "winogrande", "arc_easy", "arc_challenge") and o.num_fewshot == 0
     assert (o.max_new_tokens, o.temperature, o.top_p, o.batch, o.limit) == (512, 0.0, None, 32, None)
     assert (action.output_path, action.print_results, o.apply_chat_template) == ("./eval_results.json", True, False)
     s = serving.settings(found)
     assert (s.rows, s.max_length, s.cache) == (64, 4096, None)
-    whole = evaluating.options(recipe.from_dict({**EVAL, **GUIDE[10]}), action)
+    whole = serving.evaluation_options(recipe.from_dict({**EVAL, **GUIDE[10]}), action)
     assert whole.cache_requests and whole.apply_chat_template and whole.progress and whole.top_p == 0.95
     assert (whole.system_instruction, whole.max_new_tokens) == ("You are a helpful assistant.", 2048)
-    assert not evaluating.options(found.set("esurge.silent_mode", True), action).progress
+    assert not serving.evaluation_options(found.set("esurge.silent_mode", True), action).progress
 
 
 @pytest.mark.parametrize(
@@ -325,6 +327,8 @@ IMPOSSIBLE = [
         "fcm_max_ratio: trainer_type dpo does not read it (sft",
     ),
     ({"trainer": {"loss_type": "sigmoid"}}, "loss_type='sigmoid'; expected nll, or dft"),
+    ({"loader": {"kernels": {"attnd": "flash"}}}, "loader.kernels: attnd=flash: no operation 'attnd' has"),
+    ({"loader": {"kernels": {"attend": "flsh"}}}, "loader.kernels: attend: impl='flsh' is unknown"),
     ({"trainer": {"trainer_type": "dpo", "label_smoothing": 0.5}}, "label_smoothing=0.5 with loss_type='sigmoid'"),
     ({"trainer": {"trainer_type": "cpo", "loss_type": "aot"}}, "loss_type='aot'; expected one of sigmoid, simpo"),
     ({"trainer": {"trainer_type": "kto", "loss_type": ["kto", "bco"]}}, "only trainer_type dpo has several"),
@@ -379,7 +383,6 @@ def test_what_cannot_be_done_is_refused(sections, message):
 
 
 @pytest.mark.parametrize(("trainer_type", "keys", "message"), [
-    *((kind, {}, f"of trainer_type {kind} writes no text") for kind in trainer.HEADED),
     ("sft", {"require_api_key": True}, "api_key_file: missing"),
     ("sft", {"require_api_key": False, "api_key_file": "k"}, "require_api_key is false, so that nobody reads it"),
     ("sft", {"host": "0.0.0.0"}, "0.0.0.0"),
@@ -390,13 +393,20 @@ def test_what_cannot_be_served_is_refused_before_the_training(trainer_type, keys
         recipe.run(found)
 
 
+@pytest.mark.parametrize("kind", methods.types(head=True))
+def test_what_writes_no_text_has_no_benchmarks(kind):
+    found = made(trainer={"trainer_type": kind}, actions=["train", {"eval": {"tasks": ["hellaswag"]}}])
+    with pytest.raises(recipe.RecipeError, match=f"of trainer_type {kind} writes no text"):
+        recipe.run(found)
+
+
 # ---- a value -------------------------------------------------------------------------------------------------------
 
 
 def test_set_gives_a_changed_recipe_and_leaves_the_old_one():
     old = made()
     new = old.set("trainer.learning_rate", 2e-5).set("trainer.lora", {"r": 4}).set("trainer.clip_grad", None)
-    assert (new.trainer.learning_rate, new.trainer.lora, new.trainer.clip_grad) == (2e-5, trainer.Lora(r=4), None)
+    assert (new.trainer.learning_rate, new.trainer.lora, new.trainer.clip_grad) == (2e-5, methods.Lora(r=4), None)
     assert old == made() and new.set("trainer", None) == old
     assert new.set("mixture", new.mixture) == new
     with pytest.raises(recipe.RecipeError, match="did you mean 'learning_rate'"):
@@ -414,16 +424,16 @@ def test_yaml_numbers_without_a_point_are_numbers():
 
 
 def test_every_key_has_a_reader():
-    """A key that nothing reads would be ignored: all but those of serving and those refused are read in the code."""
-    names = ("actions", "build", "check", "config", "data", "evaluating", "objective", "step")
-    code = "\n".join((ROOT / "fdel" / "recipe" / f"{n}.py").read_text() for n in names)
+    """A key that nothing reads would be ignored: all but those refused are read in the code, or name a setting."""
+    code = "\n".join(p.read_text() for p in (ROOT / "fdel" / "recipe").rglob("*.py") if p.name != "schema.py")
     sections = [schema.Model, schema.Loader, schema.Sharding, schema.Quantization, schema.BaseConfig, schema.Inform]
-    sections += [schema.Mixture, schema.Tokenization, schema.Save, trainer.Trainer, trainer.Lora, schema.Extra]
-    sections.append(schema.Eval)
+    sections += [schema.Mixture, schema.Tokenization, schema.Save, trainer.Trainer, methods.Lora, schema.Extra]
+    sections += [schema.Eval, schema.EvalAction, schema.Esurge, schema.ServeAction]
     keys = [(c, f) for c in sections for f in dataclasses.fields(c)]
     asked = [(c, f) for c, f in keys if not f.metadata["refuse"] and f.metadata["by"] != ("grpo",)]
+    asked = [(c, f) for c, f in asked if not f.metadata.get("setting")]
     unread = [f"{c.__name__}.{f.name}" for c, f in asked if not re.search(rf"\.{f.name}\b", code)]
-    assert unread == ["Quantization.kv_cache"]
+    assert unread == []
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -458,7 +468,7 @@ def test_lora_targets_are_the_modules_of_that_name():
     spec = llama.spec(dataclasses.replace(CFG, layers=3))
 
     def matching(*wanted, pattern=None) -> list[str]:
-        where = config.lora_targets(trainer.Lora(target_modules=pattern or wanted), spec)
+        where = config.lora_targets(methods.Lora(target_modules=pattern or wanted), spec)
         return [path for path, _ in params.named_leaves(spec) if re.search(where, path)]
 
     assert matching("q_proj", "down_proj") == ["layers.down", "layers.q"]
@@ -474,14 +484,14 @@ def test_lora_targets_are_the_modules_of_that_name():
         (r".*layers\.[01]\..*q_proj", "matches some layers of layers.q and not all"), ("(", "is no pattern: missing )"),
     ):  # fmt: skip
         with pytest.raises(recipe.RecipeError, match=re.escape(message)):
-            config.lora_targets(trainer.Lora(target_modules=wanted), spec)
+            config.lora_targets(methods.Lora(target_modules=wanted), spec)
 
 
 @pytest.mark.slow
 def test_a_pattern_that_never_ends_is_refused(monkeypatch):
     monkeypatch.setattr(config, "SECONDS", 1)
     with pytest.raises(recipe.RecipeError, match="takes more than 1 s to match"):
-        config.lora_targets(trainer.Lora(target_modules=r"(([a-z_.0-9])+)+!"), llama.spec(CFG))
+        config.lora_targets(methods.Lora(target_modules=r"(([a-z_.0-9])+)+!"), llama.spec(CFG))
 
 
 @pytest.mark.slow
@@ -542,6 +552,20 @@ def test_a_plan_is_made_of_a_run_file(checkpoint):
         recipe.planned(wanted.set("trainer.lora", {}))
 
 
+def test_an_implementation_that_is_named_computes_the_step_and_the_server(checkpoint):
+    """One that cannot serve here says why; nothing else is taken in its place."""
+    wanted = (
+        recipe.from_dict(SFT).set("model.name_or_path", str(checkpoint)).set("loader.kernels", {"attend": "splash"})
+    )
+    model = models.Model(llama, CFG, weights())
+    mesh = recipe.build_mesh(wanted)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="attend: impl='splash' cannot serve this call"):
+        training = recipe.build_step(wanted, model, 2, mesh)
+        jax.eval_shape(training.step, training.state, rows(np.random.default_rng(0), 4))
+    asked = cli.parser("serve").parse_args(["serve", "m", "--kernel", "attend=splash"])
+    assert serving.settings(wanted).kernels == {"attend": "splash"} == options.chosen(serve.Settings, asked).kernels
+
+
 def rows(rng, *shape) -> dict:
     """A batch of rows with prompts of three tokens, [*shape, 12]."""
     mask = np.broadcast_to(np.arange(12) > 2, (*shape, 12))
@@ -556,23 +580,23 @@ def test_microbatches_change_no_loss(settings):
     batch = rows(rng, 8, 2)
     if settings[0] == "kto":
         batch = rows(rng, 8) | {"label": np.arange(8) % 3 > 0, "kl": rows(rng, 8)}
-    reference = jax.tree.map(lambda x: 3 * x, model.params)  # worse, so that KTO's reference point is not 0
+    given = {"reference": jax.tree.map(lambda x: 3 * x, model.params)}  # worse, so that KTO's reference point is not 0
     results = []
     for n in (1, 4):
         asked = {"trainer_type": settings[0], "loss_type": settings[1], "gradient_accumulation_steps": n, "beta": 1.0}
-        g = jax.jit(objective.build(made(trainer=asked).trainer, model).grads)
-        results.append(g(model.params, jax.tree.map(jnp.asarray, batch), reference))
+        g = jax.jit(recipe.build_objective(made(trainer=asked), model).grads)
+        results.append(g(model.params, jax.tree.map(jnp.asarray, batch), given))
     (a, sums), (b, others) = results
     assert np.isclose(sums["loss"], others["loss"], rtol=1e-5)
     scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(a))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5 * scale), a, b)
+    chex.assert_trees_all_close(a, b, rtol=1e-7, atol=2e-5 * scale)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpo", "simpo", "bco", "gkd", "dpo"])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_each_objective_takes_what_follows_the_batch(kind, adapted):
-    """Abstractly: the running mean first, then the frozen weights, then the reference or the teacher."""
+def test_each_objective_takes_what_it_is_given(kind, adapted):
+    """Abstractly: the running mean, the frozen weights, the reference or the teacher."""
     rng, model = np.random.default_rng(0), models.Model(llama, CFG, params.abstract(llama.spec(CFG), jnp.float32))
     full = model.params
     if adapted:
@@ -580,14 +604,38 @@ def test_each_objective_takes_what_follows_the_batch(kind, adapted):
         full = jax.eval_shape(lambda p: params.lora.add(p, 2, 4.0, key=key, spec=spec), model.params)
     trained, frozen = params.lora.split(full) if adapted else (full, None)
     batch = rows(rng, 8) | {"label": np.arange(8) % 2 > 0} if kind == "bco" else rows(rng, 8, *[2] * (kind != "gkd"))
-    rest = [{"mean": jnp.zeros(()), "count": jnp.zeros(())}] * (kind == "bco") + [frozen] * adapted
-    rest += [model.params] * (kind in ("gkd", "bco", "dpo"))
-    asked = made(trainer={"trainer_type": kind, "gradient_accumulation_steps": 2}).trainer
-    found = objective.build(asked, model, teacher=model, adapted=adapted, own_reference=True)
-    shapes, sums = jax.eval_shape(found.grads, trained, jax.tree.map(jnp.asarray, batch), *rest)
+    given = {"bco": {"mean": jnp.zeros(()), "count": jnp.zeros(())}, "base": frozen}
+    given |= dict.fromkeys(
+        {"gkd": ("teacher",), "bco": ("reference",), "dpo": ("reference",)}.get(kind, ()), model.params
+    )
+    lora = {"lora": {}} if adapted else {}
+    asked = made(trainer={"trainer_type": kind, "gradient_accumulation_steps": 2, **lora})
+    found = recipe.build_objective(asked, model, teacher=model)
+    shapes, sums = jax.eval_shape(found.grads, trained, jax.tree.map(jnp.asarray, batch), given)
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, trained)
     want = {"bco": "delta", "gkd": "divergence", "cpo": "nll_loss", "simpo": "nll_loss", "dpo": "mean_token_accuracy"}
-    assert want[kind] in sums and jax.eval_shape(found.loss, trained, batch, *rest)[0].shape == ()
+    assert want[kind] in sums and jax.eval_shape(found.loss, trained, batch, given)[0].shape == ()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_run_that_is_debugged_names_what_cannot_be_right(checkpoint, adapted):
+    """On eight devices, with what a run composes around its step; of a model with adapters the frozen weights too."""
+    lora = {"lora": {"r": 2}} if adapted else {}
+    asked = {"debug": True, "gradient_accumulation_steps": 2, "max_length": 12, **lora}
+    wanted = made(model={"name_or_path": str(checkpoint)}, trainer=asked)
+    mesh = build.build_mesh(wanted)
+    with jax.set_mesh(mesh):
+        run = recipe.build_step(wanted, recipe.build_model(wanted, mesh), 4)
+        batch = jax.device_put(rows(np.random.default_rng(0), 16), params.batch_sharding(mesh))
+        kept = lambda: jax.tree.map(jnp.copy, run.state)  # a step's state is donated
+        assert np.isfinite(run.step(kept(), batch, **run.given)[1]["loss"])
+        spoil = lambda tree: jax.tree.map(lambda x: x * jnp.nan, tree)
+        state = kept() if adapted else dataclasses.replace(kept(), params=spoil(run.state.params))
+        with pytest.raises(checkify.JaxRuntimeError, match="base.embed: " if adapted else "params.embed: "):
+            run.step(state, batch, **spoil(run.given))
+        batch["tokens"] = batch["tokens"].at[3, 3].set(CFG.vocab)
+        with pytest.raises(checkify.JaxRuntimeError, match=r"batch\.tokens: 1 of 192 .* ids of 0 \.\. 299"):
+            run.step(kept(), batch, **run.given)
 
 
 def test_hidden_states_are_matched_where_asked_for():
@@ -597,11 +645,12 @@ def test_hidden_states_are_matched_where_asked_for():
         for cfg in (CFG, dataclasses.replace(CFG, embed=64))
     )
     keys = {"trainer_type": "distillation", "hidden_state_loss_weight": 0.5, "hidden_state_layers": [0, -1]}
-    asked = made(trainer=keys).trainer
-    found = objective.build(asked, model, teacher=model)
-    assert "hidden_loss" in jax.eval_shape(found.loss, model.params, rows(np.random.default_rng(0), 8), model.params)[1]
+    asked = made(trainer=keys)
+    found = recipe.build_objective(asked, model, teacher=model)
+    batch, given = rows(np.random.default_rng(0), 8), {"teacher": model.params}
+    assert "hidden_loss" in jax.eval_shape(found.loss, model.params, batch, given)[1]
     with pytest.raises(ValueError, match="the student's hidden states have 32 channels and the teacher's 64"):
-        objective.build(asked, model, teacher=wide)
+        recipe.build_objective(asked, model, teacher=wide)
 
 
 @pytest.mark.slow
@@ -613,8 +662,8 @@ def test_attention_weights_are_matched_where_asked_for():
         asked = {"trainer_type": "distillation", "gradient_accumulation_steps": 2, **keys}
         wanted = made(trainer=asked, teacher_model={"name_or_path": "t"})
         assert recipe.faults(wanted) == []
-        found = objective.build(wanted.trainer, model, teacher=model._replace(params=other))
-        results.append(jax.jit(found.grads)(model.params, batch, other))
+        found = recipe.build_objective(wanted, model, teacher=model._replace(params=other))
+        results.append(jax.jit(found.grads)(model.params, batch, {"teacher": other}))
     (plain, before), (matched, after) = results
     assert "attention_loss" not in before and after["attention_loss"] > 0.01 * after["weight"]
     np.testing.assert_allclose(after["loss"], before["loss"] + 0.5 * after["attention_loss"], rtol=1e-5)
@@ -629,8 +678,8 @@ def test_attention_that_cannot_be_matched_is_refused():
     deep = models.Model(llama, dataclasses.replace(CFG, layers=3), None)
     keys = {"trainer_type": "distillation", "attention_loss_weight": 0.5}
     with pytest.raises(ValueError, match="the student has 1 layers that attend and the teacher 3"):
-        objective.build(made(trainer=keys).trainer, model, teacher=deep)
-    objective.build(made(trainer={**keys, "attention_layers": [0]}).trainer, model, teacher=deep)
+        recipe.build_objective(made(trainer=keys), model, teacher=deep)
+    recipe.build_objective(made(trainer={**keys, "attention_layers": [0]}), model, teacher=deep)
     (fault,) = recipe.faults(made(trainer={**keys, "attention_normalize": True}, teacher_model={"name_or_path": "t"}))
     assert "a softmax sums to 1 already" in fault
     (fault,) = recipe.faults(made(trainer={"attention_loss_weight": 0.5}))
@@ -643,18 +692,19 @@ def test_every_type_can_balance_its_experts(kind):
                                 rope=ops.Rope(8, 1e4))  # fmt: skip
     model = models.Model(mixtral, cfg, params.abstract(mixtral.spec(cfg), jnp.float32))
     loss_type = {"loss_type": "apo_zero_unpaired"} if kind == "kto" else {}
-    asked = made(trainer={"trainer_type": kind, "router_aux_loss_coef": 0.01, **loss_type}).trainer
-    found = objective.build(asked, model, teacher=model, own_reference=True)
+    asked = made(trainer={"trainer_type": kind, "router_aux_loss_coef": 0.01, **loss_type})
+    found = recipe.build_objective(asked, model, teacher=model)
     batch = rows(np.random.default_rng(0), 8, *[2] * (kind == "dpo")) | (
         {"label": np.arange(8) % 2 > 0} if kind == "kto" else {}
     )
-    assert "aux_loss" in jax.eval_shape(found.loss, model.params, batch, model.params)[1]
+    given = dict.fromkeys(("teacher", "reference"), model.params)
+    assert "aux_loss" in jax.eval_shape(found.loss, model.params, batch, given)[1]
 
 
 def test_a_model_without_experts_has_no_load_to_balance():
     model = models.Model(llama, CFG, params.abstract(llama.spec(CFG), jnp.float32))
     with pytest.raises(ValueError, match="has no experts"):
-        objective.build(made(trainer={"router_aux_loss_coef": 0.01}).trainer, model)
+        recipe.build_objective(made(trainer={"router_aux_loss_coef": 0.01}), model)
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_a_reference_computed_before_is_the_one_computed_in_each_step(tiny, pair
     for a, b in zip(rows, others, strict=True):
         np.testing.assert_allclose([a[k] for k in b], list(b.values()), rtol=2e-5, atol=1e-6)
     model = recipe.build_model(wanted)
-    assert recipe.build_step(wanted, model, 4).fixed == () and build.build_reference(wanted, model) is None
+    assert recipe.build_step(wanted, model, 4).given == {} and build.build_reference(wanted, model) is None
     recipe.train(wanted.set("trainer.save_directory", str(tmp_path / "parts")).set("trainer.max_training_steps", 2))
     monkeypatch.setattr(ref_logps, "per_example", None)
     recipe.train(wanted.set("trainer.save_directory", str(tmp_path / "parts")))
@@ -140,7 +140,7 @@ def test_the_column_is_what_the_reference_says_of_each_example(tiny, pairs, tmp_
     data, none = ref_logps.precompute(wanted, model, tok, mesh, recipe.build_dataset(wanted, tok), None)
     assert none is None
     start = models.load(tiny[0], dtype=jnp.float32)
-    score = jax.jit(lambda p, b: losses.likelihoods(llama, CFG)(p, b)["logps"])
+    score = jax.jit(lambda p, b: losses.completion_logps(llama, CFG)(p, b)["logps"])
     for _, batch in zip(range(3), data, strict=False):
         found = batch.pop("ref_logps")
         assert found.dtype == np.float32 and found.shape == (4, 2)
@@ -151,6 +151,16 @@ def test_the_column_is_what_the_reference_says_of_each_example(tiny, pairs, tmp_
 
 def under(wanted: recipe.Recipe):
     return params.lora.split(recipe.build_model(wanted).params)[1]
+
+
+def test_a_copied_reference_has_the_dtype_of_the_computation(tiny, pairs, tmp_path):
+    wanted = made(tiny[0], pairs[0], tmp_path, trainer_type="dpo")
+    model = recipe.build_model(wanted)
+    for name, dtype in ((None, jnp.float32), ("bf16", jnp.bfloat16)):
+        copy = recipe.build_reference(wanted.set("loader.dtype", name), model)
+        jax.tree.map(lambda x, y, d=dtype: np.testing.assert_array_equal(x, y.astype(d)), copy, model.params)
+        assert {x.dtype for x in jax.tree.leaves(copy)} == {jnp.dtype(dtype)}
+    assert copy["embed"] is not model.params["embed"]
 
 
 def test_what_decides_about_the_reference_names_its_file(tiny, pairs, tmp_path):
@@ -183,7 +193,8 @@ def test_embeddings_learn_and_are_evaluated_on_every_row(tiny, tmp_path):
     rows = metrics.read(tmp_path / "run")
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"] and rows[-1]["positive_similarity"] > rows[0]["positive_similarity"]
     tok, saved = text.load(out), models.load(out)
-    embed = jax.jit(losses.embed(llama, CFG, pool=losses.mean_token))
+    assert models.pooling.read(out) == models.pooling.Pooling(("mean",))
+    embed = jax.jit(losses.sentence_embeddings(llama, CFG, pool=losses.mean_token))
     score = jax.jit(lambda x, there: sum(losses.info_nce(x[..., :n], there, temperature=0.2).sum() for n in (32, 16)))
     total = 0.0
     for start, stop in ((0, 4), (4, 6)):
@@ -231,6 +242,8 @@ def test_judged_steps_learn_and_transformers_reads_the_model(tiny, tmp_path):
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 IMPOSSIBLE = [
+    ({"trainer_type": "orpo", "beta": 0.2, "lambda_orpo": 0.1}, "lambda_orpo: differs from beta"),
+    ({"trainer_type": "prm", "step_separator": ""}, "step_separator: found '', expected a text"),
     ({"trainer_type": "dpo", "precompute_ref_log_probs": True, "sync_ref_model": True}, "sync_ref_model changes the"),
     ({"trainer_type": "kto", "precompute_ref_log_probs": True}, "set mixture.shuffle_buffer_size: 0"),
     ({"trainer_type": "cpo", "precompute_ref_log_probs": True}, "trainer_type cpo does not read it"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fdel import models, ops, params, recipe, train
-from fdel.models import mixtral
-from fdel.recipe import objective, trainer
+from fdel.models import heads, mixtral
+from fdel.recipe import methods, trainer
 from fdel.train.losses import preference
 
 CFG = mixtral.Config(vocab=64, embed=16, ffn=16, layers=1, heads=2, kv_heads=1, head_dim=8, experts=2,
@@ -46,7 +46,7 @@ NEEDY = {  # keys that only others make sense of; what else says so is tested by
     "fcm_min_ratio": 0.1,
 }  # fmt: skip
 LOOP = {
-    "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite",
+    "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
     "lora", "log_steps", "evaluation_steps", "save_steps", "save_directory", "save_total_limit", "resume_if_possible",
     "metric_for_best_model", "use_wandb", "use_tensorboard", "precompute_ref_log_probs", "sync_ref_model",
     "trainer_type", "optimizer", "scheduler", "loss_type", "disable_dropout",
@@ -56,14 +56,19 @@ LOOP = {
 def made(kind: str, loss: Any = None, **keys: Any) -> recipe.Recipe:
     keys = ({} if loss is None else {"loss_type": loss}) | NEEDS.get(loss, {}) | keys
     base = {"model": {"name_or_path": "m"}, "mixture": {"informs": [{"data_files": "d"}]}, "actions": ["train"]}
-    base |= {"teacher_model": {"name_or_path": "t"}} if kind in trainer.TEACHER else {}
+    base |= {"teacher_model": {"name_or_path": "t"}} if kind in methods.types(teacher=True) else {}
     return recipe.from_dict({**base, "trainer": {"trainer_type": kind, **keys}})
+
+
+def kind_of(name: str) -> str:
+    method = methods.METHODS[name]
+    return method.data(method.keys())["kind"]
 
 
 def batch_of(kind: str) -> dict[str, Any]:
     rng, shape = (
         np.random.default_rng(0),
-        (4, *[2] * (kind in (*trainer.PAIRS, "reward")), *[3] * (kind == "embedding")),
+        (4, *[2] * (kind_of(kind) == "pairs"), *[3] * (kind == "embedding")),
     )
     rows = lambda: {
         "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
@@ -88,21 +93,21 @@ def shown(f: Any, *args: Any) -> str:
 @cache
 def model_of(kind: str) -> models.Model:
     spec = mixtral.spec(CFG)
-    if kind in trainer.HEADED:
-        spec = train.losses.reward_spec(mixtral, CFG, 2 if kind == "prm" else 1, bias=kind == "prm")
+    if kind in methods.types(head=True):
+        spec = heads.spec(mixtral, CFG, *methods.METHODS[kind].head)
     return models.Model(mixtral, CFG, params.abstract(spec, jnp.float32))
 
 
 def effect(found: recipe.Recipe) -> tuple:
     """What a loss and its data make of a recipe."""
     t, model = found.trainer, model_of(found.trainer.trainer_type)
-    rest = [{"mean": jnp.zeros(()), "count": jnp.zeros(())}] * (t.trainer_type == "bco")
-    rest += [model.params] * (t.trainer_type in (*trainer.TEACHER, *trainer.REFERENCE))
-    loss = objective.build(t, model, teacher=model, own_reference=True).loss
+    given = {"bco": {"mean": jnp.zeros(()), "count": jnp.zeros(())}, "teacher": model.params}
+    given |= {"reference": model.params} if t.trainer_type in methods.types(reference=True) else {}
+    loss = recipe.build_objective(found, model, teacher=model).loss
     value = lambda *args: loss(*args)[0]
     gradient = lambda p, *args: jax.grad(value)(p, *args)
     program = gradient if t.gradient_checkpointing else value
-    return recipe.build_settings(found), shown(program, model.params, batch_of(t.trainer_type), *rest)
+    return recipe.build_settings(found), shown(program, model.params, batch_of(t.trainer_type), given)
 
 
 def test_every_key_of_the_trainer_is_looked_at_here():
@@ -130,8 +135,8 @@ def shown_gradient(base: recipe.Recipe) -> str:
     return effect(base.set("trainer.gradient_checkpointing", "everything_saveable"))[1]
 
 
-@pytest.mark.parametrize("scheduler", sorted(train.SCHEDULES))
-@pytest.mark.parametrize("optimizer", sorted(train.OPTIMIZERS))
+@pytest.mark.parametrize("scheduler", sorted(train.schedules.SCHEDULES))
+@pytest.mark.parametrize("optimizer", sorted(train.optim.OPTIMIZERS))
 def test_a_key_of_the_optimizer_has_an_effect_or_is_refused(optimizer, scheduler):
     spec = {"a": params.Param("vocab embed", (8, 4), params.normal(1.0), "a.weight")}
     weights = {"a": jnp.arange(32.0).reshape(8, 4)}

@@ -18,31 +18,55 @@ import jax
 from jax.sharding import Mesh
 
 from fdel import params as P
-from fdel.models import classifier
-from fdel.models.keys import ConfigError, dropouts, show, text_tensor
+from fdel.models import heads, pooling, protocol
+from fdel.models.keys import ConfigError, dropouts, quantization, show, text_tensor
+from fdel.params import gguf
+from fdel.params.files import scan
+from fdel.params.hf import opened
+from fdel.params.mesh import shared
 
 __all__ = [
-    "ConfigError", "Model", "classifier", "config_dict", "dropouts", "families", "family", "load", "read_config", "save",
-    "spec_of",
+    "ConfigError", "Model", "config_dict", "dropouts", "families", "family", "heads", "load", "pooling", "protocol",
+    "read_config", "save", "spec_of",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
-ALIASES = {"gemma3_text": "gemma3"}  # model_type -> file, where they differ
-SHARED = ("builders", "classifier", "config", "keys", "rope")  # files here that are not families
+ALIASES = {  # model_type -> file, where they differ
+    **{f"{name}_text": name for name in ("gemma3", "gemma4", "llama4", "qwen3_5", "qwen3_5_moe")},
+    "gptj": "gpt_j",
+    "grok-1": "grok_1",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+}
+SHARED = (
+    "builders",
+    "config",
+    "heads",
+    "keys",
+    "pooling",
+    "protocol",
+    "rope",
+    "sublayers",
+)  # files here that are not families
 LONGEST = 16 * 2**20  # bytes of a config.json
-MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "Config", "spec", "state_spec", "hidden", "head", "forward")
 
 
 class Model(NamedTuple):
-    """A family module, its Config and its params tree: of `family.spec`, or of a classifier (see `models.classifier`)."""
+    """A family module, its Config and its params tree: of `family.spec`, or with a head (see `models.heads`)."""
 
     family: ModuleType
     cfg: Any
     params: Any
 
+    def __repr__(self) -> str:
+        return f"Model({getattr(self.family, '__name__', self.family)}, {self.cfg},\n{P.pformat(self.params)})"
+
 
 def families() -> list[str]:
-    """Names of all families of fdel itself."""
+    """Names of all families of fdel itself.
+    >>> "llama" in models.families()
+    True
+    """
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in SHARED)
 
 
@@ -50,6 +74,8 @@ def family(model_type: str) -> ModuleType:
     """Find the module of a model_type: fdel's, or one that an installed package registers under "fdel.models".
 
     ConfigError for an unknown one, which lists all, and for a module that is no family.
+    >>> models.family("gemma3_text").__name__
+    'fdel.models.gemma3'
     """
     if not isinstance(model_type, str):
         raise ConfigError(f"config field 'model_type': found {show(model_type)}, expected a string")
@@ -58,34 +84,28 @@ def family(model_type: str) -> ModuleType:
         return importlib.import_module(f"{__name__}.{name}")
     registered = {e.name: e for e in entry_points(group="fdel.models")}
     if name in registered:
-        return _complete(registered[name].load())
-    known = ", ".join([*families(), *registered])
-    raise ConfigError(
-        f"config field 'model_type': found {show(model_type)}, not a family of this version; it has {known}"
-    )
-
-
-def _complete(module: Any) -> ModuleType:
-    lacking = [name for name in MEMBERS if not hasattr(module, name)]
-    if lacking:
-        raise ConfigError(f"{getattr(module, '__name__', module)!r} is no model family: it lacks {', '.join(lacking)}")
-    return module
+        return protocol.check(registered[name].load())
+    found = f"found {show(model_type)}, not a family of this version"
+    raise ConfigError(f"config field 'model_type': {found}; it has {', '.join([*families(), *registered])}")
 
 
 def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any, dict[str, Any]]:
     file = Path(path) / "config.json"
-    if not file.is_file():
+    single = None if file.is_file() else gguf.file(Path(path))
+    if not file.is_file() and single is None:
         raise FileNotFoundError(f"{path} holds no config.json; expected a checkpoint directory in Hugging Face layout")
     try:
-        if (size := file.stat().st_size) > LONGEST:
+        if single is None and (size := file.stat().st_size) > LONGEST:
             raise ConfigError(f"found {size} bytes, expected at most {LONGEST}")
-        d = json.loads(file.read_bytes())
+        d = json.loads(file.read_bytes()) if single is None else gguf.config(single)
         if not isinstance(d, dict):
             raise ConfigError(f"found {show(d)}, expected an object")
-        module = family(d.get("model_type", "(absent)")) if family_ is None else _complete(family_)
+        module = family(d.get("model_type", "(absent)")) if family_ is None else protocol.check(family_)
         return module, module.Config.from_hf(d), d
+    except P.CheckpointError:
+        raise
     except ConfigError as e:
-        raise ConfigError(f"{file}: {e}") from e
+        raise ConfigError(f"{single or file}: {e}") from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{file} is not JSON that can be read: {e}") from e
 
@@ -96,69 +116,94 @@ def read_config(path: str | Path, *, family: ModuleType | None = None) -> tuple[
 
 
 def load(
-    path: str | Path,
-    *,
-    dtype: Any = None,
-    mesh: Mesh | None = None,
-    rules: Mapping | None = None,
-    stacked: bool = True,
-    revision: str | None = None,
-    family: ModuleType | None = None,
-) -> Model:
+    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None, rules: Mapping | None = None, stacked: bool = True,
+    revision: str | None = None, family: ModuleType | None = None,
+) -> Model:  # fmt: skip
     """Load a checkpoint from a directory or a Hub id (extra `hub`) in Hugging Face layout.
 
-    Of a file of several modalities the language model is loaded. A classifier or reward model has the params of
-    `classifier.spec`. `family` is the module to use, whatever model_type says.
+    What the file has in few bits (see `params.published`; a directory's only .gguf file too) stays so, as `Quantized`.
+    Of a file of several modalities the language model is loaded. A model with a head of its own (classifier, reward, span
+    of an answer, value) has the params of `heads.spec`. `family` is the module to use, whatever model_type says.
 
     dtype None keeps the checkpoint's. With a mesh, arrays go straight to their shards by `rules` (default `params.TRAIN`).
     stacked=False gives one tree per layer, which serving walks (see `params.unstack`).
     Raises ConfigError for a config and CheckpointError for tensors that do not fit; nothing is loaded then.
+    >>> models.save(model, directory)
+    >>> models.load(directory, dtype=jnp.bfloat16).cfg == cfg
+    False
     """
     directory = P.resolve(path, revision=revision)
     module, cfg, d = _read(directory, family)
-    labels = classifier.labels(d)
-    spec = module.spec(cfg) if labels is None else classifier.spec(module, cfg, *labels)
+    spec = _spec(module, cfg, d, directory)
     spec = spec if stacked else P.unstack(spec)
     rules = P.TRAIN if rules is None else rules
     shardings = None if mesh is None else P.shardings(spec, mesh, rules)
-    for line in () if mesh is None else P.shared(spec, mesh, rules):
+    for line in () if mesh is None else shared(spec, mesh, rules):
         log.warning(line)
-    rename = getattr(module, "rename", lambda name, cfg: name)
-    known = {name for leaf in jax.tree.leaves(spec) for name in P.hf_names(leaf)}
+    how = _reading(module, cfg, d, spec)
+    # Where the spec has no head, a file may have a tied one's copy.
+    ignore = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"^lm_head\.weight$")
+    return Model(module, cfg, P.load(spec, directory, dtype=dtype, shardings=shardings, ignore=ignore, **how))
 
-    def pick(name: str) -> str | None:
-        """Give the spec's name of a file's tensor, or None for what is left out: other modalities, a tied head's copy."""
-        ours = text_tensor(name) if "text_config" in d else name
-        return None if ours is None or (ours == "lm_head.weight" and ours not in known) else rename(ours, cfg)
 
-    ignore = (r"rotary_emb\.inv_freq$",)
-    return Model(module, cfg, P.load(spec, directory, dtype=dtype, shardings=shardings, rename=pick, ignore=ignore))
+def _spec(module: ModuleType, cfg: Any, d: Mapping[str, Any], path: str | Path) -> Any:
+    """Declare the arrays of a checkpoint directory, those of its head among them; stacked."""
+    return heads.spec(module, cfg, *heads.read(d, module, scan(Path(path), [])))
+
+
+def _reading(module: ModuleType, cfg: Any, d: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+    """Say how a file's tensors are named and stored, for `params.load`."""
+    of_family, before = getattr(module, "rename", lambda name, cfg: name), heads.prefix(module.spec(cfg))
+    known = {name for _, p in P.named_leaves(spec) for name in P.hf_names(p)}
+
+    def rename(name: str) -> str | None:
+        """Give the spec's name of a file's tensor, or None for another modality's."""
+        ours = text_tensor(name) if "text_config" in d and name not in known else name
+        ours = ours if ours in known or ours is None else of_family(ours, cfg)
+        return ours if ours in known or ours is None else heads.rename(ours, known, before)
+
+    return {"rename": rename, "quantization": quantization(d)}
+
+
+def stored(path: str | Path) -> Any:
+    """Declare the arrays of a checkpoint directory as its files have them: those in few bits as `Quantized` of Param."""
+    module, cfg, d = _read(path, None)
+    spec = P.unstack(_spec(module, cfg, d, path))
+    return opened(spec, path, **_reading(module, cfg, d, spec))[0]
 
 
 def spec_of(model: Model) -> Any:
-    """Declare the arrays of a model's params: `family.spec`, or those of a classifier; stacked."""
-    if "score" not in model.params:
-        return model.family.spec(model.cfg)
-    return classifier.spec(model.family, model.cfg, len(model.params["score"]), "score_bias" in model.params)
+    """Declare the arrays of a model's params, those of its head among them; stacked."""
+    return heads.spec(model.family, model.cfg, _kind(model), heads.count(model.params))
+
+
+def _kind(model: Model) -> str | None:
+    bare = "head" not in model.params and "head" in model.family.spec(model.cfg)
+    return heads.kind_of(model.params) or ("base" if bare else None)
 
 
 def config_dict(family: ModuleType, cfg: Any) -> dict[str, Any]:
-    """Write a Config as a complete config.json dict, model_type and architectures included."""
+    """Write a Config as a complete config.json dict, model_type and architectures included.
+    >>> models.config_dict(llama, cfg)["architectures"]
+    ['LlamaForCausalLM']
+    """
     return {"model_type": family.MODEL_TYPE, "architectures": [family.ARCHITECTURE]} | cfg.to_hf()
 
 
 def save(model: Model, path: str | Path, *, shard_bytes: int = 5_000_000_000) -> None:
-    """Save a model, or a classifier, as a Hugging Face checkpoint: config.json and safetensors shards.
+    """Save a model, with its head, as a Hugging Face checkpoint: config.json and safetensors shards.
 
     Several processes all call this, and the first writes what lies in several.
+    >>> models.save(model, directory)
+    >>> sorted(file.name for file in directory.iterdir())
+    ['config.json', 'model.safetensors']
     """
     P.save(spec_of(model), model.params, path, shard_bytes=shard_bytes)
     if jax.process_index() > 0 and not all(x.is_fully_addressable for x in jax.tree.leaves(model.params)):
         return
     dtypes = {str(x.dtype) for x in jax.tree.leaves(model.params)}
     d = config_dict(model.family, model.cfg)
-    if "score" in model.params:
-        d = classifier.config_dict(d, model.family, len(model.params["score"]), "score_bias" in model.params)
+    d = heads.config_dict(d, model.family, _kind(model), heads.count(model.params))
     d = {"dtype" if k == "torch_dtype" else k: v for k, v in d.items()}
     d |= {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
     (Path(path) / "config.json").write_text(json.dumps(d, indent=2, sort_keys=True) + "\n")

@@ -1,15 +1,19 @@
-"""Spec builders for sub-trees that many families share: attention projections, feed-forwards, embeddings, caches."""
+"""What many families share: specs of attention projections, feed-forwards and caches; `hidden`, `head` and `forward`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from fdel.ops import quantized_pages
-from fdel.ops.batch import Pages, Slots
-from fdel.params.spec import Param, normal, ones, stack, zeros
+from fdel import ops
+from fdel.ops import Pages, Slots, State
+from fdel.ops.carry import begin
+from fdel.ops.paged import heads_per_row
+from fdel.params.spec import Param, normal, ones, parts, stack, zeros
 
 STD = 0.02  # initial standard deviation of weight matrices, GPT-2's
 
@@ -41,20 +45,24 @@ def heads_in(name: str, heads: int, head_dim: int, embed: int) -> Param:
     return Param("embed heads head_dim", shape, normal(STD), name, "embed (heads head_dim)")
 
 
-def gqa(name: str, embed: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
-    """Projections q, k, v and o of grouped-query attention, named {name}q_proj.weight etc."""
-    out = lambda part, axis, n: heads_out(f"{name}{part}_proj.weight", (axis, n), head_dim, ("embed", embed))
-    return {"q": out("q", "heads", heads), "k": out("k", "kv_heads", kv_heads), "v": out("v", "kv_heads", kv_heads),
-            "o": heads_in(name + "o_proj.weight", heads, head_dim, embed)}  # fmt: skip
+def gqa(
+    name: str, cfg: Any, *, biased: bool = False, o_biased: bool | None = None,
+    names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+) -> dict[str, Param]:  # fmt: skip
+    """Projections q, k, v and o of grouped-query attention, named {name}{names}.weight, and where they have them biases.
 
-
-def gqa_bias(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, Param]:
-    """Biases of q, k and v, [heads head_dim]."""
-    heads_bias = lambda axis, n, part: Param(
-        f"{axis} head_dim", (n, head_dim), zeros, f"{name}{part}_proj.bias", f"({axis} head_dim)"
-    )
-    return {"q_bias": heads_bias("heads", heads, "q"), "k_bias": heads_bias("kv_heads", kv_heads, "k"),
-            "v_bias": heads_bias("kv_heads", kv_heads, "v")}  # fmt: skip
+    `cfg` has embed, heads, kv_heads and head_dim. `biased` is of q, k and v, and of o unless `o_biased` says otherwise.
+    """
+    embed, heads, kv_heads, head_dim = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
+    tree = {"o": heads_in(f"{name}{names[3]}.weight", heads, head_dim, embed)}
+    tree |= {"o_bias": bias(f"{name}{names[3]}.bias", embed)} if (biased if o_biased is None else o_biased) else {}
+    sides = (("q", "heads", heads), ("k", "kv_heads", kv_heads), ("v", "kv_heads", kv_heads))
+    for (part, axis, n), called in zip(sides, names, strict=False):
+        file = f"{name}{called}."
+        tree[part] = heads_out(file + "weight", (axis, n), head_dim, ("embed", embed))
+        if biased:
+            tree[part + "_bias"] = Param(f"{axis} head_dim", (n, head_dim), zeros, file + "bias", f"({axis} head_dim)")
+    return tree
 
 
 def glu(name: str, embed: int, ffn: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict:
@@ -64,14 +72,63 @@ def glu(name: str, embed: int, ffn: int, names: tuple[str, str, str] = ("gate_pr
     return {"gate": matrix(gate, d, f), "up": matrix(up, d, f), "down": matrix(down, f, d)}
 
 
-def embedding(name: str, vocab: int, embed: int) -> Param:
-    """Token embedding, [vocab embed]."""
-    return Param("vocab embed", (vocab, embed), normal(STD), name)
+def layer_norm(part: str, name: str, size: int, axis: str = "embed") -> dict[str, Param]:
+    """Scale and bias of a LayerNorm, {name}.weight and {name}.bias, under `part` and `part`_bias."""
+    return {part: norm(f"{name}.weight", size, axis), f"{part}_bias": bias(f"{name}.bias", size, axis)}
 
 
-def head(name: str, vocab: int, embed: int) -> Param:
-    """Untied output projection, [vocab embed]."""
-    return matrix(name, ("embed", embed), ("vocab", vocab))
+def fused(name: str, a: tuple[str, int], **sides: tuple[str, tuple[int, ...]]) -> dict[str, Param]:
+    """Linear maps from axis a that lie one below the other in one tensor: name, ("embed", d), gate=("ffn", (f,)), ...
+
+    Without inputs, a = ("", 0), their biases.
+    """
+    cuts = parts(**{part: math.prod(shape) for part, (_, shape) in sides.items()})
+    inputs = (a[1],) if a[0] else ()
+    return {
+        part: Param(f"{axes} {a[0]}".strip(), (*shape, *inputs), normal(STD) if inputs else zeros, name,
+                    f"[{axes}] {a[0]}".strip(), cuts[part])
+        for part, (axes, shape) in sides.items()
+    }  # fmt: skip
+
+
+def grouped_qkv(name: str, cfg: Any, *, biased: bool = False) -> dict[str, Param]:
+    """Projections q, k and v in one tensor: for each head of keys its queries, it and its values, [queries key value]."""
+    group, h = cfg.heads // cfg.kv_heads, cfg.head_dim
+    tree = {}
+    for part, cut in parts(q=group * h, k=h, v=h).items():
+        axis, n = ("heads", cfg.heads) if part == "q" else ("kv_heads", cfg.kv_heads)
+        layout = f"(heads//{group} [heads%{group} head_dim])" if part == "q" else "(kv_heads [head_dim])"
+        axes, shape = f"{axis} head_dim", (n, h)
+        tree[part] = Param(f"{axes} embed", (*shape, cfg.embed), normal(STD), f"{name}.weight", f"{layout} embed", cut)
+        if biased:
+            tree[f"{part}_bias"] = Param(axes, shape, zeros, f"{name}.bias", layout, cut)
+    return tree
+
+
+def mlp(name: str, embed: int, ffn: int, names: tuple[str, str], *, biased: bool = True) -> dict[str, Param]:
+    """Plain feed-forward: up [ffn embed] and down [embed ffn], named {name}{names}.weight, and their biases."""
+    d, f = ("embed", embed), ("ffn", ffn)
+    tree = {"up": matrix(f"{name}{names[0]}.weight", d, f), "down": matrix(f"{name}{names[1]}.weight", f, d)}
+    if biased:
+        tree["up_bias"] = bias(f"{name}{names[0]}.bias", ffn, "ffn")
+        tree["down_bias"] = bias(f"{name}{names[1]}.bias", embed)
+    return tree
+
+
+def gate_up(name: str, embed: int, ffn: int, down: str) -> dict[str, Param]:
+    """Gated feed-forward whose gate and up lie one below the other in the tensor `name`."""
+    tree = fused(name, ("embed", embed), gate=("ffn", (ffn,)), up=("ffn", (ffn,)))
+    return tree | {"down": matrix(down, ("ffn", ffn), ("embed", embed))}
+
+
+def top(
+    cfg: Any, layers: Any, embed: str = "model.embed_tokens.weight", norm_name: str = "model.norm.weight",
+    *, norm: Callable[[str, int], Param] = norm, head: str = "lm_head.weight",
+) -> dict[str, Any]:  # fmt: skip
+    """Arrays around the layers: embed and (unless tied) head, [vocab embed], and the scale of the last norm."""
+    table = Param("vocab embed", (cfg.vocab, cfg.embed), normal(STD), embed)
+    tree = {"embed": table, "layers": layers, "norm": norm(norm_name, cfg.embed)}
+    return tree if cfg.tied else tree | {"head": replace(table, hf=head)}
 
 
 def conv(name: str, channels: int, kernel: int) -> Param:
@@ -80,40 +137,31 @@ def conv(name: str, channels: int, kernel: int) -> Param:
 
 
 def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int) -> Pages:
-    """Spec of a paged key/value cache; a head's tokens lie together, as CPU dots and GPU tile copies want."""
-    p = Param("layers pages kv_heads page head_dim", (layers, pages, kv_heads, page, head_dim), zeros)
+    """Spec of a paged key/value cache; a head's tokens lie together, as CPU dots and GPU tile copies want.
+
+    On TPUs short heads lie side by side: `ops.paged.heads_per_row` of them.
+    """
+    side = heads_per_row(kv_heads, head_dim)
+    shape = (layers, pages, kv_heads // side, page, head_dim * side)
+    p = Param("layers pages kv_heads page head_dim", shape, zeros)
     return Pages(p, p)
 
 
-def quantized(state_spec: Any, format: str | None) -> Any:
-    """Turn the spec of any family's state into one whose pages are in 8 bits, "int8" or "fp8"; None changes nothing.
+def kv_state(cfg: Any, *, pages: int, page: int = 64, rows: int = 0) -> State:
+    """`state_spec` of a family whose layers all attend: keys and values of `pages` pages of `page` tokens."""
+    return State(kv_pages(cfg.layers, cfg.kv_heads, cfg.head_dim, pages=pages, page=page))
 
-    Recurrent state stays as it is: it is read and written whole at each step, so that errors would add up.
+
+def slots(
+    layers: int, conv: tuple[int, int] | None, ssm: tuple[int, ...], *, rows: int, axes: str = "heads head_dim state"
+) -> Slots:
+    """Spec of recurrent state for `rows` sequences: conv is (channels, kernel - 1), ssm the shape of one layer's state.
+
+    `axes` names those of ssm. Without a convolution, conv is None.
     """
-    if format is None:
-        return state_spec
-
-    def values(p: Param | None) -> Param | None:
-        return None if p is None else replace(p, dtype=quantized_pages.FORMATS[format][0])
-
-    def scales(p: Param | None) -> Param | None:
-        if p is None:
-            return None
-        layers, pages, heads, page, _ = p.axes.split()
-        shape = (*p.shape[:3], quantized_pages.scales(p.shape[-1]), p.shape[3])
-        return Param(f"{layers} {pages} {heads} scales {page}", shape, zeros, dtype="float32")
-
-    def one(x: Any) -> Any:
-        return Pages(values(x.k), values(x.v), scales(x.k), scales(x.v)) if isinstance(x, Pages) else x
-
-    return jax.tree.map(one, state_spec, is_leaf=lambda x: isinstance(x, Pages))
-
-
-def slots(layers: int, conv: tuple[int, int], ssm: tuple[int, int, int], *, rows: int) -> Slots:
-    """Spec of recurrent state for `rows` sequences: conv is (channels, kernel - 1), ssm the shape of one layer's state."""
     return Slots(
-        Param("layers slots channels kernel", (layers, rows, *conv), zeros),
-        Param("layers slots heads head_dim state", (layers, rows, *ssm), zeros, dtype="float32"),
+        None if conv is None else Param("layers slots channels kernel", (layers, rows, *conv), zeros),
+        Param(f"layers slots {axes}", (layers, rows, *ssm), zeros, dtype="float32"),
     )
 
 
@@ -139,3 +187,43 @@ def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
     """Spec of a paged cache of `ops.mla`: latents and rotary keys, common to all heads; values are a part of them."""
     axes = "layers pages groups page latent"
     return Pages(Param(axes, (layers, pages, 1, page, latent), zeros), None)
+
+
+def hidden(*taps: str) -> Callable[[Callable[..., tuple[Array, ops.Carry]]], Callable[..., tuple]]:
+    """Decorate a family's walk(params, tokens, cfg, batch, carry, remat) -> (x, carry), which becomes its `hidden`.
+
+    `taps` names what can be watched in it beside hidden states: "attention", "router".
+    """
+
+    def decorate(walk: Callable[..., tuple[Array, ops.Carry]]) -> Callable[..., tuple]:
+        def hidden(params, tokens, cfg, batch=None, state=None, taps=None, *, remat=None):
+            batch, carry = begin(tokens, batch, state, taps, has)
+            x, carry = walk(params, tokens, cfg, batch, carry, remat)
+            return x, carry.state, carry.taps
+
+        hidden.__doc__, hidden.__module__ = walk.__doc__, walk.__module__
+        hidden.taps = has  # type: ignore[attr-defined]
+        return hidden
+
+    has = ("hidden", *taps)
+    return decorate
+
+
+def head(params: Any, cfg: Any) -> ops.Head:
+    """Give the output projection, for `ops.logits` and the chunked losses; that of a tied model is its embedding."""
+    return ops.Head(params["head"] if "head" in params else params["embed"], bias=params.get("head_bias"))
+
+
+def forward(hidden: Callable[..., tuple], head: Callable[[Any, Any], ops.Head] = head) -> Callable[..., tuple]:
+    """Make a family's `forward` of its `hidden` and its `head`.
+    >>> logits, _ = llama.forward(weights, tokens, cfg)
+    >>> logits.shape
+    (4, 6, 32)
+    """
+
+    def forward(params, tokens, cfg, batch=None, state=None):
+        """Compute logits; see `protocol.Family`."""
+        x, state, _ = hidden(params, tokens, cfg, batch, state)
+        return ops.logits(x, head(params, cfg)), state
+
+    return forward

@@ -13,29 +13,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fdel.models.keys import (
-    ANY,
-    DIVIDES,
-    LARGEST,
-    MOST,
-    NEUTRAL,
-    OUTER,
-    POSITIVE,
-    SWITCHES,
-    TEXT,
-    ConfigError,
-    Keys,
-    is_dropout,
-    is_neutral,
-    mapping,
-    show,
-)  # fmt: skip
+from fdel.models import keys as K
+from fdel.models.keys import ANY, ConfigError, Keys, show
 from fdel.models.rope import rope, rope_to_hf
-
-__all__ = [
-    "ANY", "ConfigError", "computed", "from_hf", "head_dim", "hf", "layer_types", "rope", "rope_to_hf", "source",
-    "text_part", "to_hf",
-]  # fmt: skip
+from fdel.ops import ACTIVATIONS
+from fdel.ops.rope import Rope
 
 REQUIRED: Any = object()
 
@@ -57,9 +39,51 @@ def computed(read: Callable[[dict], Any], write: Callable[[Any], dict], **kwargs
     return dataclasses.field(metadata={"read": read, "write": write}, **kwargs)
 
 
-def source() -> Any:
-    """Declare the field that keeps the original config.json text, so that saving loses none of its other keys."""
-    return dataclasses.field(default="{}", compare=False, repr=False)
+def act(key: str = "hidden_act", default: str = "silu") -> Any:
+    """Declare the field `act`: one of `ops.ACTIVATIONS`."""
+    return hf(key, default, choices=tuple(ACTIVATIONS))
+
+
+def head_dim(d: dict) -> int:
+    """Head size where config.json leaves it out: hidden_size / num_attention_heads."""
+    return d["hidden_size"] // d["num_attention_heads"]
+
+
+def given_head_dim(d: dict) -> int:
+    """Head size: head_dim, or `head_dim(d)`."""
+    return d.get("head_dim") or head_dim(d)
+
+
+def rotary(dim: Callable[[dict], int] = given_head_dim, theta: float = 10000.0, partial: float = 1.0) -> Any:
+    """Declare the field `rope` of heads of dim(config dict) channels; theta and partial: what files without them mean."""
+
+    def read(d: dict) -> Rope:
+        return rope(d | {"partial_rotary_factor": d.get("partial_rotary_factor", partial)}, dim(d), theta=theta)
+
+    written = lambda r: {} if partial == 1 else {"partial_rotary_factor": r.partial}
+    return computed(read, lambda r: {"rope_parameters": rope_to_hf(r) | written(r)})
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def config(cls: type) -> Any:
+    """Make a family's Config of a class with fields: frozen, with `from_hf` and `to_hf` unless it has them.
+
+    Its field `source` keeps the text of the original config.json, so that saving loses none of its other keys. The class
+    may have DEFAULTS, what transformers assumes for keys that a file leaves out, over the defaults of inherited fields;
+    ONLY, keys of which it understands one value: that, or what a function of the Config gives, or `ANY`; and NESTED, the
+    keys of objects whose own keys are read and written as "object.key".
+    """
+    cls.__annotations__["source"] = str
+    cls.source = dataclasses.field(default="{}", compare=False, repr=False)  # type: ignore[attr-defined]
+    defaults = getattr(cls, "DEFAULTS", {})
+    for f in dataclasses.fields(cls.__base__) if defaults and cls.__base__ is not object else ():  # type: ignore[arg-type]
+        if f.name not in cls.__annotations__ and f.metadata.get("key") in defaults:
+            cls.__annotations__[f.name] = f.type
+            setattr(cls, f.name, dataclasses.field(default=defaults[f.metadata["key"]], metadata=f.metadata))
+    for name, method in (("from_hf", classmethod(from_hf)), ("to_hf", to_hf)):
+        if not hasattr(cls, name):
+            setattr(cls, name, method)
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def _check(name: str, key: str, value: Any, hint: Any, choices: tuple) -> Any:
@@ -68,7 +92,7 @@ def _check(name: str, key: str, value: Any, hint: Any, choices: tuple) -> Any:
     if value is None and type(None) in kinds:
         return None
     kind, found = kinds[0], f"config field {key!r}: found {show(value)}"
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= K.LARGEST:
         value = float(value)
     base = typing.get_origin(kind) or kind
     if base is tuple and isinstance(value, list):
@@ -77,9 +101,9 @@ def _check(name: str, key: str, value: Any, hint: Any, choices: tuple) -> Any:
         raise ConfigError(f"{found}, expected a value of type {base.__name__}")
     if base is float and not math.isfinite(value):
         raise ConfigError(f"{found}, expected a finite number")
-    most = MOST.get(name, LARGEST)
-    if base is int and not (1 if name in POSITIVE else 0) <= value <= most:
-        wanted = "positive" if name in POSITIVE else "non-negative"
+    most = K.MOST.get(name, K.LARGEST)
+    if base is int and not (1 if name in K.POSITIVE else 0) <= value <= most:
+        wanted = "positive" if name in K.POSITIVE else "non-negative"
         raise ConfigError(f"{found}, expected a {wanted} integer of at most {most}")
     if choices and value not in choices:
         raise ConfigError(f"{found}, understood are {', '.join(map(repr, choices))}")
@@ -108,10 +132,9 @@ def _read(field: dataclasses.Field, d: Keys, hint: Any, where: str) -> Any:
     return _check(field.name, key, value, hint, field.metadata["choices"])
 
 
-def from_hf(cls: type, d: Mapping[str, Any], **only: Any) -> Any:
+def from_hf(cls: type, d: Mapping[str, Any]) -> Any:
     """Build a Config from the dict of a config.json, or of its `text_config` where the file is of several modalities.
 
-    `only` names keys of which a family understands one value: that, or what a function of the Config gives, or `ANY`.
     ConfigError for what is missing, of a wrong type or beyond the bounds, and for keys that nothing here knows.
     """
     if not isinstance(d, Mapping) or not all(isinstance(key, str) for key in d):
@@ -119,10 +142,13 @@ def from_hf(cls: type, d: Mapping[str, Any], **only: Any) -> Any:
     if d.get("text_config") is not None:
         flat = text_part(d, cls.__module__)
         try:
-            return from_hf(cls, flat, **only)
+            return cls.from_hf(flat)  # type: ignore[attr-defined]
         except ConfigError as e:
             raise ConfigError(f"text_config: {e}") from e
-    keys, values = Keys(d), dict[str, Any]()
+    only, inner = getattr(cls, "ONLY", {}), {key: K.mapping(key, d.get(key)) for key in getattr(cls, "NESTED", ())}
+    given = {k: v for k, v in d.items() if k not in inner}
+    given |= {f"{key}.{k}": v for key, part in inner.items() for k, v in part.items()}
+    keys, values = Keys(getattr(cls, "DEFAULTS", {}) | given), dict[str, Any]()
     hints = typing.get_type_hints(cls)
     fields = [f for f in dataclasses.fields(cls) if "key" in f.metadata or "read" in f.metadata]
     for f in sorted(fields, key=lambda f: "read" in f.metadata):  # readers find the plain values checked
@@ -133,9 +159,9 @@ def from_hf(cls: type, d: Mapping[str, Any], **only: Any) -> Any:
     cfg = cls(**values, source=json.dumps(d))
     for key, value in only.items():
         want = value(cfg) if callable(value) else value
-        if value is not ANY and d.get(key, want) not in (want, None):
-            raise ConfigError(f"config field {key!r}: found {show(d[key])}, only {want!r} is understood")
-    _known({k: v for k, v in d.items() if k not in keys.read | set(only)}, keys.read, cls.__module__)
+        if value is not ANY and keys.get(key, want) not in (want, None):
+            raise ConfigError(f"config field {key!r}: found {show(keys[key])}, only {want!r} is understood")
+    _known({k: v for k, v in given.items() if k not in keys.read | set(only)}, keys.read, cls.__module__)
     return cfg
 
 
@@ -143,11 +169,10 @@ def _fit(values: Mapping[str, Any]) -> None:
     """Refuse sizes that do not fit each other."""
     size = lambda name: values.get(name) or 0
     apart = () if "experts" in values else (("groups", "heads"),)  # of a router, or of heads
-    for part, whole in (*DIVIDES, *apart):
+    for part, whole in (*K.DIVIDES, *apart):
         if size(part) and size(whole) % size(part):
-            raise ConfigError(
-                f"config fields: found {part} = {size(part)}, which does not divide {whole} = {size(whole)}"
-            )
+            found = f"found {part} = {size(part)}, which does not divide {whole} = {size(whole)}"
+            raise ConfigError(f"config fields: {found}")
     if size("experts") and not 1 <= size("top_k") <= size("experts"):
         raise ConfigError(f"config field 'num_experts_per_tok': found {size('top_k')} of {size('experts')} experts")
 
@@ -157,7 +182,7 @@ def _known(rest: Mapping[str, Any], read: set[str], where: str, also: frozenset[
     wrong = []
     also |= {"sliding_window"} if rest.get("use_sliding_window") is False else set()
     for key, value in rest.items():
-        if key in NEUTRAL or key in also or is_dropout(key) or is_neutral(key, value):
+        if key.rpartition(".")[2] in K.NEUTRAL or key in also or K.is_dropout(key) or K.is_neutral(key, value):
             continue
         near = difflib.get_close_matches(key, read, 1)
         wrong.append(f"{key!r}: found {show(value)}" + (f" (did you mean {near[0]!r}?)" if near else ""))
@@ -169,9 +194,9 @@ def _known(rest: Mapping[str, Any], read: set[str], where: str, also: frozenset[
 
 def text_part(d: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Give the config of the language model inside one of several modalities, with what stands around it for all parts."""
-    inner = mapping("text_config", d["text_config"])
-    _known({k: v for k, v in d.items() if k not in SWITCHES}, set(), where, OUTER)
-    around = {k: v for k, v in d.items() if k in TEXT and v is not None}
+    inner = K.mapping("text_config", d["text_config"])
+    _known({k: v for k, v in d.items() if k not in K.SWITCHES}, set(), where, K.OUTER)
+    around = {k: v for k, v in d.items() if k in K.TEXT and v is not None}
     return {k: v for k, v in inner.items() if k != "architectures"} | around
 
 
@@ -184,16 +209,13 @@ def to_hf(cfg: Any) -> dict[str, Any]:
     out.pop("quantization_config", None)
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
-        if "write" in f.metadata:
-            out |= f.metadata["write"](value)
-        elif "key" in f.metadata:
-            out[f.metadata["key"]] = list(value) if isinstance(value, tuple) else value
+        written = f.metadata["write"](value) if "write" in f.metadata else {f.metadata.get("key"): value}
+        for key, value in written.items():
+            outer, dot, inner = (key or "").rpartition(".")
+            part = out.setdefault(outer, {}) if dot else out
+            if key is not None:
+                part[inner] = list(value) if isinstance(value, tuple) else value
     return out
-
-
-def head_dim(d: dict) -> int:
-    """Head size where config.json leaves it out: hidden_size / num_attention_heads."""
-    return d["hidden_size"] // d["num_attention_heads"]
 
 
 def layer_types(d: Mapping[str, Any], default: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
@@ -203,3 +225,41 @@ def layer_types(d: Mapping[str, Any], default: list[str], known: tuple[str, ...]
         found = f"found {show(kinds)}, expected {n} values out of {', '.join(known)}"
         raise ConfigError(f"config field 'layer_types': {found}")
     return tuple(kinds)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def pattern(every: int, key: str = "sliding_window_pattern") -> Any:
+    """Declare `kinds`, FULL or SLIDING attention of each layer: layer_types, or every n-th full, n = `key` or `every`."""
+
+    def read(d: dict) -> tuple[str, ...]:
+        n = d.get(key) or every
+        return layer_types(
+            d, [SLIDING if (i + 1) % n else FULL for i in range(d["num_hidden_layers"])], (FULL, SLIDING)
+        )
+
+    return computed(read, lambda kinds: {"layer_types": list(kinds)})
+
+
+@config
+class Decoder:
+    """The fields that nearly every decoder has. Its DEFAULTS say what transformers assumes for absent keys."""
+
+    DEFAULTS: typing.ClassVar[Mapping[str, Any]] = {}
+    ONLY: typing.ClassVar[Mapping[str, Any]] = {}
+    attn_bias = mlp_bias = False  # what llama.py reads, and the files of some families say
+    o_bias = window = None
+    kinds = tuple[Any, ...]()
+    vocab: int = hf("vocab_size")
+    embed: int = hf("hidden_size")
+    ffn: int = hf("intermediate_size")
+    layers: int = hf("num_hidden_layers")
+    heads: int = hf("num_attention_heads")
+    kv_heads: int = hf("num_key_value_heads", lambda d: d["num_attention_heads"])
+    head_dim: int = hf("head_dim", head_dim)
+    norm_eps: float = hf("rms_norm_eps", 1e-6)
+    act: str = act()
+    max_positions: int = hf("max_position_embeddings", 2048)
+    tied: bool = hf("tie_word_embeddings", False)
+    rope: Rope = rotary()

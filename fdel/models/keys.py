@@ -11,7 +11,7 @@ MOST = {"layers": 4096, "experts": 65536}  # by field of a Config: a spec has an
 DIVIDES = (("kv_heads", "heads"), ("key_heads", "value_heads"), ("groups", "experts"))
 POSITIVE = set(
     "vocab embed ffn layers heads kv_heads head_dim query_scale max_positions key_heads value_heads key_dim value_dim "
-    "kernel state groups chunk window latent v_dim rope_dim nope_dim".split()
+    "kernel state groups chunk window latent v_dim rope_dim nope_dim every floor".split()
 )
 
 
@@ -48,6 +48,12 @@ def mapping(key: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
+def quantization(d: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give how a config.json says that its weights are quantised; empty: they are not."""
+    named = [p.get(k) for p in (d, d.get("text_config") or {}) for k in ("quantization_config", "compression_config")]
+    return mapping("quantization_config", next(filter(None, named), None))
+
+
 # What a file says about itself, about training's start, about generation, and about transformers' classes.
 NEUTRAL = frozenset(
     """
@@ -71,9 +77,11 @@ NEUTRAL = frozenset(
 OUTER = frozenset(
     """
     text_config vision_config audio_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
-    boi_token_id eoi_token_id image_token_id video_token_id audio_token_id boa_token_id eoa_token_id vision_start_token_id
-    vision_end_token_id vision_soft_tokens_per_image audio_soft_tokens_per_image image_seq_length multimodal_projector_bias
-    projector_hidden_act spatial_merge_size vision_feature_layer vision_feature_select_strategy
+    boi_token_id eoi_token_id image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index
+    vision_start_token_id vision_end_token_id vision_soft_tokens_per_image audio_soft_tokens_per_image image_seq_length
+    multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer vision_feature_select_strategy
+    projection_hidden_size projection_layer_norm_eps ignore_index media_placeholder_token_id use_unified_vision_chunk
+    video_placeholder
     """.split()
 )
 SWITCHES = ("tie_word_embeddings",)  # around a text_config, and meant for it
@@ -83,14 +91,9 @@ TEXT = frozenset(
 
 # Tensors of checkpoints of several modalities: the language model's prefixes, and what a language model leaves out.
 PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-TOWERS = (
-    "vision_tower.",
-    "vision_model.",
-    "visual.",
-    "audio_tower.",
-    "multi_modal_projector.",
-    "embed_vision.",
-    "embed_audio.",
+TOWERS = tuple(
+    "vision_tower. vision_model. visual. audio_tower. multi_modal_projector. mm_projector. embed_vision. "
+    "embed_audio.".split()
 )
 
 ONES = {"residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"}
@@ -99,13 +102,15 @@ TRUE = {"is_causal", "causal", "use_rope", "use_rotary", "rotary", "use_norm", "
 
 def is_dropout(key: str) -> bool:
     """Whether a key is a rate of dropout, which a forward pass here does not have."""
-    return "dropout" in key or key.endswith("_pdrop") or key == "drop_path_rate"
+    return "dropout" in key or key.endswith("_pdrop") or key in ("drop_path_rate", "layerdrop")
 
 
 def is_neutral(key: str, value: Any) -> bool:
     """Whether a key that nothing reads says that there is nothing: null, false, 0, empty; for some keys, 1 or true."""
     if key in ONES or key in TRUE:
         return value is None or value == 1
+    if key.startswith("summary_"):  # of a head for classification, GPT-2's time
+        return True
     return value is None or value is False or (isinstance(value, int | float | str | list | dict) and not value)
 
 

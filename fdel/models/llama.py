@@ -1,103 +1,67 @@
 """Llama (arXiv:2302.13971, 2407.21783): pre-norm decoder with grouped-query attention, rotary positions and SwiGLU."""
 
-from dataclasses import dataclass
-
-from jaxtyping import Array, Float, Int
+from collections.abc import Callable
+from typing import Any
 
 from fdel import ops
-from fdel.models import builders, config
-from fdel.params.spec import layers
+from fdel.models import builders, config, sublayers
+from fdel.params.spec import Param, layers
 
 MODEL_TYPE, ARCHITECTURE = "llama", "LlamaForCausalLM"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Sizes and constants; `hf(...)` names each one's key in config.json."""
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants; those of every decoder come first, see `config.Decoder`."""
 
-    vocab: int = config.hf("vocab_size")
-    embed: int = config.hf("hidden_size")
-    ffn: int = config.hf("intermediate_size")
-    layers: int = config.hf("num_hidden_layers")
-    heads: int = config.hf("num_attention_heads")
-    kv_heads: int = config.hf("num_key_value_heads", lambda d: d["num_attention_heads"])
-    head_dim: int = config.hf("head_dim", config.head_dim)
-    norm_eps: float = config.hf("rms_norm_eps", 1e-6)
-    act: str = config.hf("hidden_act", "silu", choices=tuple(ops.ACTIVATIONS))
-    max_positions: int = config.hf("max_position_embeddings", 2048)
-    tied: bool = config.hf("tie_word_embeddings", False)
     attn_bias: bool = config.hf("attention_bias", False)
     mlp_bias: bool = config.hf("mlp_bias", False)
-    window: int | None = None
-    rope: ops.Rope = config.computed(
-        lambda d: config.rope(d, d.get("head_dim") or config.head_dim(d)),
-        lambda r: {"rope_parameters": config.rope_to_hf(r)},
-    )
-    source: str = config.source()
-
-    from_hf = classmethod(config.from_hf)
-    to_hf = config.to_hf
 
 
-def spec(cfg: Config) -> dict:
-    """Declare every array: embed, layers (stacked), norm, and head unless tied."""
+def spec(cfg: Any, norm: Callable[[str, int], Param] = builders.norm) -> dict:
+    """Declare every array: the stacked layers, and what stands around them."""
     name = "model.layers.{layers}."
     layer = {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
-        **builders.gqa(name + "self_attn.", cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
+        "attn_norm": norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=cfg.o_bias),
+        "mlp_norm": norm(name + "post_attention_layernorm.weight", cfg.embed),
         **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
     }
-    if cfg.attn_bias:
-        layer |= builders.gqa_bias(name + "self_attn.", cfg.heads, cfg.kv_heads, cfg.head_dim)
-        layer["o_bias"] = builders.bias(name + "self_attn.o_proj.bias", cfg.embed)
     if cfg.mlp_bias:
         layer["gate_bias"] = builders.bias(name + "mlp.gate_proj.bias", cfg.ffn, "ffn")
         layer["up_bias"] = builders.bias(name + "mlp.up_proj.bias", cfg.ffn, "ffn")
         layer["down_bias"] = builders.bias(name + "mlp.down_proj.bias", cfg.embed)
-    top = {
-        "embed": builders.embedding("model.embed_tokens.weight", cfg.vocab, cfg.embed),
-        "layers": layers(lambda kind: layer, (None,) * cfg.layers),
-        "norm": builders.norm("model.norm.weight", cfg.embed),
-    }
-    return top if cfg.tied else top | {"head": builders.head("lm_head.weight", cfg.vocab, cfg.embed)}
+    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds or (None,) * cfg.layers), norm=norm)
 
 
-def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops.Pages:
-    """Declare what serving must remember: keys and values of `pages` pages of `page` tokens."""
-    return builders.kv_pages(cfg.layers, cfg.kv_heads, cfg.head_dim, pages=pages, page=page)
+def block(
+    cfg: Any, batch: ops.Batch, change: Callable | None, window: int | None = None, norm: Callable | None = None
+) -> Callable:
+    """Make the block of layers that attend within `window`; `change` as in `sublayers.attention`."""
+    mask, act = ops.Mask(cfg.head_dim**-0.5, window=window), ops.ACTIVATIONS[cfg.act]
+    norm = norm or ops.rms_norm
+
+    def apply(x, carry, p, layer):
+        h = norm(x, p["attn_norm"], cfg.norm_eps)
+        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
+        x = x + a
+        return x + ops.glu(norm(x, p["mlp_norm"], cfg.norm_eps), p, act), carry
+
+    return apply
 
 
-def hidden(params, tokens, cfg: Config, batch: ops.Batch | None = None, state=None, *, remat: str | None = None):
-    """Compute the final normalised hidden states: tokens int[B T] (Packed) or int[T] (Paged) -> [..., embed], state."""
-    batch = ops.packed(tokens) if batch is None else batch
-    rot = ops.rotation(cfg.rope, batch)
-    mask = ops.Mask(cfg.head_dim**-0.5, window=cfg.window)
-    act = ops.ACTIVATIONS[cfg.act]
-
-    def block(x, state, p, layer):
-        h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
-        q = ops.rope(ops.linear("...d,nhd->...nh", h, p["q"], p.get("q_bias")), rot)
-        k = ops.rope(ops.linear("...d,khd->...kh", h, p["k"], p.get("k_bias")), rot)
-        v = ops.linear("...d,khd->...kh", h, p["v"], p.get("v_bias"))
-        a, state = ops.attend(batch, state, layer, q, k, v, mask=mask)
-        x = x + ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias"))
-        h = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
-        return x + ops.glu(h, p, act), state
-
+def walk(params, tokens, cfg: Any, blocks: Any, carry: ops.Carry, remat: str | None):
+    """Embed, apply every layer, normalise."""
     x = ops.embed(params["embed"], tokens)
-    x, state = ops.layers(block, x, state, params["layers"], remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), state
+    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
+    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
 
 
-def head(params, cfg: Config) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return ops.Head(params["head"] if "head" in params else params["embed"])
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    change = sublayers.rotate(ops.rotation(cfg.rope, batch))
+    return walk(params, tokens, cfg, block(cfg, batch, change, cfg.window), carry, remat)
 
 
-def forward(
-    params, tokens: Int[Array, "..."], cfg: Config, batch: ops.Batch | None = None, state=None
-) -> tuple[Float[Array, "... V"], object]:
-    """Compute logits: tokens int[B T] with Packed (the default), int[T] with Paged -> (float32 [..., V], state)."""
-    x, state = hidden(params, tokens, cfg, batch, state)
-    return ops.logits(x, head(params, cfg)), state
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

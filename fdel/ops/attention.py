@@ -1,219 +1,193 @@
-"""Attention over what a batch may see: segments of the same call (`Packed`) or a paged cache (`Paged`)."""
+"""Attention over what a batch may see: segments of the same call (`Packed`) or a paged cache (`Paged`).
 
+The reference, `dense_attention`, holds all scores in memory: the formula that `flash` computes in blocks, and a bias.
+"""
+
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from fdel.ops import dispatch, quantized_pages, ring, short
-from fdel.ops.batch import Batch, Packed, Paged, Pages
-from fdel.ops.dense import dense_attention, dense_weights
-from fdel.ops.flash import begin, flash_attention, no_gradient, online, scores
-from fdel.ops.mask import Mask, Segments
-from fdel.ops.watch import watch_attention
+from fdel.ops import dispatch, ring
+from fdel.ops import mask as M
+from fdel.ops.batch import Batch, Packed, Place
+from fdel.ops.carry import Carry, watch_attention
+from fdel.ops.dispatch import Implementation
+from fdel.ops.flash import Schedule, flash_attention
+from fdel.ops.mask import NEG, Keys, Mask, PerHead, Queries, Values, Where
+from fdel.ops.paged import paged_attention, write_pages
+from fdel.ops.platform import target
 
-GROUP, CPU_GROUP = 512, 64  # keys per step of the paged loop; on CPU what is gathered must stay in the nearest cache
-
-
-def _grouped(q: Array, k: Array, *, sinks: Any, alibi: Any, bias: Any) -> tuple[Array, Array, dict[str, Any]]:
-    """Lay arguments of `attend` out as `dense_attention` wants them."""
-    b, t, n, _ = q.shape
-    group = lambda x: None if x is None else x.reshape(k.shape[2], -1)
-    if bias is not None:
-        bias = jnp.broadcast_to(bias, (b, n, t, t)).reshape(b, k.shape[2], -1, t, t)
-    q = q.reshape(b, t, k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
-    return q, k.swapaxes(1, 2), {"sinks": group(sinks), "alibi": group(alibi), "bias": bias}
+SHORT = 1024  # tokens of the rows that a CPU attends to without loops
+Bias = Float[Array, "... N T S"] | None
 
 
-def _dense(q: Array, k: Array, v: Array, segments: Segments, *, mask: Mask, **kwargs: Any) -> Array:
-    qg, kg, given = _grouped(q, k, **kwargs)
-    out = dense_attention(qg, kg, v.swapaxes(1, 2), segments, mask=mask, **given)
-    return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1), "attn_output")
+def dense_attention(
+    q: Queries, k: Keys, v: Values, where: Where, *, mask: Mask, sinks: PerHead, alibi: PerHead, bias: Bias
+) -> tuple[Float[Array, "B T N Hv"], None]:
+    """Compute softmax(softcap(scale q k^T) + bias) v over visible keys, with all scores in memory.
+
+    A sink is one more score per head in the denominator only (arXiv:2309.17453). A row that sees nothing gives 0.
+    """
+    p = dense_weights(q, k, where, mask=mask, sinks=sinks, alibi=alibi, bias=bias)
+    p = p.reshape(p.shape[0], k.shape[2], -1, *p.shape[2:]).astype(v.dtype)
+    out = jnp.einsum("bkgqs,bskh->bkgqh", p, v, preferred_element_type=jnp.float32)
+    return checkpoint_name(M.ungrouped(out.astype(q.dtype)), "attn_output"), None
 
 
-def _softmax(mask: Mask, q: Array, k: Array, segments: Segments, given: dict[str, Any]) -> Array:
-    qg, kg, given = _grouped(q, k, **given)
-    p = dense_weights(qg, kg, segments, mask=mask, **given)
-    return p.reshape(q.shape[0], q.shape[2], *p.shape[3:])
+def dense_weights(
+    q: Queries, k: Keys, where: Where, *, mask: Mask, sinks: PerHead, alibi: PerHead, bias: Bias
+) -> Float[Array, "B N T S"]:
+    """Compute the softmax of `dense_attention`, in float32: 0 where a query may not see a key."""
+    kv_heads = k.shape[2]
+    qi, ki = (start + jnp.arange(x.shape[1]) for start, x in zip(where.starts, (q, k), strict=True))
+    s = M.scores(mask, M.grouped(q, kv_heads), k.swapaxes(1, 2), M.grouped(alibi, kv_heads), qi, ki)
+    s = s.reshape(s.shape[0], -1, *s.shape[3:])
+    s = s if bias is None else s + bias
+    seen = M.visible(mask, qi, ki, *where.sides)[:, None]
+    s = jnp.where(seen, s, NEG)
+    sink = jnp.float32(NEG) if sinks is None else sinks.astype(jnp.float32)[:, None, None]
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(s, -1, keepdims=True), sink))
+    p = jnp.where(seen, jnp.exp(s - top), 0)
+    total = p.sum(-1, keepdims=True) + jnp.exp(sink - top)
+    return p / jnp.where(total == 0, 1, total)
 
 
 # Its backward pass begins with q and k: a scan, or a policy that saves dots, would keep [N T S] of layers nobody watches.
+def _softmax(mask: Mask, q: Array, k: Array, where: Where, given: dict[str, Any]) -> Array:
+    return dense_weights(q, k, where, mask=mask, **given)
+
+
 _weights = jax.custom_vjp(_softmax, nondiff_argnums=(0,))
 
 
 def _weights_bwd(mask: Mask, saved: tuple, cotangent: Array) -> tuple:
-    q, k, segments, given = saved
-    dq, dk, dgiven = jax.vjp(lambda q, k, given: _softmax(mask, q, k, segments, given), q, k, given)[1](cotangent)
-    return dq, dk, no_gradient(segments), dgiven
+    q, k, where, given = saved
+    dq, dk, dgiven = jax.vjp(lambda q, k, given: _softmax(mask, q, k, where, given), q, k, given)[1](cotangent)
+    return dq, dk, M.no_gradient(where), dgiven
 
 
 _weights.defvjp(lambda mask, *args: (_softmax(mask, *args), args), _weights_bwd)
 
 
-def _flash(q: Array, k: Array, v: Array, segments: Segments, *, mask: Mask, sinks: Any, alibi: Any, bias: Any) -> Array:
-    return flash_attention(q, k, v, segments, mask=mask, sinks=sinks, alibi=alibi)[0]
+def _short(q: Array, *_: Any, bias: Any, **__: Any) -> str | None:
+    """Say why rows cannot be attended to without loops here, or None."""
+    if why := ring.no_bias(bias=bias):
+        return why
+    if target() != "cpu":
+        return "it is written for CPU"
+    return None if q.shape[1] <= SHORT else f"rows of {q.shape[1]} tokens are longer than {SHORT}"
 
 
-def _divided(attention: Callable) -> Callable:
-    return lambda q, k, v, segments, *, bias, **kwargs: attention(q, k, v, segments, **kwargs)
+def _blocks(schedule: Schedule | None = None) -> Callable:
+    return lambda *args, bias, **kwargs: flash_attention(*args, schedule=schedule, **kwargs)
 
 
-PACKED = {
-    "ring": dispatch.Implementation(_divided(ring.ring_attention), ring.unsupported),
-    "gathered": dispatch.Implementation(_divided(ring.gathered_attention), ring.unsupported),
-    "short": dispatch.Implementation(_divided(short.short_attention), short.unsupported),
-    "flash": dispatch.Implementation(
-        _flash, lambda *a, bias, **k: None if bias is None else "an additive bias needs all scores in memory"
-    ),
-    "dense": dispatch.Implementation(_dense, lambda *a, **k: None),
-}
+_QKV = "rows tokens heads head_dim"
+ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, bias=) and returns (out, lse or None)
+    "attend",
+    {
+        "ring": Implementation(ring.ring_attention, ring.unsupported),
+        "cudnn": dispatch.kernel("attend_gpu"),
+        "splash": dispatch.kernel("attend_tpu"),
+        "short": Implementation(_blocks(Schedule(loop=False)), _short),
+        "flash": Implementation(_blocks(), ring.no_bias),
+        "dense": Implementation(dense_attention),
+    },
+    (_QKV, _QKV, _QKV, "rows tokens"),
+    out=(_QKV, "rows tokens heads"),
+    named={"sinks": "heads", "alibi": "heads", "bias": "(rows) heads tokens keys"},
+)
+
+
+def _in_chunks(batch: Packed, size: int) -> Packed:
+    """Make a segment of each chunk of `size` positions, so that every implementation serves it."""
+    count = -(-batch.positions.shape[1] // size) + 1
+    part = lambda ids: jnp.where(ids < 0, ids, ids * count + batch.positions // size)
+    keys = None if batch.key_segment_ids is None else part(batch.key_segment_ids)
+    return Packed(batch.positions, part(batch.segment_ids), keys)
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """Give each head's slope, float32: 2^(-8 i / n) for i from 1 to n heads (arXiv:2108.12409, section 3).
+
+    For a number that is no power of two: of the next one, every other slope from the second on, then the others.
+    >>> ops.alibi_slopes(3).tolist()
+    [0.0625, 0.00390625, 0.25]
+    """
+    n = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** (-8 * np.arange(1, n + 1) / n)
+    slopes = slopes if n == heads else np.concatenate([slopes[1::2], slopes[::2]])[:heads]
+    return slopes.astype(np.float32)
 
 
 def attend(
-    batch: Batch,
-    state: Any,
-    layer: Any,
-    q: Float[Array, "... T N H"],
-    k: Float[Array, "... T K H"],
-    v: Float[Array, "... T K Hv"],
-    *,
-    mask: Mask,
-    sinks: Float[Array, " N"] | None = None,
-    alibi: Float[Array, " N"] | None = None,
-    bias: Float[Array, "... N T S"] | None = None,
-    impl: str | None = None,
-) -> tuple[Float[Array, "... T N Hv"], Any]:
+    batch: Batch, carry: Carry | None, layer: Any, q: Float[Array, "... T N H"], k: Float[Array, "... T K H"] | None,
+    v: Float[Array, "... T K Hv"] | None, *, mask: Mask, sinks: PerHead = None, alibi: PerHead = None,
+    bias: Bias = None, impl: str | None = None,
+) -> tuple[Float[Array, "... T N Hv"], Carry]:  # fmt: skip
     """Attend and remember: softmax(softcap(scale q k^T) + bias) v over the keys that `batch` and `mask` let q see.
 
     Packed: q, k, v are [B T heads H] and tokens see their own segment. Paged: [T heads H], keys and values are written to
     the pages of layer `layer` first. Head n of N uses key head n // (N / K). Scores and sums are float32. `sinks` adds one
     score per head to the denominator; `alibi` holds slopes (arXiv:2108.12409); `bias` (Packed only) is added to scores.
-    With a Packed batch, state may ask for the softmax itself (`ops.attention_weights`).
-    Returns the output in q's dtype and the new state. What a batch cannot honour is a ValueError: with Paged causal=False,
-    bias and impl, and state that is not for this kind of batch.
+    With a Packed batch, a tap may ask for the softmax itself (`ops.attention_weights`). `layer` may be a `Place` in several
+    pools of pages. In a Paged call, k and v None write none: the layer attends to what another one has written there.
+    Returns the output in q's dtype and the new carry. What a batch cannot honour is a ValueError: with Paged causal=False,
+    bias, impl and taps, with Packed state.
+    >>> q = jnp.ones((4, 6, 2, 4))  # 2 heads, and 1 of keys and values
+    >>> ops.attend(ops.packed(tokens), None, 0, q, q[:, :, :1], q[:, :, :1], mask=ops.Mask(0.5))[0].shape
+    (4, 6, 2, 4)
     """
+    carry = carry or Carry()
     if isinstance(batch, Packed):
-        if isinstance(state, Pages):
+        if carry.pages is not None:
             raise ValueError("a Packed batch leaves no keys and values in Pages; use a Paged batch, or state None")
+        batch = batch if mask.chunk is None else _in_chunks(batch, mask.chunk)
         kwargs: dict[str, Any] = {"sinks": sinks, "alibi": alibi, "bias": bias}
         q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))
-        name = dispatch.choose(PACKED, impl, q, k, v, batch.segments, mask=mask, **kwargs)
-        state = watch_attention(state, layer, lambda: _weights(mask, q, k, batch.segments, kwargs))
-        return PACKED[name].call(q, k, v, batch.segments, mask=mask, **kwargs), state
+        layer = layer.layer if isinstance(layer, Place) else layer
+        carry = watch_attention(carry, layer, lambda: _weights(mask, q, k, batch.where, kwargs))
+        return dispatch.run(ATTEND, impl, q, k, v, batch.where, mask=mask, **kwargs)[0], carry
     if bias is not None:
         raise ValueError("an additive bias is not supported with a Paged batch; express it as alibi slopes")
     if impl is not None:
         raise ValueError(f"impl={impl!r} names a way to attend in a Packed batch; with a Paged batch leave it out")
     if not mask.causal:
-        raise ValueError(
-            "Mask.causal=False with a Paged batch: tokens to come are not in its pages; use a Packed batch"
-        )
-    if not isinstance(state, Pages):
-        found = "none" if state is None else f"{type(state).__name__} (weights are watched in Packed calls)"
-        raise ValueError(f"a Paged batch needs state, Pages of params.init(family.state_spec(cfg, ...)); found {found}")
-    state = write_pages(batch, state, layer, k, v)
-    return paged_attention(batch, state, layer, q, mask=mask, sinks=sinks, alibi=alibi, v_dim=v.shape[-1]), state
+        why = "tokens to come are not in its pages; use a Packed batch"
+        raise ValueError(f"Mask.causal=False with a Paged batch: {why}")
+    if carry.taps and carry.taps.attention:
+        raise ValueError("taps.attention with a Paged batch: weights are watched in Packed calls; leave it out")
+    if carry.pages is None:
+        raise ValueError("a Paged batch needs state, Pages of params.init(family.state_spec(cfg, ...)); found none")
+    _, pool, layer = layer if isinstance(layer, Place) else (None, None, layer)
+    pages = carry.pages if pool is None else carry.pages[pool]
+    if k is not None and v is not None:
+        pages = write_pages(batch, pages, layer, k, v)
+    v_dim = None if v is None else v.shape[-1]
+    out = paged_attention(batch, pages, layer, q, mask=mask, sinks=sinks, alibi=alibi, v_dim=v_dim)
+    if pool is not None:
+        pages = (*carry.pages[:pool], pages, *carry.pages[pool + 1 :])
+    return out, carry.remember(pages=pages)
 
 
-def explain(q: Array, k: Array, v: Array, segments: Segments, **kwargs: Any) -> str:
-    """Describe which implementation `attend` takes for a Packed call with these arguments, and why."""
-    defaults = {"sinks": None, "alibi": None, "bias": None}
-    return dispatch.describe(PACKED, q, k, v, segments, **(defaults | kwargs))
+def attend_slot(batch: Batch, q: Queries, k: Keys, v: Values, slot: tuple[Array, Array], *, mask: Mask) -> Array:
+    """Attend as `attend` does, and to one more key and value of each head, `slot` [K H], which every query sees.
 
-
-def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
-    """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
-    size = state.k.shape[3]
-    table = jnp.repeat(batch.page_table, batch.block, axis=0, total_repeat_length=batch.positions.shape[0])
-    page = jnp.take_along_axis(table, jnp.maximum(batch.positions, 0)[:, None] // size, 1, mode="clip")[:, 0]
-    page = jnp.where(batch.positions < 0, state.k.shape[1], page)
-    offset = batch.positions % size
-
-    def put(pages: Array, scales: Array | None, x: Array) -> tuple[Array, Array | None]:
-        if scales is None:
-            return pages.at[layer, page, :, offset].set(x.astype(pages.dtype), mode="drop"), None
-        values, scale = quantized_pages.encode(x, pages.dtype, scales.shape[3])
-        put = pages.at[layer, page, :, offset].set(values, mode="drop")
-        return put, scales.at[layer, page, :, :, offset].set(scale, mode="drop")
-
-    keys, k_scale = put(state.k, state.k_scale, k)
-    if state.v is None or v is None:
-        return Pages(keys, state.v, k_scale, state.v_scale)
-    values, v_scale = put(state.v, state.v_scale, v)
-    return Pages(keys, values, k_scale, v_scale)
-
-
-def _load(pages: Array, scales: Array | None, layer: Any, ids: Array, dtype: Any) -> Array:
-    """Read the pages `ids` [b p] of a layer as [b K p*page H]; those in 8 bits become numbers of `dtype`."""
-    x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
-    if scales is not None:
-        scale = scales.at[layer, ids].get(mode="clip").transpose(0, 2, 1, 4, 3)
-        x = quantized_pages.decode(x, scale, dtype)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-
-def _oldest(qi: Array, window: int) -> Array:
-    """Give the oldest position that a window reaches from blocks of query positions; blocks of padding see none."""
-    starts = jnp.where(qi.max(-1, keepdims=True) < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
-    return jnp.maximum(starts.min() - window + 1, 0)
-
-
-def paged_attention(
-    batch: Paged,
-    state: Pages,
-    layer: Any,
-    q: Float[Array, "T N H"],
-    *,
-    mask: Mask,
-    sinks: Float[Array, " N"] | None = None,
-    alibi: Float[Array, " N"] | None = None,
-    v_dim: int | None = None,
-) -> Float[Array, "T N Hv"]:
-    """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
-
-    The loop runs from the first group that any query's window reaches to the longest context in the batch. On CPU each
-    block has a loop of its own, which ends at its last token: what it gathers stays in the nearest cache. Without `v`
-    pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    [B T N Hv] in q's dtype; a Paged batch is a ValueError.
     """
-    _, total_pages, kv_heads, size, _ = state.k.shape
-    blocks, width = batch.page_table.shape
-    on_cpu = jax.default_backend() == "cpu"
-    per_step = min(max(1, (CPU_GROUP if on_cpu else GROUP) // size), width)
-    keys, steps = per_step * size, -(-width // per_step)
-    table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
-    qi = batch.positions.reshape(blocks, 1, 1, batch.block)
-    group = lambda x: None if x is None else x.reshape(kv_heads, -1)
-    q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
-    v_dim = state.k.shape[-1] if v_dim is None else v_dim
-
-    def some(q: Array, qi: Array, table: Array) -> Array:
-        """Attend from some of the blocks."""
-        last = qi.max(-1)[..., None]
-
-        def step(j: Any, carry: tuple) -> tuple:
-            ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
-            ki = j * keys + jnp.arange(keys)
-            k = _load(state.k, state.k_scale, layer, ids, q.dtype)
-            v = k[..., :v_dim] if state.v is None else _load(state.v, state.v_scale, layer, ids, q.dtype)
-            v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
-            seen = ki <= qi[..., None]
-            if mask.window is not None:
-                seen &= ki > qi[..., None] - mask.window
-            return online(carry, scores(mask, q, k.astype(q.dtype), group(alibi), qi, ki), seen, v)
-
-        carry = begin(q.shape[:4], v_dim, group(sinks))
-        if steps == 1:
-            _, total, out = step(0, carry)
-        else:
-            first = 0 if mask.window is None else _oldest(qi, mask.window) // keys
-            _, total, out = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
-        return (out / jnp.where(total == 0, 1, total)).astype(q.dtype)
-
-    if steps > 1 and on_cpu:
-        out = jax.lax.map(lambda x: some(*x)[0], jax.tree.map(lambda x: x[:, None], (q, qi, table)))
-    else:
-        out = some(q, qi, table)
-    return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, v_dim)
+    if not isinstance(batch, Packed):
+        raise ValueError("a learned key of each head with a Paged batch: it is of whole sequences; use a Packed batch")
+    out, lse = dispatch.run(ATTEND, None, q, k, v, batch.where, mask=mask, sinks=None, alibi=None, bias=None)
+    if lse is None:  # then that output is not computed
+        out, lse = flash_attention(q, k, v, batch.where, mask=mask, sinks=None, alibi=None)
+    key, value = (jnp.repeat(x, q.shape[2] // x.shape[0], 0) for x in slot)
+    s = jnp.einsum("btnh,nh->btn", q, key, preferred_element_type=jnp.float32) * mask.scale
+    s = s if mask.softcap is None else mask.softcap * jnp.tanh(s / mask.softcap)
+    share = jax.nn.sigmoid(s - lse)[..., None]
+    return ((1 - share) * out + share * value).astype(q.dtype)

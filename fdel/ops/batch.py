@@ -5,14 +5,14 @@ layer walk as a carry. Models never look inside either: `attend`, `causal_conv` 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.mask import Segments
+from fdel.ops.mask import Where
 
 register = jax.tree_util.register_dataclass
 
@@ -24,16 +24,16 @@ class Packed:
 
     Tokens see each other only inside a segment. Segment ids rise along a row; padding has an id of its own (or -1).
     With `key_segment_ids` queries see the keys that have their id there: `mask.HIDDEN` hides one from all, its own too.
+    `single`: every row is one sequence, with padding at its end only; kernels that know lengths alone can serve that.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     key_segment_ids: Int[Array, "B T"] | None = None
+    single: bool = field(default=False, metadata={"static": True})
 
-    @property
-    def segments(self) -> Segments:
-        """Segment ids as attention takes them."""
-        return self.segment_ids if self.key_segment_ids is None else (self.segment_ids, self.key_segment_ids)
+    # Segment ids as attention takes them.
+    where = property(lambda self: Where(self.segment_ids, self.key_segment_ids, single=self.single))
 
 
 @register
@@ -44,13 +44,15 @@ class Paged:
     The T tokens form T // block blocks. A block holds consecutive tokens of *one* sequence (padding at its end has
     position -1); the blocks of a sequence come in order. With block == 1 (decode) every sequence has at most one token.
     `page_table` names the pages of each block's sequence; `rows` is the sequence's slot in recurrent state. A position
-    of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing.
+    of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing. With
+    `trace_once` listed layers of one kind are traced and lowered once: a jitted program compiles in half the time.
     """
 
     positions: Int[Array, " T"]
     page_table: Int[Array, "blocks pages"]
     rows: Int[Array, " blocks"]
     block: int = field(metadata={"static": True})
+    trace_once: bool = field(default=False, metadata={"static": True})
 
 
 @register
@@ -67,17 +69,36 @@ class Pages:
     v_scale: Float[Array, "layers pages kv_heads scales page"] | None = None
 
 
+class Place(NamedTuple):
+    """The layer of `attend` where `State.pages` are several pools: its number, its pool, and the pages' index in that."""
+
+    layer: Any
+    pool: int
+    index: Any
+
+
 @register
 @dataclass(frozen=True)
 class Slots:
-    """Recurrent state of all layers of one kind: `conv` holds the last inputs of a causal convolution, `ssm` the state."""
+    """Recurrent state of all layers of one kind: `ssm`, and in `conv` the last inputs of a causal convolution."""
 
-    conv: Float[Array, "layers slots channels kernel_1"]
+    conv: Float[Array, "layers slots channels kernel_1"] | None
     ssm: Float[Array, "layers slots ..."]
 
 
+@register
+@dataclass(frozen=True)
+class State:
+    """What a model remembers between calls; None for what it does not keep.
+
+    Layers whose keys and values have different shapes have a pool of pages for each; a page is the same one in all.
+    """
+
+    pages: Pages | tuple[Pages, ...] | None = None
+    slots: Slots | None = None
+
+
 Batch = Packed | Paged
-State = Any
 
 
 def sequence_lengths(batch: Batch) -> Int[Array, "... T"]:
@@ -92,18 +113,23 @@ def sequence_lengths(batch: Batch) -> Int[Array, "... T"]:
 
 
 def packed(tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None) -> Packed:
-    """One sequence per row from position 0; tokens at or past `lengths` are padding."""
+    """One sequence per row from position 0; tokens at or past `lengths` are padding.
+    >>> ops.packed(tokens[:1], jnp.array([4])).segment_ids
+    Array([[ 0,  0,  0,  0, -1, -1]], dtype=int32, weak_type=True)
+    """
     b, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (b, t))
     if lengths is None:
-        return Packed(positions, jnp.zeros((b, t), jnp.int32))
-    return Packed(positions, jnp.where(positions < lengths[:, None], 0, -1))
+        return Packed(positions, jnp.zeros((b, t), jnp.int32), single=True)
+    return Packed(positions, jnp.where(positions < lengths[:, None], 0, -1), single=True)
 
 
 def pack(sequences: list[list[int]], length: int) -> tuple[np.ndarray, Packed]:
     """Pack sequences in order (first fit) into rows of `length`: int[B length] and its batch. Padding tokens are 0.
 
     A sequence longer than `length` is a ValueError.
+    >>> ops.pack([[1, 2], [3, 4, 5], [6]], 4)[0].tolist()
+    [[1, 2, 6, 0], [3, 4, 5, 0]]
     """
     rows: list[list[list[int]]] = []
     for s in sequences:

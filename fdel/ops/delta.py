@@ -7,28 +7,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.ops.batch import Batch, Slots
-from fdel.ops.recurrent import Cell, Layer, decays, recur, visible
+from fdel.ops.batch import Batch
+from fdel.ops.carry import Carry
+from fdel.ops.dispatch import operation
+from fdel.ops.recurrent import HEADS, SLOTS, TOKENS, Layer, decays, recur, visible
 
 
 def l2norm(x: Float[Array, "... H"], eps: float = 1e-6) -> Float[Array, "... H"]:
-    """Scale to length one, in float32: x / sqrt(sum(x^2) + eps)."""
+    """Scale to length one, in float32: x / sqrt(sum(x^2) + eps).
+    >>> ops.l2norm(jnp.array([3.0, 4.0]))
+    Array([0.59999996, 0.79999995], dtype=float32)
+    """
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 
 
+@operation(TOKENS, SLOTS, "", *[HEADS] * 5, out=(HEADS, SLOTS))
 def gated_delta_rule(
-    batch: Batch,
-    slots: Slots | None,
-    layer: Layer,
-    q: Float[Array, "... T N Hk"],
-    k: Float[Array, "... T N Hk"],
-    v: Float[Array, "... T N Hv"],
-    g: Float[Array, "... T N"] | Float[Array, "... T N Hk"],
-    beta: Float[Array, "... T N"],
-    *,
-    chunk: int = 64,
-) -> tuple[Float[Array, "... T N Hv"], Slots | None]:
+    batch: Batch, carry: Carry | None, layer: Layer,
+    q: Float[Array, "... T N Hk"], k: Float[Array, "... T N Hk"], v: Float[Array, "... T N Hv"],
+    g: Float[Array, "... T N"] | Float[Array, "... T N Hk"], beta: Float[Array, "... T N"], *, chunk: int = 64,
+) -> tuple[Float[Array, "... T N Hv"], Carry]:  # fmt: skip
     """Apply S <- exp(g) S; S <- S + k (beta (v - k^T S))^T; o = q^T S.
 
     State S is `slots.ssm` [layers slots N Hk Hv]. g <= 0 is a log decay, per head (Gated DeltaNet, arXiv:2412.06464) or
@@ -38,9 +37,12 @@ def gated_delta_rule(
       delta_i = beta_i (v_i - (k_i G_i)^T S_0 - sum_{j<i} (k_i^T P_ij k_j) delta_j)     a unit triangular system
       o_i = (q_i G_i)^T S_0 + sum_{j<=i} (q_i^T P_ij k_j) delta_j
       S_C = G_C S_0 + sum_j P_Cj k_j delta_j^T
+    >>> k = jnp.eye(4)[None, :, None]  # keys that are orthogonal, and the values: each is found again
+    >>> o, _ = ops.gated_delta_rule(ops.packed(tokens[:1, :4]), None, 0, k, k, k, 0 * k[..., 0], jnp.ones((1, 4, 1)))
+    >>> bool(jnp.allclose(o, k))
+    True
     """
-    cell = Cell("ssm", (*k.shape[-2:], v.shape[-1]), _prepare, _step)
-    return recur(batch, slots, layer, cell, (q, k, v, g, beta), chunk)
+    return recur(batch, carry, layer, "ssm", (*k.shape[-2:], v.shape[-1]), _prepare, _step, (q, k, v, g, beta), chunk)
 
 
 def _prepare(chunk: tuple) -> tuple[Array, ...]:

@@ -1,41 +1,226 @@
-"""Choose an implementation of an operation: the first that supports the call; the order ends at the reference."""
+"""Choose an implementation of an operation: the first that supports the call; the order ends at the reference.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+Each operation for which a kernel is worth having has a `Table`. `use` names implementations for whatever runs inside it,
+`explain` tells what a function would choose. What XLA cannot partition is divided between devices here.
+"""
+
+import contextlib
+import functools
+import importlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from fdel.ops.platform import context
+from fdel.ops.shard import AXES, divided
+
+F = TypeVar("F", bound=Callable)
+TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
+# Axes that `divide` may divide; "each" are tokens that are computed one by one, for which others need whole sequences.
+MESH = {"rows": AXES["rows"], "each": AXES["tokens"], "heads": AXES["attending"], "outputs": AXES["vocab"]}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operation. `unsupported(*args, **kwargs)` is the reason why not, or None."""
+    """One way to compute an operation. `unsupported(*args, **kwargs)` is the reason why not, or None.
+
+    `local`: XLA cannot partition it (a `pallas_call`, a call of a library), so each device calls it with its own part.
+    """
 
     call: Callable[..., Any]
-    unsupported: Callable[..., str | None]
+    unsupported: Callable[..., str | None] = lambda *_, **__: None
+    local: bool = False
+    backward: Callable[..., Any] = lambda *_: None  # of an implementation in two passes: see `mask.Passes`
 
 
-def reasons(table: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> dict[str, str | None]:
-    """Say for each implementation why it does not serve this call (None: it does)."""
-    return {name: i.unsupported(*args, **kwargs) for name, i in table.items()}
+@dataclass(frozen=True)
+class Table:
+    """The implementations of an operation in the order of choice, and how its arguments and results may be divided.
+
+    `axes` names the axes of each argument's arrays in turn, as in "rows tokens heads head_dim" (an array with fewer axes
+    has the first of them); keyword arguments follow under their names. `out` is a tree of such strings. "(rows)" is there
+    if the first array so named has all its axes: not in a Paged call. A mapping gives the axes of a tree by its fields, ""
+    the others'. What it leaves out is None to a local implementation, and in a result stays as in the argument of the same
+    mapping. `axes` may also be a function of the arguments that gives (axes, out).
+    """
+
+    op: str
+    implementations: Mapping[str, Implementation]
+    axes: tuple[Any, ...] | Callable[..., tuple[tuple, Any]] = ()
+    out: Any = ""
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TABLES[self.op] = self  # which `use` then knows
 
 
-def choose(table: Mapping[str, Implementation], impl: str | None, *args: Any, **kwargs: Any) -> str:
-    """Name the implementation to use. A named one works or raises ValueError with its reason."""
-    if impl is None:
-        return next(name for name, why in reasons(table, *args, **kwargs).items() if why is None)
-    if impl not in table:
-        raise ValueError(f"impl={impl!r} is unknown; use None or one of {', '.join(table)}")
-    why = table[impl].unsupported(*args, **kwargs)
-    if why:
-        raise ValueError(f"impl={impl!r} cannot serve this call: {why}; use impl=None to pick one that can")
-    return impl
+class _Notes(list[str]):
+    """Lines of `explain`: as an object of its own it makes jax trace anew what it has traced before."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
 
 
-def describe(table: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> str:
-    """Write one line per implementation: the choice, and the reasons against the others."""
-    why = reasons(table, *args, **kwargs)
-    chosen = next(name for name, reason in why.items() if reason is None)
-    note = {
-        name: reason or ("chosen" if name == chosen else "supported, later in the order")
-        for name, reason in why.items()
-    }
-    return "\n".join(f"{name}: {text}" for name, text in note.items())
+# Of the thread, and known to jax's caches: pairs of an operation and the implementation that `use` names.
+_wanted, _notes = jax.make_user_context(()), jax.make_user_context(None)
+
+
+def operation(
+    *axes: Any, out: Any = "", named: Mapping[str, str] | None = None, **kernels: Implementation
+) -> Callable[[F], F]:
+    """Decorate a reference: calls take the first kernel that supports them, else the reference, named "xla".
+
+    The operation has the function's name, `axes` (or the one function that gives them) and the rest are those of `Table`.
+    """
+
+    def decorate(reference: F) -> F:
+        ways = {**kernels, "xla": Implementation(reference)}
+        of_call = axes[0] if axes and callable(axes[0]) else axes
+        table = Table(reference.__name__.strip("_"), ways, of_call, out, named or {})
+        return functools.wraps(reference)(lambda *args, **kwargs: run(table, None, *args, **kwargs))  # type: ignore[return-value]
+
+    return decorate
+
+
+def weight(axes: str) -> Mapping[str, str]:
+    """Name the axes of a weight of any kind; those of a low-rank factor `a`, and of choices, are others, and stay whole."""
+    return {"a": "", "chosen": "", "": axes}
+
+
+def kernel(module: str) -> Implementation:
+    """Give the local implementation of fdel/kernels/<module>.py: its `call` and `unsupported`, imported on use."""
+    load = functools.partial(importlib.import_module, f"fdel.kernels.{module}")
+    return Implementation(lambda *a, **k: load().call(*a, **k), lambda *a, **k: load().unsupported(*a, **k), local=True)
+
+
+@contextlib.contextmanager
+def use(**names: str) -> Iterator[None]:
+    """Name the implementation of operations, as in `use(attend="flash")`, for what is called or traced inside.
+
+    Also a decorator: of the function that is jitted, say, so that it holds in whatever thread traces it. A call that the
+    named one cannot serve raises ValueError with the reason, as do names that no table has.
+    """
+    for op, name in names.items():
+        if op not in TABLES:
+            raise ValueError(f"{op}={name}: no operation {op!r} has implementations; known are {', '.join(TABLES)}")
+        _known(TABLES[op], name)
+    with _wanted(tuple(sorted({**dict(_wanted.value), **names}.items()))):
+        yield
+
+
+def choose(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Implementation:
+    """Choose the implementation `impl`, else the one that `use` names, else the first that supports the call."""
+    name = impl or dict(_wanted.value).get(table.op)
+    ways = table.implementations
+    if name is None:
+        name = next(n for n, way in ways.items() if way.unsupported(*args, **kwargs) is None)
+    elif why := _known(table, name).unsupported(*args, **kwargs):
+        raise ValueError(f"{table.op}: impl={name!r} cannot serve this call: {why}; leave it out to use one that can")
+    if _notes.value is not None:
+        reasons = {n: way.unsupported(*args, **kwargs) or "supported, later in the order" for n, way in ways.items()}
+        _notes.value.append(table.op + "".join(f"\n  {n}: {why}" for n, why in {**reasons, name: "chosen"}.items()))
+    return ways[name]
+
+
+def _known(table: Table, name: str) -> Implementation:
+    if name not in table.implementations:
+        known = ", ".join(table.implementations)
+        raise ValueError(f"{table.op}: impl={name!r} is unknown; leave it out or use one of {known}")
+    return table.implementations[name]
+
+
+def run(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Call the chosen implementation; a local one with each device's part."""
+    way = choose(table, impl, *args, **kwargs)
+    if way.local and _notes.value is not None:  # what is explained may be for devices that this host lacks
+        way = [*table.implementations.values()][-1]
+    return (divide(way.call, table) if way.local else way.call)(*args, **kwargs)
+
+
+def explain(f: Callable, *args: Any, **kwargs: Any) -> str:
+    """Tell which implementations f(*args, **kwargs) would take, and why not the others; nothing is computed.
+
+    f is an operation or all that calls some, as a model's `forward`. Arrays may be `jax.ShapeDtypeStruct`s.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if _is_array(x)}
+
+    def call(arrays: dict[int, Any]) -> None:
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        f(*args, **kwargs)
+
+    with _notes(notes := _Notes()):
+        jax.eval_shape(call, arrays)
+    times = lambda n: f" ({n} times)\n" if n > 1 else "\n"
+    return "\n".join(line.replace("\n", times(n), 1) for line, n in Counter(notes).items())
+
+
+def divide(call: Callable, table: Table, out: Any = None) -> Callable:
+    """Call with each device's part of the arrays (`jax.shard_map`), along those axes in `MESH` that all sizes allow.
+
+    Arrays without such axes are whole on each device. Arguments without arrays are passed on. `out` replaces the table's.
+    """
+
+    def divided_call(*args: Any, **kwargs: Any) -> Any:
+        mesh = set(jax.sharding.get_abstract_mesh().auto_axes)  # all: the compiler cannot divide these calls
+        if not mesh:
+            return call(*args, **kwargs)
+        axes, outs = table.axes(*args, **kwargs) if callable(table.axes) else (table.axes, out or table.out)
+        of_keywords = ((table.named.get(name, ""), kwargs[name]) for name in sorted(kwargs))
+        given = [*zip_longest(axes[: len(args)], args, fillvalue=""), *of_keywords]
+        texts = [text for entry, x in given for text in _texts(entry, x)]
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = {
+            i: (x, text)
+            for i, (x, text) in enumerate(zip(leaves, texts, strict=True))
+            if _is_array(x) and text is not None
+        }
+        rows = next((x.ndim >= len(text.split()) for x, text in arrays.values() if text.startswith("(rows)")), True)
+        names = lambda text: text.replace("(rows)", "rows" if rows else "").split()
+        over = {name: tuple(context(*axes)) for name, axes in MESH.items()}
+        for x, text in arrays.values():
+            for name, size in zip(names(text), x.shape, strict=False):
+                if size % math.prod(context(*over.get(name, ())).values()):
+                    over[name] = ()
+        spec = lambda text, ndim=None: P(*(over.get(name) or None for name in names(text)[:ndim]))
+
+        def local(parts: dict[int, Any]) -> Any:
+            mine = [parts.get(i, None if texts[i] is None else x) for i, x in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(tree, mine)
+            return call(*args, **kwargs)
+
+        def specs(entry: Any) -> Any:
+            if isinstance(entry, str):
+                return spec(entry)
+            carry = argument(entry)
+            each = [text if text is None else spec(text) for text in _texts(entry, carry)]
+            return P() if carry is None else jax.tree.unflatten(jax.tree.structure(carry), each)
+
+        def complete(entry: Any, new: Any) -> Any:
+            keep, absent = lambda new, old: old if new is None else new, lambda x: x is None
+            return new if isinstance(entry, str) else jax.tree.map(keep, new, argument(entry) or new, is_leaf=absent)
+
+        mapping = lambda entry: isinstance(entry, Mapping)
+        argument = lambda entry: next(x for e, x in given if e is entry)  # that a mapping among the results stands for
+        outs_at = jax.tree.map(specs, outs, is_leaf=mapping)
+        parts = {i: spec(text, x.ndim) for i, (x, text) in arrays.items()}
+        found = divided(local, mesh, (parts,), outs_at)({i: x for i, (x, _) in arrays.items()})
+        return jax.tree.map(complete, outs, found, is_leaf=mapping)
+
+    return divided_call
+
+
+def _texts(entry: Any, x: Any) -> list[str | None]:
+    """Give the axes of each array in an argument; None: a local implementation does not get it."""
+    fields = entry if isinstance(entry, Mapping) else {"": entry}
+    paths = [[getattr(key, "name", None) for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+    return [next((fields[name] for name in path if name in fields), fields.get("")) for path in paths]
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.shard import collective, context, divided, shard
+from fdel.ops.cpu import collective
+from fdel.ops.platform import context
+from fdel.ops.shard import divided, shard
 from fdel.ops.weights import Adapters, LowRank, Quantized, Weight, dense
 
 
@@ -14,6 +16,8 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
 
     A token id outside of 0 to V - 1, negative ones included, gives a row of NaN: a wrong id is seen and not clipped to
     a wrong row. Only the rows that are looked up are dequantised. Tied logits are `einsum("...d,vd->...v", x, table)`.
+    >>> ops.embed(jnp.array([[10.0], [11.0]]), jnp.array([1, 2]))[:, 0]
+    Array([11., nan], dtype=float32)
     """
     take = lambda c: c.at[tokens].get(mode="fill", wrap_negative_indices=False)
     if isinstance(table, LowRank):

@@ -33,6 +33,9 @@ def cap(z: Float[Array, "... V"], bias: Float[Array, " V"] | None, head: Head) -
 
 
 def logits(x: Float[Array, "... D"], head: Head) -> Float[Array, "... V"]:
-    """Compute float32 logits of hidden states. For losses over many tokens use `train.losses.token_stats`."""
+    """Compute float32 logits of hidden states. For losses over many tokens use `train.losses.token_stats`.
+    >>> ops.logits(jnp.array([1.0, 2.0]), ops.Head(jnp.eye(2), softcap=1.0))
+    Array([0.7615942, 0.9640276], dtype=float32)
+    """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return cap(einsum("...d,vd->...v", x, head.weight, out_dtype=dtype), head.bias, head)

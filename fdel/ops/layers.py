@@ -5,42 +5,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from fdel.ops.carry import Carry, watch_hidden
 from fdel.ops.shard import shard
-from fdel.ops.watch import watch_hidden
 
-# block(x, state, params of one layer, layer index) -> (x, state)
-Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
+# block(x, carry, params of one layer, layer index) -> (x, carry)
+Block = Callable[[jax.Array, Carry, Any, Any], tuple[jax.Array, Carry]]
 
-POLICIES = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots_with_no_batch_dims",
+POLICIES = tuple(
+    "everything_saveable nothing_saveable dots_saveable checkpoint_dots dots_with_no_batch_dims_saveable "
+    "checkpoint_dots_with_no_batch_dims".split()
 )
-NAMED_POLICIES = (
-    "save_only_these_names",
-    "save_any_names_but_these",
-    "save_anything_except_these_names",
-    "offload_only_these_names",
+NAMED_POLICIES = tuple(
+    "save_only_these_names save_any_names_but_these save_anything_except_these_names offload_only_these_names".split()
 )
 # What the ops mark with `checkpoint_name`. The input of every layer is saved in any case.
-TARGETS = (
-    "normed_input",
-    "attn_query",
-    "attn_key",
-    "attn_value",
-    "attn_output",
-    "mlp_gate",
-    "mlp_up",
-    "mlp_down",
-    "moe_router_logits",
-    "moe_gate",
-    "moe_up",
-    "moe_expert_output",
-    "moe_output",
+TARGETS = tuple(
+    "normed_input attn_query attn_key attn_value attn_output mlp_gate mlp_up mlp_down moe_router_logits moe_gate moe_up "
+    "moe_expert_output moe_output".split()
 )
 # EasyDeL's names for them, and for what is saved in any case: the input of a layer, what is outside of layers.
 SYNONYMS = {
@@ -84,69 +67,68 @@ def remat_policy(name: str) -> Callable[..., Any]:
 
 
 def layers(
-    block: Block | Mapping[Any, Block],
-    x: jax.Array,
-    state: Any,
-    tree: Any,
-    kinds: tuple = (),
-    *,
+    block: Block | Mapping[Any, Block], x: Float[Array, "... D"], carry: Carry, tree: Any, kinds: tuple = (), *,
     remat: str | None = None,
-) -> tuple[jax.Array, Any]:
-    """Apply every layer in order; returns (x, state).
+) -> tuple[Float[Array, "... D"], Carry]:  # fmt: skip
+    """Apply every layer in order; returns (x, carry).
 
     `tree` is what `params.layers` declares: one stacked tree, a tuple of runs of stacked trees, or the list of
     `params.unstack`. `block` is one function, or one per layer kind; then `kinds` gives the kind of each layer. The layer
     index passed to a block counts all layers; with recurrent and attention layers mixed, `pool_index` turns it into the
-    index within one pool of state. State is a carry, never scanned over (that copies it).
+    index within one part of the state. State is a carry, never scanned over (that copies it).
     """
     blocks = block if isinstance(block, Mapping) else dict.fromkeys(kinds or (None,), block)
-    blocks = {kind: _laid_out(f) for kind, f in blocks.items()}
-    if remat is not None:
-        policy = remat_policy(remat)
-        blocks = {k: jax.checkpoint(f, policy=policy, static_argnums=()) for k, f in blocks.items()}
-    blocks = {kind: _watched(f) for kind, f in blocks.items()}
+    policy = None if remat is None else remat_policy(remat)
+    blocks = {kind: _prepared(f, policy) for kind, f in blocks.items()}
     kind = lambda i: kinds[i] if kinds else next(iter(blocks))
-    state = watch_hidden(state, x, 0)
+    carry = watch_hidden(carry, x, 0)
+    count = _count(tree)
+    if carry.taps and carry.taps.hidden and not all(0 <= place <= count for place in carry.taps.hidden.places):
+        found = f"places {carry.taps.hidden.places} of a model of {count} layers"
+        raise ValueError(f"taps.hidden: {found}; expected 0 to {count}")
     if isinstance(tree, list):
-        if state is not None and isinstance(x, jax.core.Tracer):
-            # Trace and lower each kind of layer once: a server starts in half the time. Not outside a trace, where each
-            # call would compile new functions; and only with state, since a loss may be differentiated eagerly.
+        if carry.trace_once:  # jit inside of jit is one function of the program, called by each layer
             blocks = {k: jax.jit(f) for k, f in blocks.items()}
         for i, p in enumerate(tree):
-            x, state = blocks[kind(i)](x, state, p, i)
-        return x, state
+            x, carry = blocks[kind(i)](x, carry, p, i)
+        return x, carry
     start = 0
     for run in tree if isinstance(tree, tuple) else ((tree,),):
-        period, count = len(run), jax.tree.leaves(run[0])[0].shape[0]
+        period, count = len(run), _count(run)
         steps = [blocks[kind(start + j)] for j in range(period)]
 
-        def body(carry: tuple, xs: tuple, steps: list = steps) -> tuple:
+        def body(passed: tuple, xs: tuple, steps: list = steps) -> tuple:
             p, first = xs
             for j, step in enumerate(steps):
-                carry = step(*carry, p[j], first + j)
-            return carry, None
+                passed = step(*passed, p[j], first + j)
+            return passed, None
 
-        first = start + period * jnp.arange(count)
-        (x, state), _ = jax.lax.scan(body, (x, state), (run, first))
-        start += period * count
-    return x, state
+        first = start + jnp.arange(0, count, period)
+        (x, carry), _ = jax.lax.scan(body, (x, carry), (run, first))
+        start += count
+    return x, carry
 
 
-def _laid_out(block: Block) -> Block:
-    """Keep what goes from layer to layer on the devices where the batch is; weights come to it, see `shard`."""
+def _count(tree: Any) -> int:
+    """Count the layers of a list, of stacked trees, or of runs of them."""
+    if isinstance(tree, list):
+        return len(tree)
+    return sum(map(_count, tree)) if isinstance(tree, tuple) else jax.tree.leaves(tree)[0].shape[0]
+
+
+def _prepared(block: Block, policy: Callable[..., Any] | None) -> Block:
+    """Watch what goes from layer to layer, and keep it where the batch is; weights come to the devices, see `shard`."""
     lay = lambda x: shard(x, "rows tokens embed")
 
-    def laid_out(x: jax.Array, state: Any, p: Any, layer: Any) -> tuple[jax.Array, Any]:
-        x, state = block(lay(x), state, p, layer)
-        return lay(x), state
+    def laid_out(x: jax.Array, carry: Carry, p: Any, layer: Any) -> tuple[jax.Array, Carry]:
+        x, carry = block(lay(x), carry, p, layer)
+        return lay(x), carry
 
-    return laid_out
+    run = laid_out if policy is None else jax.checkpoint(laid_out, policy=policy, static_argnums=())
 
-
-def _watched(block: Block) -> Block:
-    def watched(x: jax.Array, state: Any, p: Any, layer: Any) -> tuple[jax.Array, Any]:
-        x, state = block(x, state, p, layer)
-        return x, watch_hidden(state, x, layer + 1)
+    def watched(x: jax.Array, carry: Carry, p: Any, layer: Any) -> tuple[jax.Array, Carry]:
+        x, carry = run(x, carry, p, layer)
+        return x, watch_hidden(carry, x, layer + 1)
 
     return watched
 
@@ -155,13 +137,3 @@ def pool_index(kinds: tuple, pool: set, layer: Any) -> Any:
     """Count the layers before `layer` whose kind is in `pool`: the layer's index in that pool's state."""
     before = [sum(k in pool for k in kinds[:i]) for i in range(len(kinds))]
     return before[layer] if isinstance(layer, int) else jnp.asarray(before)[layer]
-
-
-def pool(state: Any, name: str) -> Any:
-    """Give one pool of a state that has several by name; None where there is no state, or no such pool."""
-    return state.get(name) if isinstance(state, Mapping) else None
-
-
-def with_pool(state: Any, name: str, value: Any) -> Any:
-    """Put a pool back; None, of a Packed call, leaves the state as it is."""
-    return state if value is None else {**state, name: value}

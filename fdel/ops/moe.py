@@ -1,7 +1,7 @@
-"""Mixture of experts: routers, and gated feed-forwards of the chosen experts without dropping a token.
+"""Mixture of experts: gated feed-forwards of the experts that a router chose, without dropping a token.
 
 Rows are sorted by expert, and `grouped_matmul` multiplies each group with its expert's weight. `lax.ragged_dot` is not
-used: on CPU and GPU it multiplies every row with every expert.
+used: on CPU it multiplies every row with every expert, and so does XLA:GPU, with a masked copy of all rows for each.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,87 +15,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from fdel.ops.contraction import wide, widen
+from fdel.ops.cpu import collective, expert_tiles, in_step
+from fdel.ops.dispatch import kernel, operation, weight
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
-from fdel.ops.shard import collective, context, divided, partition, widen
+from fdel.ops.platform import context, target
+from fdel.ops.shard import divided, partition
 from fdel.ops.weights import Quantized, Weight
 
-BLOCK = 32  # most rows per step: larger ones waste work in the last block of a group, and are no faster
-TILE = 1 << 20  # most elements of a weight that are copied at once on CPU, so that the copy stays in cache
-
-
-# ---- routers -------------------------------------------------------------------------------------------------------
-
-
-def route_softmax(
-    logits: Float[Array, "... E"], k: int, *, normalize: bool
-) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
-    """Choose the k experts of the greatest probability softmax(logits): float32 weights and expert indices.
-
-    `normalize` divides the k probabilities by their sum (arXiv:2401.04088, where it is a softmax over the k logits).
-    """
-    logits = checkpoint_name(logits.astype(jnp.float32), "moe_router_logits")
-    weights, experts = lax.top_k(jax.nn.softmax(logits), k)
-    return weights / weights.sum(-1, keepdims=True) if normalize else weights, experts
-
-
-def route_sigmoid(
-    logits: Float[Array, "... E"],
-    k: int,
-    *,
-    bias: Float[Array, " E"],
-    groups: int,
-    topk_groups: int,
-    scale: float,
-    normalize: bool,
-) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
-    """Choose k experts out of the best groups by sigmoid(logits) + bias: float32 weights and expert indices.
-
-    The experts form `groups` equal groups in order; the `topk_groups` groups with the greatest sum of their two best
-    experts remain (arXiv:2412.19437, section 2.1.2). Weights are scale * sigmoid(logits), without the bias;
-    `normalize` divides them by their sum first. Sizes that do not fit are a ValueError.
-    """
-    *batch, experts = logits.shape
-    size = experts // groups
-    if experts % groups or size < 2 or not k <= topk_groups * size <= experts:
-        raise ValueError(
-            f"cannot choose {k} of {experts} experts from {topk_groups} of {groups} groups; expected equal groups "
-            "of at least 2 experts, and at least k experts in the groups that remain"
-        )
-    scores = jax.nn.sigmoid(checkpoint_name(logits.astype(jnp.float32), "moe_router_logits"))
-    choice = (scores + bias.astype(jnp.float32)).reshape(*batch, groups, size)
-    _, best = lax.top_k(lax.top_k(choice, 2)[0].sum(-1), topk_groups)
-    kept = (best[..., None] == jnp.arange(groups)).any(-2)
-    choice = jnp.where(kept[..., None], choice, -jnp.inf).reshape(*batch, experts)
-    _, chosen = lax.top_k(choice, k)
-    weights = jnp.take_along_axis(scores, chosen, -1)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return weights * scale, chosen
-
-
-# ---- grouped matrix product ----------------------------------------------------------------------------------------
+BLOCK = {"cpu": 32, "gpu": 512, "tpu": 512}  # most rows per step: larger ones waste work in the last block of a group
+MATRICES = ("gate", "up", "down")
+FEW = 128  # tokens for which an accelerator reads an expert longer than it multiplies them all with it
 
 
 def _block(rows: int, experts: int) -> int:
     """Rows per step: about those of one expert, and one in decode, where most experts that have any have one."""
-    return min(BLOCK, 1 << max(0, rows // experts - 1).bit_length())
-
-
-def _tiles(w: Weight) -> int:
-    """Into how many tiles of outputs to cut an expert's weight: large copies cost twice the product in decode."""
-    _, n, k = w.shape
-    tiles = 1
-    if isinstance(w, jax.Array) and jax.default_backend() == "cpu":
-        while n // tiles * k > TILE and n % (2 * tiles) == 0:
-            tiles *= 2
-    return tiles
+    return min(BLOCK[target()], 1 << max(0, rows // experts - 1).bit_length())
 
 
 def _pick(w: Any, e: Array, first: Any = 0, width: int | None = None) -> Any:
     """Read expert e's part of each array of `w`; of an array, `width` outputs from `first` on."""
-    # Before jax 0.11, XLA:CPU would convert the half-precision weights of all experts to float32 ahead of the loop.
-    w, e = lax.optimization_barrier((w, e))
+    w, e = in_step(w, e)
     if width is None:
         return jax.tree.map(lambda c: lax.dynamic_index_in_dim(c, e, keepdims=False), w)
     return lax.dynamic_slice(w, (e, first, 0), (1, width, w.shape[2]))[0]
@@ -112,8 +53,47 @@ def _busy(sizes: Array) -> tuple[Array, Array]:
     return jnp.argsort(sizes == 0, stable=True), (sizes > 0).sum()
 
 
+def _rounds(count: int, sizes: Array, step: Callable, carry: Any) -> Any:
+    """Run step(rows [E block], carry) until each expert had all its rows; `count` stands for a row that it lacks.
+
+    Accelerators take all experts at once, since they would wait between products of single ones.
+    """
+    block, ends = _block(count, sizes.shape[0]), jnp.cumsum(sizes)
+
+    def one(j: Any, carry: Any) -> Any:
+        rows = (ends - sizes)[:, None] + j * block + jnp.arange(block)
+        return step(jnp.where(rows < ends[:, None], rows, count), carry)
+
+    return lax.fori_loop(0, -(-sizes.max() // block), one, carry)
+
+
+def _forward_in_rounds(x: Array, w: Weight, sizes: Array) -> Array:
+    padded = jnp.pad(x, ((0, 1), (0, 0)))
+
+    def step(rows: Array, out: Array) -> Array:
+        return out.at[rows].set(einsum("emk,enk->emn", padded[rows], w))
+
+    return _rounds(len(x), sizes, step, jnp.zeros((len(padded), w.shape[1]), x.dtype))[: len(x)]
+
+
+def _backward_in_rounds(x: Array, sizes: Array, dy: Array, learn: dict, rebuild: Callable) -> tuple:
+    xs, dys = (jnp.pad(c, ((0, 1), (0, 0))) for c in (x, dy))
+
+    def step(rows: Array, carry: tuple) -> tuple:
+        dx, sums = carry
+        _, vjp = jax.vjp(lambda x, some: einsum("emk,enk->emn", x, rebuild(some)), xs[rows], learn)
+        mine, more = vjp(dys[rows])
+        return dx.at[rows].set(mine), jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
+
+    sums = {i: jnp.zeros(c.shape, wide(c.dtype)) for i, c in learn.items()}
+    dx, sums = _rounds(len(x), sizes, step, (jnp.zeros_like(xs), sums))
+    return dx[: len(x)], {i: c.astype(learn[i].dtype) for i, c in sums.items()}
+
+
 def _forward(x: Array, w: Weight, sizes: Array) -> Array:
-    block, tiles = _block(x.shape[0], sizes.shape[0]), _tiles(w)
+    if target() != "cpu":
+        return _forward_in_rounds(x, w, sizes)
+    block, tiles = _block(x.shape[0], sizes.shape[0]), expert_tiles(w) if isinstance(w, jax.Array) else 1
     width = w.shape[1] // tiles
     (busy, count), ends = _busy(sizes), jnp.cumsum(sizes)
     padded = jnp.pad(x, ((0, block), (0, 0)))
@@ -133,15 +113,6 @@ def _forward(x: Array, w: Weight, sizes: Array) -> Array:
     return lax.fori_loop(0, count * tiles, expert, out)[: x.shape[0]]
 
 
-@jax.custom_vjp
-def _grouped(x: Array, w: Weight, sizes: Array) -> Array:
-    return _forward(x, w, sizes)
-
-
-def _grouped_fwd(x: Array, w: Weight, sizes: Array) -> tuple:
-    return _forward(x, w, sizes), (x, w, sizes)
-
-
 def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
     x, w, sizes = saved
     block = _block(x.shape[0], sizes.shape[0])
@@ -150,11 +121,16 @@ def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
     parts, structure = jax.tree.flatten(w, is_leaf=lambda c: isinstance(c, Quantized))
     rebuild = partial(jax.tree.unflatten, structure)
     learn = {i: c for i, c in enumerate(parts) if not isinstance(c, Quantized)}
+    every = dict(enumerate(parts))
+    together = lambda dw: rebuild([dw.get(i) for i in every])
+    if target() != "cpu":
+        dx, sums = _backward_in_rounds(x, sizes, dy, learn, lambda some: rebuild((every | some).values()))
+        return dx, together(sums), None
     xs, dys = (jnp.pad(c, ((0, block), (0, 0))) for c in (x, dy))
 
     def expert(i: Any, carry: tuple) -> tuple:
         e = busy[i]
-        mine = _pick(dict(enumerate(parts)), e)
+        mine = _pick(every, e)
 
         def product(rows: Array, some: dict) -> Array:
             return einsum("mk,nk->mn", rows, rebuild((mine | some).values()))
@@ -174,18 +150,25 @@ def _grouped_bwd(saved: tuple, dy: Array) -> tuple:
 
     carry = jnp.zeros((x.shape[0] + block, x.shape[1]), x.dtype), jax.tree.map(jnp.zeros_like, learn)
     dx, dw = lax.fori_loop(0, count, expert, carry)
-    return dx[: x.shape[0]], rebuild([dw.get(i) for i in range(len(parts))]), None
+    return dx[: x.shape[0]], together(dw), None
 
 
-_grouped.defvjp(_grouped_fwd, _grouped_bwd)
+_grouped = jax.custom_vjp(_forward)
+_grouped.defvjp(lambda *args: (_forward(*args), args), _grouped_bwd)
 
 
+_EXPERTS, _MEGABLOX = weight("experts outputs inputs"), kernel("grouped_matmul_tpu")
+
+
+@operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", megablox=_MEGABLOX)
 def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply consecutive groups of rows each with its own matrix: rows of group e with w[e], w of shape [E N K].
 
     `sizes` counts the rows of each group; rows past their sum give 0. `w` is an array, Quantized (no gradient reaches
-    it) or LowRank, each with a leading axis of groups. A group without rows costs nothing: its weight is not read.
+    it) or LowRank, each with a leading axis of groups. On CPU a group without rows costs nothing: its weight is not read.
     Shapes that do not fit are a ValueError.
+    >>> ops.grouped_matmul(jnp.ones((3, 2)), jnp.array([[[1.0, 1.0]], [[2.0, 2.0]]]), jnp.array([1, 2]))[:, 0]
+    Array([2., 4., 4.], dtype=float32)
     """
     if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != tuple(w.shape[::2]):
         raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]")
@@ -193,55 +176,92 @@ def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -
 
 
 def moe(
-    x: Float[Array, "... D"],
-    p: Mapping[str, Any],
-    weights: Float[Array, "... k"],
-    experts: Int[Array, "... k"],
-    act: Activation,
-) -> Float[Array, "... D"]:
+    x: Float[Array, "... D"], p: Mapping[str, Any], weights: Float[Array, "... k"], experts: Int[Array, "... k"],
+    act: Activation, *, gated: Callable[[Array, Array], Array] | None = None, scale_inputs: bool = False,
+) -> Float[Array, "... D"]:  # fmt: skip
     """Add up the chosen experts' gated feed-forwards: sum over j of weights[j] glu(x, expert experts[j]).
 
-    `p` holds gate, up [E F D] and down [E D F]; weights and experts come from a router. No token is dropped.
+    `p` holds gate, up [E F D] and down [E D F], and where a family has them gate_bias, up_bias [E F] and down_bias
+    [E D]; weights and experts come from a router. `gated(gate, up)` stands for act(gate) * up where a family has another
+    product. With `scale_inputs` the weights multiply what goes into the experts: sum over j of
+    glu(weights[j] x, expert experts[j]). No token is dropped.
 
     On a mesh (`jax.set_mesh`) every device sorts its own rows. With an axis `ep` it holds E / ep experts, fetches the
     rows of the ep devices, and returns its experts' part of their sums: an all-gather and a reduce-scatter of [rows D].
+    >>> p = {"gate": jnp.ones((4, 8, 2)), "up": jnp.ones((4, 8, 2)), "down": jnp.ones((4, 2, 8))}
+    >>> ops.moe(jnp.ones((3, 2)), p, *ops.route_softmax(jnp.zeros((3, 4)), 2, normalize=True), jax.nn.relu)[0]
+    Array([32., 32.], dtype=float32)
     """
-    local = partial(_local, act=act)
+    product = gated or (lambda gate, up: act(gate) * up)
+    local = partial(_local, gated=product, scale_inputs=scale_inputs)
     axes = set(context("dp", "fsdp", "ep", "sp"))
     if not axes:
         return local(x, p, weights, experts)
     rows = partition(x, "rows tokens embed") if x.ndim == 3 else P()
+    rows_divided = bool(rows) and "ep" in (rows[0] or ())
+
+    def per_device(x: Array, p: Mapping[str, Any], weights: Array, experts: Array) -> Array:
+        if "ep" not in axes:
+            return local(x, p, weights, experts)
+        if rows_divided:  # fetch those of the `ep` group, for the experts that this device holds
+            fetch = lambda c: lax.all_gather(c, "ep", axis=0, tiled=True)
+            x, weights, experts = collective(fetch, x), collective(fetch, weights), fetch(experts)
+        y = local(x, p, weights, experts - lax.axis_index("ep") * p["gate"].shape[0])
+        y = widen(y)  # the experts' parts add up in float32, as they do on one device
+        y = lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")
+        return y.astype(x.dtype)
+
     of_experts = P("ep") if "ep" in axes else P()
-    per_device = partial(_divided, local, "ep" in axes, bool(rows) and "ep" in (rows[0] or ()))
     run = divided(per_device, axes, (rows, of_experts, rows, rows), rows)
-    return run(x, {name: p[name] for name in ("gate", "up", "down")}, weights, experts)
+    names = [name + end for name in MATRICES for end in ("", "_bias")]
+    return run(x, {name: p[name] for name in names if name in p}, weights, experts)
 
 
-def _divided(local: Callable, experts_divided: bool, rows_divided: bool, *args: Any) -> Array:
-    """Run `local` on one device: with all rows of its `ep` group, for the experts that it holds."""
-    x, p, weights, experts = args
-    if not experts_divided:
-        return local(x, p, weights, experts)
-    if rows_divided:
-        fetch = lambda c: lax.all_gather(c, "ep", axis=0, tiled=True)
-        x, weights, experts = collective(fetch, x), collective(fetch, weights), fetch(experts)
-    y = local(x, p, weights, experts - lax.axis_index("ep") * p["gate"].shape[0])
-    y = widen(y)  # the experts' parts add up in float32, as they do on one device
-    y = lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")
-    return y.astype(x.dtype)
-
-
-def _local(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, act: Activation) -> Array:
+def _local(
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
+) -> Array:
     """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing."""
     *batch, k = experts.shape
     held = p["gate"].shape[0]
     chosen = experts.reshape(-1)
+    arrays = all(isinstance(p[name], jax.Array) for name in MATRICES)
+    if target() != "cpu" and arrays and held <= 2 * len(chosen) and len(chosen) <= FEW * k:
+        return checkpoint_name(_every(x, p, weights, experts, gated, scale_inputs), "moe_output")
     chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, held)
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=held + 1)[:held]
     rows = x.reshape(-1, x.shape[-1])[order // k]
-    gate = checkpoint_name(grouped_matmul(rows, p["gate"], sizes), "moe_gate")
-    up = checkpoint_name(grouped_matmul(rows, p["up"], sizes), "moe_up")
-    down = checkpoint_name(grouped_matmul(act(gate) * up, p["down"], sizes), "moe_expert_output")
+    if scale_inputs:
+        rows, weights = rows * weights.reshape(-1)[order, None].astype(rows.dtype), jnp.ones_like(weights)
+
+    def linear(rows: Array, name: str, saved: str) -> Array:
+        y = grouped_matmul(rows, p[name], sizes)
+        if f"{name}_bias" in p:  # rows past the last group get some expert's, and count for nothing below
+            y = y + p[f"{name}_bias"].astype(y.dtype).at[chosen[order]].get(mode="fill", fill_value=0)
+        return checkpoint_name(y, saved)
+
+    gate, up = linear(rows, "gate", "moe_gate"), linear(rows, "up", "moe_up")
+    down = linear(gated(gate, up), "down", "moe_expert_output")
     y = down[jnp.argsort(order)].reshape(*batch, k, x.shape[-1])
     return checkpoint_name(jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype), "moe_output")
+
+
+def _every(
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, gated: Callable, scale_inputs: bool
+) -> Array:
+    """Compute `_local` of a few tokens by all experts, without a loop: nearly all are chosen, and each is read once."""
+
+    def product(name: str, saved: str, text: str, rows: Array) -> Array:
+        y = jnp.einsum(text, rows, p[name], preferred_element_type=jnp.float32)
+        y = y + p[f"{name}_bias"][:, None].astype(y.dtype) if f"{name}_bias" in p else y
+        return checkpoint_name(y.astype(x.dtype), saved)
+
+    chosen = experts[..., None] == jnp.arange(p["gate"].shape[0])  # [... k E]
+    share = jnp.where(chosen, weights[..., None], 0).sum(-2).reshape(-1, chosen.shape[-1]).T[..., None]  # [E T 1]
+    rows, text = x.reshape(-1, x.shape[-1]), "td,efd->etf"
+    if scale_inputs:
+        rows, text, share = (rows * share.astype(x.dtype)), "etd,efd->etf", jnp.ones_like(share)
+    gate, up = (product(name, f"moe_{name}", text, rows) for name in ("gate", "up"))
+    down = product("down", "moe_expert_output", "etf,edf->etd", gated(gate, up))
+    mine = chosen.any(-2).reshape(-1, chosen.shape[-1]).T[..., None]  # another expert's result may be infinite
+    return jnp.where(mine, down * share, 0).sum(0).astype(x.dtype).reshape(x.shape)

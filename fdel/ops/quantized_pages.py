@@ -6,7 +6,7 @@ So pages never need other scales later, and what a page holds depends on its tok
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from fdel.ops.weights import from_e4m3, split
 
@@ -20,7 +20,7 @@ def scales(size: int) -> int:
     return size // GROUP if size > WIDE and size % GROUP == 0 else 1
 
 
-def encode(x: Float[Array, "... H"], dtype: np.dtype, n: int) -> tuple[Int[Array, "... H"], Float[Array, "... n"]]:
+def encode(x: Float[Array, "... H"], dtype: np.dtype, n: int) -> tuple[Integer[Array, "... H"], Float[Array, "... n"]]:
     """Give the values in a format's dtype and n float32 scales: the greatest magnitude becomes the greatest value.
 
     Rounding loses at most half a scale (int8), or 2^-4 of a number and 2^-10 of a scale (fp8). Numbers that are not
@@ -35,7 +35,7 @@ def encode(x: Float[Array, "... H"], dtype: np.dtype, n: int) -> tuple[Int[Array
     return lax.bitcast_convert_type(parts.astype(jnp.float8_e4m3fn), jnp.uint8).reshape(x.shape), scale
 
 
-def decode(values: Int[Array, "... H"], scale: Float[Array, "... n"], dtype: np.dtype) -> Float[Array, "... H"]:
+def decode(values: Integer[Array, "... H"], scale: Float[Array, "... n"], dtype: np.dtype) -> Float[Array, "... H"]:
     """Undo `encode`, up to its rounding; products are in float32."""
     wide = from_e4m3(values, jnp.float32) if values.dtype == jnp.uint8 else values.astype(jnp.float32)
     return (split(wide, scale.shape[-1]) * scale[..., None]).astype(dtype).reshape(values.shape)

@@ -1,76 +1,70 @@
-"""The plumbing that recurrent token mixers share: chunks of tokens, segments, padding, and state in slots."""
+"""The plumbing that recurrent token mixers share: chunks of tokens, segments, padding, and state in slots.
+
+A mixer is a recurrence over chunks of C tokens of one sequence, in float32; C is 1 in decode. `field` is the array of
+`Slots` that it keeps and `shape` the state of one sequence. `prepare((starts, valid, *inputs))` is the part that needs
+no state: it runs for all chunks at once. `step(state, prepared) -> (state, out[C ...])` runs chunk after chunk. starts[C]
+marks the tokens before which the state is zero. Padding (valid[C] False) has zeros in every input, which must leave the
+state as it is.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fdel.ops.batch import Batch, Packed, Slots
+from fdel.ops.batch import Batch, Packed
+from fdel.ops.carry import Carry
 
 Layer = int | Int[Array, ""]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A recurrence over chunks of C tokens of one sequence, in float32; C is 1 in decode.
-
-    `field` is the array of `Slots` it keeps and `shape` the state of one sequence. `prepare((starts, valid, *inputs))`
-    is the part that needs no state: it runs for all chunks at once. `step(state, prepared) -> (state, out[C ...])` runs
-    chunk after chunk. starts[C] marks the tokens before which the state is zero. Padding (valid[C] False) has zeros in
-    every input, which must leave the state as it is.
-    """
-
-    field: str
-    shape: tuple[int, ...]
-    prepare: Callable[[tuple], Any]
-    step: Callable[[Array, Any], tuple[Array, Array]]
+# How inputs, outputs and the carry may be divided: see `dispatch.Table`. Channels of their own decays are heads, too.
+TOKENS, HEADS, SLOTS = "(rows) tokens", "(rows) tokens heads", {"ssm": "layers slots heads"}
 
 
 def recur(
-    batch: Batch, slots: Slots | None, layer: Layer, cell: Cell, inputs: tuple[Array, ...], chunk: int
-) -> tuple[Array, Slots | None]:
-    """Run a cell over inputs [... T ...]; returns outputs [... T ...] in the first input's dtype, and the new slots.
+    batch: Batch, carry: Carry | None, layer: Layer, field: str, shape: tuple[int, ...], prepare: Callable[[tuple], Any],
+    step: Callable[[Array, Any], tuple[Array, Array]], inputs: tuple[Array, ...], chunk: int,
+) -> tuple[Array, Carry]:  # fmt: skip
+    """Run a recurrence over inputs [... T ...]: outputs [... T ...] in the first input's dtype, and the new carry.
 
-    Packed rows start from zero state, restart at every segment, and leave `slots` alone. Paged blocks load the state of
+    Packed rows start from zero state, restart at every segment, and leave state alone. Paged blocks load the state of
     their row and store it: all at once in decode, in order (a scan that carries the whole array) in prefill.
-    Products follow jax's default matmul precision. Raises ValueError for Paged
-    without slots that fit, and for Packed that hides keys.
+    Products follow jax's default matmul precision. ValueError for Paged without fitting slots, and for hidden keys.
     """
+    carry = carry or Carry()
     if isinstance(batch, Packed):
         if batch.key_segment_ids is not None:
-            raise ValueError(
-                "Packed.key_segment_ids hides keys of attention; a recurrent layer has none, leave them out"
-            )
+            why = "hides keys of attention; a recurrent layer has none, leave them out"
+            raise ValueError(f"Packed.key_segment_ids {why}")
         change = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
         starts = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
         valid = batch.segment_ids >= 0
-        (b, t), zero = valid.shape, jnp.zeros(cell.shape, jnp.float32)
-        prepared = jax.vmap(cell.prepare)(_split((starts, valid, *inputs), valid, chunk))
+        (b, t), zero = valid.shape, jnp.zeros(shape, jnp.float32)
+        prepared = jax.vmap(prepare)(_split((starts, valid, *inputs), valid, chunk))
         rows = jax.tree.map(lambda x: x.reshape(b, -1, *x.shape[1:]), prepared)
-        out = jax.vmap(lambda row: jax.lax.scan(cell.step, zero, row)[1])(rows)
-        return out.reshape(b, -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), slots
+        out = jax.vmap(lambda row: jax.lax.scan(step, zero, row)[1])(rows)
+        return out.reshape(b, -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), carry
 
-    state = getattr(slots, cell.field, None)
-    if slots is None or state is None or state.shape[2:] != cell.shape:
-        raise ValueError(
-            f"Paged needs slots.{cell.field} of shape (layers, slots, {str(cell.shape)[1:-1]}), found "
-            f"{None if state is None else state.shape}; make the state with params.init(family.state_spec(cfg, ...))"
-        )
+    slots = carry.slots
+    state = getattr(slots, field, None)
+    if slots is None or state is None or state.shape[2:] != shape:
+        needs = f"slots.{field} of shape (layers, slots, {str(shape)[1:-1]})"
+        found = f"found {None if state is None else state.shape}"
+        fix = "make the state with params.init(family.state_spec(cfg, ...))"
+        raise ValueError(f"Paged needs {needs}, {found}; {fix}")
     chunk = batch.block if batch.block <= chunk else math.gcd(batch.block, chunk)
     starts, valid = batch.positions == 0, batch.positions >= 0
     chunks = _split((starts, valid, *inputs), valid, chunk)
     fresh, rows = chunks[0][:, 0], jnp.repeat(batch.rows, batch.block // chunk)
-    prepared = jax.vmap(cell.prepare)(chunks)
+    prepared = jax.vmap(prepare)(chunks)
 
     def load(state: Array, row: Array, fresh: Array) -> Array:
         old = state.at[layer, row].get(mode="fill", fill_value=0).astype(jnp.float32)
         # A new sequence must not see what its slot held before, not even times zero: that may be NaN.
-        return jnp.where(fresh.reshape(fresh.shape + (1,) * len(cell.shape)), 0, old)
+        return jnp.where(fresh.reshape(fresh.shape + (1,) * len(shape)), 0, old)
 
     def store(state: Array, row: Array, new: Array) -> Array:
         return state.at[layer, row].set(new.astype(state.dtype), mode="drop")
@@ -78,18 +72,18 @@ def recur(
     def block(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
         # Store what the last block left, then load: a load fused with the store of its result copies the whole state.
         state, (row, fresh, prepared) = store(*carry), xs
-        new, out = cell.step(load(state, row, fresh), prepared)
+        new, out = step(load(state, row, fresh), prepared)
         return (state, row, new), out
 
     if batch.block == 1:
-        new, out = jax.vmap(cell.step)(load(state, rows, fresh), prepared)
+        new, out = jax.vmap(step)(load(state, rows, fresh), prepared)
         state = store(state, rows, new)
     else:
-        nothing = jnp.asarray(jnp.iinfo(rows.dtype).max, rows.dtype), jnp.zeros(cell.shape, jnp.float32)
-        carry, out = jax.lax.scan(block, (state, *nothing), (rows, fresh, prepared))
-        state = store(*carry)
+        nothing = jnp.asarray(jnp.iinfo(rows.dtype).max, rows.dtype), jnp.zeros(shape, jnp.float32)
+        last, out = jax.lax.scan(block, (state, *nothing), (rows, fresh, prepared))
+        state = store(*last)
     out = out.reshape(-1, *out.shape[2:]).astype(inputs[0].dtype)
-    return out, dataclasses.replace(slots, **{cell.field: state})
+    return out, carry.remember(slots=dataclasses.replace(slots, **{field: state}))
 
 
 def _split(arrays: tuple[Array, ...], valid: Bool[Array, "... T"], chunk: int) -> tuple[Array, ...]:

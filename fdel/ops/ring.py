@@ -1,15 +1,14 @@
 """Attention over rows that are divided between devices (mesh axis `sp`): context parallelism.
 
 Each device holds T / n consecutive tokens of every row. `ring_attention` passes keys and values round, and holds one part
-at a time (arXiv:2310.01889); `gathered_attention` fetches them all at once, which is simpler, and cheaper where keys are
-few. Both skip what the causal mask or a window hides, and both are exact: parts are joined by their log-sum-exp.
+at a time (arXiv:2310.01889). It composes the two passes of an implementation: what the causal mask or a window hides they
+skip, and parts are joined by their log-sum-exp, which is exact.
 
 Under a causal mask the last device of a ring would have work at every hop and the first at none but its own, while all wait
 for the slowest. So devices first exchange halves: each gets one early and one late half, which together see as many keys on
 every device (zig-zag; arXiv:2311.09431 has the problem). The output goes back: no one else sees the exchange.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,91 +16,77 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from fdel.ops.flash import Where, blocked, flash_attention, flash_backward, flash_forward, named, no_gradient, unblocked
-from fdel.ops.mask import NEG, Mask, Segments, sides
-from fdel.ops.shard import context, divided
+from fdel.ops import dispatch, flash
+from fdel.ops import mask as M
+from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
+from fdel.ops.platform import context
+from fdel.ops.shard import divided
 
 AXIS = "sp"
-BLOCK = 128  # as in `flash_attention`
 
 
-def unsupported(q: Array, k: Array, v: Array, segments: Segments, *, bias: Any, **_: Any) -> str | None:
+def no_bias(*_: Any, bias: Any, **__: Any) -> str | None:
+    """Say why an implementation in blocks does not serve an additive bias, or None."""
+    return None if bias is None else "an additive bias needs all scores in memory"
+
+
+def unsupported(q: Array, k: Array, v: Array, where: Where, *, bias: Any, **_: Any) -> str | None:
     """Say why rows cannot be attended to in parts here, or None."""
     n = context(AXIS).get(AXIS)
     if n is None:
         return "no mesh with an axis sp > 1 is set (jax.set_mesh), or it is divided already"
     if q.shape[1] % n:
         return f"rows of {q.shape[1]} tokens cannot be divided by sp={n}"
-    return None if bias is None else "an additive bias needs all scores in memory"
+    return no_bias(bias=bias)
 
 
-def _divided(part: Callable, q: Array, k: Array, v: Array, segments: Segments, sinks: Array | None) -> Array:
-    """Run `part(rank, q, k, v, segments)` -> (out, lse) on every device's part of the rows, and add the sinks."""
-    rows = P(None, AXIS)
-    local = lambda *parts: part(lax.axis_index(AXIS), *parts)
-    run = divided(local, {AXIS}, (rows,) * 4, (rows, rows))
-    out, lse = run(q, k, v, segments)
-    if sinks is None:
-        return out
-    return (out * jax.nn.sigmoid(lse - sinks)[..., None]).astype(q.dtype)
+LOOPS = flash.passes(flash.Schedule())
+_ROWS, _HEADS = "rows tokens heads head_dim", "rows tokens heads"
+# What attends to a part: implementations in two passes, each called as `mask.Passes` says.
+PARTS = dispatch.Table(
+    "attend_part",
+    {"flash": dispatch.Implementation(LOOPS.forward, backward=LOOPS.backward)},
+    ("", _ROWS, _ROWS, _ROWS, "rows tokens", "heads", "heads", _ROWS, _HEADS, _ROWS, _HEADS),
+    out=(_ROWS, _HEADS),
+)
 
 
-def gathered_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    segments: Segments,
-    *,
-    mask: Mask,
-    sinks: Float[Array, " N"] | None = None,
-    alibi: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N Hv"]:
-    """Attend as `flash_attention` does, each device with its queries to the keys and values of all."""
-
-    def part(rank: Array, q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
-        mine, keys = sides(segments)
-        k, v, keys = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k, v, keys))
-        where = Where(mine, keys, rank * q.shape[1], jnp.int32(0))
-        return flash_attention(q, k, v, where, mask=mask, alibi=alibi)
-
-    return _divided(part, q, k, v, segments, sinks)
+def _passes(*args: Any) -> Passes:
+    """Choose an implementation for these arguments; a local one is divided further along rows and heads."""
+    way = dispatch.choose(PARTS, None, *args)
+    if not way.local:
+        return Passes(way.call, way.backward)
+    outs = PARTS.out, (_ROWS, _ROWS, _ROWS, "heads")
+    return Passes(*(dispatch.divide(f, PARTS, out) for f, out in zip((way.call, way.backward), outs, strict=True)))
 
 
 def ring_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    segments: Segments,
-    *,
-    mask: Mask,
-    sinks: Float[Array, " N"] | None = None,
-    alibi: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N Hv"]:
-    """Attend as `flash_attention` does, each device with its queries to one device's keys and values after another."""
+    q: Queries, k: Keys, v: Values, where: Where, *, mask: Mask, sinks: PerHead, alibi: PerHead, bias: None = None
+) -> Attended:
+    """Attend by the passes of another, each device with its queries to one device's keys and values after another."""
     n = context(AXIS)[AXIS]
-    slopes = None if alibi is None else alibi.reshape(k.shape[2], -1)
 
-    def part(rank: Array, q: Array, k: Array, v: Array, segments: Segments) -> tuple[Array, Array]:
+    def part(q: Array, k: Array, v: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
         pieces = 2 if mask.causal and mask.window is None and q.shape[1] % 2 == 0 else 1
-        length = q.shape[1] // pieces
-        circle = Circle(mask, min(BLOCK, -(-length // pieces)), n, pieces, length)
-        q, k, v, segments = jax.tree.map(circle.deal, (q, k, v, segments))
-        where = Where(*sides(segments), circle.starts(rank), circle.starts(rank))
-        *qkv, where = jax.vmap(partial(blocked, circle.block))(q, k, v, where)
-        found = _ring(circle, *qkv, where, slopes)
-        out, lse = (circle.collect(jax.vmap(lambda x: unblocked(x, length))(x)) for x in found)
-        return out, lse[..., 0]
+        circle = Circle(n, pieces, q.shape[1] // pieces)
+        q, k, v, sides = jax.tree.map(circle.deal, (q, k, v, sides))
+        where = Where(sides[0][0], sides[1][0], jnp.int32(0), jnp.int32(0))
+        passes = _passes(mask, q[0], k[0], v[0], where, None, alibi)
+        ring = Passes(*(partial(f, circle, passes) for f in (_forward, _backward)))
+        return jax.tree.map(circle.collect, M.attention(ring, mask, q, k, v, sides, None, alibi))
 
-    return _divided(part, q, k, v, segments, sinks)
+    rows = P(None, AXIS)
+    out, lse = divided(part, {AXIS}, (rows,) * 4, (rows, rows))(q, k, v, where.sides)
+    if sinks is None:
+        return out, lse
+    return (out * jax.nn.sigmoid(lse - sinks)[..., None]).astype(q.dtype), jnp.logaddexp(lse, sinks)
 
 
 class Circle(NamedTuple):
     """What all devices of a ring have in common."""
 
-    mask: Mask
-    block: int
     devices: int
     pieces: int  # 1: each device holds consecutive tokens. 2: a half from the front and one from the back
     length: int  # tokens of a piece
@@ -136,10 +121,10 @@ class Circle(NamedTuple):
         return [(d, min(h, 2 * self.devices - 1 - h)) for d, h in enumerate(halves)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(c: Circle, q: Array, k: Array, v: Array, where: Where, slopes: Any) -> tuple:
-    """On one device, `flash_forward` of each piece over the keys of all, in its layout with the pieces in front."""
-    rank = lax.axis_index(AXIS)
+def _forward(c: Circle, passes: Passes, m: Mask, *args: Any) -> tuple:
+    """On one device, attend from each piece to the keys of all; arrays [pieces B length ...], out in float32 between."""
+    q, k, v, sides, _, slopes = args
+    (q_segments, k_segments), rank = sides, lax.axis_index(AXIS)
 
     def hop(carry: tuple, i: Array) -> tuple[tuple, None]:
         out, lse, held = carry
@@ -149,55 +134,46 @@ def _ring(c: Circle, q: Array, k: Array, v: Array, where: Where, slopes: Any) ->
 
             def join(found: list, keys: tuple) -> tuple[list, None]:
                 (out, lse), (k, v, k_segments, k_start) = found, keys
-                here = Where(segments, k_segments, start, k_start)
-                new, new_lse = flash_forward(c.mask, c.block, q, k, v, here, None, slopes)
+                where = Where(segments, k_segments, start, k_start)
+                new, new_lse = passes.forward(m, q, k, v, where, None, slopes)
                 both = jnp.logaddexp(lse, new_lse)
-                return [out * jnp.exp(lse - both) + new * jnp.exp(new_lse - both), both], None
+                share = lambda part: jnp.exp(part - both)[..., None]
+                return [out * share(lse) + new * share(new_lse), both], None
 
             return tuple(lax.scan(join, found, (*held, c.starts((rank - i) % c.devices)))[0])
 
-        out, lse = lax.map(piece, (q, where.q_segments, where.q_start, out, lse))
+        out, lse = lax.map(piece, (q, q_segments, c.starts(rank), out, lse))
         return (out, lse, c.turn(held)), None
 
-    empty = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full((*q.shape[:-1], 1), NEG, jnp.float32)
-    (out, lse, _), _ = lax.scan(hop, (*empty, (k, v, where.k_segments)), jnp.arange(c.devices))
+    empty = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full(q.shape[:-1], M.NEG, jnp.float32)
+    (out, lse, _), _ = lax.scan(hop, (*empty, (k, v, k_segments)), jnp.arange(c.devices))
     return out.astype(q.dtype), lse
 
 
-def _ring_forward(c: Circle, *args: Any) -> tuple:
-    out, lse = named(_ring.fun(c, *args))  # not _ring: gradients are differentiated too
-    return (out, lse), (*args, out, lse)
-
-
-def _ring_backward(c: Circle, saved: tuple, cotangents: tuple) -> tuple:
+def _backward(c: Circle, passes: Passes, m: Mask, *saved: Any) -> tuple:
     """Send keys and values round once more, and with them their gradients, which arrive where they belong."""
-    q, k, v, where, slopes, out, lse = saved
-    rank = lax.axis_index(AXIS)
+    q, k, v, sides, _, slopes, *after = saved
+    (q_segments, k_segments), rank = sides, lax.axis_index(AXIS)
 
     def hop(carry: tuple, i: Array) -> tuple[tuple, None]:
         dq, held, sums = carry
 
         def piece(sums: tuple, xs: tuple) -> tuple[tuple, Array]:
-            dq, q, segments, start, out, lse, dout, dlse = xs
+            dq, q, segments, start, *after = xs
 
             def pull(dq: Array, keys: tuple) -> tuple[Array, tuple]:
                 k, v, k_segments, k_start, dk, dv = keys
-                here = Where(segments, k_segments, start, k_start)
-                saved = q, k, v, here, None, slopes, out, lse
-                new = flash_backward(c.mask, c.block, saved, (dout, dlse))
+                where = Where(segments, k_segments, start, k_start)
+                new = passes.backward(m, q, k, v, where, None, slopes, *after)
                 return dq + new[0], (dk + new[1], dv + new[2])
 
             dq, sums = lax.scan(pull, dq, (*held, c.starts((rank - i) % c.devices), *sums))
             return sums, dq
 
-        sums, dq = lax.scan(piece, sums, (dq, q, where.q_segments, where.q_start, out, lse, *cotangents))
+        sums, dq = lax.scan(piece, sums, (dq, q, q_segments, c.starts(rank), *after))
         return (dq, *c.turn((held, sums))), None
 
     zero = lambda x: jnp.zeros(x.shape, jnp.float32)
-    start = zero(q), (k, v, where.k_segments), (zero(k), zero(v))
+    start = zero(q), (k, v, k_segments), (zero(k), zero(v))
     (dq, _, (dk, dv)), _ = lax.scan(hop, start, jnp.arange(c.devices))
-    no_slopes = None if slopes is None else jnp.zeros_like(slopes)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), no_gradient(where), no_slopes
-
-
-_ring.defvjp(_ring_forward, _ring_backward)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

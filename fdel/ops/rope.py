@@ -14,8 +14,10 @@ from fdel.ops.batch import Batch, sequence_lengths
 class Rope:
     """Parameters of one rotary embedding; hashable. `dim` is the number of rotated channels.
 
-    kind: default | linear | dynamic | yarn | llama3 | longrope. `original` is the context length before scaling.
-    `attention` is an explicit attention factor (yarn, longrope); `mscale` and `mscale_all` the two of DeepSeek's yarn.
+    kind: default | linear | dynamic | yarn | llama3 | longrope | proportional. `original` is the context length before
+    scaling. `attention` is an explicit attention factor (yarn, longrope); `mscale` and `mscale_all` the two of DeepSeek's
+    yarn; `short_mscale` and `long_mscale` the factors of a long rope below and above `original`. `partial` is the share of
+    a head that `dim` is; a proportional rope has the frequencies of the whole head, and turns that share of its pairs.
     """
 
     dim: int
@@ -33,10 +35,16 @@ class Rope:
     high_freq: float = 4.0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
+    partial: float = 1.0
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Compute yarn's magnitude correction 0.1 * mscale * ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
+    """Compute yarn's magnitude correction 0.1 * mscale * ln(factor) + 1 (arXiv:2309.00071, eq. 22).
+    >>> round(ops.yarn_mscale(4.0), 3)
+    1.139
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -52,13 +60,6 @@ def _yarn(r: Rope, inv: np.ndarray) -> np.ndarray:
     return inv / r.factor * ramp + inv * (1 - ramp)
 
 
-def _llama3(r: Rope, inv: np.ndarray) -> np.ndarray:
-    wavelength = 2 * math.pi / inv
-    smooth = (r.original / wavelength - r.low_freq) / (r.high_freq - r.low_freq)
-    smooth = np.clip(smooth, 0, 1)
-    return (1 - smooth) * inv / r.factor + smooth * inv
-
-
 def frequencies(r: Rope) -> tuple[np.ndarray, float]:
     """Compute inverse frequencies float64[dim / 2] and the factor on cos and sin; for contexts up to `original`."""
     inv = r.theta ** (-np.arange(0, r.dim, 2) / r.dim)
@@ -67,8 +68,11 @@ def frequencies(r: Rope) -> tuple[np.ndarray, float]:
             return inv, 1.0
         case "linear":
             return inv / r.factor, 1.0
+        case "proportional":
+            return np.where(np.arange(r.dim // 2) < int(r.partial * r.dim // 2), inv / r.factor, 0.0), 1.0
         case "llama3":
-            return _llama3(r, inv), 1.0
+            smooth = np.clip((r.original / (2 * math.pi / inv) - r.low_freq) / (r.high_freq - r.low_freq), 0, 1)
+            return (1 - smooth) * inv / r.factor + smooth * inv, 1.0
         case "yarn":
             ratio = yarn_mscale(r.factor, r.mscale or 0) / yarn_mscale(r.factor, r.mscale_all or 0)
             default = ratio if r.mscale and r.mscale_all else yarn_mscale(r.factor)
@@ -76,22 +80,29 @@ def frequencies(r: Rope) -> tuple[np.ndarray, float]:
         case "longrope":
             default = math.sqrt(1 + math.log(r.factor) / math.log(r.original)) if r.factor > 1 else 1.0
             return inv / np.asarray(r.short), default if r.attention is None else r.attention
-    raise ValueError(f"rope kind {r.kind!r} is unknown; known: default, linear, dynamic, yarn, llama3, longrope")
+    raise ValueError(
+        f"rope kind {r.kind!r} is unknown; known: default, linear, dynamic, yarn, llama3, longrope, proportional"
+    )
 
 
-def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T R/2"], Float[Array, "... T R/2"]]:
+def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T half"], Float[Array, "... T half"]]:
     """Compute cos and sin of every position's angles, in float32, once per forward.
 
     `dynamic` (NTK) and `longrope` depend on the length of each sequence so far. As in transformers, keys that were cached
     before the length passed `original` keep their old angles.
+    >>> cos, sin = ops.rotation(ops.Rope(4, 1e4), ops.packed(tokens))  # tokens [4 6]
+    >>> cos.shape
+    (4, 6, 2)
     """
-    inv, scale = frequencies(r)
-    freq = jnp.asarray(inv, jnp.float32)
+    inv, factor = frequencies(r)
+    freq, scale = jnp.asarray(inv, jnp.float32), jnp.float32(factor)
     if r.kind in ("dynamic", "longrope"):
         length = sequence_lengths(batch)[..., None].astype(jnp.float32)
         if r.kind == "longrope":
             far = jnp.asarray(inv * np.asarray(r.short) / np.asarray(r.long), jnp.float32)
             freq = jnp.where(length > r.original, far, freq)
+            if r.short_mscale is not None and r.long_mscale is not None:
+                scale = jnp.where(length > r.original, r.long_mscale, r.short_mscale)
         else:
             base = jnp.maximum(r.factor * length / r.original - (r.factor - 1), 1.0)
             freq = freq * base ** (-jnp.arange(0, r.dim, 2) / (r.dim - 2))
@@ -100,7 +111,10 @@ def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T R/2"], Float[Ar
 
 
 def rope(x: Float[Array, "... T N H"], rot: tuple[Array, Array]) -> Float[Array, "... T N H"]:
-    """Rotate channel pairs (i, i + R/2) of the first R channels by `rotation(...)`; the others pass through."""
+    """Rotate channel pairs (i, i + R/2) of the first R channels by `rotation(...)`; the others pass through.
+    >>> ops.rope(jnp.array([[[1.0, 2, 3, 4]]]), (jnp.zeros((1, 2)), jnp.ones((1, 2))))  # a quarter turn
+    Array([[[-3., -4.,  1.,  2.]]], dtype=float32)
+    """
     half = rot[0].shape[-1]
     cos, sin = rot[0][..., None, :], rot[1][..., None, :]
     a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
@@ -109,7 +123,10 @@ def rope(x: Float[Array, "... T N H"], rot: tuple[Array, Array]) -> Float[Array,
 
 
 def rope_interleaved(x: Float[Array, "... T N H"], rot: tuple[Array, Array]) -> Float[Array, "... T N H"]:
-    """Rotate channel pairs (2i, 2i + 1) of the first R channels; the others pass through (GPT-J's order)."""
+    """Rotate channel pairs (2i, 2i + 1) of the first R channels; the others pass through (GPT-J's order).
+    >>> ops.rope_interleaved(jnp.array([[[1.0, 2, 3, 4]]]), (jnp.zeros((1, 2)), jnp.ones((1, 2))))
+    Array([[[-2.,  1., -4.,  3.]]], dtype=float32)
+    """
     half = rot[0].shape[-1]
     cos, sin = rot[0][..., None, :], rot[1][..., None, :]
     pairs = x[..., : 2 * half].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
+
+from fdel.ops.cpu import bordered
+from fdel.ops.platform import context
 
 # Mesh axes of each activation axis. Rows spread over every axis that does not divide a row's own work; `ep` is among
 # them because only a mixture's experts lie on it, and they fetch their tokens (see `ops.moe`).
@@ -18,16 +20,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "vocab": ("tp",),
     "attending": ("tp",),  # the heads of attention weights that are watched
 }
-
-
-def context(*axes: str) -> dict[str, int]:
-    """Give the sizes of those mesh axes that the compiler may still use here, in `jax.set_mesh`'s mesh.
-
-    Axes of size 1, and axes that an enclosing `jax.shard_map` has divided already, are left out.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return {a: mesh.shape[a] for a in axes if types.get(a) == AxisType.Auto and mesh.shape[a] > 1}
 
 
 def require_mesh(tree: Any) -> None:
@@ -87,35 +79,6 @@ def by_rows(f: Callable[[Any, Any], Any], rows: Any, whole: Any, *, total: bool)
 
 
 def divided(f: Callable, axes: set[str], in_specs: Any, out_specs: Any) -> Callable:
-    """Run f on each device's parts along some mesh axes; the compiler goes on to use the others (`jax.shard_map`).
-
-    On CPU, arrays in half precision pass the border in float32: XLA:CPU cannot compile the sum over devices, of a
-    gradient, say, of bfloat16 where not all mesh axes are divided.
-    """
+    """Run f on each device's parts along some mesh axes; the compiler goes on to use the others (`jax.shard_map`)."""
     run = lambda f: jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
-    if jax.default_backend() != "cpu":
-        return run(f)
-
-    def on_cpu(*args: Any) -> Any:
-        dtypes, returned = jax.tree.map(lambda x: x.dtype, args), []
-
-        def local(*args: Any) -> Any:
-            out = f(*jax.tree.map(lambda x, dtype: x.astype(dtype), args, dtypes))
-            returned.append(jax.tree.map(lambda x: x.dtype, out))
-            return jax.tree.map(widen, out)
-
-        out = run(local)(*jax.tree.map(widen, args))
-        return jax.tree.map(lambda x, dtype: x.astype(dtype), out, returned[0])
-
-    return on_cpu
-
-
-def collective(f: Callable[[Array], Array], x: Array) -> Array:
-    """Compute f(x), which sums or gathers over devices inside `divided`; on CPU in float32, for the reason given there."""
-    return f(widen(x)).astype(x.dtype) if jax.default_backend() == "cpu" else f(x)
-
-
-def widen(x: Any) -> Array:
-    """Cast a floating array to float32 or wider, and leave others as they are."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return bordered(run, f)

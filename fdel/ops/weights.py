@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 register = jax.tree_util.register_dataclass
 
@@ -22,6 +22,13 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# Four bits of floating point, e2m1 (OCP Microscaling Formats v1.0, section 5.3.3).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The 256 values of bitsandbytes' dynamic tree (arXiv 2110.02861, section 1.3): midpoints of 2^i parts of [0.1, 1] 10^(i-6).
+_POSITIVE = [10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(7) for j in range(2**i)]
+DYNAMIC = (*sorted(-x for x in _POSITIVE), 0.0, *sorted(_POSITIVE), 1.0)
+TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic": DYNAMIC}  # formats whose values are indices
+PACKED = ("nf4", "e2m1", "uint4")  # formats of two values in a byte
 
 
 @register
@@ -30,28 +37,24 @@ class Quantized:
     """A weight in few bits: `values * scale + zero`, with one scale per output and per group of inputs.
 
     The input axes, of sizes `inputs`, are flattened into one, the last of every child. There `scale` and `zero` have
-    one entry per group, and `values` one per input, padded to whole groups. Formats: "int8"; "uint8" (the scales of a
-    doubly quantised nf4 weight); "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times
-    faster than the type itself; "nf4": two indices into `NF4` per byte, where byte r of a group of n holds element r in
-    its high and element r + n/2 in its low bits.
+    one entry per group, and `values` one per input, padded to whole groups. A scale of uint8 is an exponent, 2^(scale -
+    127), and a zero of integers is a zero point: `(values - zero) * scale`.
+
+    Formats: "int8"; "uint8"; "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times faster than
+    the type itself; "dynamic": indices into `DYNAMIC`; and with two values per byte "uint4", and indices into `NF4` and
+    `E2M1`, "nf4" and "e2m1". There byte r of a group of n holds element r in its high and element r + n/2 in its low bits.
     """
 
-    values: Int[Array, "*outputs inputs"]
+    values: Integer[Array, "*outputs inputs"]
     scale: "Float[Array, '*outputs groups'] | Quantized"
-    zero: Float[Array, "*outputs groups"] | None
+    zero: "Float[Array, '*outputs groups'] | Integer[Array, '*outputs groups'] | Quantized | None"
     format: str = field(metadata={"static": True})
     inputs: tuple[int, ...] = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})  # of the weight before it was quantised
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight before it was quantised."""
-        return (*self.values.shape[:-1], *self.inputs)
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the weight before it was quantised."""
-        return len(self.shape)
+    # Of the weight before it was quantised.
+    shape = property(lambda self: (*self.values.shape[:-1], *self.inputs))
+    ndim = property(lambda self: len(self.shape))
 
 
 @register
@@ -107,7 +110,7 @@ def merge(x: Array, n: int = 2) -> Array:
     return x.reshape(*x.shape[:-n], math.prod(x.shape[-n:]))
 
 
-def from_e4m3(bits: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+def from_e4m3(bits: Integer[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """Read the bits of float8_e4m3fn as numbers; NaN, which nothing here writes, becomes 480."""
     # float16 has the same layout with more mantissa and an exponent bias greater by 8.
     wide = bits.astype(jnp.uint16)
@@ -116,19 +119,33 @@ def from_e4m3(bits: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 
 
 def decode(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:
-    """Read the stored values as numbers, unscaled and padded: all inputs, or of nf4 the halves of all groups."""
+    """Read the stored values as numbers, unscaled and padded: all inputs, or if `PACKED` the halves of all groups."""
     if w.format == "fp8":
         return [from_e4m3(w.values, dtype)]
-    if w.format == "nf4":
-        return [jnp.array(NF4, dtype)[w.values >> shift & 15] for shift in (4, 0)]
-    return [w.values.astype(dtype)]
+    parts = [w.values >> shift & 15 for shift in (4, 0)] if w.format in PACKED else [w.values]
+    table = TABLES.get(w.format)
+    return [x.astype(dtype) if table is None else jnp.array(table, dtype)[x] for x in parts]
+
+
+def scales(w: Quantized) -> Float[Array, "*outputs groups"]:
+    """Give the scales of a weight as numbers."""
+    if isinstance(w.scale, Quantized):
+        return dequantize(w.scale, jnp.float32)
+    return jnp.ldexp(jnp.float32(1), w.scale.astype(jnp.int32) - 127) if w.scale.dtype == jnp.uint8 else w.scale
 
 
 def scaled(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:
     """Decode and scale in float32, in the parts of `decode`."""
-    scale = dequantize(w.scale, jnp.float32) if isinstance(w.scale, Quantized) else w.scale
-    parts = [split(x, scale.shape[-1]) * scale[..., None] for x in decode(w, jnp.float32)]
-    return [merge(x if w.zero is None else x + w.zero[..., None]).astype(dtype) for x in parts]
+    scale = scales(w)[..., None]
+    zero = dequantize(w.zero, jnp.float32) if isinstance(w.zero, Quantized) else w.zero
+    parts = [split(x, scale.shape[-2]) for x in decode(w, jnp.float32)]
+    if zero is None:
+        parts = [x * scale for x in parts]
+    elif jnp.issubdtype(zero.dtype, jnp.integer):
+        parts = [(x - zero[..., None]) * scale for x in parts]
+    else:
+        parts = [x * scale + zero[..., None] for x in parts]
+    return [merge(x).astype(dtype) for x in parts]
 
 
 def dequantize(w: Quantized, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:

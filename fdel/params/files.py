@@ -10,60 +10,19 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import zipfile
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-DTYPES: Mapping[str, np.dtype] = {
-    name: np.dtype(t)
-    for name, t in {
-        "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
-        "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-        "F32": np.float32, "F64": np.float64, "C64": np.complex64, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-    }.items()
-}  # fmt: skip
-NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+from . import gguf
+from .tensor import DTYPES, NAMES, CheckpointError, Tensor
+
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 MAX_TENSORS, MAX_AXES = 2**18, 64  # of a file, of a tensor
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written as asked; `problems` lists every offender."""
-
-    def __init__(self, where: str | Path, problems: Iterable[str], most: int = 20):
-        self.problems = tuple(problems)
-        rest = len(self.problems) - most
-        lines = [*self.problems[:most], *([f"... and {rest} more"] if rest > 0 else [])]
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"checkpoint {where}: {count}\n" + "\n".join(f"  {line}" for line in lines))
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint. `readinto(out, at)` fills a contiguous uint8 array with its bytes from `at` on."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    file: Path
-    readinto: Callable[[np.ndarray, int], None] = field(repr=False, compare=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> np.ndarray:
-        """Read the whole tensor."""
-        out = np.empty(self.shape, self.dtype)
-        self.readinto(out.reshape(-1).view(np.uint8), 0)
-        return out
 
 
 Header = Callable[[Path, list[str]], dict[str, Tensor]]  # reads one file, appends what is wrong with it to the list
@@ -158,12 +117,44 @@ def safetensors_header(file: Path, problems: list[str], most: int = MAX_HEADER) 
     return out
 
 
+def _copy(flat: Any, out: np.ndarray, at: int) -> None:
+    out[...] = flat[at : at + out.size].numpy()
+
+
+def bin_header(file: Path, problems: list[str]) -> dict[str, Tensor]:
+    """Read which tensors a .bin file holds, without running code in it; append what does not fit to `problems`.
+
+    Without torch: ImportError.
+    """
+    try:
+        import torch
+    except ImportError as e:
+        fix = "pip install 'fdel[torch]', or convert it to safetensors where PyTorch is installed"
+        raise ImportError(f"{file} needs PyTorch: {fix}") from e
+    try:
+        # Only the zip format (since 2020) can be mapped; its bytes are then read when they are asked for.
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as e:  # UnpicklingError, RuntimeError, EOFError or ValueError, by kind of damage
+        why = f"{file.name}: torch.load(weights_only=True) refused it: {' '.join(str(e).split())[:300]}"
+        raise CheckpointError(file, [why]) from e
+    dtypes = {dtype.name: dtype for dtype in DTYPES.values()}
+    out = {}
+    for name, t in state.items() if isinstance(state, dict) else [("the file", state)]:
+        dtype = dtypes.get(str(t.dtype).removeprefix("torch.")) if isinstance(t, torch.Tensor) else None
+        if dtype is None:
+            what = f"a tensor of {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
+            problems.append(f"{file.name}: {name} is {what}, expected a flat dict of dense tensors")
+            continue
+        flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
+        out[name] = Tensor(tuple(t.shape), dtype, file, partial(_copy, flat))
+    return out
+
+
 def _indexed(index: Path, header: Header, problems: list[str]) -> dict[str, Tensor]:
     where = json_object(index, index.read_bytes(), problems).get("weight_map")
     # A path in the index must not lead out of the directory.
-    if not isinstance(where, dict) or not all(
-        isinstance(f, str) and re.fullmatch(r"[\w.-]+", f) for f in where.values()
-    ):
+    inside = lambda f: isinstance(f, str) and re.fullmatch(r"[\w.-]+", f)
+    if not isinstance(where, dict) or not all(map(inside, where.values())):
         problems.append(f"{index.name}: expected a weight_map of tensor names to names of files in the same directory")
         return {}
     out: dict[str, Tensor] = {}
@@ -183,8 +174,6 @@ def _indexed(index: Path, header: Header, problems: list[str]) -> dict[str, Tens
 
 def scan(path: Path, problems: list[str]) -> dict[str, Tensor]:
     """Do what `tensors` does, but append what is wrong to `problems`."""
-    from .torch_bin import bin_header  # needs Tensor from here
-
     if path.is_file():
         return (safetensors_header if path.suffix == ".safetensors" else bin_header)(path, problems)
     for name, header in ("model.safetensors", safetensors_header), ("pytorch_model.bin", bin_header):
@@ -192,6 +181,8 @@ def scan(path: Path, problems: list[str]) -> dict[str, Tensor]:
             return header(path / name, problems)
         if (path / f"{name}.index.json").is_file():
             return _indexed(path / f"{name}.index.json", header, problems)
+    if file := gguf.file(path):
+        return gguf.header(file, problems, _readinto)
     seen = sorted(f.name for f in path.iterdir())[:10] if path.is_dir() else "no such directory"
     raise FileNotFoundError(f"{path}: no model.safetensors, pytorch_model.bin or index of either; found {seen}")
 
@@ -208,13 +199,6 @@ def tensors(path: str | Path) -> dict[str, Tensor]:
         raise CheckpointError(path, problems)
     return found
 
-
-def read(path: str | Path, name: str) -> np.ndarray:
-    """Read one tensor of a checkpoint; a name that it does not hold is a KeyError."""
-    return tensors(path)[name].read()
-
-
-# ---- write ---------------------------------------------------------------------------------------------------------
 
 Entries = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -274,21 +258,18 @@ def _publish(new: Path, path: Path, names: list[str]) -> None:
             old.unlink(missing_ok=True)
 
 
-def each_tensor(entries: Entries, fetch: Callable[[str], np.ndarray], shard_bytes: int) -> None:
-    """Fetch what `write_checkpoint` does, in its order: for processes that take part and write nothing."""
-    for names in _split(
-        {n: math.prod(shape) * dtype.itemsize for n, (shape, dtype) in entries.items()}, shard_bytes
-    ).values():
-        for name in _order({name: entries[name] for name in names}):
-            fetch(name)
-
-
 def write_checkpoint(
-    path: Path, entries: Entries, fetch: Callable[[str], np.ndarray], shard_bytes: int, metadata: Mapping[str, str]
-) -> None:
-    """Write tensors into directory `path` in hub layout, in place of any checkpoint there."""
+    path: Path | None, entries: Entries, fetch: Callable[[str], np.ndarray], shard_bytes: int,
+    metadata: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Write tensors into directory `path` in hub layout, in place of any checkpoint there; None: only fetch them."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in entries.items()}
     files = _split(sizes, shard_bytes)
+    if path is None:
+        for names in files.values():
+            for name in _order({name: entries[name] for name in names}):
+                fetch(name)
+        return
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=path) as tmp:
         for file, names in files.items():

@@ -14,9 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .files import NAMES, CheckpointError, Tensor, each_tensor, scan, write_checkpoint
-from .place import DeviceLeaf, HostLeaf, copy, fetch, on_cpu, plain
-from .spec import Layout, Param, hf_names, layout, named_leaves, unstack
+from fdel.ops.weights import Quantized, is_weight
+
+from .files import scan, write_checkpoint
+from .hf_layout import Layout, hf_names, layout
+from .mesh import of_parts
+from .place import Leaf, copy, fetch, plain
+from .published import declare
+from .spec import Param, named_leaves, unstack
+from .tensor import NAMES, CheckpointError, Tensor
 
 Tree = Any
 
@@ -60,22 +66,6 @@ def _shares(named: list[tuple[str, Param]]) -> dict[str, list[_Share]]:
     return out
 
 
-# ---- load ----------------------------------------------------------------------------------------------------------
-
-
-def _renamed(
-    found: Mapping[str, Tensor], rename: Callable[[str], str | None], problems: list[str]
-) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for name, tensor in found.items():
-        ours = rename(name)
-        if ours in out:
-            problems.append(f"{name}: rename gives {ours}, which another tensor has already")
-        elif ours is not None:
-            out[ours] = tensor
-    return out
-
-
 def _target_dtype(p: Param, tensor: Tensor, dtype: Any) -> np.dtype:
     return tensor.dtype if dtype is None else jnp.dtype(p.dtype or dtype)
 
@@ -94,49 +84,59 @@ def _faults(p: Param, path: str, name: str, share: _Share, tensor: Tensor, dtype
 
 
 def _check(
-    named: list[tuple[str, Param]],
-    shares: Mapping[str, list[_Share]],
-    found: Mapping[str, Tensor],
-    dtype: Any,
-    ignore: Iterable[str],
-    problems: list[str],
-) -> list[np.dtype]:
+    named: list[tuple[str, Param]], shares: Mapping[str, list[_Share]], found: Mapping[str, Tensor], dtype: Any,
+    ignore: Iterable[str], problems: list[str],
+) -> list[np.dtype]:  # fmt: skip
     """Compare a checkpoint with a spec: the dtype of each array, and every missing, unexpected or unfit tensor."""
     problems += [f"missing: {name} (for {named[s[0].leaf][0]})" for name, s in shares.items() if name not in found]
     patterns = [re.compile(pattern) for pattern in ignore]
-    problems += [
-        f"unexpected: {name} {list(found[name].shape)}; name it in ignore= if it may be dropped"
-        for name in found
-        if name not in shares and not any(pattern.search(name) for pattern in patterns)
-    ]
+    unexpected = (n for n in found if n not in shares and not any(pattern.search(n) for pattern in patterns))
+    problems += [f"unexpected: {n} {list(found[n].shape)}; name it in ignore= if it may be dropped" for n in unexpected]
     dtypes: list[set[np.dtype]] = [set() for _ in named]
     for name in (name for name in shares if name in found):
         for share in shares[name]:
             path, p = named[share.leaf]
             problems += _faults(p, path, name, share, found[name], dtype)
             dtypes[share.leaf].add(_target_dtype(p, found[name], dtype))
-    problems += [
-        f"{path}: its tensors have different dtypes {sorted(map(str, d))}; pass dtype="
-        for (path, _), d in zip(named, dtypes, strict=True)
-        if len(d) > 1
-    ]
+    mixed = ((path, d) for (path, _), d in zip(named, dtypes, strict=True) if len(d) > 1)
+    problems += [f"{path}: its tensors have different dtypes {sorted(map(str, d))}; pass dtype=" for path, d in mixed]
     return [next(iter(d), np.dtype(np.float32)) for d in dtypes]
 
 
+def opened(
+    spec: Tree, path: str | Path, *, dtype: Any = None, rename: Callable[[str], str | None] | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> tuple[Tree, dict[str, Tensor], list[str]]:  # fmt: skip
+    """Give a spec as a file has it, matrices in few bits as `Quantized` of Param, its tensors, and what is wrong with them.
+
+    Raises CheckpointError where no spec can be given. Parameters as in `load`.
+    """
+    problems: list[str] = []
+    found: dict[str, Tensor] = {}
+    for name, tensor in scan(Path(path), problems).items():
+        ours = name if rename is None else rename(name)
+        if ours in found:
+            problems.append(f"{name}: rename gives {ours}, which another tensor has already")
+        elif ours is not None:
+            found[ours] = tensor
+    if quantization:
+        spec = declare(spec, found, quantization, dtype, problems)
+        if problems:
+            raise CheckpointError(path, problems)
+    return spec, found, problems
+
+
 def load(
-    spec: Tree,
-    path: str | Path,
-    *,
-    dtype: Any = None,
-    shardings: Tree | None = None,
-    rename: Callable[[str], str | None] | None = None,
-    ignore: Sequence[str] = (),
-) -> Tree:
+    spec: Tree, path: str | Path, *, dtype: Any = None, shardings: Tree | None = None,
+    rename: Callable[[str], str | None] | None = None, ignore: Sequence[str] = (),
+    quantization: Mapping[str, Any] | None = None,
+) -> Tree:  # fmt: skip
     """Load the params of `spec` from a directory in hub layout, or from one .safetensors file.
 
     `dtype` casts every array except those whose Param fixes one; None keeps the checkpoint's dtypes. `shardings` is a
     tree like `spec` (see `mesh.shardings`). `rename` maps names in the file to names in the spec, or to None to leave a
-    tensor out; `ignore` holds regular expressions (searched) for unexpected tensors that may be dropped.
+    tensor out; `ignore` holds regular expressions (searched) for unexpected tensors that may be dropped. `quantization` is
+    the `quantization_config` of a config.json: matrices that the file has in few bits become `Quantized`, and stay so.
 
     Reads tensor by tensor. On CPU the arrays are the memory that was read into (so the first program that takes them as
     donated arguments still copies them); on accelerators the host holds one tensor at a time. Before anything is read,
@@ -144,21 +144,18 @@ def load(
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype is {dtype}, expected a floating one; to store integers, load, then params.quantize")
+    _shares(list(named_leaves(spec)))  # a ValueError
+    spec, found, problems = opened(spec, path, dtype=dtype, rename=rename, quantization=quantization)
     named = list(named_leaves(spec))
     shares = _shares(named)
-    problems: list[str] = []
-    found = scan(Path(path), problems)
-    found = _renamed(found, rename, problems) if rename else found
     dtypes = _check(named, shares, found, dtype, ignore, problems)
     if problems:
         raise CheckpointError(path, problems)
-    places = (
-        [None] * len(named) if shardings is None else jax.tree.leaves(jax.tree.map(lambda _, s: s, spec, shardings))
-    )
-    kinds = {place: HostLeaf if on_cpu(place) else DeviceLeaf for place in set(places)}
-    leaves = [
-        kinds[place](p.shape, d, place, len(p.stacked)) for (_, p), d, place in zip(named, dtypes, places, strict=True)
-    ]
+    split = lambda p, s: of_parts(p, s) if isinstance(p, Quantized) else s
+    at = [None] * len(named)
+    if shardings is not None:
+        at = jax.tree.leaves(jax.tree.map(split, spec, shardings, is_leaf=is_weight))
+    leaves = [Leaf(p.shape, d, s, len(p.stacked)) for (_, p), d, s in zip(named, dtypes, at, strict=True)]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         for name, tensor in found.items():
             group = [(s, *leaves[s.leaf].begin(s.index)) for s in shares.get(name, [])]
@@ -166,9 +163,6 @@ def load(
             for s, buffers, _ in group:
                 leaves[s.leaf].end(buffers, s.index)
     return jax.tree.unflatten(jax.tree.structure(spec), [leaf.array() for leaf in leaves])
-
-
-# ---- save ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,9 +175,7 @@ class _Item:
     def __getitem__(self, i: int) -> "_Item":
         return _Item(self.array, (*self.index, i))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape[len(self.index) :]
+    shape = property(lambda self: self.array.shape[len(self.index) :])
 
 
 def _unfit(path: str, p: Param, x: _Item) -> Iterator[str]:
@@ -216,13 +208,9 @@ def _pair(spec: Tree, params: Tree) -> tuple[list[tuple[str, Param]], list[_Item
 
 
 def save(
-    spec: Tree,
-    params: Tree,
-    path: str | Path,
-    *,
-    shard_bytes: int = 5_000_000_000,
+    spec: Tree, params: Tree, path: str | Path, *, shard_bytes: int = 5_000_000_000,
     metadata: Mapping[str, str] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write params as safetensors in hub layout into directory `path`, with an index if there are several files.
 
     Spec and params may be stacked or listed, each as it likes. Tensors are written one by one (the host holds one at
@@ -238,20 +226,15 @@ def save(
     if mixed:
         raise ValueError(f"the parts of a checkpoint tensor have different dtypes: {', '.join(mixed[:20])}")
 
-    def item(s: _Share) -> np.ndarray:
-        x = items[s.leaf]
-        return fetch(x.array, (*x.index, *s.index))
-
     def tensor(name: str) -> np.ndarray:
         out = np.empty(*entries[name])
         for s in shares[name]:
+            item = fetch(items[s.leaf].array, (*items[s.leaf].index, *s.index))
             if plain(s.layout):
-                return item(s).reshape(out.shape)
-            s.layout.write(out, item(s))
+                return item.reshape(out.shape)
+            s.layout.write(out, item)
         return out
 
     spread = any(not getattr(x.array, "is_fully_addressable", True) for x in items)
-    if spread and jax.process_index() > 0:  # the first process cannot read it alone
-        each_tensor(entries, tensor, shard_bytes)
-    else:
-        write_checkpoint(Path(path), entries, tensor, shard_bytes, metadata or {"format": "pt"})
+    writes = not spread or jax.process_index() == 0  # others fetch along: the first process cannot read it alone
+    write_checkpoint(Path(path) if writes else None, entries, tensor, shard_bytes, metadata or {"format": "pt"})

@@ -32,11 +32,8 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None) -> Path:
     hub = _hub(f"{name} is not a local directory; to fetch it from the Hub")
 
     def fetch(*patterns: str) -> Path:
-        return Path(
-            hub.snapshot_download(
-                name, revision=revision, allow_patterns=[*patterns, *TEXT], ignore_patterns=list(IGNORE)
-            )
-        )
+        allow = [*patterns, *TEXT]
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=allow, ignore_patterns=[*IGNORE]))
 
     try:
         snapshot = fetch("*.safetensors")
@@ -49,13 +46,9 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None) -> Path:
 
 
 def push(
-    directory: str | Path,
-    repo_id: str,
-    *,
-    private: bool = True,
-    revision: str | None = None,
+    directory: str | Path, repo_id: str, *, private: bool = True, revision: str | None = None,
     message: str = "Upload a checkpoint with fdel",
-) -> str:
+) -> str:  # fmt: skip
     """Upload a directory to a Hub repository, which is created (private by default) if need be.
 
     Returns the URL of the commit. An empty or absent directory is a FileNotFoundError; without the `hub` extra an
@@ -67,10 +60,7 @@ def push(
     hub = _hub("uploading")
     repo = hub.create_repo(repo_id, private=private, exist_ok=True)
     commit = hub.upload_folder(
-        repo_id=repo.repo_id,
-        folder_path=directory,
-        revision=revision,
-        commit_message=message,
+        repo_id=repo.repo_id, folder_path=directory, revision=revision, commit_message=message,
         ignore_patterns=[".partial-*"],
-    )
+    )  # fmt: skip
     return str(commit.commit_url)

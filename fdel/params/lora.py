@@ -19,20 +19,16 @@ Tree = Any
 
 
 def add(
-    params: Tree,
-    rank: int,
-    alpha: float,
-    where: str = MATRICES,
-    *,
-    key: jax.Array,
-    spec: Tree,
-    rslora: bool = False,
+    params: Tree, rank: int, alpha: float, where: str = MATRICES, *, key: jax.Array, spec: Tree, rslora: bool = False,
     dtype: Any = jnp.float32,
-) -> Tree:
+) -> Tree:  # fmt: skip
     """Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) b a.
 
     a is uniform within 1/sqrt(inputs), b is zero, as in PEFT. Quantized bases stay so
     (QLoRA, arXiv 2305.14314). As in `init`, an array's key is folded in from its path. Pure: jit it to keep shardings.
+    >>> adapted = params.lora.add(weights, 2, 4.0, key=jax.random.key(2), spec=spec)
+    >>> params.count(weights), params.count(adapted)
+    (1704, 2230)
     """
     if rank < 1:
         raise ValueError(f"rank={rank} must be at least 1")
@@ -54,7 +50,10 @@ def add(
 
 
 def merge(params: Tree) -> Tree:
-    """Add every adapter to its weight in float32 and round to the weight's dtype; a Quantized base becomes an array."""
+    """Add every adapter to its weight in float32 and round to the weight's dtype; a Quantized base becomes an array.
+    >>> params.count(params.lora.merge(adapted))
+    1704
+    """
     return change(lambda _, w: dense(w) if isinstance(w, LowRank) else w, params)
 
 
@@ -114,6 +113,9 @@ def split(params: Tree) -> tuple[Tree, Tree]:
 
     The factors of adapters are trainable; everything else, their scale included, is frozen. `jax.grad` and optimizers
     skip None: `jax.grad(lambda t: loss(join(t, frozen)))(trainable)`. Params without an adapter: ValueError.
+    >>> trainable, frozen = params.lora.split(adapted)
+    >>> params.count(trainable)
+    512
     """
     if not any(isinstance(w, LowRank) for _, w in named_leaves(params, is_leaf=is_weight)):
         raise ValueError("params have no adapter, so nothing would be trained; call lora.add first")
@@ -124,5 +126,8 @@ def split(params: Tree) -> tuple[Tree, Tree]:
 
 
 def join(trainable: Tree, frozen: Tree) -> Tree:
-    """Undo `split`."""
+    """Undo `split`.
+    >>> params.count(params.lora.join(*params.lora.split(adapted)))
+    2230
+    """
     return jax.tree.map(lambda t, f: f if t is None else t, trainable, frozen, is_leaf=lambda x: x is None)

@@ -20,34 +20,16 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 # data, data with sharded parameters, experts, tensor (heads and hidden units), sequence
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
 
-# The vocabulary of axis names. A family that needs a new one adds it here, and decides how it is sharded.
+# The vocabulary of axis names. A family that needs a new one adds it here, and decides how it is sharded. `rep` are query
+# heads per key head, or any repeat inside a group; `latent`: compressed keys and values (MLA); `inner`: channels of a
+# recurrent mixer; `labels`: of a reward model's head; `scales`: of a token's keys or values in 8 bits.
+WHOLE = (
+    "positions rep head_dim layers latent q_latent rope_dim state kernel labels groups channels pages page scales slots"
+)
 TRAIN: Rules = MappingProxyType(
-    {
-        "vocab": "tp",
-        "positions": None,
-        "embed": "fsdp",
-        "heads": "tp",
-        "kv_heads": "tp",
-        "rep": None,  # query heads per key head, or any repeat inside a group
-        "head_dim": None,
-        "ffn": "tp",
-        "experts": "ep",
-        "shared_ffn": "tp",
-        "layers": None,
-        "latent": None,  # compressed keys and values (MLA)
-        "q_latent": None,
-        "rope_dim": None,
-        "inner": "tp",  # channels of a recurrent mixer
-        "state": None,
-        "kernel": None,
-        "labels": None,  # of a reward model's head
-        "groups": None,
-        "channels": None,
-        "pages": None,
-        "page": None,
-        "scales": None,  # of a token's keys or values in 8 bits
-        "slots": None,
-    }
+    dict.fromkeys(WHOLE.split())
+    | dict.fromkeys(("vocab", "heads", "kv_heads", "ffn", "shared_ffn", "inner"), "tp")
+    | {"embed": "fsdp", "experts": "ep"}
 )
 # Serving reads every weight at each step: gathering shards over fsdp would cost more than the step itself.
 SERVE: Rules = MappingProxyType({**TRAIN, "embed": None})
@@ -58,7 +40,10 @@ COPIES = "_copies"  # ends the name of the half of a mesh axis along which devic
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read "fsdp=2,tp=4" as {"fsdp": 2, "tp": 4}; one size may be -1. Malformed text is a ValueError."""
+    """Read "fsdp=2,tp=4" as {"fsdp": 2, "tp": 4}; one size may be -1. Malformed text is a ValueError.
+    >>> params.parse_mesh("fsdp=2,tp=4")
+    {'fsdp': 2, 'tp': 4}
+    """
     shape: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         axis, _, size = (s.strip() for s in item.partition("="))
@@ -79,10 +64,9 @@ def _check_shape(shape: Mapping[str, int]) -> None:
 
 
 def make_mesh(
-    shape: Mapping[str, int] | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None,
     slices: Mapping[str, int] | None = None,
-) -> Mesh:
+) -> Mesh:  # fmt: skip
     """Make a mesh with all `AXES` (Auto axis types) over `devices`, by default every device.
 
     Axes that `shape` leaves out have size 1; one size may be -1 and takes the remaining devices. None is {"fsdp": -1}.
@@ -90,6 +74,8 @@ def make_mesh(
 
     `slices` gives the number of slices (of TPUs, joined by a data centre's network) along each axis, or of processes where
     devices have no slices; `shape` is then that of one slice, and neighbours along an axis are in one slice first.
+    >>> params.make_mesh({"fsdp": 1}, jax.devices()[:1]).axis_names
+    ('dp', 'fsdp', 'ep', 'tp', 'sp')
     """
     devices = jax.devices() if devices is None else list(devices)
     types, found = (AxisType.Auto,) * len(AXES), {getattr(d, "slice_index", None) for d in devices}
@@ -159,7 +145,10 @@ def _faults(p: Param, rules: Rules, mesh: Mesh | None) -> Iterator[str]:
 
 
 def partition_spec(p: Param, rules: Rules) -> PartitionSpec:
-    """Give the PartitionSpec of one array. An unknown axis, or a mesh axis used twice, is a ValueError."""
+    """Give the PartitionSpec of one array. An unknown axis, or a mesh axis used twice, is a ValueError.
+    >>> tuple(params.partition_spec(spec["embed"], params.TRAIN))
+    ('tp', 'fsdp')
+    """
     faults = list(_faults(p, rules, None))
     if faults:
         raise ValueError(f"{p.hf or p.axes!r}: " + "; ".join(faults))
@@ -177,10 +166,8 @@ def shardings(spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
         for fault in _faults(p, rules, mesh):
             faults.setdefault(fault, []).append(path)
     if faults:
-        lines = [
-            f"  {fault}\n    at {', '.join(paths[:5])}" + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-            for fault, paths in faults.items()
-        ]
+        rest = lambda paths: f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+        lines = [f"  {fault}\n    at {', '.join(paths[:5])}{rest(paths)}" for fault, paths in faults.items()]
         raise ValueError("cannot shard:\n" + "\n".join(lines))
     return jax.tree.map(lambda p: _sharding(p, mesh, rules), spec)
 
@@ -199,12 +186,10 @@ def _sharding(p: Param, mesh: Any, rules: Rules) -> NamedSharding:
             ((name, parts), (name + COPIES, size // parts)) if axis == name else ((axis, size),)
         )}  # fmt: skip
         shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
-        abstract = isinstance(mesh, AbstractMesh)
-        mesh = (
-            AbstractMesh(shape, names, axis_types=types)
-            if abstract
-            else Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-        )
+        if isinstance(mesh, AbstractMesh):
+            mesh = AbstractMesh(shape, names, axis_types=types)
+        else:
+            mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
     return NamedSharding(mesh, partition_spec(p, rules))
 
 
@@ -230,6 +215,19 @@ def shared(spec: Any, mesh: Any, rules: Rules = TRAIN) -> list[str]:
     ]
 
 
+def of_parts(w: Quantized, s: NamedSharding) -> Quantized:
+    """Give the shardings of a quantized matrix's parts, where `s` is that of the matrix: its first divided input counts."""
+
+    def child(x: Any) -> NamedSharding:
+        outer = len(x.shape) - 1
+        axes = (*s.spec, *(None,) * (outer + len(w.inputs) - len(s.spec)))
+        inner = next((a for a in axes[outer:] if a is not None), None)
+        whole = inner is None or x.shape[-1] % math.prod(s.mesh.shape[a] for a in _mesh_axes(inner))
+        return NamedSharding(s.mesh, PartitionSpec(*axes[:outer], None if whole else inner))
+
+    return jax.tree.map(child, w)
+
+
 def reshard(params: Any, spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
     """Move parameters to where rules put them on a mesh; what lies there already stays, and is not copied.
 
@@ -238,23 +236,12 @@ def reshard(params: Any, spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
     """
     at = dict(named_leaves(shardings(spec, mesh, rules))) | dict(named_leaves(shardings(unstack(spec), mesh, rules)))
 
-    def quantized(w: Quantized, s: NamedSharding, inputs: int) -> Quantized:
-        axes = (*s.spec, *(None,) * (w.values.ndim - 1 + inputs - len(s.spec)))
-        inner = next((a for a in axes[len(axes) - inputs :] if a is not None), None)
-
-        def child(x: jax.Array) -> jax.Array:
-            whole = inner is None or x.shape[-1] % math.prod(s.mesh.shape[a] for a in _mesh_axes(inner))
-            outer = axes[: len(axes) - inputs]
-            return jax.device_put(x, NamedSharding(s.mesh, PartitionSpec(*outer, None if whole else inner)))
-
-        return jax.tree.map(child, w)
-
     def one(path: tuple, w: Any) -> Any:
         s = at[path_name(path)]
         if isinstance(w, LowRank):
             a, b, scale = jax.device_put((w.a, w.b, w.scale), NamedSharding(mesh, PartitionSpec()))
             return replace(w, base=one(path, w.base), a=a, b=b, scale=scale)
-        return quantized(w, s, len(w.inputs)) if isinstance(w, Quantized) else jax.device_put(w, s)
+        return jax.device_put(w, of_parts(w, s) if isinstance(w, Quantized) else s)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_weight)
 

@@ -20,10 +20,12 @@ from safetensors.numpy import save_file
 
 from fdel.ops.weights import LowRank, is_weight
 
-from .files import CheckpointError, Tensor, json_object, safetensors_header
+from .files import json_object, safetensors_header
+from .hf_layout import Layout, Matrix, axes_in, file_dims, hf_names, layout, matrix
 from .patterns import Patterns
-from .quantize import Matrix, change, declarations, file_dims, matrix
-from .spec import Layout, Param, hf_names, layout, named_leaves, zeros
+from .quantize import change, declarations
+from .spec import Param, named_leaves, zeros
+from .tensor import CheckpointError, Tensor
 
 Tree = Any
 
@@ -83,12 +85,9 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
 
 
 def _pairs(
-    leaves: Sequence[tuple[str, Param, Matrix]],
-    files: Mapping[str, Tensor],
-    scale: Callable[[str, int], float],
-    max_rank: int | None,
-    problems: list[str],
-) -> dict[str, list[_Pair]]:
+    leaves: Sequence[tuple[str, Param, Matrix]], files: Mapping[str, Tensor], scale: Callable[[str, int], float],
+    max_rank: int | None, problems: list[str],
+) -> dict[str, list[_Pair]]:  # fmt: skip
     """Find the tensors of each leaf by their names and shapes; nothing is read."""
     out: dict[str, list[_Pair]] = {}
     used: set[str] = set()
@@ -105,7 +104,12 @@ def _pairs(
             try:
                 if kinds:
                     raise ValueError(f"{kinds[0]}; expected floating-point numbers")
-                rank = _rank(p, m, a, b, max_rank)
+                rank = a[0] if a else 0
+                expected = [x.file_shape for x in _layouts(p, m, max(rank, 1))]
+                if [a, b] != expected:
+                    raise ValueError(f"expected {expected[0]}, {expected[1]}")
+                if max_rank is not None and rank > max_rank:
+                    raise ValueError(f"rank {rank}; the most is {max_rank} here (max_lora_rank)")
                 out.setdefault(leaf, []).append(_Pair(index, names, found, table, rank, scale(module, rank)))
             except ValueError as e:
                 problems.append(f"{names[0]} {a}, {names[1]} {b}: {e}")
@@ -145,10 +149,6 @@ def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = ""
     save_file(out, path / WEIGHTS, {"format": "pt"})
 
 
-def _understood(field: str, value: Any) -> bool:
-    return field in NEUTRAL or value in ALLOWED.get(field, ()) or not value
-
-
 def _scales(file: Path, problems: list[str], modules: int) -> Callable[[str, int], float]:
     """Read adapter_config.json, of a model with so many modules: a function of (module, rank) that gives its scale."""
     most = (1 << 16) + 512 * modules
@@ -156,9 +156,8 @@ def _scales(file: Path, problems: list[str], modules: int) -> Callable[[str, int
         problems.append(f"{file.name}: {size:,} bytes; expected {most:,} at most")
         return lambda module, rank: 1.0
     config = json_object(file, file.read_bytes(), problems)
-    problems += [
-        f"{file.name}: {k}={str(v)[:100]!r} is not supported" for k, v in config.items() if not _understood(k, v)
-    ]
+    refused = {k: v for k, v in config.items() if v and k not in NEUTRAL and v not in ALLOWED.get(k, ())}
+    problems += [f"{file.name}: {k}={str(v)[:100]!r} is not supported" for k, v in refused.items()]
     alphas = config.get("alpha_pattern") or {}
     alphas = alphas if isinstance(alphas, dict) else {"alpha_pattern": alphas}
     each = {"lora_alpha": config.get("lora_alpha"), **alphas}
@@ -197,23 +196,12 @@ def _layouts(p: Param, m: Matrix, rank: int) -> tuple[Layout, Layout]:
     sizes = dict(zip(p.axes.split(), p.shape, strict=True)) | {"rank": rank}
 
     def one(axes: list[str], side: Sequence[str], file: str) -> Layout:
-        dim = next(d for d in file_dims(p) if side[0] in re.findall(r"\w+", d))
+        dim = next(d for d in file_dims(p) if side[0] in axes_in(d))
         shape = tuple(sizes[axis] for axis in axes)
         return layout(Param(" ".join(axes), shape, zeros, p.hf, file.format(dim), p.part if "[" in dim else None))
 
     _, outputs, inputs = m.cut(p.axes.split())
     return one(["rank", *inputs], inputs, "rank {}"), one([*outputs, "rank"], outputs, "{} rank")
-
-
-def _rank(p: Param, m: Matrix, a: tuple[int, ...], b: tuple[int, ...], most: int | None) -> int:
-    """Compare the shapes of lora_A and lora_B with the spec; give their rank. ValueError says what does not fit."""
-    rank = a[0] if a else 0
-    expected = [x.file_shape for x in _layouts(p, m, max(rank, 1))]
-    if [a, b] != expected:
-        raise ValueError(f"expected {expected[0]}, {expected[1]}")
-    if most is not None and rank > most:
-        raise ValueError(f"rank {rank}; the most is {most} here (max_lora_rank)")
-    return rank
 
 
 def _assemble(p: Param, m: Matrix, pairs: Sequence[_Pair], problems: list[str]) -> tuple[np.ndarray, ...]:
@@ -225,11 +213,8 @@ def _assemble(p: Param, m: Matrix, pairs: Sequence[_Pair], problems: list[str]) 
     for index, names, tensors, table, r, s in pairs:
         with np.errstate(over="ignore"):
             files = [t.read().astype(np.float32) for t in tensors]
-        problems += [
-            f"{n} holds values that are not finite"
-            for n, x in zip(names, files, strict=True)
-            if not np.isfinite(x).all()
-        ]
+        wrong = (n for n, x in zip(names, files, strict=True) if not np.isfinite(x).all())
+        problems += [f"{n} holds values that are not finite" for n in wrong]
         file_a, file_b = (x.T for x in reversed(files)) if table else files
         layout_a, layout_b = _layouts(p, m, r)
         a[index][:r], b[index][..., :r], scale[index] = layout_a.read(file_a), layout_b.read(file_b), s

@@ -13,8 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .files import Tensor
-from .spec import Layout
+from .hf_layout import Layout
+from .tensor import Tensor
 
 CHUNK = 1 << 20  # bytes read at a time: small enough to stay in cache while they are cast or cut
 ALIGN = 64  # JAX's CPU backend takes over host memory with this alignment; other memory it copies
@@ -55,11 +55,6 @@ class Buffers:
                 theirs = tuple(slice(lo - s, hi - s) for (lo, hi), s in zip(cuts, start, strict=True))
                 shard[ours] = piece[theirs]
 
-    def whole(self) -> np.ndarray | None:
-        """The one buffer that holds all of the array, if there is such."""
-        shards = list(self.shards.values())
-        return shards[0] if len(shards) == 1 and shards[0].shape == self.shape else None
-
     def array(self) -> jax.Array:
         """Hand the buffers to JAX; they must not be written after that (on CPU they are the array)."""
         if self.sharding is None:
@@ -67,37 +62,23 @@ class Buffers:
         return jax.make_array_from_callback(self.shape, self.sharding, lambda i: self.shards[_box(i, self.shape)])
 
 
-class HostLeaf:
-    """An array that is completed in host memory: for the CPU, where that memory becomes the array without a copy.
+class Leaf:
+    """An array under construction: `begin` gives memory for a checkpoint tensor, `end` follows when that is filled.
 
-    `begin` gives the memory for one checkpoint tensor and where the tensor lies in it, `end` follows when it is filled.
+    On the CPU all host memory becomes the array without a copy. On accelerators the host holds one tensor at a time, and
+    stacked axes are filled by donated updates.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None, stacked: int):
-        self.buffers = Buffers(shape, dtype, sharding)
-
-    def begin(self, index: tuple[int, ...]) -> tuple[Buffers, tuple[int, ...]]:
-        """Give all of the array's memory."""
-        return self.buffers, index
-
-    def end(self, buffers: Buffers, index: tuple[int, ...]) -> None:
-        """Do nothing: the tensor lies where it belongs."""
-
-    def array(self) -> jax.Array:
-        """Give the array, once."""
-        return self.buffers.array()
-
-
-class DeviceLeaf:
-    """An array on accelerators: the host holds one tensor at a time, stacked axes are filled by donated updates."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None, stacked: int):
         self.shape, self.dtype, self.sharding, self.stacked = shape, dtype, sharding, stacked
+        self.host = Buffers(shape, dtype, sharding) if on_cpu(sharding) else None
         self.whole: Any = None
         self.insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
 
     def begin(self, index: tuple[int, ...]) -> tuple[Buffers, tuple[int, ...]]:
-        """Give memory for one tensor, sharded as the array is without its stacked axes."""
+        """Give memory, and where the tensor lies in it: all of it, or of one tensor, sharded without stacked axes."""
+        if self.host is not None:
+            return self.host, index
         sharding = self.sharding
         if isinstance(sharding, NamedSharding):
             inner = PartitionSpec(*sharding.spec[self.stacked :])
@@ -105,7 +86,9 @@ class DeviceLeaf:
         return Buffers(self.shape[self.stacked :], self.dtype, sharding), ()
 
     def end(self, buffers: Buffers, index: tuple[int, ...]) -> None:
-        """Move the tensor to the devices, into its place."""
+        """Move the tensor to the devices, into its place; on the CPU it lies where it belongs."""
+        if self.host is not None:
+            return
         item = buffers.array()
         if self.stacked and self.whole is None:
             self.whole = jax.jit(partial(jnp.zeros, self.shape, self.dtype), out_shardings=self.sharding)()
@@ -113,16 +96,14 @@ class DeviceLeaf:
         jax.block_until_ready(self.whole)  # else tensors under way pile up in host memory
 
     def array(self) -> jax.Array:
-        """Give the array."""
-        return self.whole
+        """Give the array, once."""
+        return self.whole if self.host is None else self.host.array()
 
 
 def _insert(whole: jax.Array, item: jax.Array, index: tuple[Any, ...]) -> jax.Array:
     item = item.reshape((1,) * len(index) + item.shape)
     return jax.lax.dynamic_update_slice(whole, item, (*index, *(0 for _ in range(item.ndim - len(index)))))
 
-
-# ---- from a tensor to buffers --------------------------------------------------------------------------------------
 
 Target = tuple[Layout, Buffers, tuple[int, ...]]  # how the tensor holds the array, the memory, the stacked index
 
@@ -132,7 +113,7 @@ def _rows(targets: list[Target], nbytes: int) -> tuple[int, int]:
     units, totals = set(), set()
     for layout, _, _ in targets:
         length = layout.cut[0].stop - layout.cut[0].start if layout.cut else 0
-        if length < 2:
+        if length < 2 or layout.divided:
             return 1, 1
         units.add(length // layout.sizes[0])  # rows for one index of our axis: more than one if axes are fused
         totals.add(layout.flat[0])
@@ -145,7 +126,7 @@ def _rows(targets: list[Target], nbytes: int) -> tuple[int, int]:
 def _put_rows(target: Target, chunk: np.ndarray, total: int, start: int) -> None:
     """Put rows start... of `total` of a tensor into the target's buffers."""
     layout, buffers, index = target
-    at = [0] * len(layout.order)
+    at = [0] * len(layout.shape)
     if total > 1:
         cut = layout.cut[0]
         lo, hi = max(start, cut.start), min(start + len(chunk), cut.stop)
@@ -153,12 +134,8 @@ def _put_rows(target: Target, chunk: np.ndarray, total: int, start: int) -> None
             return
         unit, chunk = (cut.stop - cut.start) // layout.sizes[0], chunk[lo - start : hi - start]
         at[layout.order.index(0)] = (lo - cut.start) // unit
-        layout = dataclasses.replace(
-            layout,
-            flat=(hi - lo, *layout.flat[1:]),
-            cut=(slice(None), *layout.cut[1:]),
-            sizes=((hi - lo) // unit, *layout.sizes[1:]),
-        )
+        flat, sizes = (hi - lo, *layout.flat[1:]), ((hi - lo) // unit, *layout.sizes[1:])
+        layout = dataclasses.replace(layout, flat=flat, cut=(slice(None), *layout.cut[1:]), sizes=sizes)
     buffers.put(layout.read(chunk)[(None,) * len(index)], (*index, *at))
 
 
@@ -170,18 +147,19 @@ def plain(layout: Layout) -> bool:
 def _direct(tensor: Tensor, targets: list[Target]) -> np.ndarray | None:
     """The bytes that the file's bytes can be read into as they are, if layout and dtype allow it."""
     layout, buffers, index = targets[0]
-    whole = buffers.whole()
-    if len(targets) > 1 or whole is None or not plain(layout) or tensor.dtype != buffers.dtype:
+    shards = [*buffers.shards.values()]
+    alone = len(targets) == len(shards) == 1 and shards[0].shape == buffers.shape
+    if not alone or not plain(layout) or tensor.dtype != buffers.dtype:
         return None
     view: Any = (*index, ...)  # not a scalar, even if the index is complete
-    return whole[view].reshape(-1).view(np.uint8)
+    return shards[0][view].reshape(-1).view(np.uint8)
 
 
 def copy(tensor: Tensor, targets: list[Target], pool: Executor) -> None:
     """Read one checkpoint tensor once, in chunks, into all arrays that it holds a part of."""
     if not targets or not tensor.nbytes:
         return
-    total, step = _rows(targets, tensor.nbytes)
+    total, step = (1, 1) if tensor.whole else _rows(targets, tensor.nbytes)
     row, direct = tensor.nbytes // total, _direct(tensor, targets)
 
     def one(start: int) -> None:
@@ -198,9 +176,6 @@ def copy(tensor: Tensor, targets: list[Target], pool: Executor) -> None:
         pass
 
 
-# ---- from an array to the host -------------------------------------------------------------------------------------
-
-
 def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
     """Give one item of an array in host memory, and leave nothing behind on the devices or attached to the array."""
     if not isinstance(x, jax.Array):
@@ -215,9 +190,8 @@ def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
     out = np.empty(x.shape[n:], x.dtype)
     for shard in x.addressable_shards:
         start = [a for a, _ in _box(shard.index, x.shape)[:n]]
-        if shard.replica_id == 0 and all(
-            a <= i < a + m for i, a, m in zip(index, start, shard.data.shape, strict=False)
-        ):
+        held = all(a <= i < a + m for i, a, m in zip(index, start, shard.data.shape, strict=False))
+        if held and shard.replica_id == 0:
             data = shard.data if host else jnp.copy(shard.data)  # np.asarray would keep a copy with the array
             out[shard.index[n:]] = np.asarray(data)[tuple(i - a for i, a in zip(index, start, strict=True))]
     return out

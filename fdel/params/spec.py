@@ -7,15 +7,13 @@ registered pytree node, so `jax.tree.map` treats it as a leaf. A *params* tree h
 import dataclasses
 import itertools
 import math
-import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Tree = Any
@@ -42,8 +40,12 @@ class Param:
     `hf_axes` is the layout in the file, written with the same axis names: "(heads head_dim) embed" is a matrix whose rows
     are heads times head_dim; `1` is an axis of size one. If the array is a part of a fused tensor, square brackets enclose
     the axes of the fused dimension and `part` is (offset, total size) along it (see `parts`):
-    "(kv_heads [rep head_dim]) embed". `dtype` fixes a dtype whatever the tree is cast to (router biases, decay rates).
-    Arrays without `hf` (caches, recurrent state) exist in no checkpoint.
+    "(kv_heads [rep head_dim]) embed". An axis of ours that is two in the file is written there as quotient and remainder:
+    "(heads//2 [heads%2 head_dim]) embed" has the queries of two heads beside each head of keys.
+
+    `dtype` fixes a dtype whatever the tree is cast to (router biases, decay rates). Arrays without `hf` (caches, recurrent
+    state) exist in no checkpoint. `inputs` is how many of the last axes are a matrix's inputs, where the layout does not
+    say it (see `hf_layout.matrix`); 0: the array is no matrix.
     """
 
     axes: str
@@ -54,6 +56,7 @@ class Param:
     part: tuple[int, int] | None = None
     dtype: str | None = None
     stacked: tuple[tuple[str, range], ...] = ()
+    inputs: int | None = None
 
     def __post_init__(self) -> None:
         names = self.axes.split()
@@ -73,9 +76,8 @@ def stack(tree: Tree, axis: str, index: range) -> Tree:
     """Lift a spec tree along a new leading axis; each index of `index` is one checkpoint tensor."""
 
     def lift(p: Param) -> Param:
-        return dataclasses.replace(
-            p, axes=f"{axis} {p.axes}".strip(), shape=(len(index), *p.shape), stacked=((axis, index), *p.stacked)
-        )
+        stacked = (axis, index), *p.stacked
+        return dataclasses.replace(p, axes=f"{axis} {p.axes}".strip(), shape=(len(index), *p.shape), stacked=stacked)
 
     return jax.tree.map(lift, tree)
 
@@ -107,13 +109,8 @@ def layers(layer: Callable[[Any], Tree], kinds: tuple) -> Tree:
     """
     if len(set(kinds)) == 1:
         return stack(layer(kinds[0]), "layers", range(len(kinds)))
-    return tuple(
-        tuple(
-            stack(layer(kinds[start + j]), "layers", range(start + j, start + period * count, period))
-            for j in range(period)
-        )
-        for start, period, count in runs(kinds)
-    )
+    one = lambda first, end, period: stack(layer(kinds[first]), "layers", range(first, end, period))
+    return tuple(tuple(one(i + j, i + n * m, n) for j in range(n)) for i, n, m in runs(kinds))
 
 
 def _slice(leaf: Any, i: int) -> Any:
@@ -164,9 +161,6 @@ def _restack_layers(items: Tree, like: Tree) -> Tree:
     return tuple(out)
 
 
-# ---- readings ------------------------------------------------------------------------------------------------------
-
-
 def path_name(path: tuple) -> str:
     """Name a tree path with dots: `layers.q`, `layers.0.1.q`."""
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
@@ -178,6 +172,13 @@ def named_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> It
         yield path_name(path), leaf
 
 
+def pformat(tree: Any) -> str:
+    """Format a tree of declarations, arrays or shapes for reading: an array is its dtype and shape, `f32[8,32]`."""
+    from equinox import tree_pformat  # here: its import takes as long as all of fdel's
+
+    return tree_pformat(tree, width=110, struct_as_array=True)
+
+
 def leaf_dtype(p: Param, dtype: Any) -> Any:
     """The dtype of one array when the tree is cast to `dtype`."""
     return jnp.dtype(p.dtype or dtype)
@@ -187,6 +188,8 @@ def init(spec: Tree, key: jax.Array, dtype: Any = jnp.float32) -> Tree:
     """Initialise parameters. Pure: wrap in `jax.jit(..., out_shardings=shardings(...))` to create them sharded.
 
     Each array's key is folded in from its path, so that adding an array changes no other one's values.
+    >>> params.init(spec, jax.random.key(0), jnp.bfloat16)["embed"].shape
+    (32, 8)
     """
 
     def one(path: tuple, p: Param) -> jax.Array:
@@ -198,89 +201,20 @@ def init(spec: Tree, key: jax.Array, dtype: Any = jnp.float32) -> Tree:
 
 def abstract(spec: Tree, dtype: Any = jnp.float32, shardings: Tree | None = None) -> Tree:
     """Give shapes and dtypes (and shardings) as `jax.ShapeDtypeStruct`, without allocating anything."""
-    if shardings is None:
-        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype)), spec)
-    return jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype), sharding=s), spec, shardings)
+    shape = lambda p, s=None: jax.ShapeDtypeStruct(p.shape, leaf_dtype(p, dtype), sharding=s)
+    return jax.tree.map(shape, spec, *[] if shardings is None else [shardings])
 
 
 def count(tree: Tree) -> int:
-    """Number of elements in a spec or params tree."""
+    """Number of elements in a spec or params tree.
+    >>> params.count(spec)
+    1704
+    """
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def nbytes(tree: Tree, dtype: Any = jnp.float32, shardings: Tree | None = None) -> int:
     """Bytes of a spec tree in `dtype`, or of a params tree as it is; with shardings, those of one device."""
     size = lambda x: leaf_dtype(x, dtype).itemsize if isinstance(x, Param) else x.dtype.itemsize
-    if shardings is not None:
-        mine = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * size(x), tree, shardings)
-        return sum(jax.tree.leaves(mine))
-    return sum(math.prod(x.shape) * size(x) for x in jax.tree.leaves(tree))
-
-
-# ---- checkpoint layout ---------------------------------------------------------------------------------------------
-
-
-def hf_names(p: Param) -> list[str]:
-    """The checkpoint tensors that make up one array, in the order of its stacked axes."""
-    names, index = [a for a, _ in p.stacked], [r for _, r in p.stacked]
-    unknown = sorted(set(re.findall(r"{(\w+)}", p.hf)) ^ set(names))
-    if unknown:
-        raise ValueError(
-            f"{p.hf}: placeholders and stacked axes {names} differ in {', '.join(unknown)}; name each once"
-        )
-    return [p.hf.format(**dict(zip(names, i, strict=True))) for i in itertools.product(*index)]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one checkpoint tensor maps to one (unstacked) array; made by `layout`."""
-
-    file_shape: tuple[int, ...]  # the tensor as it is in the file
-    flat: tuple[int, ...]  # the file's axes pulled apart; a fused dimension stays one axis of its total size
-    cut: tuple[slice, ...]  # our part of `flat`
-    sizes: tuple[int, ...]  # our axes in file order, without axes of size one
-    order: tuple[int, ...]  # permutation from file order to our order
-
-    def read(self, tensor: np.ndarray) -> np.ndarray:
-        """Checkpoint tensor -> our array (a view where numpy can)."""
-        return tensor.reshape(self.flat)[self.cut].reshape(self.sizes).transpose(self.order)
-
-    def write(self, tensor: np.ndarray, array: np.ndarray) -> None:
-        """Write our array into its place in a checkpoint tensor."""
-        where: Any = (*self.cut, ...)  # a scalar's view too is an array with the ellipsis
-        view = tensor.reshape(self.flat)[where]
-        view[...] = array.transpose(np.argsort(self.order)).reshape(view.shape)
-
-
-def layout(p: Param) -> Layout:
-    """Derive the file layout of one checkpoint tensor of `p` from its axis names."""
-    n = len(p.stacked)
-    size: Mapping[str, int] = dict(zip(p.axes.split()[n:], p.shape[n:], strict=True)) | {"1": 1}
-    ours = p.axes.split()[n:]
-    groups = re.findall(r"\([^)]*\)|\[[^\]]*\]|\S+", p.hf_axes or " ".join(ours))
-    file_shape: list[int] = []
-    flat: list[int] = []
-    cut: list[slice] = []
-    order: list[str] = []
-    for group in groups:
-        start = len(flat)
-        for item in re.findall(r"\[[^\]]*\]|[^\s()]+", group):
-            names = item.strip("[]").split()
-            unknown = [a for a in names if a not in size]
-            if unknown:
-                raise ValueError(f"{p.hf}: axis {unknown[0]!r} of layout {p.hf_axes!r} is not one of {ours}")
-            length = math.prod(size[a] for a in names)
-            offset, total = p.part if item.startswith("[") and p.part else (0, length)
-            if not 0 <= offset <= total - length:
-                raise ValueError(
-                    f"{p.hf}: {item} has {length} elements, which do not fit part {p.part} (offset, total)"
-                )
-            flat.append(total)
-            cut.append(slice(offset, offset + length))
-            order += [a for a in names if a != "1"]
-        file_shape.append(math.prod(flat[start:]))
-    if sorted(order) != sorted(ours) or ("[" in p.hf_axes) != (p.part is not None):
-        raise ValueError(f"{p.hf}: layout {p.hf_axes!r} (part {p.part}) does not name each of {ours} once")
-    return Layout(
-        tuple(file_shape), tuple(flat), tuple(cut), tuple(size[a] for a in order), tuple(order.index(a) for a in ours)
-    )
+    held = lambda x, s=None: math.prod(x.shape if s is None else s.shard_shape(x.shape)) * size(x)
+    return sum(jax.tree.leaves(jax.tree.map(held, tree, *[] if shardings is None else [shardings])))

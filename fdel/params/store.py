@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .files import CheckpointError
+from .tensor import CheckpointError
 
 Tree = Any
 

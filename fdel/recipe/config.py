@@ -11,11 +11,13 @@ from types import ModuleType
 from typing import Any
 
 from fdel import models, params
-from fdel.params.quantize import MATRICES, matrix
+from fdel.params.hf_layout import matrix
+from fdel.params.quantize import MATRICES
 from fdel.recipe import names, parse
+from fdel.recipe.methods import Lora
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Model as Source
-from fdel.recipe.trainer import HEADED, KEEPS_DROPOUT, Lora
+from fdel.recipe.settled import Settled
 
 DROPOUT = "dropout|pdrop|layerdrop|drop_path"  # in the names of config.json
 SECONDS = 5  # for a pattern of target_modules
@@ -54,38 +56,44 @@ def changed(recipe: Recipe, family: ModuleType, cfg: Any) -> Any:
     ours = sorted({f.metadata["key"] for f in dataclasses.fields(cfg) if "key" in f.metadata})
     for key, value in parse.plain(recipe.base_config.values or {}).items():
         where = f"base_config.values.{key}"
-        said: Any = None
+        reason: Exception | None = None
         try:
             after = family.Config.from_hf(kept | {key: value})
         except (ValueError, TypeError, KeyError) as e:
-            after, said = cfg, e
-        if said is not None and key in {*ours, *kept}:
-            faults.append(f"{where}: {parse.shown(value)}: {said}")
-            continue
-        if said is not None or (after == cfg and kept.get(key) != value):
+            after, reason = cfg, e
+        if reason is not None and key in {*ours, *kept}:
+            faults.append(f"{where}: {parse.shown(value)}: {reason}")
+        elif reason is not None or (after == cfg and kept.get(key) != value):
             otherwise = f"it reads {', '.join(ours)}, and the keys of rope"
             near = names.hint("base_config.values", key, [*ours, *kept], otherwise=otherwise)
             faults.append(f"{where}: {family.MODEL_TYPE} does not read it; {near}")
-            continue
-        kept, cfg = kept | {key: value}, after
+        else:
+            kept, cfg = kept | {key: value}, after
     parse.fail(faults)
     return cfg
 
 
-def dropout(recipe: Recipe, cfg: Any) -> list[str]:
+def dropout(s: Settled, cfg: Any) -> list[str]:
     """Say which dropout a config asks for that nobody has switched off; this version has none."""
-    t = recipe.trainer
-    off = t.trainer_type not in KEEPS_DROPOUT if t.disable_dropout is None else t.disable_dropout
-    unread = "summary" if t.trainer_type in HEADED else "summary|classifier"  # of heads that are not there
+    chosen = s.recipe.trainer.disable_dropout
+    off = not s.method.keeps_dropout if chosen is None else chosen
+    unread = "summary" if s.method.head else "summary|classifier"  # of heads that are not there
     number = lambda v: isinstance(v, int | float) and not isinstance(v, bool) and v != 0
-    asked = [f"{k} {v}" for k, v in json.loads(cfg.source).items() if number(v) and re.search(DROPOUT, k)]
-    asked = [x for x in asked if not re.match(unread, x)]
-    if off or not asked:
+    rates = {k: v for k, v in json.loads(cfg.source).items() if number(v) and re.search(DROPOUT, k)}
+    found = [f"{k} {v}" for k, v in rates.items() if not re.match(unread, k)]
+    if off or not found:
         return []
     return [
-        f"trainer.disable_dropout: config.json asks for dropout ({', '.join(asked)}), which is not in this version; set "
+        f"trainer.disable_dropout: config.json asks for dropout ({', '.join(found)}), which is not in this version; set "
         "trainer.disable_dropout: true to train without it"
     ]
+
+
+def changed_alike(recipe: Recipe, model: models.Model) -> Any:
+    """Give the config of a loaded model with `base_config.values`; a RecipeError if its tensors have other shapes then."""
+    cfg = changed(recipe, model.family, model.cfg)
+    same_shapes(model.family, cfg, model.cfg)
+    return cfg
 
 
 def same_shapes(family: ModuleType, cfg: Any, other: Any) -> None:
@@ -100,11 +108,11 @@ def same_shapes(family: ModuleType, cfg: Any, other: Any) -> None:
 
 def from_scratch(source: Source) -> bool:
     """Whether a model starts from random weights: a config, in the run file or alone in its directory."""
-    directory = Path(source.name_or_path or "").expanduser()
-    alone = (directory / "config.json").is_file() and not any(
-        any(directory.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf")
-    )
-    return source.config is not None or (source.name_or_path is not None and alone)
+    if source.config is not None or source.name_or_path is None:
+        return source.config is not None
+    there = Path(source.name_or_path).expanduser()
+    weights = any(any(there.glob(p)) for p in ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.gguf"))
+    return (there / "config.json").is_file() and not weights
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
@@ -134,9 +142,9 @@ def lora_targets(lora: Lora, spec: Any) -> str:
     else:
         ends = lambda m, name: m == name or m.endswith(f".{name}")
         known = sorted({last(m) for m in every})
-        said = lambda name: names.hint("", name, known, otherwise=f"matrices are {', '.join(known)}")
+        near = lambda name: names.hint("", name, known, otherwise=f"matrices are {', '.join(known)}")
         unknown = [w for w in lora.target_modules if not any(ends(m, w) for m in every)]
-        parse.fail([f"trainer.lora.target_modules: {w!r} is no matrix; {said(w)}" for w in unknown])
+        parse.fail([f"trainer.lora.target_modules: {w!r} is no matrix; {near(w)}" for w in unknown])
         wanted = {m for m in every if any(ends(m, w) for w in lora.target_modules)}
     some = [path for path, found in modules.items() if wanted & {*found} and not wanted >= {*found}]
     if some:
@@ -157,13 +165,12 @@ def _matching(pattern: str, modules: Sequence[str]) -> set[str]:
         "json.dump([n for n in names if found.fullmatch(n)], sys.stdout)"
     )
     command = [sys.executable, "-I", "-c", code]
+    given = json.dumps([pattern, modules])
     try:
-        done = subprocess.run(
-            command, input=json.dumps([pattern, modules]), capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired as e:
         raise parse.RecipeError(f"trainer.lora.target_modules: {pattern!r} takes more than {SECONDS} s to match") from e
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["its process ended"])[-1]
-        raise parse.RecipeError(f"trainer.lora.target_modules: {parse.shown(pattern)} {said}")
+        reason = (done.stderr.strip().splitlines() or ["its process ended"])[-1]
+        raise parse.RecipeError(f"trainer.lora.target_modules: {parse.shown(pattern)} {reason}")
     return set(json.loads(done.stdout))

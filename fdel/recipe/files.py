@@ -48,10 +48,10 @@ def from_json(text: str) -> Any:
     def constant(name: str) -> Any:
         raise parse.RecipeError(f"{name} is no number of JSON; use a finite one, or null")
 
-    def number(said: str) -> int:
-        if len(said) > DIGITS:
-            raise parse.RecipeError(f"a number of {len(said)} digits, expected at most {DIGITS}")
-        return int(said)
+    def number(digits: str) -> int:
+        if len(digits) > DIGITS:
+            raise parse.RecipeError(f"a number of {len(digits)} digits, expected at most {DIGITS}")
+        return int(digits)
 
     try:
         return json.loads(text, object_pairs_hook=section, parse_constant=constant, parse_int=number)
@@ -62,8 +62,8 @@ def from_json(text: str) -> Any:
 
 
 def from_yaml(text: str) -> Any:
-    """Read YAML of bounded depth and size, aliases expanded; RecipeError for what is none."""
-    yaml = yaml_module()
+    """Read YAML of bounded depth and size, aliases expanded; RecipeError for what is none, with all faults of its keys."""
+    yaml, faults, sizes = yaml_module(), list[str](), dict[int, int]()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
         depth = 0
@@ -72,65 +72,47 @@ def from_yaml(text: str) -> Any:
             self.depth += 1
             if self.depth > DEPTH:
                 raise parse.RecipeError(f"sections lie more than {DEPTH} deep in each other")
+            alias, above = self.check_event(yaml.AliasEvent), len(faults)
             node = super().compose_node(parent, index)
             self.depth -= 1
+            if not alias:
+                inside = [x for pair in node.value for x in pair] if node.id == "mapping" else node.value
+                sizes[id(node)] = 1 + (0 if node.id == "scalar" else sum(sizes[id(x)] for x in inside))
+                faults[above:above] = _faults(node)  # before those of what is inside
+            elif id(node) not in sizes:
+                line = node.start_mark.line + 1
+                raise parse.RecipeError(f"line {line}: an alias stands inside of what it names")
             return node
 
     loader = Loader(text)
     try:
         node = loader.get_single_node()
-        if node is None:
-            return None
-        parse.fail([*_faults(node, set())])
-        if _size(node, {}) > NODES:
+        parse.fail(faults)
+        if node is not None and sizes[id(node)] > NODES:  # as often as aliases repeat them
             raise parse.RecipeError(f"has more than {NODES:,} values once its aliases are expanded; write fewer")
-        return loader.construct_document(node)
-    except yaml.YAMLError as e:
+        return None if node is None else loader.construct_document(node)
+    except parse.RecipeError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError) as e:
         raise parse.RecipeError(f"is not YAML: {e}") from e
-    except (ValueError, OverflowError) as e:
-        raise e if isinstance(e, parse.RecipeError) else parse.RecipeError(f"is not YAML: {e}") from e
     finally:
         loader.dispose()
 
 
-def _children(node: Any) -> list[Any]:
-    if node.id == "mapping":
-        return [x for pair in node.value for x in pair]
-    return node.value if node.id == "sequence" else []
-
-
-def _size(node: Any, known: dict[int, int | None]) -> int:
-    """Count the values below a node as often as aliases repeat them; an alias inside of what it names is a RecipeError."""
-    if id(node) in known:
-        found = known[id(node)]
-        if found is None:
-            raise parse.RecipeError(f"line {node.start_mark.line + 1}: an alias stands inside of what it names")
-        return found
-    known[id(node)] = None
-    known[id(node)] = found = 1 + sum(_size(x, known) for x in _children(node))
-    return found
-
-
-def _faults(node: Any, seen: set[int]) -> Iterator[str]:
-    """Find keys that stand twice, of which YAML would take the last, keys that are no text, and endless numbers."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
+def _faults(node: Any) -> Iterator[str]:
+    """Find a mapping's keys that stand twice, of which YAML would take the last, or are no text; and endless numbers."""
     line = f"line {node.start_mark.line + 1}"
     if node.id == "scalar" and len(node.value) > DIGITS and node.tag.rpartition(":")[2] in ("int", "float"):
         yield f"{line}: a number of {len(node.value)} digits, expected at most {DIGITS}"
-    if node.id == "mapping":
-        names = set()
-        for k, _ in node.value:
-            where = f"line {k.start_mark.line + 1}"
-            if k.id != "scalar":
-                yield f"{where}: a {k.id} as a key, expected a name"
-            elif k.value in names:
-                yield f"{k.value}: stands twice, again in {where}; remove one"
-            else:
-                names.add(k.value)
-    for x in _children(node):
-        yield from _faults(x, seen)
+    names = set()
+    for k, _ in node.value if node.id == "mapping" else ():
+        where = f"line {k.start_mark.line + 1}"
+        if k.id != "scalar":
+            yield f"{where}: a {k.id} as a key, expected a name"
+        elif k.value in names:
+            yield f"{k.value}: stands twice, again in {where}; remove one"
+        else:
+            names.add(k.value)
 
 
 def dump_yaml(data: Any) -> str:

@@ -14,23 +14,37 @@ MISFIT: Any = object()
 LONGEST = 120  # characters of a value in a message
 METHODS = ("trainer_type", "quantization_method")  # another method is never a misspelling of one
 NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-    Any: "a value",
-}
+    str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null", Any: "a value",
+}  # fmt: skip
+
+
+def key(
+    default: Any, doc: str, *, choices: Sequence = (), honours: Sequence = (), refuse: str = "", by: Sequence[str] = (),
+    needs: str = "", of: Sequence[str] = (), **more: Any,
+) -> Any:  # fmt: skip
+    """Declare a key of a run file.
+
+    `choices` are the values that exist. With `refuse`, the reason, only the default and the values in `honours` can be
+    honoured. `by` names the trainer types that read the key; none: all. `needs` is another key of the section without
+    which nothing reads this one: it has to be set, or to be one `of` some values. A number is at least `least`, at most
+    `most`, and more than 0 if `positive`.
+    """
+    meta = {"doc": doc, "choices": tuple(choices), "honours": tuple(honours), "refuse": refuse, "by": tuple(by)}
+    return dataclasses.field(default=default, metadata=meta | {"needs": needs, "of": tuple(of)} | more)
 
 
 class RecipeError(ValueError):
-    """A run file that says something unknown, ill-typed or impossible; the message has a line for each fault."""
+    """A run file that says something unknown, ill-typed or impossible, with a line for each of its `faults`."""
+
+    def __init__(self, *faults: str, title: str = "") -> None:
+        super().__init__("\n".join([title, *(f"  {f}" for f in faults)]) if title else "\n".join(faults))
+        self.faults = faults
 
 
 def fail(faults: Sequence[str]) -> None:
     """Raise a RecipeError if there are faults."""
     if faults:
-        raise RecipeError("\n".join(["the recipe has faults:", *(f"  {f}" for f in faults)]))
+        raise RecipeError(*faults, title="the recipe has faults:")
 
 
 def section(cls: type, data: Mapping[str, Any], path: str, faults: list[str]) -> Any:
@@ -50,14 +64,11 @@ def section(cls: type, data: Mapping[str, Any], path: str, faults: list[str]) ->
 
 
 def _value(field: dataclasses.Field, hint: Any, value: Any, where: str, faults: list[str]) -> Any:
-    found, m = convert(hint, value, where, faults), field.metadata
-    choices = m.get("choices", ())
-    if found is MISFIT:
-        faults.append(f"{where}: found {shown(value)}, expected {expected(hint)}")
-    elif choices and found is not None and found not in choices:
-        known = [str(c) for c in choices if not m["refuse"] or c in m["honours"]]
-        said = names.hint(where, str(found), known, guess=field.name not in METHODS)
-        faults.append(f"{where}: found {shown(found)}; {said}")
+    found, m = item(hint, value, where, faults), field.metadata
+    if m["choices"] and found not in (None, MISFIT, *m["choices"]):
+        known = [str(c) for c in m["choices"] if not m["refuse"] or c in m["honours"]]
+        near = names.hint(where, str(found), known, guess=field.name not in METHODS)
+        faults.append(f"{where}: found {shown(found)}; {near}")
         return MISFIT
     return found
 
@@ -89,7 +100,7 @@ def convert(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
 
 
 def item(hint: Any, value: Any, path: str, faults: list[str]) -> Any:
-    """Convert an item of a list or mapping; a misfit is a fault."""
+    """Convert what stands at a path; a misfit is a fault."""
     found = convert(hint, value, path, faults)
     if found is MISFIT:
         faults.append(f"{path}: found {shown(value)}, expected {expected(hint)}")

@@ -8,24 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fdel.recipe import files, names, parse
-from fdel.recipe.schema import (
-    ACTIONS,
-    ALIASES,
-    SERVING,
-    Action,
-    BaseConfig,
-    Distributed,
-    Esurge,
-    Eval,
-    FileAction,
-    Loader,
-    Mixture,
-    Model,
-    Quantization,
-    Sharding,
-)
-from fdel.recipe.trainer import Trainer, key
+from fdel.recipe import files, names, parse, schema
+from fdel.recipe.parse import key
+from fdel.recipe.schema import ACTIONS, ALIASES, SERVING, Action, FileAction
+from fdel.recipe.trainer import Trainer
 
 WRAPPERS = ("config", "elm", "elarge_model")
 
@@ -34,18 +20,19 @@ WRAPPERS = ("config", "elm", "elarge_model")
 class Recipe:
     """All sections of a run file. `set` gives a changed one; equal recipes are equal runs."""
 
-    model: Model = key(Model(), "the model")
-    teacher_model: Model | None = key(None, "the model to distil")
-    reference_model: Model | None = key(None, "the reference of dpo, kto and bco; default: the model at the start")
-    loader: Loader = key(Loader(), "precision and loading")
-    sharding: Sharding = key(Sharding(), "the device mesh")
-    distributed: Distributed = key(Distributed(), "the processes of a run")
-    quantization: Quantization = key(Quantization(), "weights of few bits")
-    base_config: BaseConfig = key(BaseConfig(), "changes of the model's configuration")
-    esurge: Esurge = key(Esurge(), f"the inference engine; {SERVING}")
-    mixture: Mixture = key(Mixture(), "the data")
+    model: schema.Model = key(schema.Model(), "the model")
+    teacher_model: schema.Model | None = key(None, "the model to distil")
+    reference_model: schema.Model | None = key(None,
+        "the reference of dpo, kto and bco; default: the model at the start")  # fmt: skip
+    loader: schema.Loader = key(schema.Loader(), "precision and loading")
+    sharding: schema.Sharding = key(schema.Sharding(), "the device mesh")
+    distributed: schema.Distributed = key(schema.Distributed(), "the processes of a run")
+    quantization: schema.Quantization = key(schema.Quantization(), "weights of few bits")
+    base_config: schema.BaseConfig = key(schema.BaseConfig(), "changes of the model's configuration")
+    esurge: schema.Esurge = key(schema.Esurge(), f"the inference engine; {SERVING}")
+    mixture: schema.Mixture = key(schema.Mixture(), "the data")
     trainer: Trainer = key(Trainer(), "the training")
-    eval: Eval = key(Eval(), f"benchmarks; {SERVING}")
+    eval: schema.Eval = key(schema.Eval(), f"benchmarks; {SERVING}")
     actions: tuple[Action, ...] = key((), f"what to do, in order: {', '.join(ACTIONS)}")
 
     def set(self, path: str, value: Any) -> "Recipe":
@@ -107,7 +94,11 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
         actions = data.pop("actions", actions)
     faults: list[str] = []
     recipe = parse.section(Recipe, data, "", faults)
-    found = tuple(_action(a, f"actions[{i}]", faults) for i, a in enumerate(_listed(actions, faults)))
+    if not isinstance(actions, list | tuple | None):
+        wanted = "a list of names, each with a mapping where it has settings"
+        faults.append(f"actions: found {parse.shown(actions)}, expected {wanted}")
+    listed = actions if isinstance(actions, list | tuple) else ()
+    found = tuple(_action(a, f"actions[{i}]", faults) for i, a in enumerate(listed))
     parse.fail(faults)
     return dataclasses.replace(recipe, actions=found)
 
@@ -115,14 +106,6 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
 def _merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
     inside = lambda k, v: _merged(old.get(k) or {}, v) if isinstance(v, Mapping) and k != "actions" else parse.plain(v)
     return {**old, **{k: inside(k, v) for k, v in new.items()}}
-
-
-def _listed(actions: Any, faults: list[str]) -> list:
-    if actions is not None and not isinstance(actions, list | tuple):
-        faults.append(
-            f"actions: found {parse.shown(actions)}, expected a list of names, each with a mapping where it has settings"
-        )
-    return list(actions) if isinstance(actions, list | tuple) else []
 
 
 def _action(found: Any, path: str, faults: list[str]) -> Action:
@@ -180,9 +163,9 @@ def reference() -> str:
     ]:  # fmt: skip
         section, _, name = where.rpartition(".")
         if kind:
-            told = kind.removesuffix(" or null") if default == "null" else f"{kind}; {default}"
-            said = textwrap.fill(f"{name:<28} {doc} ({told})", 116, subsequent_indent=" " * 29)
-            sections.setdefault(section, []).append(textwrap.indent(said, "    "))
+            type = kind.removesuffix(" or null") if default == "null" else f"{kind}; {default}"
+            entry = textwrap.fill(f"{name:<28} {doc} ({type})", 116, subsequent_indent=" " * 29)
+            sections.setdefault(section, []).append(textwrap.indent(entry, "    "))
         else:
             titles |= {where: doc, f"{where}[]": doc}
     shown: dict[str, str] = {}

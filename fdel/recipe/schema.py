@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fdel.recipe.trainer import key
+from fdel.recipe.parse import key
+from fdel.serve.server.evaluate import Options
+from fdel.serve.server.options import ServerOptions, Settings
 
 DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16",
     "float16": "float16",
 }  # fmt: skip
-METHODS = {"nf4": "nf4", "8bit": "int8", "int8": "int8", "fp8": "fp8"}  # quantization_method -> format of the weights
+FORMATS = {"nf4": "nf4", "8bit": "int8", "int8": "int8", "fp8": "fp8"}  # quantization_method -> format of the weights
 TEXT_TASKS = ("causal-language-model", "causal-lm", "auto-bind")
 OTHER_TASKS = (
     "vision-language-model", "image-text-to-text", "sequence-to-sequence", "speech-sequence-to-sequence",
@@ -24,6 +26,13 @@ CHOSEN = "fdel chooses implementations by platform and shape (`ops.dispatch`); r
 ALWAYS = "this version has no other way; remove it"
 SERVING = "read by the actions serve and eval alone"
 INSIDE = "texts become tokens inside of the server; remove it"
+
+
+def setting(of: type, name: str, **more: Any) -> Any:
+    """Declare the key of a setting of the server, its engine or evaluation, which may have another name in run files."""
+    f = of.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    least = f.metadata["least"] or None  # 0 is the default, by another name
+    return key(**{"default": f.default, "doc": f.metadata["doc"], "setting": name, "least": least} | more)
 
 
 @dataclass(frozen=True)
@@ -38,17 +47,13 @@ class Extra:
 class Model:
     """A model in Hugging Face layout."""
 
-    name_or_path: str | None = key(
-        None, "directory, or Hub id; one with a config.json alone starts from random weights"
-    )
-    config: Mapping[str, Any] | None = key(
-        None, "config.json itself, in place of name_or_path: start from random weights"
-    )
+    name_or_path: str | None = key(None,
+        "directory, or Hub id; one with a config.json alone starts from random weights")  # fmt: skip
+    config: Mapping[str, Any] | None = key(None,
+        "config.json itself, in place of name_or_path: start from random weights")  # fmt: skip
     tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; default: the model's")
-    task: str | None = key(
-        None, "kind of model", choices=TEXT_TASKS + OTHER_TASKS, honours=TEXT_TASKS,
-        refuse="this version has language models only (causal-language-model)",
-    )  # fmt: skip
+    task: str | None = key(None, "kind of model", choices=TEXT_TASKS + OTHER_TASKS, honours=TEXT_TASKS,
+        refuse="this version has language models only (causal-language-model)")  # fmt: skip
     extra_kwargs: Extra = key(Extra(), "more arguments for loading")
 
 
@@ -58,14 +63,14 @@ class Loader:
 
     dtype: str | None = key(None, "dtype of the computation; default: the parameters'", choices=tuple(DTYPES))
     param_dtype: str | None = key(None, "dtype of the parameters; default: the checkpoint's", choices=tuple(DTYPES))
-    precision: str | None = key(
-        None, "of matrix products, see jax.default_matmul_precision", choices=("default", "high", "highest")
+    precision: str | None = key(None, "of matrix products, see jax.default_matmul_precision",
+        choices=("default", "high", "highest"))  # fmt: skip
+    kernels: Mapping[str, str] | None = key(
+        None, "implementations of operations, as {attend: flash}; see fdel.ops.explain"
     )
     verbose: bool = key(False, "say what was loaded")
-    from_torch: bool | None = key(
-        None, "read a Hugging Face checkpoint, safetensors or .bin", honours=(True,),
-        refuse="fdel reads Hugging Face checkpoints and no other format; remove it",
-    )  # fmt: skip
+    from_torch: bool | None = key(None, "read a Hugging Face checkpoint, safetensors or .bin", honours=(True,),
+        refuse="fdel reads Hugging Face checkpoints and no other format; remove it")  # fmt: skip
     trust_remote_code: bool = key(False, "run code of a repository", refuse="fdel never runs remote code; remove it")
 
 
@@ -77,9 +82,8 @@ class Sharding:
     axis_names: tuple[str, ...] = key(("dp", "fsdp", "ep", "tp", "sp"), "names of the axes, in the order of axis_dims")
     dcn_axis_dims: tuple[int, ...] | None = key(None, "slices or hosts along each axis; axis_dims is one's mesh")
     rules: Mapping[str, Any] | None = key(None, "mesh axis of an axis of weights, as in {kv_heads: null}")
-    auto_shard_model: bool = key(
-        True, "divide parameters by axis names", refuse="parameters follow axis_dims; for whole ones use dp alone"
-    )
+    auto_shard_model: bool = key(True, "divide parameters by axis names",
+        refuse="parameters follow axis_dims; for whole ones use dp alone")  # fmt: skip
     use_ring_of_experts: bool = key(False, "pass tokens round a ring of experts", refuse=ALWAYS)
     fsdp_is_ep_bound: bool = key(False, "fold fsdp into the experts' axis", refuse=ALWAYS)
     sp_is_ep_bound: bool = key(False, "fold sp into the experts' axis", refuse=ALWAYS)
@@ -98,25 +102,21 @@ class Distributed:
 class Format:
     """How numbers are quantized."""
 
-    quantization_method: str | None = key(
-        None, "of the stored numbers; a8bit, a8q and a4q would quantize activations too",
-        choices=(*METHODS, "a8bit", "a8q", "a4q"), honours=tuple(METHODS),
-        refuse="only weights are quantized in this version; use nf4, 8bit or fp8",
-    )  # fmt: skip
-    group_size: int | None = key(
-        None,
+    quantization_method: str | None = key(None,
+        "of the stored numbers; a8bit, a8q and a4q would quantize activations too",
+        choices=(*FORMATS, "a8bit", "a8q", "a4q"), honours=tuple(FORMATS),
+        refuse="only weights are quantized in this version; use nf4, 8bit or fp8")  # fmt: skip
+    group_size: int | None = key(None,
         "numbers that share a scale; default: 64 for nf4, else all inputs of an output",
-        needs="quantization_method",
-    )
+        needs="quantization_method")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Quantization:
     """Weights of few bits. In training they are frozen, and LoRA adapters are trained on them (QLoRA)."""
 
-    platform: str | None = key(
-        None, "implementation", choices=("triton", "pallas", "jax"), honours=("jax",), refuse=CHOSEN
-    )
+    platform: str | None = key(None, "implementation", choices=("triton", "pallas", "jax"), honours=("jax",),
+        refuse=CHOSEN)  # fmt: skip
     apply_quantization: bool = key(True, "false leaves the model as it is, whatever `model` says")
     kv_cache: Format = key(Format(), f"of keys and values; {SERVING}")
     model: Format = key(Format(), "of the matrices in the model's layers")
@@ -134,31 +134,23 @@ class BaseConfig:
 class Esurge:
     """The inference engine."""
 
-    max_model_len: int | None = key(None, "longest context")
-    max_num_seqs: int = key(256, "sequences at a time")
-    hbm_utilization: float = key(0.85, "share of the device's memory that may be used, where the device tells its size")
+    max_model_len: int | None = setting(Settings, "max_length")
+    max_num_seqs: int = setting(Settings, "rows", default=256)
+    hbm_utilization: float = setting(ServerOptions, "memory")
     page_size: int = key(64, "tokens of a page of keys and values", refuse="pages have 64 tokens; remove it")
     use_aot_forward: bool = key(True, "compile before the first request", refuse=ALWAYS)
     enable_prefix_caching: bool = key(True, "reuse the pages of equal prefixes, where the model allows it")
     compile_runner: bool = key(True, "compile the step", refuse=ALWAYS)
-    overlap_execution: bool = key(True, "launch a step before the last one's tokens are read")
+    overlap_execution: bool = setting(Settings, "overlap")
     silent_mode: bool = key(False, "no log")
     auto_truncate_prompt: bool = key(False, "cut prompts that do not fit; false refuses them")
     auto_cap_new_tokens: bool = key(True, "generate no more than fits", refuse=ALWAYS)
     strict_context: bool = key(False, "refuse prompts that do not fit; not with auto_truncate_prompt")
-    truncate_mode: str | None = key(
-        None,
-        "where auto_truncate_prompt cuts; default: left",
-        choices=("left", "right", "middle"),
-        needs="auto_truncate_prompt",
-    )
-    draft_model: str | None = key(
-        None, "directory or Hub id of a smaller model of the same tokens, which guesses draft_tokens ahead"
-    )
-    draft_tokens: int | None = key(
-        None, "tokens guessed ahead; default: 3 with a draft_model, whose guesses they are, else none; without one, what "
-        "was said before is the guess",
-    )  # fmt: skip
+    truncate_mode: str | None = key(None, "where auto_truncate_prompt cuts; default: left",
+        choices=("left", "right", "middle"), needs="auto_truncate_prompt")  # fmt: skip
+    draft_model: str | None = setting(ServerOptions, "draft")
+    draft_tokens: int | None = key(None, "tokens guessed ahead; default: 3 with a draft_model, whose guesses they "
+        "are, else none; without one, what was said before is the guess", setting="drafts", least=1)  # fmt: skip
     tokenizer_endpoint: str | None = key(None, "address of a tokenizer process", refuse=INSIDE)
     detokenizer_endpoint: str | None = key(None, "address of a detokenizer process", refuse=INSIDE)
 
@@ -167,18 +159,16 @@ class Esurge:
 class Eval:
     """Evaluation with lm_eval's benchmarks."""
 
-    max_new_tokens: int | None = key(None, "longest answer; default: the task's")
-    temperature: float | None = key(None, "0 takes the likeliest token; default: the task's, mostly 0")
-    top_p: float | None = key(None, "draw from the likeliest tokens of this mass; default: the task's, mostly all")
-    batch_size: int = key(32, "sequences at a time, at most esurge.max_num_seqs of them when they are generated")
-    use_tqdm: bool = key(True, "show progress")
-    limit: int | float | None = key(None, "examples per task, below 1 a share of them; default: all")
-    cache_requests: bool = key(
-        False,
-        "keep the prompts of a task for the next run: lm_eval pickles them beside its code, and sees no change of it",
-    )
-    apply_chat_template: bool = key(False, "send prompts through the chat template")
-    system_instruction: str | None = key(None, "system message")
+    max_new_tokens: int | None = setting(Options, "max_new_tokens", least=1)
+    temperature: float | None = setting(Options, "temperature", least=0, most=100)
+    top_p: float | None = setting(Options, "top_p", least=1e-9, most=1)
+    batch_size: int = setting(Options, "batch", least=1, doc="sequences at a time, at most esurge.max_num_seqs of them "
+        "when they are generated")  # fmt: skip
+    use_tqdm: bool = setting(Options, "progress")
+    limit: int | float | None = setting(Options, "limit", positive=True)
+    cache_requests: bool = setting(Options, "cache_requests")
+    apply_chat_template: bool = setting(Options, "apply_chat_template")
+    system_instruction: str | None = setting(Options, "system_instruction")
 
 
 @dataclass(frozen=True)
@@ -204,12 +194,10 @@ class Tokenization:
     """How text becomes rows of tokens."""
 
     max_length: int | None = key(None, "tokens of a row, as trainer.max_length")
-    truncation: bool | None = key(
-        None, "cut longer texts, or leave them out; default: cut, but leave out reward's pairs"
-    )
-    padding: str | bool | None = key(
-        None, "fill shorter rows", honours=("max_length", True), refuse="rows have one length; use max_length"
-    )
+    truncation: bool | None = key(None,
+        "cut longer texts, or leave them out; default: cut, but leave out reward's pairs")  # fmt: skip
+    padding: str | bool | None = key(None, "fill shorter rows", honours=("max_length", True),
+        refuse="rows have one length; use max_length")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,15 +221,13 @@ class Mixture:
     pack_seq_length: int | None = key(None, "tokens of a packed row; default: trainer.max_length")
     pack_eos_token_id: int | None = key(None, "id that ends a text; default: the tokenizer's")
     pack_shuffle: bool = key(True, "shuffle before packing")
-    pack_shuffle_buffer_factor: int | None = key(
-        None, "packed rows held", refuse="use shuffle_buffer_size, in examples"
-    )
+    pack_shuffle_buffer_factor: int | None = key(None, "packed rows held",
+        refuse="use shuffle_buffer_size, in examples")  # fmt: skip
     pack_on_the_fly: bool = key(False, "a stream: tokenise and pack while training, and keep nothing")
     block_mixture: bool | None = key(None, "each mixture_block_size examples have exactly the weights, in random order")
     mixture_block_size: int | None = key(None, "examples of a block; default with block_mixture: 2048")
-    stop_strategy: str = key(
-        "first_exhausted", "when an epoch of several data sets ends", choices=("first_exhausted", "longest")
-    )
+    stop_strategy: str = key("first_exhausted", "when an epoch of several data sets ends",
+        choices=("first_exhausted", "longest"))  # fmt: skip
     mixture_weights: Mapping[str, float] | None = key(None, "share of each data set by its name; default: by length")
     prefetch_workers: int = key(2, "threads that read and tokenise")
     prefetch_buffer_size: int = key(4, "batches that they are ahead")
@@ -254,10 +240,10 @@ class Mixture:
 class EvalAction:
     """Run lm_eval's benchmarks."""
 
-    tasks: tuple[str, ...] = key((), "names or patterns of tasks; required")
-    include_path: str | None = key(None, "directory with tasks of your own, in lm_eval's YAML")
+    tasks: tuple[str, ...] = setting(Options, "tasks", default=())
+    include_path: str | None = setting(Options, "include_path")
     engine: str = key("esurge", "what generates", choices=("esurge",))
-    num_fewshot: int | None = key(None, "examples in the prompt; default: the task's")
+    num_fewshot: int | None = setting(Options, "num_fewshot", least=0)
     output_path: str | None = key(None, "new file for the results, as JSON")
     print_results: bool = key(True, "show the results")
 
@@ -266,13 +252,12 @@ class EvalAction:
 class ServeAction:
     """Start the HTTP server."""
 
-    host: str = key("127.0.0.1", "address to listen on; beyond this machine it needs require_api_key, true or false")
-    port: int = key(11556, "port to listen on")
+    host: str = setting(ServerOptions, "host")
+    port: int = setting(ServerOptions, "port", default=11556)
     log_level: str = key("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     enable_function_calling: bool = key(True, "parse tool calls")
-    tool_parser_name: str | None = key(
-        None, "format of tool calls; default: by the chat template", needs="enable_function_calling"
-    )
+    tool_parser_name: str | None = key(None, "format of tool calls; default: by the chat template",
+        needs="enable_function_calling")  # fmt: skip
     oai_like_processor: bool = key(True, "answers as OpenAI's", refuse=ALWAYS)
     require_api_key: bool | None = key(None, "refuse requests without a key; default: if there is an api_key_file")
     api_key_file: str | None = key(None, "keys that may ask; see `fdel keys`")

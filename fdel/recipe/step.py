@@ -8,119 +8,135 @@ import jax
 import jax.numpy as jnp
 
 from fdel import models, params, train
-from fdel.ops.shard import widen
-from fdel.recipe import build, check, objective
+from fdel.ops.contraction import widen
+from fdel.recipe import build
 from fdel.recipe.read import Recipe
-from fdel.train import parallel
+from fdel.recipe.settled import Settled, settle
+from fdel.train import debug, losses, parallel
 from fdel.train.evaluation import evaluator
-from fdel.train.metrics import Row, reporting
+from fdel.train.metrics import reporting
 from fdel.train.steps import Metrics, Step
 
 
-class Training(NamedTuple):
-    """A composed run: `state, metrics = step(state, batch, *fixed)` in `jax.set_mesh(mesh)`, jitted, the state donated.
+class Composed(NamedTuple):
+    """A loss `(params, batch, given) -> (sum, sums)` of a whole batch, and its gradient function in microbatches."""
 
-    `loss(params, batch, *rest)` is the objective, `rest(state)` what follows the batch.
-    `complete(params)` joins trained params with the frozen ones.
+    loss: Callable
+    grads: Callable
+
+
+class TrainingRun(NamedTuple):
+    """A composed run: `state, metrics = step(state, batch, **given)` in `jax.set_mesh(mesh)`, jitted, the state donated.
+
+    `loss(params, batch, given)` is the objective, which `reads` these extras too. `complete(params)` joins trained params
+    with the frozen ones.
     """
 
     step: Callable
     state: train.TrainState
-    fixed: tuple
+    given: dict[str, Any]
     loss: Callable
-    rest: Callable
+    reads: tuple[str, ...]
     complete: Callable
 
 
-def build_step(recipe: Recipe, model: models.Model, steps: int, mesh: jax.sharding.Mesh | None = None) -> Training:
+def build_objective(
+    recipe: Recipe | Settled, model: models.Model, *, teacher: models.Model | None = None,
+    lay: Callable[[Callable], Callable] = lambda g: g,
+) -> Composed:  # fmt: skip
+    """Build the objective of a trainer type; with adapters its params are those of `lora.split`.
+
+    It is given "base", the frozen part of the model, if there are adapters; "reference", unless that is the base without
+    them or the batch has its numbers; "teacher"; and the extras of the type. `lay` goes around gradient functions of a
+    microbatch. ValueError for keys that fit neither each other nor the model.
+    """
+    s = settle(recipe)
+    if s.method.teacher and teacher is None:
+        raise ValueError(f"trainer_type {s.method.name} learns from a teacher; pass it")
+    more: dict[str, Any] = {"teacher": teacher} if s.method.teacher else {}
+    found = s.method.objective(s.keys, model, remat=s.remat, **more)
+    rows = build.cast(s, model, found.rows)
+    if s.lora:
+        rows = losses.on_adapters(rows, reference=s.method.reference)
+    n, total, prepare, loss = s.recipe.trainer.gradient_accumulation_steps, found.total, found.prepare, rows
+    if total is not None:
+        loss = lambda params, batch, given: total(rows(params, batch, given), batch, given)
+        if found.coupled:
+            return Composed(loss, lay(train.gradcache(rows, total, n)))
+    apart = parallel.reduce_once(train.accumulate(lay(train.grads(loss)), n))
+    if prepare is None:
+        return Composed(loss, apart)
+    return Composed(loss, lambda params, batch, given: apart(params, prepare(batch), given))
+
+
+def build_step(
+    recipe: Recipe | Settled, model: models.Model, steps: int, mesh: jax.sharding.Mesh | None = None
+) -> TrainingRun:
     """Compose the step of a run of `steps` steps for a model of `build_model`; teacher and reference are loaded.
 
     Call it in `jax.set_mesh(mesh)`, by default that of `sharding`. The model's trained parameters are donated.
     """
-    t, mesh = recipe.trainer, build.build_mesh(recipe) if mesh is None else mesh
-    spec, adapted = build.spec_of(recipe, model), check.adapters(recipe)
-    teacher = build.build_teacher(recipe, mesh)
-    reference = build.build_reference(recipe, model)
-    trained, frozen = params.lora.split(model.params) if adapted else (model.params, None)
-    rate, optimizer = build.build_schedule(recipe, steps), build.build_optimizer(recipe, spec, steps)
+    s = settle(recipe)
+    t, mesh = s.recipe.trainer, build.build_mesh(s) if mesh is None else mesh
+    spec, teacher, reference = build.spec_of(s, model), build.build_teacher(s, mesh), build.build_reference(s, model)
+    trained, frozen = params.lora.split(model.params) if s.lora else (model.params, None)
+    optimizer = build.build_optimizer(s, spec, steps)
 
     def fresh(trained: Any, reference: Any) -> train.TrainState:
-        return train.init_state(trained, optimizer, **_extras(recipe, trained, reference))
+        extras = {name: start() for name, start in s.method.extra.items()}
+        if t.sync_ref_model:
+            extras["reference"] = reference
+        if t.ema_decay is not None:
+            extras["ema"] = jax.tree.map(widen, trained)
+        return train.init_state(trained, optimizer, **extras)
 
-    at = parallel.state_shardings(
-        jax.eval_shape(fresh, trained, reference), params.shardings(spec, mesh, build.rules_of(recipe))
-    )
-    found = objective.build(
-        t, model, teacher=teacher, adapted=adapted,
-        own_reference=recipe.reference_model is not None or t.precompute_ref_log_probs,
-        cast=build.cast(recipe, spec), lay=lambda g: parallel.constrain(g, at.params),
-    )  # fmt: skip
-    reads = [name for name in ("reference", "bco") if name in at.extra]
-    fixed = (
-        *([frozen] if adapted else []),
-        *([reference] if reference is not None and "reference" not in reads else []),
-    )
-    fixed += () if teacher is None else (teacher.params,)
+    shapes = jax.eval_shape(fresh, trained, reference)
+    at = parallel.state_shardings(shapes, params.shardings(spec, mesh, s.train_rules))
+    found = build_objective(s, model, teacher=teacher, lay=lambda g: parallel.constrain(g, at.params))
+    reads = tuple(name for name in ("reference", *s.method.extra) if name in at.extra)
+    parts = {"base": frozen, "reference": reference, "teacher": None if teacher is None else teacher.params}
     half = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(trained))
-    apply = {"apply": train.add_stochastic(t.seed)} if half else {}  # bfloat16 would lose small updates
+    apply = {"apply": train.precision.add_stochastic(t.seed)} if half else {}  # bfloat16 would lose small updates
     g = train.normalize(found.grads)
-    step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, **apply)
-    step = _around(recipe, step, rate)
-    return Training(
-        step=jax.jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options()),
-        state=jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference),
-        fixed=fixed,
-        loss=found.loss,
-        rest=lambda state: (*(state.extra[name] for name in reads), *fixed),
-        complete=(lambda p: params.lora.join(p, frozen)) if adapted else lambda p: p,
-    )
+    g, jit = (debug.checked(g, model.cfg.vocab), debug.jit) if t.debug else (g, jax.jit)
+    step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, seed=t.seed, **apply)
+    step = _around(s, step, build.build_schedule(s, steps))
+    step = jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options())
+    state = jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference)
+    given = {name: part for name, part in parts.items() if part is not None and name not in reads}
+    complete = (lambda p: params.lora.join(p, frozen)) if s.lora else lambda p: p
+    return TrainingRun(step, state, given, found.loss, reads, complete)
 
 
-def _extras(recipe: Recipe, trained: Any, reference: Any) -> dict[str, Any]:
-    t, extras = recipe.trainer, {}
-    if t.sync_ref_model:
-        extras["reference"] = reference
-    if t.trainer_type == "bco":
-        extras["bco"] = {"mean": jnp.zeros(()), "count": jnp.zeros(())}
-    if t.ema_decay is not None:
-        extras["ema"] = jax.tree.map(widen, trained)
-    return extras
-
-
-def _around(recipe: Recipe, step: Step, rate: Callable) -> Step:
+def _around(s: Settled, step: Step, rate: Callable) -> Step:
     """Wrap a step in what keeps averages and references; report the learning rate."""
-    t = recipe.trainer
-    if t.trainer_type == "bco":
-        step = train.losses.track_rewards(step)
+    t, step = s.recipe.trainer, s.method.keep(step)
     if t.ema_decay is not None:
         step = train.ema(step, t.ema_decay)
     if t.sync_ref_model:
         step = train.sync_reference(step, t.ref_model_mixup_alpha, t.ref_model_sync_steps)
 
-    def precise(state: train.TrainState, batch: Any, *fixed: Any) -> tuple[train.TrainState, Metrics]:
-        with jax.default_matmul_precision(recipe.loader.precision):
-            return step(state, batch, *fixed)
+    def precise(state: train.TrainState, batch: Any, /, **given: Any) -> tuple[train.TrainState, Metrics]:
+        with s.computing():
+            return step(state, batch, **given)
 
     return reporting(precise, learning_rate=rate)
 
 
-def final_params(recipe: Recipe, state: train.TrainState) -> Any:
+def final_params(recipe: Recipe | Settled, state: train.TrainState) -> Any:
     """Give the trained parameters to evaluate and to save: the moving average's, or schedule-free's, where there is one."""
-    if recipe.trainer.ema_decay is not None:
+    t = settle(recipe).recipe.trainer
+    if t.ema_decay is not None:
         return jax.tree.map(lambda a, p: a.astype(p.dtype), state.extra["ema"], state.params)
-    return train.averaged(state) if recipe.trainer.optimizer == "schedule_free" else state.params
+    return train.optim.averaged(state) if t.optimizer == "schedule_free" else state.params
 
 
-def build_evaluate(recipe: Recipe, training: Training, data: Iterable | None, mesh: jax.sharding.Mesh) -> Any:
+def build_evaluate(
+    recipe: Recipe | Settled, training: TrainingRun, data: Iterable | None, mesh: jax.sharding.Mesh
+) -> Any:
     """Build `evaluate(state)` for `loop.fit`: the means of the objective over all of `data`; None without data."""
     if data is None:
         return None
-    loss, sharding = jax.jit(training.loss), params.batch_sharding(mesh)
-
-    def evaluate(state: train.TrainState) -> Row:
-        fixed = training.rest(state)
-        return evaluator(loss, data, fixed=fixed, sharding=sharding)(
-            dataclasses.replace(state, params=final_params(recipe, state))
-        )
-
-    return evaluate
+    at, seed = params.batch_sharding(mesh), settle(recipe).recipe.trainer.seed
+    means = evaluator(jax.jit(training.loss), data, given=training.given, reads=training.reads, seed=seed, sharding=at)
+    return lambda state: means(dataclasses.replace(state, params=final_params(recipe, state)))

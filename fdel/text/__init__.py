@@ -9,19 +9,5 @@ from fdel.text.chat import ChatError, chat_tokens, render_chat, template_variabl
 from fdel.text.stream import Detokenizer, flush, step, token_bytes
 from fdel.text.tokenizer import Tokenizer, decode, encode, load, save, train_bpe
 
-__all__ = [
-    "ChatError",
-    "Detokenizer",
-    "Tokenizer",
-    "chat_tokens",
-    "decode",
-    "encode",
-    "flush",
-    "load",
-    "render_chat",
-    "save",
-    "step",
-    "template_variables",
-    "token_bytes",
-    "train_bpe",
-]
+__all__ = ["ChatError", "Detokenizer", "Tokenizer", "chat_tokens", "decode", "encode", "flush", "load", "render_chat",
+           "save", "step", "template_variables", "token_bytes", "train_bpe"]  # fmt: skip

@@ -20,6 +20,7 @@ from fdel.text.tokenizer import Tokenizer, encoding
 
 MAX_CHARS = 2**24  # the longest text that a template may write, and the largest string, list or number it may build
 MAX_SECONDS = 10.0  # the longest time that it may run
+Rows = Sequence[Mapping[str, Any]]  # messages, tools, documents, as JSON has them
 
 # What neither a request nor a row of data may set in a template: it comes from elsewhere, or from nowhere.
 RESERVED = frozenset(
@@ -29,6 +30,7 @@ RESERVED = frozenset(
 
 _OPEN = "THE_FINAL_MESSAGE_STAYS_OPEN "  # the space at its end shows whether the template trims messages
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing, under the names that chats give it
+_GROWING = ("ljust", "rjust", "center", "zfill", "expandtabs", "replace", "join")  # methods of strings
 _PLAIN: dict[type, Callable] = {bool: bool, str: str.__str__, int: int.__int__, float: float.__float__}
 
 
@@ -45,16 +47,10 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render_chat(
-    tok: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool | str = False,
-    template: str | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
+    tok: Tokenizer, messages: Rows, *, tools: Rows | None = None, add_generation_prompt: bool = False,
+    continue_final_message: bool | str = False, template: str | None = None, documents: Rows | None = None,
     **variables: Any,
-) -> str:
+) -> str:  # fmt: skip
     """Render messages with the tokenizer's chat template, as transformers' `apply_chat_template` does.
 
     `tools` are JSON schemas; `template` is a template, or the name of one in `tok.templates`; `variables` go to it.
@@ -83,14 +79,9 @@ def render_chat(
 
 
 def chat_tokens(
-    tok: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template: str | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
-) -> tuple[list[int], list[int]]:
+    tok: Tokenizer, messages: Rows, *, tools: Rows | None = None, template: str | None = None,
+    documents: Rows | None = None, **variables: Any,
+) -> tuple[list[int], list[int]]:  # fmt: skip
     """Tokenize a chat for training: (ids, mask), the mask 1 on tokens of which a `{% generation %}` block wrote a part.
 
     Without an assistant turn the mask is all 0. ChatError as in `render_chat`, and if the template has no such block
@@ -120,7 +111,7 @@ def _source(tok: Tokenizer, template: str | None, tools: Any) -> str:
     return tok.templates.get(name, name)
 
 
-def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+def _messages(messages: Rows) -> list[dict]:
     """Copy messages as plain values, without keys that are None, with reasoning under the names that templates read."""
     chat = []
     for message in messages:
@@ -265,22 +256,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _grown(said: Any, method: str, args: tuple) -> int:
     """Say how long the result of a string's method may become."""
-    if not isinstance(said, str) or method not in (
-        "ljust",
-        "rjust",
-        "center",
-        "zfill",
-        "expandtabs",
-        "replace",
-        "join",
-    ):
+    if not isinstance(said, str) or method not in _GROWING:
         return 0
     if method == "replace":
         return len(said) + said.count(args[0]) * len(args[1]) if len(args) > 1 else 0
     if method == "join":
-        return (
-            sum(len(x) + len(said) for x in args[0] if isinstance(x, str)) if isinstance(args[0], list | tuple) else 0
-        )
+        parts = args[0] if isinstance(args[0], list | tuple) else ()
+        return sum(len(x) + len(said) for x in parts if isinstance(x, str))
     widths = [x for x in args if isinstance(x, int)]
     return max(len(said), *widths, 0) * (1 + said.count("\t") if method == "expandtabs" else 1) if widths else 0
 

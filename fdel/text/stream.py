@@ -2,16 +2,11 @@
 
 import codecs
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import tokenizers
-
-if TYPE_CHECKING:
-    from fdel.text.tokenizer import Tokenizer
+from fdel.text.tokenizer import Pieces, Tokenizer
 
 # GPT-2's alphabet: a visible Latin-1 character stands for its own byte, the other bytes follow from U+0100 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -20,42 +15,10 @@ _BYTE_OF = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerat
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How the names of tokens (pieces) become text; read from a tokenizer's decoder by `read_pieces`."""
-
-    byte_level: bool = False  # each character of a piece stands for a byte
-    byte_fallback: bool = False  # "<0xE4>" is a byte; a run of them that is not UTF-8 gives one U+FFFD per byte
-    replace: tuple[tuple[str, str], ...] = ()
-    drop: str = ""  # what the first piece loses (Metaspace)
-    strip: tuple[str, int] = ("", 0)  # a character, and how often the text loses it at its start
-    gap: str = ""  # what stands between pieces
-
-
-def read_pieces(backend: tokenizers.Tokenizer) -> Pieces:
-    """Read the decoder of a tokenizer; a ValueError if its text cannot be streamed."""
-    if backend.decoder is None:
-        return Pieces(gap=" ")
-    layout = json.loads(backend.decoder.__getstate__())
-    steps = layout.get("decoders", [layout])
-    known = r"(ByteLevel|Metaspace|(Replace)*(ByteFallback)?)(Fuse(Strip)?)?"
-    last = {s["type"]: s for s in steps}
-    replace = tuple((s["pattern"].get("String"), s["content"]) for s in steps if s["type"] == "Replace")
-    strip = last.get("Strip", {"content": "", "start": 0, "stop": 0})
-    if not re.fullmatch(known, "".join(s["type"] for s in steps)) or strip["stop"] or None in dict(replace):
-        raise ValueError(f"cannot stream text of the decoder {layout}; expected ByteLevel, Metaspace, or Replace (of "
-                         "plain strings), ByteFallback, Fuse and Strip (at the start), in this order")  # fmt: skip
-    drop = ""
-    if "Metaspace" in last:
-        replace = ((last["Metaspace"]["replacement"], " "),)
-        drop = "" if last["Metaspace"]["prepend_scheme"] == "never" else last["Metaspace"]["replacement"]
-    return Pieces("ByteLevel" in last, "ByteFallback" in last, replace, drop, (strip["content"], strip["start"]))
-
-
-@dataclass(frozen=True)
 class Detokenizer:
     """The state of one stream: begin with `Detokenizer(tok)`, then call `step`, and `flush` at the end."""
 
-    tok: "Tokenizer"
+    tok: Tokenizer
     skip_special: bool = True
     pending: bytes = b""  # bytes of a character, or a run of byte tokens, that may go on
     begun: bool = False
@@ -93,7 +56,7 @@ def flush(state: Detokenizer) -> str:
     return _strip(state.tok.pieces, _held(state.tok.pieces, state.pending), state.stripped)[0]
 
 
-def token_bytes(tok: "Tokenizer", token: int) -> bytes:
+def token_bytes(tok: Tokenizer, token: int) -> bytes:
     """Return the bytes of UTF-8 that a token stands for inside a text; none for an id that is no token."""
     piece = tok.backend.id_to_token(token)
     part = b"" if piece is None else _part(tok.pieces, piece)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +13,42 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from fdel.text.stream import Pieces, read_pieces
-
 GROWTH = 1000  # times that a normalizer may make a text longer
 END_OF_TEXT = "<|endoftext|>"
 # In transformers' order, which decides the ids of tokens that tokenizer.json lacks.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How the names of tokens (pieces) become text; read from a tokenizer's decoder by `read_pieces`."""
+
+    byte_level: bool = False  # each character of a piece stands for a byte
+    byte_fallback: bool = False  # "<0xE4>" is a byte; a run of them that is not UTF-8 gives one U+FFFD per byte
+    replace: tuple[tuple[str, str], ...] = ()
+    drop: str = ""  # what the first piece loses (Metaspace)
+    strip: tuple[str, int] = ("", 0)  # a character, and how often the text loses it at its start
+    gap: str = ""  # what stands between pieces
+
+
+def read_pieces(backend: tokenizers.Tokenizer) -> Pieces:
+    """Read the decoder of a tokenizer; a ValueError if its text cannot be streamed."""
+    if backend.decoder is None:
+        return Pieces(gap=" ")
+    layout = json.loads(backend.decoder.__getstate__())
+    steps = layout.get("decoders", [layout])
+    known = r"(ByteLevel|Metaspace|(Replace)*(ByteFallback)?)(Fuse(Strip)?)?"
+    last = {s["type"]: s for s in steps}
+    replace = tuple((s["pattern"].get("String"), s["content"]) for s in steps if s["type"] == "Replace")
+    strip = last.get("Strip", {"content": "", "start": 0, "stop": 0})
+    if not re.fullmatch(known, "".join(s["type"] for s in steps)) or strip["stop"] or None in dict(replace):
+        raise ValueError(f"cannot stream text of the decoder {layout}; expected ByteLevel, Metaspace, or Replace (of "
+                         "plain strings), ByteFallback, Fuse and Strip (at the start), in this order")  # fmt: skip
+    drop = ""
+    if "Metaspace" in last:
+        replace = ((last["Metaspace"]["replacement"], " "),)
+        drop = "" if last["Metaspace"]["prepend_scheme"] == "never" else last["Metaspace"]["replacement"]
+    return Pieces("ByteLevel" in last, "ByteFallback" in last, replace, drop, (strip["content"], strip["start"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +164,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     """Train a byte-level BPE. The eos token "<|endoftext|>" and `special_tokens` get the first ids.
 
     ValueError if `vocab_size` has no room for them and the 256 bytes.
+    >>> tok = text.train_bpe(["low lower lowest"], 260)
+    >>> text.encode(tok, "low")
+    [258]
     """
     special = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
     if vocab_size < 256 + len(special):
@@ -149,8 +183,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     return Tokenizer(backend, named, (0,), {}, named, backend.to_str(pretty=True))
 
 
-def encode(tok: Tokenizer, text: str, *, special: bool = True) -> list[int]:
-    """Turn text into token ids; `special` adds what the tokenizer puts around a text (bos, eos).
+def encode(tok: Tokenizer, text: str | Sequence[str], *, special: bool = True) -> list[int]:
+    """Turn text, or a pair of texts, into token ids; `special` adds what the tokenizer puts around them (bos, eos).
 
     Special tokens spelled out in the text become their ids either way. ValueError for a lone surrogate.
     """
@@ -158,16 +192,21 @@ def encode(tok: Tokenizer, text: str, *, special: bool = True) -> list[int]:
 
 
 def decode(tok: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
-    """Turn token ids into text, without the clean-up of spaces that WordPiece models had."""
+    """Turn token ids into text, without the clean-up of spaces that WordPiece models had.
+    >>> tok = text.train_bpe(["low lower lowest"], 260)
+    >>> text.decode(tok, text.encode(tok, "slow"))
+    'slow'
+    """
     with _panics():
         return tok.backend.decode(list(ids), skip_special_tokens=skip_special)
 
 
-def encoding(tok: Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding:
+def encoding(tok: Tokenizer, text: str | Sequence[str], *, special: bool) -> tokenizers.Encoding:
     """Encode to ids with their offsets in the text."""
+    first, second = (text, None) if isinstance(text, str) else text
     try:
         with _panics():
-            return tok.backend.encode(text, add_special_tokens=special)
+            return tok.backend.encode(first, second, add_special_tokens=special)
     except TypeError as e:
         raise ValueError(f"cannot encode this {type(text).__name__}; expected a str without lone surrogates") from e
 

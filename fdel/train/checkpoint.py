@@ -5,11 +5,13 @@
 """
 
 import base64
+import contextlib
 import importlib.metadata
 import json
 import logging
 import math
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import jax
 
+from fdel.ops.platform import target
 from fdel.params import CheckpointError, store
 from fdel.train.evaluation import everywhere
 
@@ -49,8 +52,10 @@ def restore(directory: Path, like: Any, accept: Callable[[Notes], Any] = lambda 
             log.warning("checkpoint %s cannot be restored: %s", path, _reason(e))
             failed[step] = e
             continue
-        for bad in failed:
-            _set_aside(directory / str(bad))
+        for bad in failed if jax.process_index() == 0 else ():
+            aside = directory / f"{bad}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)
+            (directory / str(bad)).rename(aside)
         if failed:
             log.warning("going on from step %d, the last good checkpoint", step)
         return found
@@ -80,17 +85,13 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _set_aside(path: Path) -> None:
-    if jax.process_index() == 0:
-        aside = path.with_name(path.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-
-
 def clean(directory: Path) -> None:
-    """Remove what interrupted saves have left."""
-    if jax.process_index() == 0:
-        for path in directory.glob("*.orbax-checkpoint-tmp*"):
+    """Remove what interrupted saves have left; threads of one that failed may write for a moment yet."""
+    for pause in (0, 0.1, 0.5, 2) if jax.process_index() == 0 else ():
+        time.sleep(pause)
+        if not (left := list(directory.glob("*.orbax-checkpoint-tmp*"))):
+            return
+        for path in left:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -130,7 +131,7 @@ class Saver:
     def __init__(self, directory: Path, **kept: Any) -> None:
         """Save into `directory`; `kept` are the arguments of `prune`."""
         self.directory, self.kept = directory, kept
-        self.background = jax.default_backend() != "cpu"
+        self.background = target() != "cpu"
         self.running: tuple[int, Future[None]] | None = None
         self.saved = max(steps(directory), default=-1)
 
@@ -184,15 +185,11 @@ def notes(iterator: Any, config: Any, **more: Any) -> Notes:
 
 def _versions() -> dict[str, str]:
     """Name what decides whether lost steps are repeated bit by bit."""
-    installed = {name: _version(name) for name in ("fdel", "jax", "jaxlib", "orbax-checkpoint")}
-    return installed | {"device": jax.devices()[0].device_kind}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # run from its source
+    versions = dict.fromkeys(("fdel", "jax", "jaxlib", "orbax-checkpoint"), "not installed")  # run from its source
+    for package in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions | {"device": jax.devices()[0].device_kind}
 
 
 def resume(

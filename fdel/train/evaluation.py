@@ -9,8 +9,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fdel.train.data import Data, in_order, with_columns
+from fdel.train.given import NOTHING, Batch, Given, Loss, collect
 from fdel.train.metrics import Row
-from fdel.train.steps import Batch, Loss, TrainState
+from fdel.train.steps import TrainState, extra
 
 
 def place(batch: Batch, sharding: Any) -> Batch:
@@ -23,13 +24,23 @@ def place(batch: Batch, sharding: Any) -> Batch:
 
 
 def evaluator(
-    loss: Loss, data: Iterable[Batch], *, fixed: Sequence[Any] = (), sharding: Any = None
+    loss: Loss,
+    data: Iterable[Batch],
+    *,
+    given: Given = NOTHING,
+    reads: Sequence[str] = (),
+    seed: int = 0,
+    sharding: Any = None,
 ) -> Callable[[TrainState], Row]:
     """Make an `evaluate` for `fit`: a loss's means over all of `data`, as "eval_loss" and so on.
 
-    `loss(params, batch, *fixed) -> (sum, sums)`, jitted by the caller, as in `steps`: a sum counts by the weight, a pair
+    `loss(params, batch, given) -> (sum, sums)`, jitted by the caller, as in `steps`: a sum counts by the weight, a pair
     (sum, count) by its count. Sums of all batches are added up before the one division, so that batches of different
     weight count as they should. No batch, or no weight, is a ValueError.
+
+    A loss is given what it is in a step: the state's counter, `reads` and `given`. Its key is folded from `seed` and the
+    number of the batch alone: all evaluations of a run draw the same noise, so that their numbers compare. A loss with
+    dropout is to be built without, for evaluation.
     """
 
     def evaluate(state: TrainState) -> Row:
@@ -42,9 +53,10 @@ def evaluator(
                 pair = value if isinstance(value, tuple) else (value, weight)
                 totals.setdefault(name, []).append((float(pair[0]), float(pair[1])))
 
-        unread = None
-        for batch in data:
-            result = loss(state.params, place(batch, sharding), *fixed)
+        unread, extras = None, {name: extra(state, name) for name in reads}
+        for number, batch in enumerate(data):
+            known = collect(state.step, jax.random.fold_in(jax.random.key(seed), number), extras, given)
+            result = loss(state.params, place(batch, sharding), known)
             if unread is not None:
                 add(*unread)  # the batch before: the device is busy with this one meanwhile
             unread = result
@@ -68,21 +80,18 @@ def per_example(f: Callable[[Batch], jax.Array], data: Data, rows: int, sharding
 
     `f` is jitted by the caller. ValueError for a stream.
     """
+    whole = lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True) if jax.process_count() > 1 else x)
     count = data.examples or 0
     numbered = with_columns(in_order(data, rows), number=np.arange(1, count + 1, dtype=np.int32))
     found: np.ndarray | None = None
     for batch in numbered:
         batch = place(batch, sharding)
-        number, values = (_whole(x) for x in (batch["number"], f(batch)))
+        number, values = whole(batch["number"]), whole(f(batch))
         found = np.zeros((count, *values.shape[1:]), values.dtype) if found is None else found
         found[number[number > 0] - 1] = values[number > 0]  # 0 are the rows that fill up the last batch
     if found is None:
         raise ValueError("the data has no example")
     return found
-
-
-def _whole(x: Any) -> np.ndarray:
-    return np.asarray(x if jax.process_count() == 1 else multihost_utils.process_allgather(x, tiled=True))
 
 
 def everywhere(fine: bool) -> bool:

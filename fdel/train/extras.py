@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fdel.ops.shard import widen
+from fdel.ops.contraction import widen
 from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, unless_skipped, with_extra
 
 
@@ -17,13 +17,7 @@ def carry(step: Step, name: str, fold: Callable[[Any, Metrics], Any]) -> Step:
 
     With `reads=(name,)` the next loss sees it.
     """
-
-    def carried(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        new, metrics = step(state, batch, *fixed)
-        old = extra(new, name)
-        return with_extra(new, **{name: unless_skipped(metrics, fold(old, metrics), old)}), metrics
-
-    return carried
+    return _kept(step, name, lambda old, new, metrics: fold(old, metrics))
 
 
 def ema(step: Step, decay: float) -> Step:
@@ -31,13 +25,18 @@ def ema(step: Step, decay: float) -> Step:
 
     Start it as `init_state(params, optimizer, ema=params)`, in float32: bfloat16 drops relative changes below 2^-9.
     """
+    return _kept(step, "ema", lambda old, new, metrics: _towards(old, new.params, 1 - decay))
 
-    def averaging(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        new, metrics = step(state, batch, *fixed)
-        old = extra(new, "ema")
-        return with_extra(new, ema=unless_skipped(metrics, _towards(old, new.params, 1 - decay), old)), metrics
 
-    return averaging
+def _kept(step: Step, name: str, fold: Callable[[Any, TrainState, Metrics], Any]) -> Step:
+    """Set extra[name] to `fold(extra[name], new state, metrics)` after each step that is not skipped."""
+
+    def wrapped(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
+        new, metrics = step(state, batch, **given)
+        old = extra(new, name)
+        return with_extra(new, **{name: unless_skipped(metrics, fold(old, new, metrics), old)}), metrics
+
+    return wrapped
 
 
 def sync_reference(step: Step, alpha: float = 0.6, every: int = 512) -> Step:
@@ -46,8 +45,8 @@ def sync_reference(step: Step, alpha: float = 0.6, every: int = 512) -> Step:
     arXiv:2404.09656; TRL's `sync_ref_model`. The loss takes it with `reads=("reference",)`.
     """
 
-    def syncing(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        new, metrics = step(state, batch, *fixed)
+    def syncing(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
+        new, metrics = step(state, batch, **given)
         move = lambda reference: _towards(reference, new.params, alpha)
         due = (new.step % every == 0) & (metrics.get("skipped", 0) == 0)
         reference = jax.lax.cond(due, move, lambda x: x, extra(new, "reference"))

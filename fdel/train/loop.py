@@ -14,17 +14,19 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fdel.train import checkpoint, metrics, preemption
+from fdel.train import checkpoint, metrics, processes
 from fdel.train.evaluation import place
+from fdel.train.given import NOTHING, Batch, Given
 from fdel.train.metrics import Row
-from fdel.train.steps import Batch, Metrics, Step, TrainState
+from fdel.train.steps import Metrics, Step, TrainState
 
+Evaluate = Callable[[TrainState], Mapping[str, float]]
 log = logging.getLogger(__name__)
 
 
@@ -87,13 +89,13 @@ def fit(
     data: Iterable[Batch],
     loop: Loop,
     *,
-    fixed: Sequence[Any] = (),
-    evaluate: Callable[[TrainState], Mapping[str, float]] | None = None,
+    given: Given = NOTHING,
+    evaluate: Evaluate | None = None,
     callbacks: Sequence[Callable[[Event], Any]] = (),
     sharding: Any = None,
     config: Any = None,
 ) -> TrainState:
-    """Run `state, metrics = step(state, batch, *fixed)` to `loop.steps`, from the last checkpoint if there is one.
+    """Run `state, metrics = step(state, batch, **given)` to `loop.steps`, from the last checkpoint if there is one.
 
     `state` is consumed. A jitted function that makes it (with out_shardings on a mesh) is called if nothing is restored.
     `iter(data)` yields dicts of numpy arrays, this process's rows; `sharding` puts them on the mesh. With
@@ -111,7 +113,7 @@ def fit(
     iterator = iter(data)
     state, progress, saver = _begin(loop, state, iterator, config, getattr(data, "shared", False))
     with contextlib.ExitStack() as stack:
-        caught = stack.enter_context(preemption.listen())
+        caught = stack.enter_context(processes.listen())
         if saver:
             stack.callback(saver.wait)
         write = stack.enter_context(metrics.rows(loop.directory, progress.step, loop.report_to))
@@ -120,7 +122,7 @@ def fit(
         killed, now = 0, progress.step
         while not (run.stopped or killed or now == loop.steps) and (batch := next(iterator, None)) is not None:
             placed, tokens = _placed(batch, sharding)
-            state, reported = step(state, placed, *fixed)
+            state, reported = step(state, placed, **given)
             run.read(state)  # the step before: the device is busy with this one meanwhile
             now += 1
             run.unread = now, reported, tokens
@@ -130,7 +132,7 @@ def fit(
                 run.read(state, evaluate if evaluating else None, last=now == loop.steps)
             if saver and saving:
                 saver.save(now, state, run.notes(iterator, config))
-            killed = preemption.signalled(caught, now)
+            killed = processes.signalled(caught, now)
         run.read(state, last=not killed or now == loop.steps)
         if not killed:
             _learnt(run.progress)
@@ -143,26 +145,25 @@ def fit(
     return state
 
 
+@dataclass
 class _Run:
     """What changes besides the state: the progress, and the step whose metrics are still on the device."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        progress: Progress,
-        write: metrics.Write,
-        show: metrics.Write,
-        callbacks: Sequence[Callable[[Event], Any]],
-    ) -> None:
-        self.loop, self.progress, self.write, self.show, self.callbacks = loop, progress, write, show, callbacks
-        self.unread: tuple[int, Metrics, int] | None = None
-        self.evaluated: Row = {}  # the numbers of an evaluation after the step that was read last
-        self.stopped = 0 < loop.patience <= progress.waited
-        self.speed = metrics.Speed()
+    loop: Loop
+    progress: Progress
+    write: metrics.Write
+    show: metrics.Write
+    callbacks: Sequence[Callable[[Event], Any]]
+    unread: tuple[int, Metrics, int] | None = None
+    evaluated: Row = field(default_factory=dict)  # the numbers of an evaluation after the step that was read last
+    speed: metrics.Speed = field(default_factory=metrics.Speed)
+    ended: bool = False  # by a callback
 
-    def read(
-        self, state: TrainState, evaluate: Callable[[TrainState], Mapping[str, float]] | None = None, last: bool = False
-    ) -> None:
+    @property
+    def stopped(self) -> bool:
+        return self.ended or 0 < self.loop.patience <= self.progress.waited
+
+    def read(self, state: TrainState, evaluate: Evaluate | None = None, last: bool = False) -> None:
         """Read the metrics of the step that is unread; evaluate; log a row if one is due."""
         if self.unread is None:
             return
@@ -178,13 +179,12 @@ class _Run:
         self.evaluated = metrics.numbers(evaluate(state)) if evaluate else {}
         if evaluate:
             self.progress = _judge(self.progress, self.evaluated, self.loop)
-            self.stopped |= 0 < self.loop.patience <= self.progress.waited
             self.speed.restart()
         self.show(row | self.evaluated)
         if logged:
             row |= self.evaluated
             self.write(row)
-            self.stopped |= any([callback(Event(number, row, state)) is True for callback in self.callbacks])
+            self.ended |= any([callback(Event(number, row, state)) is True for callback in self.callbacks])
 
     def notes(self, iterator: Any, config: Any) -> checkpoint.Notes:
         """Collect what a checkpoint of the step that was read last holds besides arrays."""
@@ -210,13 +210,8 @@ def _count(progress: Progress, row: Row, tokens: int, most: int) -> Progress:
             f"the loss or its gradient was not finite in {in_a_row} steps in a row, up to step {row['step']} "
             f"(loss {row['loss']}); lower the learning rate, clip gradients, or look at the data of these steps"
         )
-    return dataclasses.replace(
-        progress,
-        step=row["step"],
-        num_tokens=progress.num_tokens + tokens,
-        skipped=progress.skipped + bad,
-        nonfinite=in_a_row,
-    )
+    total, skipped = progress.num_tokens + tokens, progress.skipped + bad
+    return dataclasses.replace(progress, step=row["step"], num_tokens=total, skipped=skipped, nonfinite=in_a_row)
 
 
 def _learnt(progress: Progress) -> None:
@@ -273,10 +268,8 @@ def _begin(
         state, progress = checkpoint.resume(path, state, iterator, config, shared, _progress)
     else:
         state = fresh()
-    saver = checkpoint.Saver(
-        path, keep=loop.keep, keep_best=loop.keep_best, metric=loop.metric, greater=loop.greater_is_better
-    )
-    return state, progress, saver
+    best: dict[str, Any] = dict(keep_best=loop.keep_best, metric=loop.metric, greater=loop.greater_is_better)
+    return state, progress, checkpoint.Saver(path, keep=loop.keep, **best)
 
 
 def _progress(saved: Mapping[str, Any]) -> Progress:

@@ -1,7 +1,7 @@
 """Directions for parameters that are matrices: Adafactor and Muon.
 
 Our arrays hold more than one matrix (stacked layers, experts) or one in more than two axes ([heads head_dim embed]). What
-the matrix is says the checkpoint: `params.quantize.matrix` reads it from the spec.
+the matrix is says the checkpoint: `params.hf_layout.matrix` reads it from the spec.
 """
 
 import math
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from fdel.params.quantize import matrix
+from fdel.ops.contraction import widen
+from fdel.params.hf_layout import matrix
 from fdel.params.spec import Param, named_leaves, path_name, unstack
 
 Axes = tuple[int, ...]
@@ -62,11 +63,10 @@ def scale_by_adafactor(
     mean = lambda x, axes: x.mean(axes, keepdims=True) if axes else x
 
     def squares(tree: Any) -> tuple[Any, Any]:
-        of = lambda get: jax.tree_util.tree_map_with_path(
-            lambda path, g: get(g * g + eps[0], sides(param(path), g)), tree
-        )
-        rows = of(lambda g, axes: g.mean(axes[0]) if axes[0] else g)
-        return rows, of(lambda g, axes: g.mean(axes[1]) if axes[0] else None)
+        on_sides = lambda f: lambda path, g: f(g * g + eps[0], *sides(param(path), g))
+        rows = on_sides(lambda g, outputs, inputs: g.mean(outputs) if outputs else g)
+        columns = on_sides(lambda g, outputs, inputs: g.mean(inputs) if outputs else None)
+        return jax.tree_util.tree_map_with_path(rows, tree), jax.tree_util.tree_map_with_path(columns, tree)
 
     def init(params: Any) -> AdafactorState:
         zero = jax.tree.map(jnp.zeros_like, squares(params))
@@ -105,7 +105,7 @@ def orthogonalize(x: Float[Array, "... M N"], steps: int = 5, eps: float = 1e-7)
     a, b, c = NEWTON_SCHULZ
     if x.shape[-2] > x.shape[-1]:
         return orthogonalize(x.mT, steps, eps).mT
-    norm = jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True)
+    norm = jnp.linalg.norm(widen(x), axis=(-2, -1), keepdims=True)
     x = (x / jnp.maximum(norm, eps)).astype(x.dtype)
 
     def step(_: Any, x: Array) -> Array:

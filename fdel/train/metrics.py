@@ -29,22 +29,11 @@ Write = Callable[[Row], None]
 log = logging.getLogger(__name__)
 
 # Dense bfloat16 FLOP/s of one device, by the start of jax's `device_kind` (vendors' data sheets).
-PEAK_FLOPS = MappingProxyType(
-    {
-        "NVIDIA A100": 312e12,
-        "NVIDIA H100": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA GH200": 989e12,
-        "NVIDIA H200": 989e12,
-        "NVIDIA B200": 2250e12,
-        "TPU v4": 275e12,
-        "TPU v5 lite": 197e12,
-        "TPU v5e": 197e12,
-        "TPU v5": 459e12,
-        "TPU v6 lite": 918e12,
-        "TPU v6e": 918e12,
-    }
-)
+PEAK_FLOPS = MappingProxyType({
+    "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA GH200": 989e12,
+    "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU v6e": 918e12,
+})  # fmt: skip
 
 
 def read(path: str | Path) -> list[Row]:
@@ -67,7 +56,8 @@ def jsonl(path: Path, step: int) -> Iterator[Write]:
 
     What a full disk does not take is kept and written with a later row, or is an OSError at the end.
     """
-    rest = b"".join(_line(row) for row in (read(path) if path.exists() else []) if row["step"] <= step)
+    line = lambda row: json.dumps(row).encode() + b"\n"
+    rest = b"".join(line(row) for row in (read(path) if path.exists() else []) if row["step"] <= step)
     part = path.with_name(path.name + ".part")
     part.write_bytes(rest)
     part.replace(path)
@@ -75,7 +65,7 @@ def jsonl(path: Path, step: int) -> Iterator[Write]:
 
     def write(row: Row) -> None:
         nonlocal unwritten
-        unwritten += _line(row)
+        unwritten += line(row)
         try:
             flush()
         except OSError as e:
@@ -89,10 +79,6 @@ def jsonl(path: Path, step: int) -> Iterator[Write]:
     with path.open("ab", buffering=0) as file:
         yield write
         flush()
-
-
-def _line(row: Row) -> bytes:
-    return json.dumps(row).encode() + b"\n"
 
 
 @contextlib.contextmanager
@@ -143,19 +129,17 @@ REPORTERS = MappingProxyType({"tensorboard": tensorboard, "wandb": wandb})
 def rows(directory: str | Path | None, step: int, report_to: tuple[str, ...] = ()) -> Iterator[Write]:
     """Open every writer of a run that goes on after `step`; process 0 writes. An unknown reporter is a ValueError."""
     unknown = sorted(set(report_to) - set(REPORTERS))
-    if unknown or (report_to and directory is None):
-        raise ValueError(
-            f"report_to={report_to} without a directory to write in"
-            if not unknown
-            else f"report_to names {unknown}; known are {', '.join(REPORTERS)}"
-        )
+    if unknown:
+        raise ValueError(f"report_to names {unknown}; known are {', '.join(REPORTERS)}")
+    if report_to and directory is None:
+        raise ValueError(f"report_to={report_to} without a directory to write in")
     with contextlib.ExitStack() as stack:
         writers: list[Write] = []
         if directory is not None and jax.process_index() == 0:
             directory = Path(directory)
             directory.mkdir(parents=True, exist_ok=True)
-            writers.append(stack.enter_context(jsonl(directory / "metrics.jsonl", step)))
-            writers += [stack.enter_context(REPORTERS[name](directory, step)) for name in report_to]
+            opened = jsonl(directory / "metrics.jsonl", step), *(REPORTERS[r](directory, step) for r in report_to)
+            writers += map(stack.enter_context, opened)
 
         def write(row: Row) -> None:
             for writer in writers:
@@ -167,24 +151,12 @@ def rows(directory: str | Path | None, step: int, report_to: tuple[str, ...] = (
 @contextlib.contextmanager
 def bar(total: int | None, step: int, show: bool) -> Iterator[Callable[[Row], None]]:
     """Show the steps done and to come, and of each row the loss, the speed and the steps skipped."""
-    with tqdm(
-        total=total,
-        initial=step,
-        unit="step",
-        desc="training",
-        file=sys.stderr,
-        mininterval=0.5,
-        disable=not show or jax.process_index() > 0,
-    ) as progress:
+    shown = {"loss": "loss {:.4f}", "eval_loss": "eval {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
+    shown |= {"mfu": "MFU {:.1%}", "nonfinite_steps": "{} not finite"}
+    look: dict[str, Any] = dict(unit="step", desc="training", file=sys.stderr, mininterval=0.5)
+    with tqdm(total=total, initial=step, disable=not show or jax.process_index() > 0, **look) as progress:
 
         def update(row: Row) -> None:
-            shown = {
-                "loss": "loss {:.4f}",
-                "eval_loss": "eval {:.4f}",
-                "tokens_per_second": "{:,.0f} tokens/s",
-                "mfu": "MFU {:.1%}",
-                "nonfinite_steps": "{} not finite",
-            }
             text = ", ".join(form.format(row[k]) for k, form in shown.items() if row.get(k))
             progress.set_postfix_str(text, refresh=False)
             progress.update(row["step"] - progress.n)
@@ -242,8 +214,8 @@ def numbers(metrics: Mapping[str, Any]) -> Row:
 def reporting(step: Step, **schedules: Callable[[Any], Any]) -> Step:
     """Add schedules to a step's metrics, at the step's own number: `reporting(step, learning_rate=rate)`."""
 
-    def reported(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        new, values = step(state, batch, *fixed)
+    def reported(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
+        new, values = step(state, batch, **given)
         return new, values | {name: rate(state.step) for name, rate in schedules.items()}
 
     return reported

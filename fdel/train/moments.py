@@ -83,10 +83,6 @@ def _flat(blocks: Array, shape: tuple[int, ...]) -> Array:
     return blocks.reshape(*shape[:-1], -1)[..., : shape[-1]]
 
 
-def _load(tree: Blocks, signed: bool) -> Any:
-    return jax.tree.map(lambda c, s: decode(Blocks(c, s), signed), tree.codes, tree.scale)
-
-
 def _keep(tree: Any, moments: str, signed: bool, key: Array) -> Blocks:
     def one(path: tuple, x: Array) -> Blocks:
         if moments == "int8":
@@ -110,6 +106,7 @@ def scale_by_adam(
     if moments not in ("float32", "int8", "bfloat16"):
         raise ValueError(f"moments={moments!r} is not one of float32, bfloat16, int8")
     whole = moments == "float32"
+    load = lambda tree, signed: jax.tree.map(lambda c, s: decode(Blocks(c, s), signed), tree.codes, tree.scale)
 
     def state(count: Array, mu: Any, nu: Any) -> optax.ScaleByAdamState:
         if whole:
@@ -123,7 +120,7 @@ def scale_by_adam(
 
     def update(grads: Any, old: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         count = old.count + 1
-        mu, nu = (old.mu, old.nu) if whole else (_load(old.mu, True), _load(old.nu, False))
+        mu, nu = (old.mu, old.nu) if whole else (load(old.mu, True), load(old.nu, False))
         mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, mu)
         nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, nu)
         # Multiplied: XLA:CPU would divide whole arrays in passes of their own.

@@ -12,14 +12,18 @@
 Mesh axes are Auto: the compiler places what nobody has placed. docs/architecture.md says why.
 """
 
+import contextlib
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.shard import context, divided, require_mesh, widen
-from fdel.params import joined
+from fdel.ops.contraction import widen
+from fdel.ops.platform import context
+from fdel.ops.shard import divided, require_mesh
+from fdel.params.mesh import joined
+from fdel.train.given import NOTHING, Given, fold
 from fdel.train.steps import GradFn
 
 
@@ -34,19 +38,13 @@ def state_shardings(state: Any, shardings: Any) -> Any:
 
     def one(path: tuple, x: Any) -> NamedSharding:
         found = next((like[path[i:]] for i in range(len(path) + 1) if path[i:] in like), None)
-        if found is None or len(found.spec) > x.ndim or not _divides(found, x.shape):
-            return NamedSharding(mesh, P())
-        return found
+        if found is not None and len(found.spec) <= x.ndim:
+            with contextlib.suppress(ValueError):  # it does not divide this shape
+                found.shard_shape(x.shape)
+                return found
+        return NamedSharding(mesh, P())
 
     return jax.tree_util.tree_map_with_path(one, state)
-
-
-def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    try:
-        sharding.shard_shape(shape)
-    except ValueError:
-        return False
-    return True
 
 
 def constrain(g: GradFn, shardings: Any) -> GradFn:
@@ -64,9 +62,9 @@ def constrain(g: GradFn, shardings: Any) -> GradFn:
 
     shardings = jax.tree.map(unshared, shardings)
 
-    def constrained(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
+    def constrained(params: Any, batch: Any, given: Given = NOTHING) -> tuple[Any, Any]:
         require_mesh(shardings)
-        grad, sums = g(params, batch, *fixed)
+        grad, sums = g(params, batch, given)
         return jax.lax.with_sharding_constraint(grad, shardings), sums
 
     return constrained
@@ -77,15 +75,19 @@ def reduce_once(g: GradFn, axis: str = "dp") -> GradFn:
 
     They add up in float32. Put it outside of `accumulate`, whose sums then stay on their devices until the last
     microbatch. Parameters must be whole along the axis, and `g` a sum over rows: no `gradcache` over more than one
-    microbatch, whose objective would see one slice only. Without that axis in the mesh, `g` itself. A
-    ValueError where parameters lie on another mesh than the one set.
+    microbatch, whose objective would see one slice only. Each slice gets a key of its own. Without that axis in the mesh,
+    `g` itself. A ValueError where parameters lie on another mesh than the one set.
     """
 
-    def reduced(params: Any, batch: Any, *fixed: Any) -> tuple[Any, Any]:
+    def reduced(params: Any, batch: Any, given: Given = NOTHING) -> tuple[Any, Any]:
         require_mesh(params)
         if not context(axis):
-            return g(params, batch, *fixed)
-        local = lambda *args: jax.lax.psum(jax.tree.map(widen, g(*args)), axis)
-        return divided(local, {axis}, (P(), P(axis), *[P()] * len(fixed)), P())(params, batch, *fixed)
+            return g(params, batch, given)
+
+        def local(params: Any, batch: Any, given: Given) -> tuple[Any, Any]:
+            found = g(params, batch, fold(given, jax.lax.axis_index(axis)))
+            return jax.lax.psum(jax.tree.map(widen, found), axis)
+
+        return divided(local, {axis}, (P(), P(axis), P()), P())(params, batch, dict(given))
 
     return reduced

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from fdel.ops.contraction import widen
 from fdel.params.spec import path_name
-from fdel.train.steps import Batch, Loss, Metrics, Params, Step, TrainState, with_extra
+from fdel.train.given import NOTHING, Batch, Given, Loss, Params, lookup
+from fdel.train.steps import Metrics, Step, TrainState, with_extra
 
 # ---- compute dtype -------------------------------------------------------------------------------------------------
 
@@ -16,14 +18,18 @@ from fdel.train.steps import Batch, Loss, Metrics, Params, Step, TrainState, wit
 def compute(loss: Loss, dtype: Any, spec: Any = None) -> Loss:
     """Cast the floating parameters to `dtype` inside the loss: float32 weights, half-precision arithmetic.
 
-    Works on everything called with (params, batch, *fixed). Gradients come out in the weights' own dtype. Arrays whose
+    Works on everything called with (params, batch, given). Gradients come out in the weights' own dtype. Arrays whose
     dtype `spec`, the parameters' spec tree, fixes are left as they are (decay rates, the biases of routers).
     """
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     half = lambda params: jax.tree.map(cast, params)
     if spec is not None:
         half = lambda params: jax.tree.map(lambda p, x: x if p.dtype else jax.tree.map(cast, x), spec, params)
-    return lambda params, *args: loss(half(params), *args)
+
+    def cast_first(params: Params, batch: Batch, given: Given = NOTHING) -> Any:
+        return loss(half(params), batch, given)
+
+    return cast_first
 
 
 # ---- loss scaling --------------------------------------------------------------------------------------------------
@@ -37,20 +43,19 @@ def loss_scale(initial: float = 2.0**16) -> dict[str, Array]:
 def scaled(loss: Loss) -> Loss:
     """Multiply all gradients inside `loss` by a scale, and divide by it in float32 where they leave.
 
-    The result is called with (params, batch, loss_scale, *fixed); its values, and its gradients but for underflow, are
-    those of `loss`. For float16: `update(grads(scaled(compute(loss, jnp.float16))), ..., reads=("loss_scale",))`.
+    The result reads "loss_scale"; its values, and its gradients but for underflow, are those of `loss`. For float16:
+    `update(grads(scaled(compute(loss, jnp.float16))), ..., reads=("loss_scale",))`.
     """
 
-    def f(params: Params, batch: Batch, state: dict[str, Array], *fixed: Any) -> Any:
+    def f(params: Params, batch: Batch, given: Given = NOTHING) -> Any:
+        scale = lookup(given, "loss_scale")["scale"]
         half = [str(x.dtype) for x in jax.tree.leaves(params) if x.dtype in (jnp.float16, jnp.bfloat16)]
         if half:
-            raise ValueError(
-                f"scaled: parameters are {half[0]}; keep them in float32 and cast them with compute(loss, ...)"
-            )
-        times = lambda tree, factor: jax.tree.map(
-            lambda x: _multiply_gradient(x, factor) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, tree
-        )
-        return times(loss(times(params, 1 / state["scale"]), batch, *fixed), state["scale"])
+            advice = "keep them in float32 and cast them with compute(loss, ...)"
+            raise ValueError(f"scaled: parameters are {half[0]}; {advice}")
+        floats = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        times = lambda tree, by: jax.tree.map(lambda x: _multiply_gradient(x, by) if floats(x) else x, tree)
+        return times(loss(times(params, 1 / scale), batch, given), scale)
 
     return f
 
@@ -70,20 +75,16 @@ def rescale(step: Step, *, growth: float = 2.0, backoff: float = 0.5, every: int
     get "loss_scale", that of this step.
     """
 
-    def rescaled(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        new, metrics = step(state, batch, *fixed)
+    def rescaled(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
+        new, metrics = step(state, batch, **given)
         if "skipped" not in metrics:
-            raise ValueError(
-                "rescale: the step does not skip what overflows; build it by update(..., skip_nonfinite=True)"
-            )
+            advice = "build it by update(..., skip_nonfinite=True)"
+            raise ValueError(f"rescale: the step does not skip what overflows; {advice}")
         scale, good = new.extra["loss_scale"]["scale"], new.extra["loss_scale"]["good"] + 1
         grown = jnp.where(jnp.isfinite(scale * growth), scale * growth, scale)
-        full = good >= every
-        fine = metrics["skipped"] == 0
-        after = {
-            "scale": jnp.where(fine, jnp.where(full, grown, scale), scale * backoff),
-            "good": jnp.where(fine & ~full, good, 0),
-        }
+        fine, full = metrics["skipped"] == 0, good >= every
+        changed = jnp.where(fine, jnp.where(full, grown, scale), scale * backoff)
+        after = {"scale": changed, "good": jnp.where(fine & ~full, good, 0)}
         return with_extra(new, loss_scale=after), metrics | {"loss_scale": scale}
 
     return rescaled
@@ -119,7 +120,7 @@ def add_stochastic(seed: int = 0) -> Any:
         key = jax.random.fold_in(jax.random.key(seed), step)
 
         def one(path: tuple, p: Array, u: Array) -> Array:
-            new = p.astype(jnp.promote_types(p.dtype, jnp.float32)) + u
+            new = widen(p) + u
             return round_stochastic(new, leaf_key(key, path)) if p.dtype == jnp.bfloat16 else new.astype(p.dtype)
 
         return jax.tree_util.tree_map_with_path(one, params, updates)

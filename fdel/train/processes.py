@@ -1,11 +1,15 @@
-"""Several processes of one run: how they find each other, and which part of a batch each of them reads."""
+"""Processes of a run: how they find each other, which part of a batch each of them reads, and how all hear of the end."""
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from fdel.params import batch_sharding
@@ -103,3 +107,32 @@ def share(mesh: Mesh) -> tuple[int, int]:
     if mine is None:
         raise ValueError(f"mesh {dict(mesh.shape)} has no device of process {jax.process_index()}; use all devices")
     return parts.index(tuple(sorted(mine))), len(parts)
+
+
+@contextlib.contextmanager
+def listen() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT instead of dying of them; a second one does what it did before.
+
+    Where jax.distributed runs, its own service hears SIGTERM, so that all processes stop at the same step.
+    """
+    caught: list[int] = []
+    usual: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread() and not jax.distributed.is_initialized():
+
+        def note(number: int, frame: Any) -> None:
+            caught.append(number)
+            signal.signal(number, usual[number])
+
+        usual = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, action in usual.items():
+            signal.signal(number, action)
+
+
+def signalled(caught: list[int], step: int) -> int:
+    """Return the signal to stop for after this step, 0 if there is none; the same on every process."""
+    if not jax.distributed.is_initialized():
+        return caught[0] if caught else 0
+    return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0

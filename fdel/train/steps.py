@@ -1,17 +1,17 @@
 """A training step as composed functions, jitted once by the caller.
 
-    g = grads(loss)                    # loss(params, batch) -> (sum, {"weight": tokens, ...}): sums, never means
+    g = grads(loss)                    # loss(params, batch, given) -> (sum, {"weight": tokens, ...}): sums, never means
     g = accumulate(g, 4)               # the same sums, a quarter of the batch at a time
     g = normalize(g)                   # one division, by the whole batch's weight
-    step = update(g, optimizer)        # (TrainState, batch) -> (TrainState, metrics)
+    step = update(g, optimizer)        # (TrainState, batch, **given) -> (TrainState, metrics)
     step = jax.jit(step, donate_argnums=0)     # on CPU, compiler_options=compiler_options() makes it faster
 
-A gradient function `g` maps (params, batch) to (gradients, sums). Whatever follows the batch is passed on to the loss,
-neither differentiated nor split nor donated: frozen weights, a reference model. To train a part of the tree, make it
+A gradient function `g` maps (params, batch, given) to (gradients, sums). `given` names what else a loss needs, see
+`train.given`: always the step and a key, then frozen weights, a reference, a teacher. To train a part of the tree, make it
 `params` and join it with the rest in the loss:
 
-    g = grads(lambda adapters, batch, base: loss(join(adapters, base), batch))
-    state, metrics = step(state, batch, base)
+    g = grads(lambda adapters, batch, given: loss(join(adapters, given["base"]), batch, given))
+    state, metrics = step(state, batch, base=base)
 
 A sum is a scalar, or a pair (sum, count) if its denominator is not the weight. A loss that couples the rows of a batch (by
 a sort, a mean, negatives) comes in two parts, and `gradcache(outputs, objective, n)` takes the place of `accumulate` and
@@ -28,20 +28,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fdel.ops.shard import require_mesh, widen
+from fdel.ops.contraction import widen
+from fdel.ops.platform import target
+from fdel.ops.shard import require_mesh
+from fdel.train.given import NOTHING, Batch, Given, Loss, Params, Sums, check_signature, collect, fold
 
-Params = Any
-Batch = Any
-Sums = dict[str, Any]
 Metrics = dict[str, Array]
-Loss = Callable[..., tuple[Array, Sums]]
-GradFn = Callable[..., tuple[Params, Sums]]
+GradFn = Callable[..., tuple[Params, Sums]]  # of (params, batch, given)
 Step = Callable[..., tuple["TrainState", Metrics]]
 
 
 def compiler_options() -> dict[str, Any]:
     """Give options for the `jax.jit` of a step: on CPU vectors of 512 bits, where the processor has them; XLA takes 256."""
-    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else {}
+    return {"xla_cpu_prefer_vector_width": 512} if target() == "cpu" else {}
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +62,8 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, **extra:
 
     Extras are copied: a donated state must not hold a buffer twice. On a mesh, jit it with the out_shardings of
     `parallel.state_shardings`: new zeros would be whole on every device.
+    >>> int(train.init_state(weights, optimizer).step)
+    0
     """
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.tree.map(jnp.copy, extra))
 
@@ -75,12 +76,17 @@ def with_extra(state: TrainState, **extra: Any) -> TrainState:
 def grads(loss: Loss) -> GradFn:
     """Differentiate a summed loss in its first argument: (gradients of the sum, sums with "loss").
 
-    Parameters on several devices whose mesh `jax.set_mesh` has not set are a ValueError.
+    Parameters on several devices whose mesh `jax.set_mesh` has not set are a ValueError; a loss of other parameters than
+    (params, batch, given) is a TypeError.
+    >>> g, sums = train.grads(losses.sft(llama, cfg))(weights, {"tokens": tokens}, {})
+    >>> sums["weight"]
+    Array(20., dtype=float32)
     """
+    check_signature(loss)
 
-    def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
+    def g(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Sums]:
         require_mesh(params)
-        (total, sums), grad = jax.value_and_grad(loss, has_aux=True)(params, batch, *fixed)
+        (total, sums), grad = jax.value_and_grad(loss, has_aux=True)(params, batch, given)
         return grad, _checked(total, sums)
 
     return g
@@ -95,47 +101,59 @@ def _checked(total: Array, sums: Sums) -> Sums:
 def accumulate(g: GradFn, n: int) -> GradFn:
     """Compute gradients and sums over n microbatches, one after the other, and add them up in float32.
 
-    Every array of the batch has the rows in front; ValueError if n does not divide them.
+    Every array of the batch has the rows in front; ValueError if n does not divide them. Each microbatch gets a key of its
+    own.
+    >>> g, sums = train.accumulate(train.grads(losses.sft(llama, cfg)), 2)(weights, {"tokens": tokens}, {})
+    >>> sums["weight"]
+    Array(20., dtype=float32)
     """
     if n == 1:
         return g
 
-    def accumulated(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
-        return _scan_sum(lambda b: g(params, b, *fixed), _split(batch, n))
+    def accumulated(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Sums]:
+        return _scan_sum(lambda x: g(params, x[1], fold(given, x[0])), (jnp.arange(n), _split(batch, n)))
 
     return accumulated
 
 
 def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array, Sums]], n: int) -> GradFn:
-    """Differentiate `objective(outputs(params, batch, *fixed), batch, *fixed) -> (sum, sums)` in n microbatches, exactly.
+    """Differentiate `objective(outputs(params, batch, given), batch, given) -> (sum, sums)` in n microbatches, exactly.
 
     `outputs` gives a tree of arrays with the rows in front, row by row from the batch's; `objective` may couple all rows.
     A first pass computes the outputs without gradient, a second one pulls the objective's cotangents back (GradCache,
-    arXiv:2101.06983): memory is that of one microbatch and of all outputs, for one more forward pass.
+    arXiv:2101.06983): memory is that of one microbatch and of all outputs, for one more forward pass. Both passes of a
+    microbatch get one key, its own; the objective gets the step's.
     """
+    check_signature(outputs)
+    check_signature(objective, "outputs")
     if n == 1:
-        return grads(lambda params, batch, *fixed: objective(outputs(params, batch, *fixed), batch, *fixed))
-    floating = lambda tree: [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return grads(lambda params, batch, given: objective(outputs(params, batch, given), batch, given))
 
-    def g(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Sums]:
+    def g(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Sums]:
         require_mesh(params)
-        micro = _split(batch, n)
-        first = jax.lax.map(lambda b: value(lambda p: outputs(p, b, *fixed), params), micro)
+        micro = jnp.arange(n), _split(batch, n)
+        forward = lambda p, x: outputs(p, x[1], fold(given, x[0]))
+        first = jax.lax.map(lambda x: forward_of_vjp(lambda p: forward(p, x), params), micro)
         out = _join(first, len(jax.tree.leaves(batch)[0]))
         score = jax.value_and_grad(objective, has_aux=True, allow_int=True)
-        (total, sums), cotangents = score(out, batch, *fixed)
+        (total, sums), cotangents = score(out, batch, given)
 
-        def pull(xs: tuple[Batch, list[Array]]) -> Params:
-            b, ct = xs
-            return jax.vjp(lambda p: floating(outputs(p, b, *fixed)), params)[1](ct)[0]
+        def pull(xs: tuple[Any, list[Array]]) -> Params:
+            x, ct = xs
+            return jax.vjp(lambda p: floating(forward(p, x)), params)[1](ct)[0]
 
         return _scan_sum(pull, (micro, _split(floating(cotangents), n))), _checked(total, sums)
 
     return g
 
 
-def value(f: Callable[[Any], Any], x: Any) -> Any:
-    """Compute f(x) as the first half of a pullback.
+def floating(tree: Any) -> list[Array]:
+    """List the leaves that can have a gradient."""
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def forward_of_vjp(f: Callable[[Any], Any], x: Any) -> Any:
+    """Compute f(x) as the forward half of its `jax.vjp`.
 
     Forward-mode differentiation, which is how sophia differentiates gradients, fails for a `jax.custom_vjp` alone.
     """
@@ -159,9 +177,8 @@ def _join(micro: Any, rows: int) -> Any:
 
     def join(x: Array) -> Array:
         if x.ndim < 2 or x.shape[0] * x.shape[1] != rows:
-            raise ValueError(
-                f"outputs of shape {x.shape[1:]} per microbatch; expected {rows // x.shape[0]} rows in front"
-            )
+            found = f"outputs of shape {x.shape[1:]} per microbatch"
+            raise ValueError(f"{found}; expected {rows // x.shape[0]} rows in front")
         return x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
 
     return jax.tree.map(join, micro)
@@ -179,16 +196,18 @@ def normalize(g: GradFn) -> GradFn:
     """Divide gradients and sums by the weight, pairs (sum, count) by their count; "weight" stays as it is.
 
     Must follow `accumulate`: the mean of microbatch means is another number when their weights differ.
+    >>> g, means = train.normalize(train.grads(losses.sft(llama, cfg)))(weights, {"tokens": tokens}, {})
+    >>> means["loss"].round(1)  # about log 32
+    Array(3.5, dtype=float32)
     """
 
-    def normalized(params: Params, batch: Batch, *fixed: Any) -> tuple[Params, Metrics]:
-        grad, sums = g(params, batch, *fixed)
+    def normalized(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Metrics]:
+        grad, sums = g(params, batch, given)
         ratio = lambda x, w: widen(x) / jnp.where(w > 0, w, 1)
         weight = sums["weight"]
         metrics = {k: ratio(*v) if isinstance(v, tuple) else ratio(v, weight) for k, v in sums.items()}
-        share = 1 / jnp.where(
-            weight > 0, weight, 1
-        )  # multiplied: a division would be a pass of its own over the gradients
+        # Multiplied: a division would be a pass of its own over the gradients.
+        share = 1 / jnp.where(weight > 0, weight, 1)
         return jax.tree.map(lambda x: widen(x) * share, grad), metrics | {"weight": weight}
 
     return normalized
@@ -206,23 +225,30 @@ def update(
     reads: Sequence[str] = (),
     apply: Callable[[Params, Params, Array], Params] = add,
     skip_nonfinite: bool = False,
+    seed: int = 0,
 ) -> Step:
     """Apply one optimizer step; metrics are those of `g` and "grad_norm", the norm before clipping.
 
-    The extras named in `reads` are passed to `g` right after the batch, neither differentiated nor changed. `apply` adds
-    the updates. Optimizers that look at other points (sophia) are given the gradient function, as `grad_fn(params)`.
+    `step(state, batch, **given)` gives the loss its keywords, the extras named in `reads`, "step" and "key", which is
+    `fold_in(key(seed), step)`; see `train.given`. A name given twice, or an extra that the state lacks, is a ValueError.
+    `apply` adds the updates. Optimizers that look at other points (sophia) get the gradient function, as `grad_fn(params)`.
 
     `skip_nonfinite`: where the loss or the gradient norm is not finite, parameters and optimizer state stay as they are,
     and so does what the wrappers of `extras` keep; the metric "skipped" is then 1, else 0. The step still counts, so that
     its data and randomness are not tried again.
+    >>> step = jax.jit(train.update(gradients, optimizer))
+    >>> state, metrics = step(train.init_state(weights, optimizer), {"tokens": tokens})
+    >>> int(state.step)
+    1
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def step(state: TrainState, batch: Batch, *fixed: Any) -> tuple[TrainState, Metrics]:
-        args = batch, *(extra(state, name) for name in reads), *fixed
-        grad, metrics = g(state.params, *args)
+    def step(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        known = collect(state.step, key, {name: extra(state, name) for name in reads}, given)
+        grad, metrics = g(state.params, batch, known)
         metrics = metrics | {"grad_norm": optax.tree.norm(grad)}
-        at = lambda params: g(params, *args)[0]
+        at = lambda params: g(params, batch, known)[0]
 
         def move(params: Params, opt_state: Any) -> tuple[Params, Any]:
             updates, opt_state = optimizer.update(grad, opt_state, params, grad_fn=at)
@@ -249,7 +275,6 @@ def unless_skipped(metrics: Metrics, new: Any, old: Any) -> Any:
 def extra(state: TrainState, name: str) -> Any:
     """Look up a named extra; ValueError if the state has none of that name."""
     if name not in state.extra:
-        raise ValueError(
-            f"the state's extras are {sorted(state.extra)}; add it: init_state(params, optimizer, {name}=...)"
-        )
+        found = sorted(state.extra)
+        raise ValueError(f"the state's extras are {found}; add it: init_state(params, optimizer, {name}=...)")
     return state.extra[name]

@@ -18,7 +18,7 @@ import jax
 
 from fdel import models, params, text
 from fdel.models import llama
-from fdel.serve import auth, keyfile
+from fdel.serve.server import auth, keyfile
 
 HERE = Path(__file__).parent
 MODEL = "tiny"

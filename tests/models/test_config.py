@@ -4,13 +4,14 @@ import dataclasses
 import json
 import math
 
+import published
 import pytest
 import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fdel import models, params
-from fdel.models import config, deepseek_v3, gemma3, gpt2, llama, qwen3
+from fdel import models, ops, params
+from fdel.models import config, deepseek_v3, gemma3, gpt2, llama, mixtral, qwen3
 
 BASE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             max_position_embeddings=128)  # fmt: skip
@@ -88,9 +89,7 @@ def test_saving_keeps_keys_that_fdel_does_not_read_and_writes_those_it_does():
 
 # ---- keys that nothing reads ---------------------------------------------------------------------------------------
 
-CLASSES = {"deepseek_v3": "DeepseekV3Config", "gemma3": "Gemma3TextConfig", "gpt2": "GPT2Config", "llama": "LlamaConfig",
-           "mamba2": "Mamba2Config", "mixtral": "MixtralConfig", "qwen3": "Qwen3Config", "qwen3_moe": "Qwen3MoeConfig",
-           "qwen3_next": "Qwen3NextConfig"}  # fmt: skip
+CLASSES = {name: e.config for name, e in tiny.TINY.items() if ":" not in name and not e.make}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -137,6 +136,7 @@ PUBLISHED = {
         "image_token_index": 262144, "mm_tokens_per_image": 256, "text_config": GEMMA_27B, "torch_dtype": "bfloat16",
         "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"}},
 }  # fmt: skip
+PUBLISHED |= published.EXPERTS | published.DENSE | published.GPTS
 
 
 def of_transformers(family, **options):
@@ -153,12 +153,11 @@ def read(directory, d):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configs_of_the_hub_load(tmp_path, name):
     module, cfg = read(tmp_path, PUBLISHED[name])
-    assert module.MODEL_TYPE.startswith(PUBLISHED[name]["model_type"])
+    assert module is models.family(PUBLISHED[name]["model_type"])
     assert module.Config.from_hf(models.config_dict(module, cfg)) == cfg
 
 
 def test_transformers_defaults_load_and_change_nothing():
-    assert set(CLASSES) == set(models.families())
     for name in CLASSES:
         module = models.family(name)
         whole = module.Config.from_hf(of_transformers(name, use_diff=False))
@@ -166,6 +165,11 @@ def test_transformers_defaults_load_and_change_nothing():
     assert models.dropouts(gpt2.Config.from_hf(of_transformers("gpt2"))) == dict.fromkeys(
         ("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.1
     )
+
+
+def test_defaults_hold_for_a_config_made_in_python_too():
+    made = mixtral.Config(head_dim=128, rope=ops.Rope(128, 1e6, original=131072))
+    assert made == mixtral.Config.from_hf({}) and made.norm_eps == 1e-5 and made.vocab == 32000
 
 
 MEANT = {"alibi": True, "residual_multiplier": 0.22, "attn_logit_softcapping": 50.0, "logits_scaling": 8.0, "mup": {"a": 1},
@@ -178,9 +182,10 @@ SAYS_NO = {"alibi": False, "residual_multiplier": 1.0, "attn_logit_softcapping":
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_key_that_nothing_reads_is_refused_unless_it_says_no(name):
-    d, module = of_transformers(name), models.family(name)
-    assert module.Config.from_hf(d | SAYS_NO) == module.Config.from_hf(d)
-    for key, value in MEANT.items():
+    d, module, own = of_transformers(name), models.family(name), of_transformers(name, use_diff=False)
+    says_no, meant = ({k: v for k, v in keys.items() if k not in own} for keys in (SAYS_NO, MEANT))
+    assert module.Config.from_hf(d | says_no) == module.Config.from_hf(d)
+    for key, value in meant.items():
         with pytest.raises(config.ConfigError, match=f"'{key}': found .*fdel.models.{name} does not read"):
             module.Config.from_hf(d | {key: value})
     with pytest.raises(config.ConfigError, match="'vocab_sizes': found 7 .did you mean 'vocab_size'"):
@@ -235,7 +240,7 @@ def test_absurd_sizes_are_refused_before_a_spec_is_built():
             llama.Config.from_hf(BASE | {key: 10**6 if most == 4096 else 10**10})
 
 
-SOUND = {name: tiny.TINY[name][1] for name in CLASSES}
+SOUND = {name: tiny.TINY[name].values for name in CLASSES}
 HOSTILE = [None, True, False, "", "x", "12", -1, 0, 1, 3, 7.5, -0.1, 1e9, 10**6, 2**63, 10**400, math.nan, math.inf, [],
            [1], ["x"] * 3, [[[[]]]], {}, {"a": {"b": {}}}, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": "8"},
            {"type": ["su"]}, {"rope_theta": -1}, {"full_attention": 3},
@@ -260,3 +265,10 @@ def test_any_value_of_any_key_is_understood_or_refused(name, data):
         return
     assert params.count(module.spec(cfg)) > 0
     module.state_spec(cfg, pages=2, rows=1)
+
+
+def test_a_model_is_printed_for_reading():
+    """Its weights as dtypes and shapes: no number of them, and none is waited for."""
+    cfg = llama.Config.from_hf(BASE)
+    shown = repr(models.Model(llama, cfg, params.abstract(llama.spec(cfg), "bfloat16")))
+    assert shown.startswith("Model(fdel.models.llama, Config(vocab=64") and "'up': bf16[2,48,32]" in shown

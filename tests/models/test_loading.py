@@ -16,7 +16,7 @@ import suite  # noqa: E402
 import tiny  # noqa: E402
 import transformers  # noqa: E402
 
-from fdel import models, serve  # noqa: E402
+from fdel import models, ops, serve  # noqa: E402
 from fdel.models import llama  # noqa: E402
 from fdel.params import CheckpointError  # noqa: E402
 from fdel.train import losses  # noqa: E402
@@ -29,7 +29,7 @@ TOKENS = np.random.default_rng(0).integers(3, 110, (2, 24))
 VISION = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
 )
-GEMMA = tiny.TINY["gemma3"][1] | {"vocab_size": 128}
+GEMMA = tiny.TINY["gemma3"].values | {"vocab_size": 128}
 
 
 @pytest.fixture(scope="module")
@@ -73,34 +73,100 @@ def test_the_text_of_a_published_gemma_3_equals_transformers(gemma, tmp_path, pr
         models.load(tmp_path)
 
 
+def test_the_text_of_a_published_kimi_equals_transformers(tmp_path):
+    """DeepSeek-V3's function under Kimi-K2.5's names, beside a tower and a projector: 2e-5."""
+    oracle = tiny.checkpoint("deepseek_v3", tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    plain = {f"language_model.{name}": x for name, x in tensors.items()}
+    plain |= {
+        f"{part}.weight": torch.zeros(3) for part in ("mm_projector.proj.0", "vision_tower.encoder.blocks.0.wqkv")
+    }
+    safetensors.torch.save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    around = {"model_type": "kimi_k25", "media_placeholder_token_id": 163605, "vision_config": {}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(around | {"tie_word_embeddings": False}))
+    with torch.no_grad():
+        want = oracle(torch.tensor(TOKENS)).logits.numpy()
+    assert suite.error(suite.full(models.load(tmp_path, dtype=jnp.float32), TOKENS), want) < 2e-5
+
+
 # ---- classifiers and reward models -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("labels,kind", [(1, "Sequence"), (3, "Sequence"), (2, "Token")])
-def test_classifiers_load_score_and_are_saved_again(tmp_path, labels, kind):
-    """The scores of transformers' LlamaFor...Classification, of padded rows: 2e-5; the files' bytes come back."""
-    cfg = transformers.LlamaConfig(**tiny.BASE, num_labels=labels)
-    oracle = (
-        getattr(transformers, f"LlamaFor{kind}Classification")._from_config(cfg, attn_implementation="eager").eval()
-    )
+CLASSES = {"Sequence": "SequenceClassification", "Token": "TokenClassification", "Question": "QuestionAnswering"}
+
+
+@pytest.mark.parametrize(
+    "name,labels,kind",
+    [("llama", 1, "Sequence"), ("llama", 3, "Sequence"), ("llama", 2, "Token"), ("llama", 2, "Question"),
+     ("llama", 0, "base"), ("gpt2", 3, "Token"), ("gpt2", 2, "Question"), ("gemma3", 2, "Sequence")],
+)  # fmt: skip
+def test_heads_load_compute_and_are_saved_again(tmp_path, name, labels, kind):
+    """The outputs of transformers' classes, of padded rows: 2e-5; the files' bytes come back."""
+    entry = tiny.TINY[name]
+    stem = {"llama": "Llama", "gpt2": "GPT2", "gemma3": "Gemma3Text"}[name]
+    values = json.loads(json.dumps(entry.values)) | {"pad_token_id": 0} | ({"num_labels": labels} if labels else {})
+    cfg = getattr(transformers, f"{stem}Config")(**values)
+    theirs = f"{stem}For{CLASSES[kind]}" if labels else f"{stem}Model"
+    oracle = getattr(transformers, theirs)._from_config(cfg, attn_implementation="eager").eval()
     tiny.randomise(oracle, 1)
     oracle.save_pretrained(tmp_path)
     lengths = np.array([24, 15])
     mask = torch.tensor(np.arange(24) < lengths[:, None])
+    tokens = TOKENS % (cfg.vocab_size - 3) + 3
     with torch.no_grad():
-        want = oracle(torch.tensor(TOKENS).masked_fill(~mask, 0), attention_mask=mask).logits.numpy()
-    want = want if kind == "Sequence" else want[np.arange(2), lengths - 1]
+        out = oracle(torch.tensor(tokens).masked_fill(~mask, 0), attention_mask=mask)
+    want = out.last_hidden_state if kind == "base" else out.start_logits if kind == "Question" else out.logits
+    want = torch.stack([out.start_logits, out.end_logits], -1) if kind == "Question" else want
     model = models.load(tmp_path, dtype=jnp.float32)
-    scores = jax.jit(losses.score_rows(model.family, model.cfg))
-    got = scores(model.params, {"tokens": jnp.asarray(TOKENS), "lengths": jnp.asarray(lengths)})
-    assert suite.error(got, want) < 2e-5
+    batch = {"tokens": jnp.asarray(tokens), "lengths": jnp.asarray(lengths)}
+    if kind == "Sequence":
+        got = jax.jit(losses.score_rows(model.family, model.cfg))(model.params, batch)
+        assert suite.error(got, want.numpy()) < 2e-5
+    else:
+        x = model.family.hidden(models.heads.inner(model.params), tokens, model.cfg, ops.packed(tokens, lengths))[0]
+        got = np.asarray(models.heads.outputs(model.params, x) if labels else x)
+        assert max(suite.error(got[i, :n], want[i, :n].numpy()) for i, n in enumerate(lengths)) < 2e-5
     models.save(model, tmp_path / "again")
     a, b = (safetensors.torch.load_file(p / "model.safetensors") for p in (tmp_path, tmp_path / "again"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     again = transformers.AutoConfig.from_pretrained(tmp_path / "again")
-    assert again.architectures == [f"LlamaFor{kind}Classification"] and again.num_labels == labels
-    with pytest.raises(ValueError, match=rf"reward model \({labels} labels\), which writes no text; .*score_rows"):
-        serve.Engine(model, serve.Settings(rows=1, max_length=16))
+    assert again.architectures == [theirs] and (again.num_labels == labels or not labels)
+
+
+def test_a_value_head_is_trls(tmp_path):
+    """TRL's ValueHead: one linear map with a bias of each final hidden state, in the file beside the output projection."""
+    oracle = tiny.checkpoint("llama", tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    summary = torch.nn.Linear(oracle.config.hidden_size, 1)
+    tensors |= {f"v_head.summary.{k}": v.detach() for k, v in summary.named_parameters()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        want = summary(oracle.model(torch.tensor(TOKENS)).last_hidden_state).numpy()
+    model = models.load(tmp_path, dtype=jnp.float32)
+    x = model.family.hidden(model.params["model"], TOKENS, model.cfg)[0]
+    assert suite.error(models.heads.outputs(model.params, x), want) < 2e-5
+    models.save(model, tmp_path / "again")
+    again = safetensors.torch.load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
+    with pytest.raises(ValueError, match="this is a value model"):
+        serve.Engine(model, serve.Settings(rows=1, max_length=16)).generate([[5]])
+
+
+def test_a_dense_layer_before_the_head_is_robertas():
+    """RobertaClassificationHead on the first token's hidden state: 1e-6."""
+    oracle = transformers.models.roberta.modeling_roberta.RobertaClassificationHead(
+        transformers.RobertaConfig(hidden_size=32, num_labels=3)
+    ).eval()
+    tiny.randomise(oracle, 2)
+    w = {k: jnp.asarray(v.detach().numpy()) for k, v in oracle.named_parameters()}
+    params = {"weight": w["out_proj.weight"], "bias": w["out_proj.bias"], "dense": w["dense.weight"]}
+    x = np.random.default_rng(3).normal(size=(2, 5, 32)).astype(np.float32)
+    with torch.no_grad():
+        want = oracle(torch.tensor(x)).numpy()
+    params["dense_bias"] = w["dense.bias"]
+    got = models.heads.outputs({"model": {}, "sequence": params}, jnp.asarray(x[:, 0]))
+    assert suite.error(got, want) < 1e-6
 
 
 # ---- a family of one's own ---------------------------------------------------------------------------------------------
@@ -122,7 +188,7 @@ def head(params, cfg):
     return ops.Head(llama.head(params, cfg).weight, scale=cfg.scale)
 
 def forward(params, tokens, cfg, batch=None, state=None):
-    x, state = hidden(params, tokens, cfg, batch, state)
+    x, state, _ = hidden(params, tokens, cfg, batch, state)
     return ops.logits(x, head(params, cfg)), state
 '''
 

@@ -13,11 +13,20 @@ from fdel import ops  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """No program from before a mistake is planted, and none with it afterwards."""
+    suite.whole.cache_clear()
+    yield
+    suite.whole.cache_clear()
+
+
 linear, attend, mask_type, glu, norm = ops.linear, ops.attend, ops.Mask, ops.glu, ops.rms_norm
 
 
-def zero_q(batch, state, layer, q, k, v, **kwargs):
-    return attend(batch, state, layer, jnp.zeros_like(q), k, v, **kwargs)
+def zero_q(batch, carry, layer, q, k, v, **kwargs):
+    return attend(batch, carry, layer, jnp.zeros_like(q), k, v, **kwargs)
 
 
 def swap_gate_and_up(x, p, act):
@@ -62,6 +71,7 @@ def test_the_suite_finds_a_planted_mistake(mutation, name, tmp_path, monkeypatch
     where, make, _ = MUTATIONS[mutation]
     case = suite.make_case(name, tmp_path)
     assert suite.logits_error(case) < 2e-5
+    suite.whole.cache_clear()
     monkeypatch.setattr(ops, where, make())
     assert suite.logits_error(case) > 1e-3
 
@@ -70,13 +80,14 @@ def test_the_suite_finds_a_planted_mistake(mutation, name, tmp_path, monkeypatch
 def test_the_suite_finds_leaks_between_segments_and_from_the_future(name, tmp_path, monkeypatch):
     case = suite.make_case(name, tmp_path)
 
-    def leak(batch, state, layer, q, k, v, **kwargs):
+    def leak(batch, carry, layer, q, k, v, **kwargs):
         batch = ops.Packed(batch.positions, jnp.zeros_like(batch.segment_ids))
-        return attend(batch, state, layer, q, k, v, **kwargs)
+        return attend(batch, carry, layer, q, k, v, **kwargs)
 
-    def future(batch, state, layer, q, k, v, *, mask, **kwargs):
-        return attend(batch, state, layer, q, k, v, mask=mask_type(mask.scale, causal=False), **kwargs)
+    def future(batch, carry, layer, q, k, v, *, mask, **kwargs):
+        return attend(batch, carry, layer, q, k, v, mask=mask_type(mask.scale, causal=False), **kwargs)
 
+    suite.whole.cache_clear()
     monkeypatch.setattr(ops, "attend", leak)
     assert suite.packing_error(case) > 1e-3
     monkeypatch.setattr(ops, "attend", future)
@@ -86,7 +97,7 @@ def test_the_suite_finds_leaks_between_segments_and_from_the_future(name, tmp_pa
 def test_the_suite_finds_a_stale_cache(tmp_path, monkeypatch):
     case = suite.make_case("llama", tmp_path)
 
-    def late(batch, state, layer, q, k, v, **kwargs):
+    def late(batch, carry, layer, q, k, v, **kwargs):
         """Attend one position short in paged batches."""
         if isinstance(batch, ops.Paged):
             import dataclasses
@@ -94,7 +105,8 @@ def test_the_suite_finds_a_stale_cache(tmp_path, monkeypatch):
             batch = dataclasses.replace(
                 batch, positions=jnp.where(batch.positions > 0, batch.positions - 1, batch.positions)
             )
-        return attend(batch, state, layer, q, k, v, **kwargs)
+        return attend(batch, carry, layer, q, k, v, **kwargs)
 
+    suite.whole.cache_clear()
     monkeypatch.setattr(ops, "attend", late)
     assert not suite.serving_error(case, 7, 4) < 1e-3

@@ -31,7 +31,7 @@ def made(subscripts: str, ranks=(2, 5, 3), slots: int = 4, quantized: bool = Fal
     base = f(*shape)
     if quantized:
         axes = "heads head_dim embed"
-        spec = {"layers": [{"w": params.Param(axes, shape, params.zeros, "w", "(heads head_dim) embed")}]}
+        spec = {"layers": [{"w": params.Param(axes, shape, params.spec.zeros, "w", "(heads head_dim) embed")}]}
         base = params.quantize({"layers": [{"w": base}]}, "int8", spec=spec)["layers"][0]["w"]
     low = [
         LowRank(base, f(k, *shape[outputs:]), f(*shape[:outputs], k), jnp.float32(0.5 + i)) for i, k in enumerate(ranks)

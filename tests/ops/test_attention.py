@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from fdel import ops
-from fdel.models.builders import quantized
 from fdel.ops.batch import Packed, Pages
-from fdel.ops.dispatch import choose
-from fdel.ops.flash import flash_attention
-from fdel.ops.mask import HIDDEN, Mask
-from fdel.ops.short import short_attention
+from fdel.ops.flash import Schedule, flash_attention
+from fdel.ops.mask import HIDDEN, Mask, Where
 from fdel.params import init
 from fdel.params.mesh import make_mesh
 from fdel.params.spec import Param, zeros
+from fdel.serve.engine.step import quantized
 
 VARIANTS = {
     "causal": {},
@@ -35,8 +33,16 @@ VARIANTS = {
 }
 
 
+SHORT = pytest.param("short", marks=pytest.mark.of_cpu("short attention is written for CPU"))
 BLOCKED = pytest.mark.parametrize(
-    "attention", [lambda *a, **k: flash_attention(*a, **k)[0], short_attention], ids=["flash", "short"]
+    "attention",
+    [
+        lambda q, k, v, s, block, loop=loop, **n: flash_attention(
+            q, k, v, Where(s), schedule=Schedule(block, loop), **n
+        )[0]
+        for loop in (True, False)
+    ],
+    ids=["flash", "short"],
 )
 
 
@@ -91,14 +97,14 @@ def case(variant, t=23):
 f32 = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
 
 
-@pytest.mark.parametrize("impl", ["short", "flash", "dense"])
+@pytest.mark.parametrize("impl", [SHORT, "flash", "dense"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_equals_the_formula(variant, impl):
     mask, qkv, segments, sinks, alibi, want = case(variant)
     batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
     got, state = ops.attend(batch, None, 0, *map(f32, qkv), mask=mask, sinks=f32(sinks), alibi=f32(alibi), impl=impl)
     np.testing.assert_allclose(got, want, atol=2e-6)
-    assert state is None
+    assert state == ops.Carry()
 
 
 @pytest.mark.slow
@@ -124,6 +130,7 @@ def test_blocks_do_not_change_values_or_gradients(variant, block, attention):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.of_cpu("XLA:CPU cannot run the products of bfloat16 that other targets take")
 @BLOCKED
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("block", [16, 64])
@@ -152,7 +159,8 @@ def test_log_sum_exp_and_its_gradient():
         seen = (i <= i[:, None]) & (i > i[:, None] - 5) & (segments[:, :, None] == segments[:, None])
         return jax.nn.logsumexp(jnp.where(seen[:, :, None, None], s, -jnp.inf), -1).reshape(2, 23, 4)
 
-    blocked = lambda q, k: flash_attention(q, k, v, jnp.asarray(segments), mask=mask, block=8)[1]
+    where = Where(jnp.asarray(segments))
+    blocked = lambda q, k: flash_attention(q, k, v, where, mask=mask, schedule=Schedule(8))[1]
     np.testing.assert_allclose(blocked(q, k), dense(q, k), atol=2e-6)
     for a, b in zip(
         *(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1))(q, k) for f in (blocked, dense)), strict=True
@@ -183,7 +191,7 @@ def test_paged_equals_the_formula(variant, page, block):
     width = -(-t // page)
     table = np.random.default_rng(2).permutation(2 * width + 3)[: 2 * width].reshape(2, width)
     pages = jnp.full((2, 2 * width + 3, 2, page, 8), jnp.nan)
-    state = Pages(pages, jnp.full((*pages.shape[:-1], 6), jnp.nan))
+    state = ops.Carry(ops.State(Pages(pages, jnp.full((*pages.shape[:-1], 6), jnp.nan))))
     got = np.zeros((2, t, 4, 6))
     step = jax.jit(
         lambda b, s, q, k, v: ops.attend(b, s, 1, q, k, v, mask=mask, sinks=f32(sinks), alibi=f32(alibi)),
@@ -213,7 +221,7 @@ def test_paged_equals_the_formula(variant, page, block):
 
 
 def test_decode_does_not_copy_the_cache():
-    state = Pages(*(jax.ShapeDtypeStruct((4, 64, 2, 64, 32), jnp.float32),) * 2)
+    state = ops.Carry(ops.State(Pages(*(jax.ShapeDtypeStruct((4, 64, 2, 64, 32), jnp.float32),) * 2)))
     _, batch = ops.paged([(0, 70, [0])], np.arange(4)[None])
     q, kv = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32), jax.ShapeDtypeStruct((1, 2, 32), jnp.float32)
 
@@ -228,6 +236,7 @@ def test_decode_does_not_copy_the_cache():
     assert memory.temp_size_in_bytes < one_layer
 
 
+@pytest.mark.of_cpu("a TPU takes a kernel that does not run here")
 def test_long_inputs_never_hold_all_scores():
     t = 4096
     q = jax.ShapeDtypeStruct((1, t, 2, 16), jnp.float32)
@@ -237,22 +246,22 @@ def test_long_inputs_never_hold_all_scores():
     assert memory.temp_size_in_bytes < 2 * t * t * 4 / 4
 
 
+@pytest.mark.of_cpu("it tells what a CPU takes")
 def test_the_choice_is_explained_and_a_named_one_works_or_raises():
     q, k, v, segments, *_ = map(f32, inputs())
     bias = jnp.zeros((1, 4, 23, 23))
-    text = ops.explain(q, k, v, segments, mask=Mask(1.0), bias=bias)
-    assert "flash: an additive bias needs all scores in memory" in text and "dense: chosen" in text
-    assert "short: chosen" in ops.explain(q, k, v, segments, mask=Mask(1.0))
-    long = jnp.zeros((1, 1025, 4, 8))
-    text = ops.explain(long, long, long, jnp.zeros((1, 1025), int), mask=Mask(1.0))
-    assert "short: rows of 1025 tokens are longer than 1024" in text and "flash: chosen" in text
     batch = Packed(segments, segments)
+    explain = lambda *a, **k: ops.explain(ops.attend, *a, mask=Mask(1.0), **k)
+    text = explain(batch, None, 0, q, k, v, bias=bias)
+    assert "flash: an additive bias needs all scores in memory" in text and "dense: chosen" in text
+    assert "short: chosen" in explain(batch, None, 0, q, k, v)
+    long = jax.ShapeDtypeStruct((1, 1025, 4, 8), jnp.float32)
+    text = explain(ops.packed(jnp.zeros((1, 1025), int)), None, 0, long, long, long)
+    assert "short: rows of 1025 tokens are longer than 1024" in text and "flash: chosen" in text
     with pytest.raises(ValueError, match="impl='flash' cannot serve this call: an additive bias"):
         ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), bias=bias, impl="flash")
-    with pytest.raises(
-        ValueError, match="impl='fast' is unknown; use None or one of ring, gathered, short, flash, dense"
-    ):
-        choose(ops.attention.PACKED, "fast")
+    with pytest.raises(ValueError, match="impl='fast' is unknown; .* one of ring, cudnn, splash, short, flash, dense"):
+        ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), impl="fast")
     _, paged = ops.paged([(0, 0, [1])], np.zeros((1, 1), int))
     with pytest.raises(ValueError, match="needs state"):
         ops.attend(paged, None, 0, q[0, :1], k[0, :1], v[0, :1], mask=Mask(1.0))
@@ -274,21 +283,18 @@ def test_watched_weights_equal_the_formula(variant, layer):
     eye = np.broadcast_to(np.eye(q.shape[1])[:, None], (2, q.shape[1], k.shape[2], q.shape[1]))
     want = oracle(q, k, eye, segments, mask, sinks, alibi).swapaxes(1, 2)
     batch, given = Packed(jnp.zeros(segments.shape, int), segments), dict(sinks=f32(sinks), alibi=f32(alibi))
-    state = {"pages": ops.attention_weights((0, 2), q.shape[2], segments.shape), "other": 1}
-    call = jax.jit(lambda state, i: ops.attend(batch, state, i, f32(q), f32(k), f32(v), mask=mask, **given))
+    carry = ops.Carry(taps=ops.Taps(attention=ops.attention_weights((0, 2), q.shape[2], segments.shape)))
+    call = jax.jit(lambda carry, i: ops.attend(batch, carry, i, f32(q), f32(k), f32(v), mask=mask, **given))
     if isinstance(layer, int):  # a list of layers, outside of a scan
-        call = lambda state, i: jax.jit(
-            lambda state: ops.attend(batch, state, i, f32(q), f32(k), f32(v), mask=mask, **given)
-        )(state)
-    out, seen = call(state, layer)
-    np.testing.assert_allclose(seen["pages"].values, np.stack([0 * want, want]), atol=2e-6)
+        call = lambda carry, i: jax.jit(
+            lambda carry: ops.attend(batch, carry, i, f32(q), f32(k), f32(v), mask=mask, **given)
+        )(carry)
+    out, seen = call(carry, layer)
+    np.testing.assert_allclose(seen.taps.attention.values, np.stack([0 * want, want]), atol=2e-6)
     again, same = call(seen, layer - 1)
-    np.testing.assert_array_equal(same["pages"].values, seen["pages"].values)
+    np.testing.assert_array_equal(same.taps.attention.values, seen.taps.attention.values)
     for x in (out, again):
         np.testing.assert_allclose(x, want_out, atol=2e-6)
-    assert seen["other"] == 1
-    if variant == "everything":  # a hybrid hands over its pages alone
-        np.testing.assert_array_equal(call(state["pages"], layer)[1].values, seen["pages"].values)
 
 
 # ---- nothing that a call says is ignored ---------------------------------------------------------------------------
@@ -296,9 +302,10 @@ def test_watched_weights_equal_the_formula(variant, layer):
 T = 16
 CHANGES = {  # each field of Mask and each argument of `attend`, with a value that changes the output
     "scale": 0.9, "causal": False, "window": 3, "softcap": 0.5, "sinks": np.full(4, 2.0), "alibi": np.full(4, 0.4),
-    "bias": np.random.default_rng(4).normal(size=(4, T, T)), "impl": "nonesuch",
+    "bias": np.random.default_rng(4).normal(size=(4, T, T)), "impl": "nonesuch", "chunk": 5,
 }  # fmt: skip
-PACKED_KINDS = {"short": {}, "flash": {}, "dense": {}, "ring": {"sp": 8}, "gathered": {"sp": 8}}
+PACKED_KINDS = {"short": {}, "flash": {}, "dense": {}, "ring": {"sp": 8}}
+PACKED = [SHORT if kind == "short" else kind for kind in PACKED_KINDS]
 PAGED_KINDS = {"paged": None, "paged int8": "int8", "paged fp8": "fp8"}
 REFUSED = {(kind, name) for kind in PAGED_KINDS for name in ("causal", "bias", "impl")}
 REFUSED |= {(kind, name) for kind in PACKED_KINDS for name in ("bias", "impl")} - {("dense", "bias")}
@@ -311,11 +318,12 @@ def attended(kind, mask, **given):
     if kind in PACKED_KINDS:
         shape = PACKED_KINDS[kind]
         run = jax.jit(lambda *a: ops.attend(batch, None, 0, *a, mask=mask, **({"impl": kind} | given))[0])
-        batch = Packed(jnp.zeros((1, T), int), jnp.zeros((1, T), int))
+        batch = Packed(jnp.arange(T)[None], jnp.zeros((1, T), int))
         with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
             return np.asarray(run(*map(f32, (q, k, v)))[0])
     page = Param("layers pages kv_heads page head_dim", (1, 4, 2, 4, 8), zeros)
-    state = init(quantized(Pages(page, page), PAGED_KINDS[kind]), jax.random.key(0), dtype=jnp.float32)
+    spec = quantized(ops.State(Pages(page, page)), PAGED_KINDS[kind])
+    state = ops.Carry(init(spec, jax.random.key(0), dtype=jnp.float32))
     _, batch = ops.paged([(0, 0, [0] * T)], np.arange(4)[None], block=T)
     return np.asarray(ops.attend(batch, state, 0, *(f32(x[0]) for x in (q, k, v)), mask=mask, **given)[0])
 
@@ -323,10 +331,10 @@ def attended(kind, mask, **given):
 def test_the_table_of_changes_is_whole():
     arguments = {"bias", "sinks", "alibi", "impl"}
     assert set(CHANGES) == {f.name for f in dataclasses.fields(Mask)} | arguments
-    assert arguments == set(inspect.signature(ops.attend).parameters) - set("qkv") - {"batch", "state", "layer", "mask"}
+    assert arguments == set(inspect.signature(ops.attend).parameters) - set("qkv") - {"batch", "carry", "layer", "mask"}
 
 
-@pytest.mark.parametrize("kind", [*PACKED_KINDS, *PAGED_KINDS])
+@pytest.mark.parametrize("kind", [*PACKED, *PAGED_KINDS])
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_argument_is_honoured_or_refused(kind, name):
     """Against the formula: 2e-6, keys and values in 8 bits: 0.2."""
@@ -338,13 +346,14 @@ def test_each_argument_is_honoured_or_refused(kind, name):
         with pytest.raises(ValueError, match=name):
             attended(kind, mask, **given)
         return
-    want = oracle(q, k, v, np.zeros((1, T), int), mask, given.get("sinks"), given.get("alibi"), given.get("bias"))[0]
+    segments = np.arange(T)[None] // (mask.chunk or T)
+    want = oracle(q, k, v, segments, mask, given.get("sinks"), given.get("alibi"), given.get("bias"))[0]
     got, before = attended(kind, mask, **given), attended(kind, Mask(0.4))
     assert np.abs(want - before).max() > 0.25
     np.testing.assert_allclose(got, want, atol=0.2 if "8" in kind else 2e-6)
 
 
-@pytest.mark.parametrize("kind", PACKED_KINDS)
+@pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("variant", ["causal", "window_one", "bidirectional_window", "everything"])
 def test_hidden_keys_are_seen_by_no_query(kind, variant):
     """Values and gradients against the formula; with a window of one a hidden key leaves its query nothing to see."""
@@ -365,21 +374,21 @@ def test_hidden_keys_are_seen_by_no_query(kind, variant):
     if kind == "dense":
         eye = np.broadcast_to(np.eye(T)[:, None], (2, T, k.shape[2], T))
         weights = oracle(q, k, eye, segments, mask, sinks, alibi, keys=keys).swapaxes(1, 2)
-        state = ops.attention_weights((0,), q.shape[2], segments.shape)
-        _, seen = ops.attend(batch, state, 0, *map(f32, (q, k, v)), mask=mask, **given)
-        np.testing.assert_allclose(seen.values[0], weights, atol=2e-6)
+        taps = ops.Taps(attention=ops.attention_weights((0,), q.shape[2], segments.shape))
+        _, seen = ops.attend(batch, ops.Carry(taps=taps), 0, *map(f32, (q, k, v)), mask=mask, **given)
+        np.testing.assert_allclose(seen.taps.attention.values[0], weights, atol=2e-6)
 
 
-def test_blocks_see_no_hidden_key():
+@pytest.mark.parametrize("impl", ["flash", SHORT])
+def test_blocks_see_no_hidden_key(impl):
     """Rows of several blocks, the last one not full: flash and short as dense, which is the formula."""
     mask, qkv, segments, *_ = case("causal", 300)
     keys = np.where((np.random.default_rng(3).random(segments.shape) < 0.5) & (np.arange(300) > 0), HIDDEN, segments)
     batch = Packed(jnp.zeros(segments.shape, int), segments, keys)
     run = lambda *a, impl: (ops.attend(batch, None, 0, *a, mask=mask, impl=impl)[0] ** 2).sum()
     of = lambda impl: jax.jit(jax.value_and_grad(functools.partial(run, impl=impl), (0, 1, 2)))(*map(f32, qkv))
-    for impl in ("flash", "short"):
-        for a, b in zip(jax.tree.leaves(of(impl)), jax.tree.leaves(of("dense")), strict=True):
-            np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(of(impl)), jax.tree.leaves(of("dense")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("field,value", [("window", 0), ("window", -3), ("softcap", 0.0), ("scale", float("nan"))])
@@ -392,8 +401,11 @@ def test_state_that_a_batch_has_no_use_for_is_refused():
     """Pages would stay empty in a Packed call, and weights that are watched unseen in a Paged one."""
     q, k, v, *_ = (f32(x[0, :4]) for x in inputs()[:3])
     _, batch = ops.paged([(0, 0, [0] * 4)], np.arange(1)[None], block=4)
-    with pytest.raises(ValueError, match="needs state, Pages .*AttentionWeights.*Packed"):
-        ops.attend(batch, ops.attention_weights((0,), 4, (1, 4)), 0, q, k, v, mask=Mask(0.4))
+    taps = ops.Taps(attention=ops.attention_weights((0,), 4, (1, 4)))
+    with pytest.raises(ValueError, match="taps.attention with a Paged batch"):
+        ops.attend(batch, ops.Carry(taps=taps), 0, q, k, v, mask=Mask(0.4))
+    with pytest.raises(ValueError, match="needs state, Pages .* found none"):
+        ops.attend(batch, None, 0, q, k, v, mask=Mask(0.4))
     with pytest.raises(ValueError, match="Pages.*Paged"):
-        state = Pages(jnp.zeros((1, 1, 2, 4, 8)), jnp.zeros((1, 1, 2, 4, 6)))
+        state = ops.Carry(ops.State(Pages(jnp.zeros((1, 1, 2, 4, 8)), jnp.zeros((1, 1, 2, 4, 6)))))
         ops.attend(ops.packed(jnp.zeros((1, 4), int)), state, 0, q[None], k[None], v[None], mask=Mask(0.4))

@@ -50,7 +50,7 @@ def test_rotation_equals_transformers(name, length):
     r = config.rope(cfg.to_dict(), 16)
     rotate = jax.jit(lambda x: ops.rope(x, ops.rotation(r, ops.packed(jnp.zeros((2, length), int)))))
     np.testing.assert_allclose(rotate(x), want, atol=1e-5)
-    assert config.rope({"rope_parameters": config.rope_to_hf(r), "max_position_embeddings": 48}, r.dim) == r
+    assert config.rope({"rope_parameters": config.rope_to_hf(r), "max_position_embeddings": 48}, 16) == r
 
 
 def test_interleaved_pairs_are_complex_multiplication():
@@ -133,15 +133,17 @@ def test_layer_walk_visits_each_layer_once_in_order_in_every_form(kinds):
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(listed), strict=True))
 
     def block(kind):
-        def apply(x, state, p, layer):  # a value that depends on order, kind, weight and index
-            return x * 1.5 + p["w"] * ord(kind) + layer, state.at[layer].add(p["w"][0])
+        def apply(x, carry, p, layer):  # a value that depends on order, kind, weight and index
+            return x * 1.5 + p["w"] * ord(kind) + layer, carry.remember(slots=carry.slots.at[layer].add(p["w"][0]))
 
         return apply
 
     @partial(jax.jit, static_argnames="remat")
     def run(tree, remat=None):
         blocks = {k: block(k) for k in "abc"}
-        return ops.layers(blocks, jnp.ones(3), jnp.zeros(len(kinds)), tree["layers"], kinds, remat=remat)
+        carry = ops.Carry(ops.State(slots=jnp.zeros(len(kinds))))
+        x, carry = ops.layers(blocks, jnp.ones(3), carry, tree["layers"], kinds, remat=remat)
+        return x, carry.slots
 
     want, order = run(listed)
     np.testing.assert_array_equal(order, np.arange(len(kinds)))

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from fdel.ops.batch import Slots, packed, paged
-from fdel.ops.conv import causal_conv
+from fdel.ops.batch import Slots, State, packed, paged
+from fdel.ops.carry import Carry
+from fdel.ops.ssm import causal_conv
 
 C = 5
 
@@ -61,11 +62,11 @@ def test_decode_equals_transformers():
     want_next = mamba2.causal_conv1d_update(tx[:, 6:].mT, state, tw, tb).mT  # updates `state`
 
     table, slots = np.zeros((2, 1), int), Slots(np.full((1, 2, C, 3), np.nan, np.float32), None)
-    slots = jax.tree.map(jax.numpy.asarray, slots)
+    carry = jax.tree.map(jax.numpy.asarray, Carry(State(slots=slots)))
     prefill = np.concatenate([x[0, :6], np.zeros((2, C), np.float32)])
-    run = jax.jit(lambda batch, slots, x: causal_conv(batch, slots, 0, x, weight, bias))
-    y, slots = run(paged([(1, 0, [0] * 6)], table, block=8)[1], slots, prefill)
+    run = jax.jit(lambda batch, carry, x: causal_conv(batch, carry, 0, x, weight, bias))
+    y, carry = run(paged([(1, 0, [0] * 6)], table, block=8)[1], carry, prefill)
     np.testing.assert_allclose(y[:6], want[0].numpy(), rtol=1e-5, atol=1e-6)
-    y, slots = run(paged([(1, 6, [0])], table)[1], slots, x[0, 6:])
+    y, carry = run(paged([(1, 6, [0])], table)[1], carry, x[0, 6:])
     np.testing.assert_allclose(y, want_next[0].numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(slots.conv[0, 1], state[0].numpy())
+    np.testing.assert_array_equal(carry.slots.conv[0, 1], state[0].numpy())

@@ -1,7 +1,6 @@
 """einsum and embed over every kind of weight, against numpy in float64 over the weight spelled out densely."""
 
 import dataclasses
-import importlib
 from statistics import NormalDist
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fdel.ops import cpu
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
 from fdel.ops.weights import NF4, LowRank, Quantized, dense, dequantize, is_weight
@@ -103,7 +103,7 @@ def spelled(case: tuple) -> tuple[str, str, str]:
 @pytest.mark.parametrize(("name", "tile"), [(name, 1 << 18) for name in CASES] + [(name, 48) for name in TILED])
 def test_equals_dense(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Result, dtype and gradient for x within 1e-5 of the largest value; also where weights are decoded in tiles."""
-    monkeypatch.setattr(importlib.import_module("fdel.ops.einsum"), "TILE", tile)
+    monkeypatch.setattr(cpu, "TILE", tile)
     case = CASES[name]
     kinds = KINDS[: None if name in ("q", "o", "experts") else 4] if tile > 48 else KINDS[1:4]
     weights = {kind: weight(case, kind) for kind in kinds}
@@ -152,6 +152,7 @@ def test_float32_sums() -> None:
     assert (einsum("td,fd->tf", x, w) == 8192).all()
 
 
+@pytest.mark.of_cpu("XLA:CPU alone needs another form for it")
 @pytest.mark.parametrize("rows", [1, 8, 128])
 @pytest.mark.parametrize("name", ["q", "o"])
 def test_a_weight_is_not_copied(name: str, rows: int) -> None:
@@ -181,6 +182,7 @@ def test_gradients_of_many_rows(rows: tuple[int, ...], features: int, width: int
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.of_cpu("an order that XLA:CPU alone needs")
 def test_gradients_of_many_rows_turn_the_smaller_matrix_round() -> None:
     """The gradient of an activation [rows, F] is not laid out as [F, rows], which took XLA:CPU a tenth of a step."""
     shapes = [(2, 160, 96), (192, 96), (2, 160, 192)]

@@ -10,6 +10,7 @@ from fdel import ops, params
 from fdel.models import builders
 from fdel.ops import quantized_pages
 from fdel.ops.mask import Mask
+from fdel.serve.engine.step import quantized
 from tests.ops.test_attention import oracle
 
 PAGE, WIDTH, T = 4, 6, 23
@@ -53,8 +54,8 @@ def test_numbers_that_are_not_finite_stay_so(format: str, bad: float) -> None:
 
 def serve(q, k, v, format: str | None, mask: Mask, block: int, sinks=None):
     """Attend from two sequences through pages whose scales are NaN at first; the outputs and the state."""
-    spec = builders.kv_pages(2, 2, q.shape[-1], pages=2 * WIDTH + 1, page=PAGE)
-    state = params.init(builders.quantized(spec, format), jax.random.key(0))
+    spec = ops.State(builders.kv_pages(2, 2, q.shape[-1], pages=2 * WIDTH + 1, page=PAGE))
+    state = ops.Carry(params.init(quantized(spec, format), jax.random.key(0)))
     state = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x + 7, state)
     table = np.random.default_rng(2).permutation(2 * WIDTH + 1)[: 2 * WIDTH].reshape(2, WIDTH)
     step = jax.jit(lambda b, s, q, k, v: ops.attend(b, s, 1, q, k, v, mask=mask, sinks=sinks), donate_argnums=1)
@@ -67,7 +68,7 @@ def serve(q, k, v, format: str | None, mask: Mask, block: int, sinks=None):
         y, state = step(batch, state, *(jnp.asarray(x[row, at], jnp.float32) for x in (q, k, v)))
         real = np.asarray(batch.positions) >= 0
         out[row[real], at[real]] = np.asarray(y)[real]
-    return out, state, table
+    return out, state.pages, table
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -107,13 +108,14 @@ def test_latent_pages(format: str) -> None:
     q, kv = r.normal(size=(5, n, nope + rope)), r.normal(size=(5, c + rope))
     kv[:, c:] *= 100
     q[..., nope:] *= 0.01
-    spec = builders.quantized(builders.latent_pages(1, c + rope, pages=2, page=PAGE), format)
+    spec = quantized(ops.State(builders.latent_pages(1, c + rope, pages=2, page=PAGE)), format)
     _, batch = ops.paged([(0, 0, [0] * 5)], np.array([[1, 0]]), block=5)
     mask = Mask(0.1)
     run = lambda state: ops.mla(
         batch, state, 0, jnp.asarray(q, jnp.float32), jnp.asarray(kv, jnp.float32), *w, mask=mask
     )
-    got, state = run(params.init(spec, jax.random.key(0)))
+    got, carry = run(ops.Carry(params.init(spec, jax.random.key(0))))
+    state = carry.pages
     held, _ = rounded(kv, format, 9)
     w_k, w_v = (np.asarray(x, np.float64) for x in w)
     k = np.concatenate([np.einsum("tc,nhc->tnh", held[:, :c], w_k), np.repeat(held[:, None, c:], n, 1)], -1)

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel.ops.batch import Packed, Paged, Slots, packed, paged
-from fdel.ops.conv import causal_conv
+from fdel.ops.batch import Packed, Paged, Slots, State, packed, paged
+from fdel.ops.carry import Carry
 from fdel.ops.delta import gated_delta_rule
-from fdel.ops.mamba1 import selective_scan
-from fdel.ops.ssd import ssd
+from fdel.ops.ssm import causal_conv, selective_scan, ssd
 
 N, H, S, C, K, G = 4, 6, 5, 7, 4, 2
 RNG = np.random.default_rng(0)
@@ -30,7 +29,7 @@ class Case:
     """An op, its inputs per token, and the state that one sequence keeps."""
 
     inputs: Callable  # (rng, tokens) -> tuple of arrays [tokens ...]
-    call: Callable  # (batch, slots, layer, inputs, chunk) -> (y, slots)
+    call: Callable  # (batch, carry, layer, inputs, chunk) -> (y, carry)
     field: str
     state: tuple[int, ...]
 
@@ -41,14 +40,14 @@ def delta_inputs(rng: np.random.Generator, t: int, gate: tuple[int, ...]) -> tup
     return q, k, rng.normal(size=(t, N, S)), -rng.uniform(0, 2, (t, *gate)), rng.uniform(0, 1, (t, N))
 
 
-def delta(batch, slots, layer, inputs, chunk):
-    return gated_delta_rule(batch, slots, layer, *inputs, chunk=chunk)
+def delta(batch, carry, layer, inputs, chunk):
+    return gated_delta_rule(batch, carry, layer, *inputs, chunk=chunk)
 
 
 CASES = {
     "conv": Case(
         lambda rng, t: (rng.normal(size=(t, C)),),
-        lambda batch, slots, layer, inputs, chunk: causal_conv(batch, slots, layer, *inputs, WEIGHT, BIAS),
+        lambda batch, carry, layer, inputs, chunk: causal_conv(batch, carry, layer, *inputs, WEIGHT, BIAS),
         "conv",
         (C, K - 1),
     ),
@@ -60,16 +59,16 @@ CASES = {
             rng.uniform(0, 1, (t, N)),
             *rng.normal(size=(2, t, G, S)),
         ),
-        lambda batch, slots, layer, inputs, chunk: ssd(
-            batch, slots, layer, *inputs[:2], A_HEAD, *inputs[2:], d=D_HEAD, chunk=chunk
+        lambda batch, carry, layer, inputs, chunk: ssd(
+            batch, carry, layer, *inputs[:2], A_HEAD, *inputs[2:], d=D_HEAD, chunk=chunk
         ),
         "ssm",
         (N, H, S),
     ),
     "mamba1": Case(
         lambda rng, t: (rng.normal(size=(t, C)), rng.uniform(0, 1, (t, C)), *rng.normal(size=(2, t, S))),
-        lambda batch, slots, layer, inputs, chunk: selective_scan(
-            batch, slots, layer, *inputs[:2], A, *inputs[2:], d=D, chunk=chunk
+        lambda batch, carry, layer, inputs, chunk: selective_scan(
+            batch, carry, layer, *inputs[:2], A, *inputs[2:], d=D, chunk=chunk
         ),
         "ssm",
         (C, S),
@@ -83,8 +82,8 @@ def inputs_of(case: Case, t: int, seed: int) -> tuple[np.ndarray, ...]:
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def call(case: Case, batch: Packed | Paged, slots: Slots | None, layer: int, chunk: int, inputs: tuple) -> tuple:
-    return case.call(batch, slots, layer, inputs, chunk)
+def call(case: Case, batch: Packed | Paged, carry: Carry | None, layer: int, chunk: int, inputs: tuple) -> tuple:
+    return case.call(batch, carry, layer, inputs, chunk)
 
 
 def alone(case: Case, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -94,10 +93,11 @@ def alone(case: Case, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
     return np.asarray(call(case, packed(np.zeros((2, 64), int), np.array([t, 0])), None, 0, 16, padded)[0][0, :t])
 
 
-def slots_of(case: Case, layers: int, rows: int) -> Slots:
+def slots_of(case: Case, layers: int, rows: int) -> Carry:
     """State full of NaN: what a slot holds before a sequence begins must not matter."""
     nan = lambda *shape: jnp.full((layers, rows, *shape), jnp.nan)
-    return Slots(nan(*case.state), nan(1)) if case.field == "conv" else Slots(nan(1), nan(*case.state))
+    slots = Slots(nan(*case.state), nan(1)) if case.field == "conv" else Slots(nan(1), nan(*case.state))
+    return Carry(State(slots=slots))
 
 
 def assert_close(got, want, tolerance=2e-5):
@@ -116,8 +116,8 @@ def test_packed_segments_are_separate(case):
         segments[part] = i
         for x, new in zip(rows, sequence, strict=True):
             x[part] = new
-    y, slots = call(case, Packed(np.zeros_like(segments), segments), None, 0, 16, tuple(rows))
-    assert slots is None
+    y, carry = call(case, Packed(np.zeros_like(segments), segments), None, 0, 16, tuple(rows))
+    assert carry.state is None
     for i, sequence in enumerate(sequences):
         assert_close(y[segments == i], alone(case, sequence))
     assert np.isfinite(y).all()
@@ -138,7 +138,7 @@ def test_paged_equals_packed(case, block, chunk):
         (block, size, [("b", 18, 33), ("a", 27, 57)]),
         *[(1, 4, [("b", 33 + i, 34 + i), ("a", 57 + i, 58 + i)]) for i in range(4)],
     ]
-    before = slots = slots_of(case, 3, 5)
+    before = carry = slots_of(case, 3, 5)
     for block, size, parts in calls:
         chunks = [(rows[name], start, [0] * (end - start)) for name, start, end in parts]
         _, batch = paged(chunks, table, block=block, size=size)
@@ -150,11 +150,11 @@ def test_paged_equals_packed(case, block, chunk):
         for (name, start, end), where in zip(parts, at, strict=True):
             for x, source in zip(flat, sequences[name], strict=True):
                 x[where] = source[start:end]
-        y, slots = call(case, batch, slots, layer, chunk, flat)
+        y, carry = call(case, batch, carry, layer, chunk, flat)
         for (name, start, end), where in zip(parts, at, strict=True):
             assert_close(y[where], want[name][start:end])
         assert np.isfinite(y).all()
-    old, new = np.array(getattr(before, case.field)), np.array(getattr(slots, case.field))
+    old, new = (np.array(getattr(c.slots, case.field)) for c in (before, carry))
     assert np.isfinite(new[layer, [0, 3]]).all()
     new[layer, [0, 3]] = old[layer, [0, 3]]
     np.testing.assert_array_equal(new, old)  # other layers and slots keep what they held
@@ -190,10 +190,10 @@ def test_bfloat16_in_bfloat16_out(case):
     """Inputs in bfloat16 give what the same values give in float32, rounded once at the end; state stays float32."""
     inputs = tuple(jnp.asarray(x, jnp.bfloat16) for x in inputs_of(case, 2, 8))
     _, batch = paged([(0, 0, [0]), (1, 0, [0])], np.zeros((2, 1), int))
-    y, slots = call(case, batch, slots_of(case, 1, 2), 0, 16, inputs)
+    y, carry = call(case, batch, slots_of(case, 1, 2), 0, 16, inputs)
     want, _ = call(case, batch, slots_of(case, 1, 2), 0, 16, tuple(x.astype(jnp.float32) for x in inputs))
     np.testing.assert_array_equal(y, want.astype(jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16 and getattr(slots, case.field).dtype == jnp.float32
+    assert y.dtype == jnp.bfloat16 and getattr(carry.slots, case.field).dtype == jnp.float32
     rows = tuple(x[None] for x in inputs)
     assert jax.eval_shape(lambda: case.call(packed(np.zeros((1, 2), int)), None, 0, rows, 16)[0]).dtype == jnp.bfloat16
 
@@ -205,7 +205,7 @@ def test_paged_without_fitting_slots_says_what_is_missing(case):
     with pytest.raises(ValueError, match=rf"slots\.{case.field} of shape \(layers, slots, {shape}\), found None"):
         case.call(batch, None, 0, inputs, 16)
     with pytest.raises(ValueError, match=r"found \(1, 1, 2\)"):
-        case.call(batch, Slots(jnp.zeros((1, 1, 2)), jnp.zeros((1, 1, 2))), 0, inputs, 16)
+        case.call(batch, Carry(State(slots=Slots(jnp.zeros((1, 1, 2)), jnp.zeros((1, 1, 2))))), 0, inputs, 16)
 
 
 @every_op

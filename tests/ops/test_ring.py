@@ -15,8 +15,7 @@ from tests.ops.test_attention import VARIANTS, case, f32
 
 CASES = [
     *(({"sp": 8}, 24, variant, "ring") for variant in VARIANTS),
-    *(({"sp": 8}, 24, variant, "gathered") for variant in ("causal", "bidirectional_window")),
-    *(({"sp": 2, "tp": 2, "dp": 2}, 40, "everything", impl) for impl in ("ring", "gathered")),
+    ({"sp": 2, "tp": 2, "dp": 2}, 40, "everything", "ring"),
     ({"sp": 8}, 48, "causal", "ring"),  # an even number of tokens per device: halves are exchanged
     ({"sp": 4, "dp": 2}, 40, "alibi", "ring"),
 ]
@@ -57,16 +56,18 @@ def test_no_device_holds_all_keys_in_a_ring():
         return jax.jit(jax.grad(f, (0, 1, 2))).lower(q, q, q).compile().as_text()
 
     with jax.set_mesh(mesh):
-        assert "all-gather" in text("gathered")
+        assert "all-gather" in text("dense")
         assert "all-gather" not in text("ring") and "collective-permute" in text("ring")
-        assert ops.explain(*[jnp.zeros(q.shape)] * 3, batch.segment_ids).startswith("ring: chosen")
-    assert "no mesh" in ops.explain(*[jnp.zeros(q.shape)] * 3, batch.segment_ids)
+        text = ops.explain(ops.attend, batch, None, 0, q, q, q, mask=ops.Mask(1.0))
+        assert text.startswith("attend\n  ring: chosen") and "attend_part\n  flash: chosen" in text
+    q = jnp.zeros(q.shape)
+    assert "ring: no mesh" in ops.explain(ops.attend, batch, None, 0, q, q, q, mask=ops.Mask(1.0))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 def test_every_half_of_the_row_has_one_place(devices):
     """Halves go where `starts` says, each device gets one of each parity, and `collect` sends them home."""
-    circle = ring.Circle(ops.Mask(1.0), 4, devices, 2, 5)
+    circle = ring.Circle(devices, 2, 5)
     held = [[h for h, (_, to) in zip(range(i, 2 * devices, 2), circle._route(i), strict=True) if to == d]
             for d in range(devices) for i in (0, 1)]  # fmt: skip
     starts = np.concatenate([circle.starts(jnp.int32(d)) for d in range(devices)])
@@ -78,14 +79,14 @@ def test_work_is_even_along_a_causal_ring():
     """Pairs of blocks that the slowest device computes, added up over hops: half of what consecutive tokens would cost."""
 
     def slowest(pieces, n=8, tokens=512, block=64):
-        circle = ring.Circle(ops.Mask(1.0), block, n, pieces, tokens // pieces)
+        circle = ring.Circle(n, pieces, tokens // pieces)
         blocks = circle.length // block
-        ranges = lambda q, k: flash._key_range(circle.mask, q, block, k, blocks)
+        ranges = lambda q, k: (x // block for x in flash.span(q - k, block, ops.Mask(1.0).reach, circle.length))
         firsts = [
             [s + i * block for s in circle.starts(jnp.int32(d)).tolist() for i in range(blocks)] for d in range(n)
         ]
         keys = [circle.starts(jnp.int32(d)).tolist() for d in range(n)]
-        count = lambda d, e: sum(int(h) - low for q in firsts[d] for k in keys[e] for low, h in [ranges(q, k)])
+        count = lambda d, e: sum(h - low for q in firsts[d] for k in keys[e] for low, h in [ranges(q, k)])
         return [max(count(d, (d - hop) % n) for d in range(n)) for hop in range(n)]
 
     consecutive, exchanged = slowest(1), slowest(2)

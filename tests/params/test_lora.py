@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,11 @@ from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
 from fdel.ops.weights import LowRank, Quantized, dense
 from fdel.params import lora
-from fdel.params.files import CheckpointError
+from fdel.params.hf_layout import hf_names, layout
 from fdel.params.peft import load_peft, save_peft
 from fdel.params.quantize import quantize
-from fdel.params.spec import Param, hf_names, layout, named_leaves, normal, stack, unstack
+from fdel.params.spec import Param, named_leaves, normal, stack, unstack
+from fdel.params.tensor import CheckpointError
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)
@@ -65,7 +67,7 @@ def test_add_changes_nothing_yet() -> None:
         assert (w.scale == 2).all() and w.scale.shape == w.a.shape[: w.a.ndim - (3 if name == "o" else 2)]
     assert got["embed"].a.any() and not got["embed"].b.any() and got["embed"].b.shape == (7, 4)
     for tree in MERGE(got), lora.unload(got):
-        jax.tree.map(np.testing.assert_array_equal, tree, PARAMS)
+        chex.assert_trees_all_equal(tree, PARAMS)
     assert float(add(PARAMS, 4, 8, r"\.q$", SPEC, rslora=True)["layers"]["q"].scale[0]) == 4
 
 
@@ -105,7 +107,7 @@ def test_training_reaches_adapters_only(format: str) -> None:
     trainable, frozen = lora.split(params)
     assert len(jax.tree.leaves(trainable)) == 2
     assert jax.tree.structure(lora.join(trainable, frozen)) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, lora.join(trainable, frozen), params)
+    chex.assert_trees_all_equal(lora.join(trainable, frozen), params)
     x = jnp.array(RNG.standard_normal((64, 12)), jnp.float32)
     rank_one = np.einsum("i,nh->nhi", RNG.standard_normal(12), RNG.standard_normal((2, 5))) / 4
     target = einsum("td,nhd->tnh", x, dense(jax.tree.map(lambda w: w[0], params["layers"]["q"])) + rank_one)
@@ -237,7 +239,7 @@ def test_from_peft(name: str, listed: bool, tmp_path: Path) -> None:
     found = compare(spec, got, adapted)
     assert found == (1 if listed and "one layer" in name else count)
     want = params_of(spec, adapted.merge_and_unload())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), MERGE(got), want)
+    chex.assert_trees_all_close(MERGE(got), want, rtol=1e-7, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -258,9 +260,9 @@ def test_to_peft(family: str, where: str, rslora: bool, tmp_path: Path) -> None:
     adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()
     assert compare(spec, params, adapted) > 0
     want = params_of(spec, adapted.merge_and_unload())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), merged, want)
+    chex.assert_trees_all_close(merged, want, rtol=1e-7, atol=1e-5)
     back = MERGE(load_peft(spec, lora.unload(params), tmp_path))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), back, merged)
+    chex.assert_trees_all_close(back, merged, rtol=1e-7, atol=1e-5)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/base"
     assert config["r"] == (6 if "v" in where else 9 if family == "gpt2" else 3) or where == "layers"

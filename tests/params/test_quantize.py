@@ -1,9 +1,11 @@
 """Quantised matrices against the formats' definitions in numpy, ml_dtypes and bitsandbytes."""
 
+import dataclasses
 import functools
 import importlib
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 
 from fdel.ops.weights import NF4, LowRank, Quantized, dense
-from fdel.params.quantize import Matrix, dequantize, matrix, quantize
-from fdel.params.spec import Param, layout, named_leaves, normal, stack, unstack
+from fdel.params.hf_layout import Matrix, layout, matrix
+from fdel.params.quantize import dequantize, quantize
+from fdel.params.spec import Param, named_leaves, normal, stack, unstack
 from tests.models import tiny
 
 RNG = np.random.default_rng(0)
@@ -181,7 +184,7 @@ def test_tree(format: str) -> None:
     assert chosen == {"embed": False, "norm": False, "layers": layer}
     for spec in SPEC, unstack(SPEC):
         listed = jax.jit(lambda p, spec=spec: quantize(p, format, spec=spec))(unstack(params))
-        jax.tree.map(np.testing.assert_array_equal, listed, unstack(got))
+        chex.assert_trees_all_equal(listed, unstack(got))
     back = dequantize(got)
     assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(lambda x: x.dtype, params)
     np.testing.assert_array_equal(back["layers"]["q_bias"], params["layers"]["q_bias"])
@@ -235,6 +238,9 @@ SEEN = [
     (param("inner kernel", "inner 1 kernel", 8, 4), None),
     (param("embed state", "", 8, 4, dtype="float32"), None),
     (param("embed channels height width", "", 8, 3, 2, 2), None),
+    (dataclasses.replace(param("embed channels height width", "", 8, 3, 2, 2), inputs=3), Matrix(0, 1)),  # patches
+    (dataclasses.replace(param("experts ffn embed", "", 4, 6, 8), inputs=1), Matrix(1, 1)),
+    (dataclasses.replace(param("vocab embed", "", 9, 8), inputs=0), None),
 ]  # fmt: skip
 
 
@@ -245,15 +251,22 @@ def test_matrix(declared: Param, seen: Matrix | None) -> None:
 
 @pytest.mark.parametrize("name", tiny.TINY)
 def test_the_matrices_of_every_family(name: str) -> None:
-    """Those that the file has as a matrix of weights and that are no convolution; their sides multiply to its sides."""
+    """Those that the file has as a matrix of weights and that are no convolution; their sides multiply to its sides.
+
+    Experts that lie in one tensor, which is named without ".weight", have the sides that they have here.
+    """
     module = importlib.import_module(f"fdel.models.{name.partition(':')[0]}")
-    declared = dict(named_leaves(module.spec(module.Config.from_hf(tiny.TINY[name][1]))))
+    declared = dict(named_leaves(module.spec(module.Config.from_hf(tiny.TINY[name].values))))
     seen = {path: m for path, p in declared.items() if (m := matrix(p))}
     flat = {path: layout(p).file_shape for path, p in declared.items()}
-    weight = lambda p, shape: p.hf.endswith(".weight") and not p.dtype and len(shape) == 2 and 1 not in shape
+    together = lambda p: ".experts." in p.hf and not p.hf.endswith((".weight", "bias"))
+    two = lambda p, shape: p.hf.endswith(".weight") and len(shape) == 2 and 1 not in shape
+    plain = lambda p, shape: two(p, shape) and not p.dtype and p.inputs != 0  # 0: scales of several heads
+    weight = lambda p, shape: together(p) or plain(p, shape)
     assert seen.keys() == {path for path, shape in flat.items() if weight(declared[path], shape)}
     for path, m in seen.items():
         p = declared[path]
         outputs, inputs = (math.prod(side) for side in m.cut(p.shape)[1:])
-        assert m.batch == len(p.stacked) and (p.part or {outputs, inputs} == {*flat[path]}), path
-        assert inputs in flat[path], path
+        sides = p.shape[-2:] if together(p) else flat[path]
+        assert m.batch == len(p.stacked) + together(p) and (p.part or {outputs, inputs} == {*sides}), path
+        assert inputs in sides, path

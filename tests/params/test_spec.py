@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdel.params import hf_names, layout
 from fdel.params import spec as S
 from fdel.params.spec import Param, normal, ones, parts
 
@@ -59,6 +61,12 @@ LAYOUTS = {
         "embed kv_heads head_dim", (6, 2, 4), "(kv_heads [head_dim]) embed", (16, 20),
         (40, 6), lambda d, k, h: (k * 20 + 16 + h, d),
     ),
+    "an axis of two, and a part": (
+        "heads head_dim embed", (6, 4, 3), "(heads//3 [heads%3 head_dim]) embed", (0, 20),
+        (40, 3), lambda n, h, d: (n // 3 * 20 + n % 3 * 4 + h, d),
+    ),
+    "an axis of two": ("embed heads head_dim", (3, 4, 2), "(heads%2 heads//2 head_dim) embed", None, (8, 3),
+                       lambda d, n, h: (n % 2 * 4 + n // 2 * 2 + h, d)),
     "interleaved": ("embed ffn", (3, 5), "(ffn [1]) embed", (1, 2), (10, 3), lambda d, f: (2 * f + 1, d)),
     "experts": (
         "experts embed ffn", (2, 3, 5), "experts [ffn] embed", (5, 10),
@@ -76,14 +84,14 @@ def param(case: str) -> Param:
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_layout(case: str) -> None:
     *_, file_shape, formula = LAYOUTS[case]
-    p, layout = param(case), S.layout(param(case))
-    assert layout.file_shape == file_shape
+    p, found = param(case), layout(param(case))
+    assert found.file_shape == file_shape
     tensor = np.random.default_rng(0).permutation(max(1, int(np.prod(file_shape)))).reshape(file_shape)
     expected = np.array([tensor[formula(*i)] for i in np.ndindex(p.shape)]).reshape(p.shape)
-    np.testing.assert_array_equal(layout.read(tensor), expected)
+    np.testing.assert_array_equal(found.read(tensor), expected)
 
     blank = np.full_like(tensor, -1)
-    layout.write(blank, expected)
+    found.write(blank, expected)
     ours = {formula(*i) for i in np.ndindex(p.shape)}
     outside = np.array([i not in ours for i in np.ndindex(file_shape)]).reshape(file_shape)
     np.testing.assert_array_equal(blank, np.where(outside, -1, tensor))
@@ -98,11 +106,11 @@ def test_parts_tile_the_fused_dimension() -> None:
     [
         (lambda: Param("a b", (3,), W, "x.w"), r"x\.w.*2 axis names \(a b\) for shape \(3,\)"),
         (lambda: Param("a a", (3, 3), W, "x.w"), r"x\.w.*occurs twice"),
-        (lambda: S.layout(Param("a b", (3, 2), W, "x.w", "a c")), r"x\.w: axis 'c' of layout 'a c'"),
-        (lambda: S.layout(Param("a b", (3, 2), W, "x.w", "a")), r"x\.w: layout 'a' .* does not name each"),
-        (lambda: S.layout(Param("a b", (3, 2), W, "x.w", "a a b")), r"does not name each"),
-        (lambda: S.layout(Param("a b", (3, 2), W, "x.w", "a [b]")), r"part None"),
-        (lambda: S.layout(Param("a b", (3, 2), W, "x.w", "a b", (0, 4))), r"part \(0, 4\)"),
+        (lambda: layout(Param("a b", (3, 2), W, "x.w", "a c")), r"x\.w: axis 'c' of layout 'a c'"),
+        (lambda: layout(Param("a b", (3, 2), W, "x.w", "a")), r"x\.w: layout 'a' .* does not name each"),
+        (lambda: layout(Param("a b", (3, 2), W, "x.w", "a a b")), r"does not name each"),
+        (lambda: layout(Param("a b", (3, 2), W, "x.w", "a [b]")), r"part None"),
+        (lambda: layout(Param("a b", (3, 2), W, "x.w", "a b", (0, 4))), r"part \(0, 4\)"),
     ],
 )
 def test_wrong_declarations(make: object, message: str) -> None:
@@ -128,9 +136,9 @@ def test_stack_names_one_tensor_per_index() -> None:
     spec = S.stack(layer(0), "layers", range(1, 7, 2))
     up = spec["up"]
     assert (up.axes, up.shape) == ("layers experts embed ffn", (3, 2, 3, 5))
-    assert S.hf_names(up) == [f"l.{i}.e.{j}.up" for i in (1, 3, 5) for j in (0, 1)]
-    assert S.layout(up).file_shape == (5, 3)  # without the stacked axes
-    assert S.hf_names(Param("embed", (3,), W, "norm")) == ["norm"]
+    assert hf_names(up) == [f"l.{i}.e.{j}.up" for i in (1, 3, 5) for j in (0, 1)]
+    assert layout(up).file_shape == (5, 3)  # without the stacked axes
+    assert hf_names(Param("embed", (3,), W, "norm")) == ["norm"]
 
 
 KINDS = [(0,) * 4, (0,), (0, 0, 0, 0, 0, 1), (0, 0, 0, 1) * 2, (1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 1, 0, 0), (0, 1, 2, 3)]
@@ -171,7 +179,16 @@ def test_unstack_gives_each_layer_in_order(kinds: tuple) -> None:
     assert not by_name
     with jax.enable_x64(True):
         again = S.restack(items, spec)
-    jax.tree.map(np.testing.assert_array_equal, again, params)  # also compares structures
+    chex.assert_trees_all_equal(again, params)
+
+
+def test_trees_are_printed_for_reading():
+    """Arrays as dtype and shape, whatever holds them; declarations with what differs from their defaults."""
+    p = S.Param("vocab embed", (3, 2), S.ones, "emb")
+    tree = {"table": jnp.ones((3, 2)), "shape": jax.ShapeDtypeStruct((4,), jnp.bfloat16), "host": np.zeros(2, np.int8)}
+    assert S.pformat(tree) == "{'table': f32[3,2], 'shape': bf16[4], 'host': i8[2](numpy)}"
+    shown = S.pformat({"embed": p})
+    assert "axes='vocab embed', shape=(3, 2)" in shown and "hf='emb'" in shown and "hf_axes" not in shown
 
 
 def values(spec: dict, params: dict) -> list[tuple[str, np.ndarray]]:
@@ -179,7 +196,7 @@ def values(spec: dict, params: dict) -> list[tuple[str, np.ndarray]]:
     out = []
     for (_, p), x in zip(S.named_leaves(spec), jax.tree.leaves(params), strict=True):
         n = len(p.stacked)
-        out += zip(S.hf_names(p), np.asarray(x).reshape(-1, *p.shape[n:]), strict=True)
+        out += zip(hf_names(p), np.asarray(x).reshape(-1, *p.shape[n:]), strict=True)
     return out
 
 

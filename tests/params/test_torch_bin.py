@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_load(form: str, dtype: str, torch: object, tmp_path: Path) -> None:
         assert x.dtype == y.dtype and np.asarray(x).tobytes() == y.tobytes()
     P.save(spec(), got, tmp_path)  # safetensors are preferred where both exist
     torch.save({}, tmp_path / "pytorch_model.bin")
-    jax.tree.map(np.testing.assert_array_equal, P.load(spec(), tmp_path), got)
+    chex.assert_trees_all_equal(P.load(spec(), tmp_path), got)
 
 
 def test_the_same_checks(torch: object, tmp_path: Path) -> None:

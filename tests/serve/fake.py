@@ -6,10 +6,11 @@ from collections.abc import Callable
 import numpy as np
 
 from fdel import serve
-from fdel.serve.core import Core, Job
-from fdel.serve.pages import Pool
-from fdel.serve.reply import Reply
-from fdel.serve.schedule import Chunk, Request, Schedule
+from fdel.serve.engine.core import Core, Job
+from fdel.serve.engine.packing import Drawn, Out, pack_drawn
+from fdel.serve.engine.pages import Pool
+from fdel.serve.engine.reply import Reply
+from fdel.serve.engine.schedule import Chunk, Request, Schedule
 
 SIZE, VOCAB, EOS = 4, 50, 0
 
@@ -75,12 +76,11 @@ class FakeDevice:
         row[2] = token != EOS and len(row[0]) < row[1]
         return token
 
-    def _out(self, drawn: list[list[int]], faults: list[str | None]) -> tuple:
-        packed = np.zeros((len(drawn), 1 + 3 * self.width), np.int32)
-        for line, tokens, fault in zip(packed, drawn, faults, strict=True):
-            line[0], line[1 : 1 + len(tokens)] = len(tokens), tokens
-            line[1 + self.width :] = np.float32(np.nan if fault == "nan" else 0).view(np.int32)
-        return (Raises() if "read" in faults else packed,)
+    def _out(self, drawn: list[list[int]], faults: list[str | None]) -> Out:
+        tokens = np.array([[*new, *[0] * (self.width - len(new))] for new in drawn], np.int32)
+        logprobs = np.where(np.array(faults)[:, None] == "nan", np.nan, np.zeros(tokens.shape)).astype(np.float32)
+        packed = pack_drawn(Drawn(np.array([len(new) for new in drawn], np.int32), tokens, logprobs, logprobs))
+        return Out(Raises() if "read" in faults else np.asarray(packed), None, None)
 
     def _compare(self, r: Request, tokens: list[int], masks: dict) -> None:
         """Note a mask that was not made for this token, or was used for several."""
@@ -130,9 +130,9 @@ def make_job(id: int, prompt: list[int], room: int = 8, **where) -> Job:
 
 def run(core: Core, most: int = 2000) -> list:
     """Step until nothing is left to do."""
-    told = []
+    deltas = []
     for _ in range(most):
         if core.idle:
-            return told
-        told += core.step()
+            return deltas
+        deltas += core.step()
     raise RuntimeError(f"still busy after {most} steps")

@@ -9,9 +9,10 @@ import numpy as np
 
 from fdel import params, serve
 from fdel.models import llama
-from fdel.serve import follow, step
-from fdel.serve.engine import Engine, Settings, make_device
-from fdel.serve.pages import Pool
+from fdel.serve.engine import follow, step
+from fdel.serve.engine.device import Device
+from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.engine.pages import Pool
 from tests.serve import small
 
 SECRET = b"known to both of the processes"
@@ -29,14 +30,14 @@ SCARCE = 3  # pages, so that a request is preempted
 def answers(e: Engine) -> list:
     """Tokens of all prompts with many pages, then with few; and of one beside a request that is aborted."""
     found = [[g.tokens for g in e.generate(PROMPTS, SAMPLING)]]
-    e.core.schedule.pool = Pool(SCARCE, step.PAGE)
+    e._core.schedule.pool = Pool(SCARCE, step.PAGE)
     found.append([g.tokens for g in e.generate(PROMPTS, SAMPLING)])
     left = e.submit(PROMPTS[2], serve.SamplingParams(max_tokens=50, ignore_eos=True))
     stays = e.submit(PROMPTS[3], SAMPLING[0])
     while len(left.reply.tokens) < 3:
-        e.loop.turn()
+        e.step()
     e.abort(left)
-    e.loop.wait(lambda: stays.reply.finish_reason is not None)
+    e._wait(lambda: stays.reply.finish_reason is not None)
     return [*found, stays.reply.tokens, left.reply.finish_reason, e.stats()["preempted"] > 0]
 
 
@@ -46,17 +47,17 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     at = params.shardings(params.unstack(llama.spec(small.CFG)), params.make_mesh({"tp": 2}), params.SERVE)
     model = model._replace(params=jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), model.params, at))
     if index == "1":
-        device = make_device(model, SETTINGS)
+        device = Device(model, SETTINGS)
         if what == "dies":
-            whole, launch = [], device.launch
+            whole, execute = [], device.execute
 
-            def dying(name, *args, **kwargs):
-                whole.append(name)
+            def dying(call):
+                whole.append(call.name)
                 if len(whole) == 12:
                     os._exit(3)
-                return launch(name, *args, **kwargs)
+                return execute(call)
 
-            device.launch = dying
+            device.execute = dying
         follow.follow(device, address, SECRET)
         print("followed to the end", flush=True)
         return
@@ -64,10 +65,10 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     if what == "dies":
         e.start(wait=True)
         job = e.submit(PROMPTS[0], serve.SamplingParams(max_tokens=100, ignore_eos=True))
-        e.loop.wait(lambda: job.reply.finish_reason is not None)
+        e._wait(lambda: job.reply.finish_reason is not None)
         print(json.dumps([job.reply.finish_reason, job.reply.error, len(job.reply.tokens)]), flush=True)
         os._exit(0)  # jax would wait for the process that is gone
-    e.core.device.warm_up()
+    e._core.device.warm_up()
     before = e.stats()["compiled"]
     found = answers(e)
     refused = []

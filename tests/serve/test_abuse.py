@@ -26,11 +26,11 @@ import numpy as np
 import pytest
 
 from fdel import text
-from fdel.serve import about, aside, auth, connection, grammar, keyfile, openai, tools, weights
-from fdel.serve import chat as chat_route
-from fdel.serve import http as server_http
-from fdel.serve.openai.schema import SCHEMAS
-from fdel.serve.served import Served
+from fdel.serve.engine import weights
+from fdel.serve.server import admin, answer, auth, connection, grammar, keyfile, openai, tools, worker_pool
+from fdel.serve.server import http as server_http
+from fdel.serve.server.openai.schema import SCHEMAS
+from fdel.serve.server.served import ServedModel
 from tests.serve import small, wire
 from tests.serve.wire import CHAT, LONG, at_rest, call, chat, head, open_chat, raw, sample, wait_for
 
@@ -378,7 +378,7 @@ def test_many_inputs_take_turns(running, monkeypatch, path):
 
 @rows("t20")
 def test_long_texts_keep_nobody_waiting(running):
-    """They are tokenized aside, and those that cannot fit not at all: the server answers others meanwhile."""
+    """A child tokenizes them, and those that cannot fit not at all: the server answers others meanwhile."""
     begin = time.process_time()
     error = refused(chat(running, {"messages": [{"role": "user", "content": "x" * 2**22}]}), 400)
     assert error["code"] == "context_length_exceeded" and time.process_time() - begin < 2
@@ -395,7 +395,7 @@ def test_long_texts_keep_nobody_waiting(running):
 @rows("t23", "c06")
 def test_a_template_that_never_ends(running, monkeypatch):
     """It has a deadline, and other requests are served until then."""
-    monkeypatch.setitem(aside.CPU, "chat", 0.5)
+    monkeypatch.setitem(worker_pool.CPU, "chat", 0.5)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     evil = dataclasses.replace(running.served.tokenizer, templates={"default": loops})
     found = []
@@ -552,8 +552,8 @@ def test_a_reader_that_stops_is_ended(running, monkeypatch):
         finally:
             closed.set()
 
-    monkeypatch.setattr(chat_route, "_chat_frames", endless)
-    monkeypatch.setattr("fdel.serve.connection.STUCK", 0.2)
+    monkeypatch.setattr(answer, "_frames", endless)
+    monkeypatch.setattr("fdel.serve.server.connection.STUCK", 0.2)
     connection = open_chat(running, LONG | {"stream": True})
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     assert closed.wait(30) and sent[0] * 2**16 < 2**26
@@ -567,7 +567,7 @@ def test_bodies_that_come_slowly(running, monkeypatch):
     said = raw(running, head(running, "/v1/chat/completions", "Content-Type: application/json", "Content-Length: 99"), b"{",
                wait=10)  # fmt: skip
     assert said.startswith(b"HTTP/1.1 408") and b'"code":"timeout"' in said
-    assert not running.state.bodies.share.taken
+    assert not running.state.bodies.quota.taken
 
 
 @rows("t05")
@@ -664,7 +664,7 @@ def test_every_route_but_two_needs_a_key(running):
     app = server_http.application(running.state)
     assert len(app.router.routes()) == len(server_http.ROUTES)
     key = running.secrets["admin"]
-    for method, path, scope, _ in server_http.ROUTES:
+    for method, path, scope in ((r.method, r.path, r.scope) for r in server_http.ROUTES):
         path = path.replace("{id:.+}", "small").replace("{id}", "x")
         for headers in ({}, {"Authorization": "Bearer nonsense"}, {"Authorization": "Basic eDp4"}, {"X-API-Key": key},
                         {"Cookie": f"key={key}"}):  # fmt: skip
@@ -729,7 +729,7 @@ def test_two_keys_share_no_cached_prefix(running):
     assert cached("admin") == 0
     assert cached("service", cache_salt="a") == 0 and cached("service", cache_salt="a") >= 64
     assert cached("service", cache_salt="b") == 0
-    source = (SERVE / "pages.py").read_text()
+    source = (SERVE.parent / "engine" / "pages.py").read_text()
     assert "blake2b" in source and "key=" in source  # nobody can choose a text with the hash of another's
 
 
@@ -775,9 +775,11 @@ def test_a_full_queue_refuses_before_headers(running, stream, monkeypatch):
     engine = running.served.engine
     engine.pause()
     try:
-        held = [open_chat(running, LONG | {"n": n}, role) for n, role in ((32, "user"), (16, "service"))]
+        held = [open_chat(running, LONG | {"n": 32})]
+        wait_for(lambda: engine.stats()["waiting"] == 32)  # they would not fit beside the others
+        held.append(open_chat(running, LONG | {"n": 16}, "service"))
         wait_for(lambda: engine.stats()["waiting"] == 48)
-        monkeypatch.setattr(engine.core.schedule, "queue", 50)  # as if others were in it
+        monkeypatch.setattr(engine._core.schedule, "queue", 50)  # as if others were in it
         status, said, headers = chat(running, {"n": 8, "stream": stream}, role="admin")
         assert status == 503 and said["error"]["code"] == "overloaded" and headers["Retry-After"] == "1"
         [c.close() for c in held]
@@ -808,7 +810,7 @@ def test_who_takes_too_long_is_ended(running, stream, monkeypatch):
 @pytest.mark.parametrize("lose", [False, True], ids=["kept", "lost"])
 def test_a_step_that_raises(running, monkeypatch, stream, lose):
     """The guilty request gets an error that tells nothing and asks for no second try; its neighbour gets its answer."""
-    device = running.served.engine.core.device
+    device = running.served.engine._core.device
     bad, run = text.encode(running.served.tokenizer, "zz zz zz"), device._run
 
     def failing(program, requests, *args, **static):
@@ -835,7 +837,7 @@ def test_a_handler_that_raises(running, monkeypatch, caplog):
     def failing(*_):
         raise RuntimeError("/secret/path")
 
-    monkeypatch.setattr(Served, "fit", failing)
+    monkeypatch.setattr(ServedModel, "fit_context", failing)
     error = refused(chat(running), 500)
     assert "secret" not in str(error) and "secret" in caplog.text
 
@@ -945,7 +947,7 @@ def test_sigterm_ends_what_runs_aside(model):
     def client(port: int) -> None:
         running = type("R", (), {"port": port, "secrets": {"user": ""}})
         connection = open_chat(running, {"guided_regex": "a?" * 40_000})
-        wait_for(lambda: state.children.heavy.turns.held)
+        wait_for(lambda: state.workers.heavy.slots.held)
         begin = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         found["status"] = connection.getresponse().status
@@ -975,7 +977,7 @@ def test_an_engine_that_dies(model):
         connection = open_chat(running, LONG)
         wait_for(lambda: engine.stats()["running"] > 0)
         threading.excepthook, before = (lambda *_: None), threading.excepthook
-        engine.loop.post(die)
+        engine._post(die)
         answer = connection.getresponse()
         found["answer"] = answer.status, answer.read()
         found["ready"] = call(running, "GET", "/ready", role=None)[0]
@@ -991,16 +993,16 @@ def test_an_engine_that_dies(model):
 @rows("t47")
 def test_an_engine_that_hangs_is_not_ready(running, monkeypatch):
     """Though the process answers; and it is ready again once the engine goes on."""
-    monkeypatch.setattr(about, "STALE", 2.5)  # an engine at rest turns once a second
+    monkeypatch.setattr(admin, "STALE", 2.5)  # an engine at rest turns once a second
     ready = lambda: call(running, "GET", "/ready", role=None)[:2]
     go_on = threading.Event()
-    running.served.engine.loop.post(lambda: go_on.wait(60) and None)
+    running.served.engine._post(lambda: go_on.wait(60) and None)
     try:
         wait_for(lambda: ready() == (503, {"status": "stuck"}))
         assert call(running, "GET", "/health", role=None)[0] == 200
     finally:
         go_on.set()
-    monkeypatch.setattr(about, "STALE", 30.0)
+    monkeypatch.setattr(admin, "STALE", 30.0)
     wait_for(lambda: ready()[0] == 200)
 
 

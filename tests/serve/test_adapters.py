@@ -9,9 +9,9 @@ import pytest
 
 from fdel import params, serve
 from fdel.models import llama
-from fdel.serve import step, weights
-from fdel.serve.engine import Engine, Settings
-from fdel.serve.pages import Pool
+from fdel.serve.engine import step, weights
+from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.engine.pages import Pool
 from tests.serve.small import CFG, VOCAB
 
 SHAPE = dict(rows=4, pages=9, budget=64, batches=(4,))
@@ -50,7 +50,7 @@ def alone(model, adapters) -> dict:
 
 def check(e: Engine, alone: dict, names: list[str], most: float = 2e-3) -> None:
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(PROMPTS, names, strict=True)]
-    e.loop.wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
     for i, (job, name) in enumerate(zip(jobs, names, strict=True)):
         assert job.reply.tokens == alone[name][i].tokens
         np.testing.assert_allclose(job.reply.logprobs, alone[name][i].logprobs, atol=most)
@@ -58,7 +58,7 @@ def check(e: Engine, alone: dict, names: list[str], most: float = 2e-3) -> None:
 
 def calls(e: Engine) -> list:
     """Note the requests of every call to the device."""
-    seen, device = [], e.core.device
+    seen, device = [], e._core.device
     run = device._run
 
     def noted(program, requests, *args, **kwargs):
@@ -76,13 +76,13 @@ def test_a_mixed_batch_answers_as_each_alone(model, adapters, alone, options: di
     total = options.get("total", 9)
     settings = Settings(**SHAPE | {k: v for k, v in options.items() if k != "total"})
     e = Engine(model, settings, adapters=adapters)
-    e.core.schedule.pool = Pool(total, step.PAGE)
+    e._core.schedule.pool = Pool(total, step.PAGE)
     seen = calls(e)
     for names in (["", "a", "b", "c"], ["c", "", "a", "a"]):
         check(e, alone, names)
     assert any(len(s) > 1 for s in seen) and (options or ["", "a", "b", "c"] in seen)
     assert e.stats()["preempted"] >= (total == 3)
-    own = np.asarray(e.core.device.weights["a"]["layers"][0]["q"].b)
+    own = np.asarray(e._core.device.weights["a"]["layers"][0]["q"].b)
     np.testing.assert_array_equal(own, adapters["a"]["layers"][0]["q"].b)
     prompt = PROMPTS[1] + alone["b"][1].tokens
     scored = e.score(prompt, adapter="b").logprobs[len(PROMPTS[1]) :]
@@ -93,8 +93,8 @@ def test_a_mixed_batch_answers_as_each_alone(model, adapters, alone, options: di
 def test_adapters_come_and_go_without_compiling(model, adapters, alone, caplog) -> None:
     """With room for two of rank 8; the third, which the room does not hold, still answers."""
     e = Engine(model, Settings(**SHAPE, max_loras=2, max_lora_rank=8))
-    e.core.device.warm_up()
-    programs = e.core.device.programs.traces.copy()
+    e._core.device.warm_up()
+    programs = e._core.device.programs.traces.copy()
     check(e, alone, [""] * 4)
     e.update_params(adapters["a"], "a")
     check(e, alone, ["", "a", "a", ""])
@@ -107,10 +107,10 @@ def test_adapters_come_and_go_without_compiling(model, adapters, alone, caplog) 
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         check(e, alone | {"b": alone["a"]}, ["b", "c", "c", ""])
     assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
-    assert e.core.device.programs.traces == programs
+    assert e._core.device.programs.traces == programs
     e.update_params(adapters["b"], "d")
     check(e, alone | {"b": alone["a"], "d": alone["b"]}, ["b", "c", "d", ""])
-    assert e.core.device.weights.size == 4
+    assert e._core.device.weights.size == 4
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_the_base_stays_what_it_is(model, adapters, alone) -> None:
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(PROMPTS, ["", "a", "c", ""], strict=True)]
     only = [base.submit(p, SAMPLING) for p in PROMPTS]
     for made, wait in ((e, jobs), (base, only)):
-        made.loop.wait(lambda wait=wait: all(j.reply.finish_reason for j in wait))
+        made._wait(lambda wait=wait: all(j.reply.finish_reason for j in wait))
     for i in (0, 3):
         assert jobs[i].reply.tokens == only[i].reply.tokens and jobs[i].reply.logprobs == only[i].reply.logprobs
 
@@ -130,14 +130,14 @@ def test_the_base_stays_what_it_is(model, adapters, alone) -> None:
 def test_a_new_base_leaves_adapters_their_old_one(model, adapters, alone) -> None:
     """They then have calls of their own, and those made for the new base share its calls."""
     e = Engine(model, Settings(**SHAPE), adapters={"a": adapters["a"]})
-    assert e.core.device.group("a") == "" == e.core.device.group("")
+    assert e._core.device.group("a") == "" == e._core.device.group("")
     new = jax.tree.map(lambda x: x * 1.1 if x.ndim > 1 else x, model.params)
     e.update_params(new)
     want = Engine(model._replace(params=new), Settings(**SHAPE)).generate(PROMPTS, SAMPLING)
-    assert e.core.device.group("a") == "a"
+    assert e._core.device.group("a") == "a"
     check(e, alone | {"": want}, ["", "a", "a", ""])
     e.update_params(adapter(new, 0, 4), "n")
-    assert e.core.device.group("n") == ""
+    assert e._core.device.group("n") == ""
 
 
 @pytest.mark.slow
@@ -167,11 +167,11 @@ def test_on_a_mesh(model, adapters, alone) -> None:
     at = params.shardings(SPEC, mesh, params.SERVE)
     sharded = model._replace(params=jax.device_put(model.params, at))
     e = Engine(sharded, Settings(**SHAPE, max_loras=2, max_lora_rank=8))
-    e.core.device.warm_up()
-    before = e.core.device.programs.traces.copy()
+    e._core.device.warm_up()
+    before = e._core.device.programs.traces.copy()
     e.update_params(adapter(sharded.params, 0, 4), "a")
     check(e, alone, ["", "a", "a", ""])
-    assert e.core.device.group("a") == "" and e.core.device.programs.traces == before
+    assert e._core.device.group("a") == "" and e._core.device.programs.traces == before
 
 
 @pytest.mark.slow
@@ -184,11 +184,11 @@ def test_latents_experts_and_recurrence(pair, name: str) -> None:
     trees = {n: adapter(model.params, i, 3, outside, spec) for i, n in enumerate("ab")}
     trees["e"] = adapter(model.params, 4, 2, "experts", spec)
     e = Engine(model, Settings(rows=4, pages=9, budget=64, batches=(4,)), adapters=trees)
-    assert [e.core.device.group(n) for n in ("a", "b", "e")] == ["", "", "e"]
+    assert [e._core.device.group(n) for n in ("a", "b", "e")] == ["", "", "e"]
     prompts = [np.random.default_rng(n).integers(3, 128, 9).tolist() for n in range(4)]
     names = ["", "a", "b", "e"]
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(prompts, names, strict=True)]
-    e.loop.wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
     for job, p, n in zip(jobs, prompts, names, strict=True):
         want = serve.naive_generate(model._replace(params=trees.get(n, model.params)), p, 8)
         assert job.reply.tokens == want.tokens

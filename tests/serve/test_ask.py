@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from fdel import cli, models, params, recipe, serve, text
-from fdel.serve import launch
-from fdel.serve.openai import APIError
+from fdel.serve.server import launch
+from fdel.serve.server.openai import APIError
 from tests.serve import small, wire
 
 pytest.importorskip("aiohttp", reason="needs the serve extra")

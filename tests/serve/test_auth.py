@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdel import cli
-from fdel.serve import auth, keyfile
-from fdel.serve.auth import Key, Rates
-from fdel.serve.openai import APIError, body
-from fdel.serve.openai.schema import SCHEMAS
+from fdel.serve.server import auth, keyfile
+from fdel.serve.server.auth import Key, Rates
+from fdel.serve.server.openai import APIError, body
+from fdel.serve.server.openai.schema import SCHEMAS
 
 
 def test_a_key_is_found_by_its_secret_only() -> None:
@@ -183,7 +183,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path) -> None:
     path = tmp_path / "keys.json"
     code = f"""
 import sys
-from fdel.serve import auth, keyfile
+from fdel.serve.server import auth, keyfile
 for i in range(5):
     key, _ = auth.create(sys.argv[1] + str(i), "user", 0.0)
     keyfile.change({str(path)!r}, lambda known: {{**known, key.hash: key}})

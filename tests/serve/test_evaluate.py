@@ -10,11 +10,11 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from fdel import cli, models, text
-from fdel.serve import evaluate, grammar, harness, http, metrics
-from fdel.serve.engine import Engine, Settings
+from fdel.serve.engine.engine import Engine, Settings
 from fdel.serve.likelihood import likelihoods
-from fdel.serve.served import Served
-from fdel.serve.state import Server
+from fdel.serve.server import evaluate, grammar, http, metrics
+from fdel.serve.server.call import Server
+from fdel.serve.server.served import ServedModel
 from tests.serve import small
 
 CONTEXT = 64
@@ -125,7 +125,7 @@ def same(found: list, want: list) -> None:
 @pytest.mark.slow
 def test_an_engine_answers_as_transformers_do(oracle, engine):
     """Contexts that are cut, empty ones, spaces at the end, bos that is there already, windows, stop strings."""
-    lm = harness.language_model(engine, engine.tokenizer, "tiny", batch=4, progress=False)
+    lm = evaluate.language_model(engine, engine.tokenizer, "tiny", batch=4, progress=False)
     starts = [(q, {"max_gen_toks": 1}) for q in WORDS[:8]]
     likely = [(q, said) for (q, _), said in zip(starts, ask(lm, "generate_until", starts), strict=True) if said.strip()]
     same(ask(lm, "loglikelihood", PAIRS + likely), want := ask(oracle, "loglikelihood", PAIRS + likely))
@@ -146,7 +146,7 @@ def address(checkpoint, engine):
     """The address of a server with the engine, without keys."""
     tok = engine.tokenizer
     state = Server(
-        {"tiny": Served("tiny", engine, tok, 1.0, grammar.Vocabulary(tok, 300))},
+        {"tiny": ServedModel("tiny", engine, tok, 1.0, grammar.Vocabulary(tok, 300))},
         metrics.Metrics(metrics.serving(["tiny"], http.PATHS)),
     )
     started, found = threading.Event(), []
@@ -232,12 +232,12 @@ def test_fdel_eval_prints_and_writes_the_scores(checkpoint, oracle, tmp_path, ca
 
 def test_generation_kwargs_mean_what_they_say():
     pytest.importorskip("lm_eval", reason="the extra eval")
-    s = harness.sampling_of({"until": ["a", "<|user|>", ""], "max_new_tokens": 5, "top_p": 0.5}, 7)
+    s = evaluate.sampling_of({"until": ["a", "<|user|>", ""], "max_new_tokens": 5, "top_p": 0.5}, 7)
     assert (s.max_tokens, s.temperature, s.top_p, s.stop, s.seed) == (5, 0, 1.0, ["a", "<|user|>"], 7)
-    s = harness.sampling_of({"until": "a", "do_sample": True, "temperature": 0.7, "top_p": 0.5, "top_k": 3}, 7)
+    s = evaluate.sampling_of({"until": "a", "do_sample": True, "temperature": 0.7, "top_p": 0.5, "top_k": 3}, 7)
     assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop) == (256, 0.7, 0.5, 3, ["a"])
     with pytest.raises(ValueError, match=r"\['num_beams'\] are not supported"):
-        harness.sampling_of({"num_beams": 4}, 7)
+        evaluate.sampling_of({"num_beams": 4}, 7)
 
 
 # ---- against a full forward ----------------------------------------------------------------------------------------

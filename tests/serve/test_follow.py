@@ -1,20 +1,22 @@
 """One engine on two processes: the answers of one process, a clean end, and a clear error when one of them dies."""
 
 import contextlib
+import hmac
 import json
+import multiprocessing
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fdel.serve import follow
-from fdel.serve.engine import Engine
+from fdel.serve.engine import follow, packing
+from fdel.serve.engine.engine import Engine
 from tests.serve import follow_worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,48 +65,7 @@ def test_a_follower_that_dies_fails_requests(model) -> None:
     assert "the engine stopped" in error and "follower 0 of 1 is gone" in error
 
 
-# ---- messages and connections --------------------------------------------------------------------------------------
-
-
-def reader(data: bytes):
-    at = [0]
-
-    def read(n: int) -> bytes:
-        at[0] += n
-        return data[at[0] - n : at[0]]
-
-    return read
-
-
-def test_a_call_arrives_as_it_was_sent() -> None:
-    arrays = [
-        np.arange(6, dtype=np.int32).reshape(2, 3).T,
-        np.float32(0.5),
-        np.array([True, False]),
-        np.zeros((0, 4), "u4"),
-    ]
-    name, got, adapter, static = follow.unpack(reader(follow.pack("extend", arrays, "a", {"block": 32})))
-    assert (name, adapter, static) == ("extend", "a", {"block": 32})
-    for a, b in zip(arrays, got, strict=True):
-        assert np.asarray(a).dtype == b.dtype and np.asarray(a).shape == b.shape
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("header", "body", "said"),
-    [
-        (["extend", [["object", [1]]], "", {}], b"12345678", "array of 'object'"),
-        (["extend", [["int32", [3]]], "", {}], b"1234", "buffer|cannot reshape|4 bytes"),
-        (["extend", [["int32", [1]]], "", {}], b"12345678", "8 bytes, 4 of them arrays"),
-        (["__class__", [], "", {}], b"", "'__class__' of 0 bytes"),
-    ],
-)
-def test_what_is_no_call_is_refused(header: list, body: bytes, said: str) -> None:
-    text = json.dumps(header).encode()
-    with pytest.raises(ValueError, match=said):
-        follow.unpack(reader(follow.HEAD.pack(len(text), len(body)) + text + body))
-    with pytest.raises(ValueError, match="the most is"):
-        follow.unpack(reader(struct.pack(">IQ", 8, 1 << 40)))
+# ---- connections ---------------------------------------------------------------------------------------------------
 
 
 def test_only_who_knows_the_secret_comes_in() -> None:
@@ -112,20 +73,96 @@ def test_only_who_knows_the_secret_comes_in() -> None:
     address, found = free(), []
     leader = threading.Thread(target=lambda: found.extend(follow.accept(address, b"s" * 16, 1, 60.0)), daemon=True)
     leader.start()
-    with pytest.raises((PermissionError, follow.Lost)):
+    with pytest.raises(PermissionError):
         follow.connect(address, b"t" * 16, 30.0)
     host, port = address.split(":")
     with socket.create_connection((host, int(port))) as s, contextlib.suppress(ConnectionResetError):
         s.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         while s.recv(100):
             pass
-    with follow.connect(address, b"s" * 16, 30.0) as s:
+    call = packing.Call("extend", [np.arange(6, dtype=np.int32)], "a", {"block": 32})
+    with follow.connect(address, b"s" * 16, 30.0) as connection:
         leader.join()
-        found[0].sendall(follow.pack("begin", [], "", {}))
-        assert follow.unpack(lambda n: follow.receive(s, n))[0] == "begin"
+        found[0].send_bytes(packing.pack_call(call))
+        assert follow.receive(connection)._replace(arrays=[]) == call._replace(arrays=[])
         found[0].close()
         with pytest.raises(follow.Lost, match="the other process is gone"):
-            follow.receive(s, 1)
+            follow.receive(connection)
+
+
+@pytest.mark.parametrize("pause", [60.0, 0.5])
+def test_a_stranger_that_says_little_is_sent_away(monkeypatch, pause: float) -> None:
+    """Nothing, or a byte at a time: it keeps the follower behind it waiting for the seconds of its proof alone."""
+    monkeypatch.setattr(follow, "PROOF", 1.0)
+    address, found = free(), []
+    leader = threading.Thread(target=lambda: found.extend(follow.accept(address, b"s" * 16, 1, 60.0)), daemon=True)
+    leader.start()
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            silent = socket.create_connection((address.split(":")[0], int(address.split(":")[1])))
+            break
+    over = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(pause):
+                silent.sendall(b"x")
+
+    threading.Thread(target=drip, daemon=True).start()
+    with silent, follow.connect(address, b"s" * 16, 10.0):
+        over.set()
+        leader.join(5)
+        assert len(found) == 1
+        found[0].close()
+
+
+def tcp() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a connection: ours, and a stranger's."""
+    with socket.create_server(("localhost", 0)) as server:
+        stranger = socket.create_connection(server.getsockname(), timeout=20)
+        return server.accept()[0], stranger
+
+
+@pytest.mark.parametrize("role", [b"leader", b"follower"])
+def test_a_proof_of_another_secret_is_refused(role: bytes) -> None:
+    """A stranger that speaks the protocol; until it has proved something, a leader sends it the number drawn alone."""
+    ours, stranger = tcp()
+    with stranger, ThreadPoolExecutor() as threads:
+        waits = threads.submit(follow.authenticated, ours, b"s" * 16, role, 20)
+        drawn = stranger.recv(32), bytes(32)
+        stranger.sendall(drawn[1])
+        other = b"follower" if role == b"leader" else b"leader"
+        both = b"".join(drawn if role == b"leader" else drawn[::-1])
+        stranger.sendall(hmac.digest(b"t" * 16, other + both, "sha256"))
+        with pytest.raises(PermissionError, match="does not know the secret; give all the same"):
+            waits.result()
+        if role == b"follower":
+            assert stranger.recv(32) == hmac.digest(b"s" * 16, role + both, "sha256")
+        assert stranger.recv(32) == b""
+
+
+def test_an_answer_that_is_sent_back_is_refused() -> None:
+    """Neither an echo nor another follower, which does know the secret, is a leader."""
+    ours, stranger = tcp()
+    with stranger, ThreadPoolExecutor() as threads:
+        waits = threads.submit(follow.authenticated, ours, b"s" * 16, b"follower", 20)
+        for _ in range(2):
+            stranger.sendall(stranger.recv(32))
+        with pytest.raises(PermissionError):
+            waits.result()
+    ours, stranger = tcp()
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(follow.authenticated, s, b"s" * 16, b"follower", 20) for s in (ours, stranger)]
+        assert all(isinstance(f.exception(), PermissionError) for f in both)
+
+
+def test_a_message_that_is_too_long_is_not_read(monkeypatch) -> None:
+    monkeypatch.setattr(follow, "MOST", 100)
+    a, b = multiprocessing.Pipe()
+    with a, b:
+        a.send_bytes(bytes(101))
+        with pytest.raises(follow.Lost, match="sent more than 100 bytes"):
+            follow.receive(b)
 
 
 def test_nobody_comes() -> None:
@@ -135,4 +172,4 @@ def test_nobody_comes() -> None:
         follow.connect(free(), b"s" * 16, 0.05)
     a, b = socket.socketpair()
     with a, b, pytest.raises(ValueError, match="a secret of 3 bytes"):
-        follow.prove(a, b"abc", b"leader", b"follower")
+        follow.authenticated(a, b"abc", b"leader", 1)

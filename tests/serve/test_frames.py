@@ -9,7 +9,15 @@ import pytest
 
 web = pytest.importorskip("aiohttp.web")
 
-from fdel.serve import connection, frames  # noqa: E402
+from fdel.serve.server import answer, connection  # noqa: E402
+
+
+async def streamed(request, frames, timeout):
+    """Stream frames as a call does."""
+    async with asyncio.timeout(None) as clock:
+        server = SimpleNamespace(timeout=timeout)
+        call = SimpleNamespace(server=server, request=request, id="r", clock=clock, finish=lambda: None)
+        return await answer.stream(call, frames)
 
 
 async def serve(make, read, before=lambda request: None, timeout=60.0):
@@ -25,13 +33,10 @@ async def serve(make, read, before=lambda request: None, timeout=60.0):
 
     async def handler(request):
         before(request)
-        async with asyncio.timeout(None) as clock:
-            server = SimpleNamespace(timeout=timeout)
-            call = SimpleNamespace(server=server, request=request, id="r", clock=clock, finish=lambda: None)
-            try:
-                return await frames.stream(call, source())
-            finally:
-                ended.append(request)
+        try:
+            return await streamed(request, source(), timeout)
+        finally:
+            ended.append(request)
 
     app = web.Application()
     app.router.add_get("/", handler)
@@ -153,10 +158,7 @@ def test_readers_that_take_nothing_for_a_minute_are_ended(whole):
                 return response
             finally:
                 closed.append(i)
-        async with asyncio.timeout(None) as clock:
-            server = SimpleNamespace(timeout=600.0)
-            call = SimpleNamespace(server=server, request=request, id="r", clock=clock, finish=lambda: None)
-            return await frames.stream(call, source(i))
+        return await streamed(request, source(i), 600.0)
 
     async def act():
         app = web.Application()
@@ -170,7 +172,7 @@ def test_readers_that_take_nothing_for_a_minute_are_ended(whole):
                 reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1], limit=1024)
                 writer.write(f"GET /?i={i} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
                 clients.append((reader, writer))
-            sizes = lambda: [c.own.get_write_buffer_size() for c in all_.open]
+            sizes = lambda: [c.channel.get_write_buffer_size() for c in all_.open]
             before = None
             while before is None or before != sizes() or len(before) < count or not all(before):
                 before = sizes()
@@ -190,7 +192,7 @@ def test_readers_that_take_nothing_for_a_minute_are_ended(whole):
                 writer.transport.abort()
             while all_.open:
                 await asyncio.sleep(0.01)
-            assert not all_.places.share.taken
+            assert not all_.slots.quota.taken
         finally:
             await runner.cleanup()
 

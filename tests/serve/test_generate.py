@@ -9,8 +9,8 @@ import pytest
 
 from fdel import params, serve, text
 from fdel.models import llama
-from fdel.serve import step
-from fdel.serve.reply import find_stop
+from fdel.serve.engine import step
+from fdel.serve.output_text import find_stop
 from tests.serve.small import CFG, CONTEXT, EOS, VOCAB, scores
 
 rng = np.random.default_rng(0)

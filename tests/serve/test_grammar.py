@@ -5,13 +5,14 @@ import dataclasses
 import json
 import random
 import re
+import time
 
 import numpy as np
 import pytest
 
 from fdel import text
-from fdel.serve import grammar
-from fdel.serve.grammar import Spec, choice, json_schema
+from fdel.serve.server import grammar
+from fdel.serve.server.grammar import Spec, choice, json_schema
 
 jsonschema = pytest.importorskip("jsonschema", reason="the oracle")
 guidance = pytest.importorskip("llguidance", reason="the extra `serve`")
@@ -258,6 +259,32 @@ def test_hostile_grammars_are_bounded(name: str, vocabulary: grammar.Vocabulary)
             break
         matcher.commit(ids[-1])
     assert matcher.error is None or "limit" in matcher.error or "max is" in matcher.error
+
+
+AMBIGUOUS = {
+    "powers": "start: s\ns: " + " | ".join(" ".join(["s"] * k) for k in range(2, 7)) + ' | /[a-z ]/ | ""',
+    "many powers": "start: s\ns: " + " | ".join(" ".join(["s"] * k) for k in range(2, 20)) + ' | /[a-z ]/ | ""',
+    "stars": "start: a*\na: b*\nb: c*\nc: d*\nd: /[a-z ]/",
+    "optional": "start: " + "r? " * 1500 + "\nr: /[a-z ]/",
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_ambiguous_grammars_end(name: str, vocabulary: grammar.Vocabulary) -> None:
+    """The engine's thread computes masks for all. With llguidance's own limits one token of "powers" takes 0.6 s."""
+    begin = time.thread_time()
+    try:
+        matcher = grammar.compile(vocabulary, Spec("lark", AMBIGUOUS[name]))
+    except ValueError as e:
+        assert "Too many items" in str(e)
+        return
+    longest = 0.0
+    while not matcher.done and len(matcher.tokens) < 500:
+        before = time.thread_time()
+        matcher.commit(allowed(matcher)[-1])
+        longest = max(longest, time.thread_time() - before)
+    assert matcher.done and matcher.error and "limit" in matcher.error and matcher.rollback(1) is None
+    assert longest < 0.3 and time.thread_time() - begin < 2
 
 
 def test_limits_are_told(vocabulary: grammar.Vocabulary) -> None:

@@ -15,14 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 from fdel import cli, params, serve, text
 from fdel.ops.weights import LowRank
-from fdel.serve import auth, keyfile, launch, reasoning
-from fdel.serve import chat as chat_route
-from fdel.serve import http as server_http
-from fdel.serve.openai.schema import SCHEMAS
-from fdel.serve.reply import Delta
-from fdel.serve.served import Prompt
+from fdel.serve.engine.reply import Delta
+from fdel.serve.server import answer, auth, keyfile, launch, openai, reasoning
+from fdel.serve.server import http as server_http
+from fdel.serve.server.openai.schema import SCHEMAS
 from tests.serve import small, wire
-from tests.serve.wire import CHAT, call, chat, frames, open_chat, sample
+from tests.serve.wire import CHAT, call, chat, frames, open_chat, sample, wait_for
 
 client_library = pytest.importorskip("openai", reason="the oracle")
 
@@ -177,6 +175,8 @@ def test_embeddings_are_hidden_states(running, client):
 def test_tokens_and_back(running):
     status, said, _ = call(running, "POST", "/tokenize", {"model": "small", "prompt": "the music"})
     assert status == 200 and said["tokens"] == text.encode(running.served.tokenizer, "the music")
+    jsonschema.validate(said, SCHEMAS["tokens"])
+    assert (said["count"], said["max_model_len"]) == (len(said["tokens"]), running.served.engine.limit)
     status, back, _ = call(running, "POST", "/detokenize", {"tokens": said["tokens"]})
     assert back["prompt"] == "the music"
     assert call(running, "GET", "/tokenizer_info")[1]["eos_token"] == running.served.tokenizer.special["eos_token"]
@@ -250,7 +250,7 @@ def test_the_frames_of_a_stream(running, path, options):
 
 def test_a_stream_that_waits_is_pinged(running, monkeypatch):
     """Comments keep it alive, and clients do not see them."""
-    monkeypatch.setattr(chat_route, "PING", 0.05)
+    monkeypatch.setattr(answer, "PING", 0.05)
     engine = running.served.engine
     engine.pause()
     try:
@@ -304,8 +304,8 @@ def test_tokens_of_the_reasoning_are_counted(running, case, size):
     inside, start, thought, end, answer = THOUGHTS[case]
     tok = dataclasses.replace(text.train_bpe(wire.WORDS, 290, ["<think>", "</think>"]), eos_ids=(small.EOS,))
     served = dataclasses.replace(running.served, tokenizer=tok, thinking=reasoning.FAMILIES["think"], format=None)
-    asked = chat_route.openai.parse_chat(CHAT, served.limits)
-    reader = Prompt(served, asked, "<think>\n" if inside else "", [1]).reader()
+    asked = openai.parse_chat(CHAT, served.limits)
+    reader = served.reader(asked, inside)
     parts = [text.encode(tok, part, special=False) for part in (start, thought, end, answer)]
     ids = [i for part in parts for i in part]
     state = text.Detokenizer(tok, skip_special=False)
@@ -341,6 +341,7 @@ def test_models_by_name(running, monkeypatch):
     status, said, _ = call(running, "GET", "/v1/models/org/small")
     assert status == 200 and said == {"id": "org/small", "object": "model", "created": 1, "owned_by": "fdel"}
     assert call(running, "GET", "/v1/models")[1] == {"object": "list", "data": [said]}
+    jsonschema.validate({"object": "list", "data": [said]}, SCHEMAS["models"])
     assert call(running, "DELETE", "/v1/models/org/small", role="admin")[0] == 405
     assert call(running, "GET", "/v1/models/small")[1]["error"]["code"] == "model_not_found"
 
@@ -401,7 +402,22 @@ def test_adapters_come_and_go(running, model, client, adapters):
     with pytest.raises(client_library.NotFoundError):
         client.completions.create(model="new", prompt="a")
     assert load(running, path=str(root / "good"))[0] == 200 and unload(running)[0] == 200
-    assert chat(running)[0] == 200
+    assert chat(running)[0] == 200 and 'model="new"' not in call(running, "GET", "/metrics", role="readonly")[1]
+
+
+def test_what_uses_an_adapter_that_goes_is_counted_for_its_base(running, adapters):
+    """Its own series are gone by then."""
+    assert load(running)[0] == 200
+    running.served.engine.pause()
+    try:
+        ended = sample(running, "fdel_requests_total", model="small", finished_reason="error")
+        held = open_chat(running, {"model": "new"})
+        wait_for(lambda: running.served.engine.stats()["waiting"] == 1)
+        assert unload(running)[0] == 200
+    finally:
+        running.served.engine.resume()
+    assert held.getresponse().status == 500
+    assert sample(running, "fdel_requests_total", model="small", finished_reason="error") == ended + 1
 
 
 OUTSIDE = ["..", "../outside", "good/../../outside", "/etc", "", ".", "good/adapter_config.json", "link", "bad", "nothing",
@@ -518,20 +534,20 @@ def test_options_are_checked_once(tmp_path):
     """The keys that were checked are those that are served."""
     key, _ = auth.create("a", "user", 0.0)
     keyfile.save(tmp_path / "keys", [key])
-    assert launch.check(launch.Options(key_file=tmp_path / "keys")) == {key.hash: key}
-    assert launch.check(launch.Options()) is None
+    assert launch.check(launch.ServerOptions(key_file=tmp_path / "keys")) == {key.hash: key}
+    assert launch.check(launch.ServerOptions()) is None
     with pytest.raises(ValueError, match="no directory"):
-        launch.check(launch.Options(adapter_root=tmp_path / "none"))
+        launch.check(launch.ServerOptions(adapter_root=tmp_path / "none"))
 
 
 def test_the_protocol_needs_no_jax():
-    code = "import sys, fdel.serve.openai; sys.exit('jax' in sys.modules or 'aiohttp' in sys.modules)"
+    code = "import sys, fdel.serve.server.openai; sys.exit('jax' in sys.modules or 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("role", sorted(auth.ROLES))
 def test_roles(running, role):
-    for method, path, scope, _ in server_http.ROUTES:
+    for method, path, scope in ((r.method, r.path, r.scope) for r in server_http.ROUTES):
         if scope is not None and path != "/admin/drain":
             path = path.replace("{id:.+}", "small").replace("{id}", "nobody")
             status = call(running, method, path, {} if method == "POST" else None, role=role)[0]
@@ -631,7 +647,7 @@ def test_the_document_describes_every_route(running):
 
     status, said, _ = call(running, "GET", "/openapi.json")
     listed = {(m.upper(), path) for path, methods in said["paths"].items() for m in methods}
-    assert status == 200 and listed == {(m, p.replace(":.+", "")) for m, p, _, _ in server_http.ROUTES}
+    assert status == 200 and listed == {(r.method, r.path.replace(":.+", "")) for r in server_http.ROUTES}
     for methods in said["paths"].values():
         for about in methods.values():
             for kind in about.get("requestBody", {}).get("content", {}).values():

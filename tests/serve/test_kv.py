@@ -7,9 +7,9 @@ import pytest
 
 from fdel import ops, params, serve
 from fdel.models import llama
-from fdel.serve.engine import Engine, Settings
-from fdel.serve.pages import Pool
-from fdel.serve.settings import unsupported
+from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.engine.pages import Pool
+from fdel.serve.engine.settings import unsupported
 from tests.ops.test_quantized_pages import rounded
 from tests.serve.small import CFG, CONTEXT, VOCAB
 
@@ -23,10 +23,10 @@ def rounding(model):
     made = {}
 
     def forward(format: str):
-        def attend(batch, state, layer, q, k, v, *, mask):
+        def attend(batch, state, layer, q, k, v, **others):
             shape = jax.ShapeDtypeStruct(k.shape, jnp.float32)
             hold = lambda x: jax.pure_callback(lambda x: rounded(np.asarray(x), format)[0].astype(np.float32), shape, x)
-            return plain(batch, state, layer, q, hold(k), hold(v), mask=mask)
+            return plain(batch, state, layer, q, hold(k), hold(v), **others)
 
         plain, ops.attend = ops.attend, attend
         try:
@@ -59,7 +59,7 @@ def test_answers_are_those_of_rounded_keys_and_values(model, rounding, format: s
     assert any(g.logprobs != pytest.approx(w[1], abs=1e-3) for g, w in zip(plain, want, strict=True))
     for budget, total in ((1, 3), (7, 3), (64, 3), (64, 8)):
         e = Engine(model, Settings(rows=2, pages=8, budget=budget, batches=(2,), kv_cache_dtype=format))
-        e.core.schedule.pool = Pool(total, 64)
+        e._core.schedule.pool = Pool(total, 64)
         for again in range(1 + (total == 8)):
             got = e.generate(PROMPTS, LONG)
             assert [g.tokens for g in got] == [w[0] for w in want]
@@ -84,7 +84,8 @@ def test_drafts_change_nothing(model) -> None:
 def test_bytes_of_a_token(model, format: str) -> None:
     """A byte a number, and four for the scale of each head's keys and values; 32 bits a number before."""
     held = lambda kv: sum(
-        x.nbytes for x in jax.tree.leaves(Engine(model, Settings(rows=2, pages=8, kv_cache_dtype=kv)).core.device.state)
+        x.nbytes
+        for x in jax.tree.leaves(Engine(model, Settings(rows=2, pages=8, kv_cache_dtype=kv))._core.device.state)
     )
     assert held(format) / (8 * 64) == CFG.layers * CFG.kv_heads * 2 * (CFG.head_dim + 4)
     assert held(None) / (8 * 64) == CFG.layers * CFG.kv_heads * 2 * CFG.head_dim * 4
@@ -116,12 +117,15 @@ def test_on_a_mesh(model) -> None:
     assert [g.tokens for g in e.generate(PROMPTS, LONG)] == [
         g.tokens for g in Engine(model, settings).generate(PROMPTS, LONG)
     ]
-    (state,) = e.core.device.state
-    assert state.k_scale.sharding.spec[2] == state.k.sharding.spec[2] == "tp" and state.k.dtype == jnp.int8
+    (state,) = e._core.device.state
+    pages = state.pages
+    assert pages.k_scale.sharding.spec[2] == pages.k.sharding.spec[2] == "tp" and pages.k.dtype == jnp.int8
 
 
 def test_formats_that_there_are_not(model) -> None:
-    assert "kv_cache_dtype='int4'; expected None, 'int8', 'fp8'" in unsupported(model, Settings(kv_cache_dtype="int4"))
+    assert "kv_cache_dtype='int4'; expected one of None, 'int8', 'fp8'" in unsupported(
+        model, Settings(kv_cache_dtype="int4")
+    )
     with pytest.raises(ValueError, match="kv_cache_dtype='fp9'"):
         Engine(model, Settings(kv_cache_dtype="fp9"))
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="needs the serve extra")
-from fdel.serve import connection, limits
-from fdel.serve.limits import Places, Share
+from fdel.serve.server import connection, limits
+from fdel.serve.server.limits import EvictingQuota, Quota
 from tests.serve import wire
 from tests.serve.wire import CHAT, LONG, at_rest, call, chat, head, open_chat, raw, refusal, wait_for
 
@@ -21,26 +21,26 @@ from tests.serve.wire import CHAT, LONG, at_rest, call, chat, head, open_chat, r
 )
 def test_something_is_always_left(total, events):
     """No holder has more than one above what was free then; who holds nothing finds a place while one is left."""
-    share = Share(total)
+    share = Quota(total)
     for holder, count, take in events:
         free, had = share.total - share.taken, share.held.get(holder, 0)
         if take:
-            taken = share.take(holder, count)
+            taken = share.acquire(holder, count)
             assert taken == (had + count <= free - count + 1)
             assert taken or count > 1 or had or not free
         elif had >= count:
-            share.give(holder, count)
+            share.release(holder, count)
         assert share.taken == sum(share.held.values()) <= total and all(n > 0 for n in share.held.values())
 
 
 def test_one_holder_has_half_and_each_other_half_of_the_rest():
-    share = Share(1024)
+    share = Quota(1024)
     for n in range(10):
-        while share.take(str(n)):
+        while share.acquire(str(n)):
             pass
         assert share.held[str(n)] == 1024 // 2 ** (n + 1)
-    assert share.take("new") and not share.take("newer")  # the last place
-    assert Share(1024).take("a", 512) and not Share(1024).take("a", 513)
+    assert share.acquire("new") and not share.acquire("newer")  # the last place
+    assert Quota(1024).acquire("a", 512) and not Quota(1024).acquire("a", 513)
 
 
 @pytest.mark.parametrize(("remote", "holder"), {
@@ -54,30 +54,30 @@ def test_who_stands_behind_an_address(remote, holder):
 
 
 def test_the_oldest_gives_way_to_a_newer_one_of_the_same_holder():
-    places, ended = Places(Share(8)), []
+    places, ended = EvictingQuota(Quota(8)), []
     end = lambda n, ends=True: lambda: ends and (ended.append(n) or True)
     for n in range(4):
-        assert places.enter("a", n, end(n, ends=n != 0))
-    assert places.enter("a", 4, end(4)) and ended == [1]  # the oldest that can end
-    assert places.enter("b", 9, end(9)) and places.share.held == {"a": 4, "b": 1}
-    places.leave("a", 1)  # its place is another's by now
-    assert places.share.held == {"a": 4, "b": 1}
+        assert places.acquire("a", n, end(n, ends=n != 0))
+    assert places.acquire("a", 4, end(4)) and ended == [1]  # the oldest that can end
+    assert places.acquire("b", 9, end(9)) and places.quota.held == {"a": 4, "b": 1}
+    places.release("a", 1)  # its place is another's by now
+    assert places.quota.held == {"a": 4, "b": 1}
     for n in (0, 2, 3, 4, 9):
-        places.leave("b" if n == 9 else "a", n)
-    assert not places.share.taken and not places.entries
+        places.release("b" if n == 9 else "a", n)
+    assert not places.quota.taken and not places.entries
 
 
 def test_whose_entries_cannot_end_gets_no_more():
-    places = Places(Share(4))
-    assert [places.enter("a", n, lambda: False) for n in range(4)] == [True, True, False, False]
-    assert places.enter("b", 9, lambda: False)
+    places = EvictingQuota(Quota(4))
+    assert [places.acquire("a", n, lambda: False) for n in range(4)] == [True, True, False, False]
+    assert places.acquire("b", 9, lambda: False)
 
 
 def test_slow_ones_never_keep_a_quick_one_out():
     """Hundreds that hang, of one holder: whoever comes and goes quickly is served all the same, its own holder too."""
 
     async def act():
-        places, late = Places(Share(256)), []
+        places, late = EvictingQuota(Quota(256)), []
 
         async def hang(holder):
             try:
@@ -88,16 +88,16 @@ def test_slow_ones_never_keep_a_quick_one_out():
 
         tasks = [asyncio.create_task(hang("a")) for _ in range(300)]
         await asyncio.sleep(0)
-        assert places.share.held["a"] == 128
+        assert places.quota.held["a"] == 128
         for holder in ("a", "b"):
             async with places.timed(holder, 30.0):
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert places.share.held == {"a": 127} and len(late) == 300 - 127
+        assert places.quota.held == {"a": 127} and len(late) == 300 - 127
         for t in tasks:
             t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert not places.share.taken and not places.entries
+        assert not places.quota.taken and not places.entries
 
     asyncio.run(act())
 
@@ -132,7 +132,7 @@ def test_bodies_that_do_not_come_shut_nobody_out(running, crowd, monkeypatch, ke
     if not keys:
         top = top.replace(b"Host: x", b"Host: localhost")
     hung = crowd(300, top + b"{")
-    share = running.state.bodies.share
+    share = running.state.bodies.quota
     wait_for(lambda: share.taken == 128)
     for role in ("admin", "user") if keys else (None,):
         assert chat(running, role=role)[0] == 200
@@ -147,7 +147,7 @@ def test_bodies_that_do_not_come_shut_nobody_out(running, crowd, monkeypatch, ke
 
 def test_idle_connections_shut_nobody_out(running, crowd, monkeypatch):
     """Where an address has all the connections that it may have, the oldest idle one ends, and none that is answered."""
-    monkeypatch.setattr(connection, "places", lambda: Places(Share(20)))
+    monkeypatch.setattr(connection, "slots", lambda: EvictingQuota(Quota(20)))
     with wire.listening(running.state) as port:
         other = type(running)(**vars(running) | {"port": port})
         busy = open_chat(other, LONG | {"stream": True})
@@ -190,7 +190,7 @@ def test_one_key_leaves_room_in_the_queue(running):
 
 def test_one_key_leaves_room_for_calls(running, monkeypatch):
     """Of any route that asks for work."""
-    monkeypatch.setattr(running.state, "calls", Share(4))
+    monkeypatch.setattr(running.state, "calls", Quota(4))
     running.served.engine.pause()
     try:
         held = [open_chat(running, LONG) for _ in range(2)]

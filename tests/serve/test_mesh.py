@@ -8,7 +8,9 @@ import pytest
 
 from fdel import models, params, plan
 from fdel.models import llama
-from fdel.serve import Engine, SamplingParams, Settings, launch, weights
+from fdel.serve import Engine, SamplingParams, Settings
+from fdel.serve.engine import weights
+from fdel.serve.server import launch
 from tests.serve.small import CFG
 
 SPEC = llama.spec(CFG)
@@ -23,7 +25,7 @@ def tokens(model: models.Model, **settings) -> list[list[int]]:
 
 def sent(model: models.Model) -> Counter[tuple[str, str, int]]:
     """Count what devices send each other in a decode step: (kind, shape, devices)."""
-    device = Engine(model, Settings(**SHAPE)).core.device
+    device = Engine(model, Settings(**SHAPE))._core.device
     text = device._compilers("decode", 4)[0]().as_text()
     return Counter((c.kind, s, c.devices) for c in plan.collectives(text) for s in c.shapes)
 
@@ -50,7 +52,7 @@ def test_what_was_trained_is_served_as_if_it_were_loaded(tokenizer, on_disk, qua
     trained = models.load(on_disk, mesh=mesh)
     if quantize:
         trained = trained._replace(params=params.quantize(trained.params, quantize, spec=SPEC))
-    (found,) = launch.served(trained, tokenizer, "m", launch.Options(settings=Settings(**SHAPE)))
+    (found,) = launch.served(trained, tokenizer, "m", launch.ServerOptions(settings=Settings(**SHAPE)))
     served = found.engine.model
     want, got = (jax.tree.map(lambda x: x.sharding, m.params) for m in (fresh, served))
     assert jax.tree.structure(want) == jax.tree.structure(got)
@@ -99,8 +101,8 @@ def test_more_devices_than_key_value_heads(kv_heads, tp, copies, kv) -> None:
     engine = Engine(many, Settings(**SHAPE, kv_cache_dtype=kv))
     got = [g.tokens for g in engine.generate(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True))]
     assert got == tokens(one, kv_cache_dtype=kv)
-    (state,) = engine.core.device.state
-    assert state.k.addressable_shards[0].data.shape[2] == max(1, kv_heads * copies // tp) == 1
+    pages = engine._core.device.state[0].pages
+    assert pages.k.addressable_shards[0].data.shape[2] == max(1, kv_heads * copies // tp) == 1
     assert many.params["layers"][0]["k"].addressable_shards[0].data.shape[0] == 1
     assert gathered(many) == []
-    assert jnp.issubdtype(state.k.dtype, jnp.integer) == (kv is not None)
+    assert jnp.issubdtype(pages.k.dtype, jnp.integer) == (kv is not None)

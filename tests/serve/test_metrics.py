@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from fdel import serve
-from fdel.serve.metrics import SECONDS, Metric, Metrics, serving
+from fdel.serve.server.metrics import SECONDS, Metric, Metrics, serving
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the oracle")
 
@@ -51,6 +51,21 @@ def test_histogram() -> None:
         sum(values), rel=1e-12
     )
     assert found[name] == "histogram" and found["fdel_request_params_n_bucket", (("le", "5"),)] == 0
+
+
+def test_a_label_that_is_gone_leaves_no_series() -> None:
+    """However many adapters come and go; what stays keeps its counts."""
+    metrics = Metrics(serving(["m"], ROUTES))
+    metrics.add("fdel_prompt_tokens_total", 5, model="m")
+    before = metrics.text()
+    for i in range(100):
+        metrics.extend("model", f"a{i}")
+        metrics.add("fdel_prompt_tokens_total", 7, model=f"a{i}")
+        assert read(metrics)["fdel_prompt_tokens_total", (("model", f"a{i}"),)] == 7
+        metrics.remove("model", f"a{i}")
+    assert metrics.text() == before and metrics.declares("model", "m") and not metrics.declares("model", "a1")
+    with pytest.raises(ValueError, match="found the labels"):
+        metrics.add("fdel_prompt_tokens_total", 1, model="a1")
 
 
 WRONG = [

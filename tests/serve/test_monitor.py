@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fdel import cli, monitor
-from fdel.serve.metrics import SECONDS, Metric, Metrics, serving
+from fdel.serve.server.metrics import SECONDS, Metric, Metrics, serving
 from tests.serve.wire import chat
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdel import text
-from fdel.serve import openai, tools
-from fdel.serve.openai import APIError, Limits, body, responses
-from fdel.serve.openai.schema import SCHEMAS
-from fdel.serve.openai.tables import requests
-from fdel.serve.tools import Call, Delta, Message
+from fdel.serve.server import openai
+from fdel.serve.server.openai import APIError, Limits, body, responses
+from fdel.serve.server.openai.schema import SCHEMAS
+from fdel.serve.server.openai.tables import requests
+from fdel.serve.server.tools import Call, Delta, Message
 
 client = pytest.importorskip("openai", reason="the oracle")
 pydantic = pytest.importorskip("pydantic")
@@ -302,7 +302,7 @@ def test_chat_defaults_are_openais() -> None:
     chat = parse("chat", temperature=None, stream=None)
     s = chat.sampling
     assert (s.temperature, s.top_p, s.n, s.top_k, s.seed, s.logprobs) == (1.0, 1.0, 1, 0, None, 0)
-    assert s.max_tokens >= 10**9 and openai.fit(s, 500, 512).max_tokens == 12
+    assert s.max_tokens >= 10**9 and openai.cap_max_tokens(s, 500, 512).max_tokens == 12
     assert not chat.stream and not chat.logprobs and chat.tool_choice == "none" and chat.grammar is None
     assert chat.messages == [{"role": "user", "content": "hi"}]
 
@@ -392,9 +392,8 @@ def test_completions() -> None:
 
 
 def test_the_rest() -> None:
-    assert parse("embed", input=["a", "b"], encoding_format="base64", dimensions=8) == openai.Embeddings(
-        "m", ["a", "b"], True, 8
-    )
+    asked = {"model": "m", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 8}
+    assert parse("embed", **asked) == asked and parse("embed", dimensions=None) == {"model": "m", "input": ["hi"]}
     assert parse("score").pairs == [("a", "b"), ("a", "c")]
     assert parse("rerank", top_n=1).top == 1 and parse("rerank").pairs == [("a", "b"), ("a", "c")]
     assert parse("tokenize", add_special_tokens=False) == ("hi", False)
@@ -404,10 +403,10 @@ def test_the_rest() -> None:
 
 def test_context_length() -> None:
     s = parse("chat", max_tokens=10, min_tokens=4).sampling
-    assert openai.fit(s, 508, 512).max_tokens == 4
+    assert openai.cap_max_tokens(s, 508, 512).max_tokens == 4
     for prompt in (509, 512, 10**9):
         with pytest.raises(APIError, match=f"context length is 512 tokens; the prompt has {prompt}, so no room") as e:
-            openai.fit(s, prompt, 512)
+            openai.cap_max_tokens(s, prompt, 512)
         assert e.value.code == "context_length_exceeded" and e.value.status == 400
 
 
@@ -438,7 +437,7 @@ def test_chat_body(message: Message, tok: text.Tokenizer) -> None:
     from openai.types.chat import ChatCompletion
 
     rows = body.chat_logprobs(tok, [5, 6], [-0.5, -np.inf], [{5: -0.5, 6: -1.0}, {7: -0.1, 6: -9.0}], 1)
-    choices = [body.Choice(message, body.finish("stop", bool(message.calls), "auto"), lp) for lp in (None, rows)]
+    choices = [(message, body.finish("stop", bool(message.calls), "auto"), lp) for lp in (None, rows)]
     value = valid("chat", body.chat(META, choices, USED))
     parsed = strict(ChatCompletion, value)
     first = parsed.choices[0].message
@@ -565,14 +564,15 @@ def test_embeddings_body() -> None:
 def test_other_bodies(tok: text.Tokenizer) -> None:
     from openai.types import Model
 
-    listed = valid("models", body.models([body.model("a/b", 12.5), body.model("lora", 13, parent="a/b")]))
+    listed = valid(
+        "models", {"object": "list", "data": [body.model("a/b", 12.5), body.model("lora", 13, parent="a/b")]}
+    )
     assert [strict(Model, m).id for m in listed["data"]] == ["a/b", "lora"]
     valid("scores", body.scores(META, [0.5, -1.0], 9))
     ranked = valid("ranking", body.ranking(META, [0.1, 0.9, 0.9, 0.2], ["a", "b", "c", "d"], 3, 9))
     assert [(r["index"], r["document"]["text"]) for r in ranked["results"]] == [(1, "b"), (2, "c"), (3, "d")]
     assert "document" not in valid("ranking", body.ranking(META, [0.1], None, 9, 9))["results"][0]
-    assert valid("tokens", body.tokens([1, 2], 512)) == {"tokens": [1, 2], "count": 2, "max_model_len": 512}
-    valid("detokenized", body.detokenized("a"))
+    valid("detokenized", {"prompt": "a"})
     info = json.loads(body.dump(body.tokenizer_info(tok)))
     assert (
         info["eos_token"] == "<|endoftext|>"
@@ -602,7 +602,7 @@ def test_response_request() -> None:
                     tool_choice={"type": "function", "name": "now"}, reasoning={"effort": "low"},
                     metadata={"a": "b"})  # fmt: skip
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
-    assert request.chat.messages == [
+    assert request.messages == [
         {"role": "system", "content": "sys"},
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "what time?"},
@@ -611,11 +611,11 @@ def test_response_request() -> None:
         {"role": "assistant", "content": "It is 12."},
         {"role": "user", "content": "thanks"},
     ]
-    assert request.chat.tool_choice == "named" and request.chat.tools[0].spec == TOOL
-    assert request.chat.sampling.max_tokens == 9 and request.chat.template == {"reasoning_effort": "low"}
+    assert request.tool_choice == "named" and request.tools[0].spec == TOOL
+    assert request.sampling.max_tokens == 9 and request.template == {"reasoning_effort": "low"}
     assert request.echo["tools"] == [flat] and request.echo["metadata"] == {"a": "b"} and request.echo["top_p"] == 1.0
     shaped = parse("respond", text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}})
-    assert json.loads(shaped.chat.grammar.body) == SCHEMA
+    assert json.loads(shaped.grammar.body) == SCHEMA
 
 
 DELTAS = [Delta("reasoning", "h"), Delta("reasoning", "m"), Delta("content", "a"), Delta("content", "é"),
@@ -631,7 +631,7 @@ def test_response_events(reason: str) -> None:
     from openai.types.responses import ResponseStreamEvent
 
     echo = parse("respond", tools=[{"type": "function", **FUNCTION}]).echo
-    out = responses.Answer(body.Meta("resp_1", 123, "m"), echo)
+    out = responses.Response(body.Meta("resp_1", 123, "m"), echo)
     events = copy.deepcopy(out.start())
     for delta in DELTAS:
         events += copy.deepcopy(out.push([delta]))
@@ -677,13 +677,14 @@ def test_response_body_and_failure() -> None:
     from openai.types.responses import Response, ResponseErrorEvent
 
     echo = parse("respond").echo
-    message = tools.message(DELTAS)
-    value = valid("response", responses.answer(body.Meta("resp_1", 123, "m"), echo, message, "stop", USED))
+    out = responses.Response(body.Meta("resp_1", 123, "m"), echo)
+    out.push(DELTAS)
+    value = valid("response", out.finish("stop", USED)[-1]["response"])
     parsed = Response.model_validate(value)
     assert parsed.output_text == "aé" and parsed.status == "completed" and parsed.usage.total_tokens == 12
-    empty = responses.answer(body.Meta("resp_1", 123, "m"), echo, Message(), "stop", USED)
+    empty = responses.Response(body.Meta("resp_1", 123, "m"), echo).finish("stop", USED)[-1]["response"]
     assert valid("response", empty)["output"] == []
-    out = responses.Answer(body.Meta("resp_1", 123, "m"), echo)
+    out = responses.Response(body.Meta("resp_1", 123, "m"), echo)
     out.start()
     event = out.fail(APIError("broken", status=500, code="server_error"))[0]
     assert ResponseErrorEvent.model_validate(event).sequence_number == 2
@@ -691,7 +692,7 @@ def test_response_body_and_failure() -> None:
 
 def test_response_logprobs(tok: text.Tokenizer) -> None:
     rows = body.chat_logprobs(tok, [5], [-0.5], [{5: -0.5}], 1)["content"]
-    out = responses.Answer(META, {})
+    out = responses.Response(META, {})
     events = out.push([Delta("content", "a")], rows)
     assert events[-1]["logprobs"] == rows
     assert out.finish("stop", USED)[-1]["response"]["output"][0]["content"][0]["logprobs"] == rows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fdel.serve.pages import Pool
+from fdel.serve.engine.pages import Pool
 
 TOKENS = list(range(100, 120))
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fdel.serve import reasoning
-from fdel.serve.reasoning import FAMILIES
-from fdel.serve.tools import FORMATS, Message, Output, message
+from fdel.serve.server import reasoning
+from fdel.serve.server.reasoning import FAMILIES
+from fdel.serve.server.tools import FORMATS, Message, Output, message
 
 NAMES = list(FAMILIES)
 words = st.text(st.sampled_from(list("ab <>/[]tTkK|_H:\n ")), max_size=20)

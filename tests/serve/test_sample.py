@@ -10,8 +10,8 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from scipy import stats
 
-from fdel.serve.request import BIASES, STOPS, SamplingParams, stop_ids
-from fdel.serve.sample import process, sample, sampling_rows, truncate
+from fdel.serve.engine.request import BIASES, STOPS, SamplingParams, stop_ids
+from fdel.serve.engine.sampling import GROUP, process, sample, sampling_rows, truncate
 
 V, EOS, ROOM = 97, (2, 5), 30
 rng = np.random.default_rng(0)
@@ -320,6 +320,22 @@ def test_what_no_row_asks_for_is_behind_a_condition() -> None:
     assert not primitives(jaxpr, False) & costly
     everything = primitives(jaxpr, True)
     assert "sort" not in everything and {"random_bits", "top_k", "scatter-add"} <= everything
+
+
+def test_few_arrays_of_the_size_of_the_logits() -> None:
+    """Many rows are processed in groups, with the tokens of one group alone; twice the logits is all that it takes."""
+    requests, n = [dataclasses.replace(r, seed=3) for r in MIXED], 24 * len(MIXED)
+    call = lambda rows: (LOGITS[rows], arrays([requests[i] for i in rows], PROMPT[rows]), HISTORY, LENGTH[rows], rows)
+    every, one = np.tile(np.arange(6), 24), np.arange(6)
+    together, alone = jax.jit(sample)(*call(every)), jax.jit(sample)(*call(one))
+    assert len(every) == n == 9 * GROUP
+    np.testing.assert_array_equal(together.tokens, np.tile(alone.tokens, 24))
+    np.testing.assert_allclose(together.sampled_logprobs, np.tile(alone.sampled_logprobs, 24), atol=1e-6)
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype)
+    s, vocab = arrays([SamplingParams()] * 64, vocab=32768), 32768
+    known = np.zeros(64, np.int32)
+    args = jax.tree.map(shape, (np.zeros((64, vocab), np.float32), s, np.zeros((64, 128), np.int32), known, known))
+    assert jax.jit(sample).lower(*args).compile().memory_analysis().temp_size_in_bytes < 2 * 4 * 64 * vocab
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------

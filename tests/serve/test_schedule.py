@@ -1,6 +1,7 @@
 """Scheduling over a fake model: every output equals its solo run, whatever happens to others; pages are never confused."""
 
 import collections
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fdel.serve.schedule import FEW, NO_ROW
+from fdel.serve.engine.schedule import FEW, NO_ROW
 from tests.serve.fake import VOCAB, make_core, make_job, run, solo
 
 PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 9, 9, 9, 9, 2], [8, 8, 8, 8, 8, 8, 8]]
@@ -164,8 +165,20 @@ def test_prompts_are_cut_finer_beside_few_sequences_that_decode() -> None:
     assert [counts(), counts(), counts()] == [[40], [10], []]
 
 
+@pytest.mark.parametrize("key, first", [("a", 40), ("b", 2)])
+def test_a_prompt_of_another_key_holds_tokens_up_for_half_a_chunk(key: str, first: int) -> None:
+    schedule = make_core(pages=400, rows=FEW + 2, budget=40).schedule
+    schedule.chunk = 4
+    for i in range(FEW + 1):
+        schedule.add(make_job(i, [i], 90, key="a").request)
+    assert len(schedule.plan().chunks) == FEW + 1
+    schedule.add(make_job(FEW + 1, [1] * 50, 90, key=key).request)
+    plan = schedule.plan()
+    assert len(plan.decodes) == FEW + 1 and [c.count for c in plan.chunks] == [first]
+
+
 def test_calls_are_short_while_a_prompt_waits() -> None:
-    """Three tokens a call alone; one beside a prompt of three chunks, until the last of them is launched."""
+    """Three tokens a call alone; one beside a prompt of three chunks, until the last of them is dispatched."""
     core = make_core(pages=40, rows=4, budget=6, overlap=False, steps=3)
     core.add(make_job(0, [1, 2, 3], 22))
     told = [[len(delta.tokens) for _, delta in core.step()] for _ in range(3)]
@@ -284,7 +297,7 @@ def test_the_guilty_request_fails_alone(how: str, overlap: bool) -> None:
         prompt = job.request.tokens[: job.request.prompt]
         assert job.reply.tokens == solo(prompt, len(prompt) + 12)
     assert sum(d.finish_reason is not None for _, d in told) == 5
-    assert core.counts["faults"] <= 5 and not core.schedule.suspects
+    assert core.counts["faults"] <= 5 and not core.schedule.quarantine
 
 
 def test_an_adapter_that_is_gone() -> None:
@@ -357,7 +370,7 @@ NO_MASKS = [None, [1], np.ones(2, "<i4"), np.ones(1, "<u4"), np.uint32(1), np.on
 
 @pytest.mark.parametrize("mask", NO_MASKS, ids=str)
 def test_a_mask_that_is_none(mask) -> None:
-    """It is refused by what was expected; no array is stretched to fit, and no other request is recalled."""
+    """It is refused by what was expected; no array is stretched to fit, and no other request is requeued."""
     core, source = make_core(pages=40, rows=6, budget=30), Fixed([1])
     source.mask = lambda: mask
     jobs = [make_job(i, [1, 2], 10) for i in range(2)]
@@ -415,3 +428,34 @@ def test_the_fake_model_notices_a_wrong_page() -> None:
     except KeyError:
         return
     assert any(j.reply.tokens != solo([i + 1] * 5, 11) for i, j in enumerate(jobs))
+
+
+def test_dear_masks_take_turns(monkeypatch) -> None:
+    """Of 12 masks of 5 ms a step makes 3; no cheap one and no output without a mask waits, and the dear ones take turns."""
+    core, clock = make_core(pages=90, rows=14, budget=90), [100.0]
+    monkeypatch.setattr("fdel.serve.engine.core.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Slow(Fixed):
+        seconds = 0.005
+
+        def mask(self):
+            clock[0] += self.seconds
+            return super().mask()
+
+    first = next(n for n in range(1, VOCAB) if len(solo([n, 2], 18)) == 16)
+    own, jobs = solo([first, 2], 18), [make_job(i, [first, 2], 16) for i in range(14)]
+    for job in jobs[:13]:
+        job.mask = Slow(own)
+    jobs[0].mask.seconds = 1e-4
+    for job in jobs:
+        core.add(job)
+    core.step(), core.step()  # the prompts, whose masks nobody knows yet; and the first step of tokens
+    counts = lambda: [len(job.reply.tokens) for job in jobs]
+    for _ in range(12):
+        before, begun = counts(), clock[0]
+        core.step()
+        spent = [now - then for now, then in zip(counts(), before, strict=True)]
+        assert clock[0] - begun < 0.0201 and sum(spent[1:13]) == 3
+    assert counts()[13] >= 12 and counts()[0] >= 12 and max(counts()[1:13]) - min(counts()[1:13]) <= 1
+    run(core)
+    assert all(job.reply.tokens == own for job in jobs) and not core.device.wrong

@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fdel import text
-from fdel.serve import grammar as structured
-from fdel.serve import reasoning, scan, tools
-from fdel.serve.reply import Delta
-from fdel.serve.served import Prompt
-from fdel.serve.tools import FORMATS, Message, Output
+from fdel.serve.engine.reply import Delta
+from fdel.serve.server import grammar as structured
+from fdel.serve.server import reasoning, scan, tools
+from fdel.serve.server.served import ServedModel
+from fdel.serve.server.tools import FORMATS, Message, Output
 
 TOOLS = {
     "weather": {
@@ -35,11 +35,11 @@ TOOLS = {
     "now": {"type": "object", "properties": {}},
     "get-time.utc": {"type": "object", "properties": {"zone": {"type": "string", "enum": ["a", "b c"]}}},
 }
-NAMES = [*FORMATS, "harmony"]
+NAMES = list(FORMATS)
 
 
 def fmt(name: str):
-    return FORMATS.get(name, name)
+    return FORMATS[name]
 
 
 def plain(message: Message) -> tuple:
@@ -449,7 +449,7 @@ def test_grammar_of_strict_tools(name: str, vocabulary: structured.Vocabulary) -
 
     size = lambda said: len(text.encode(tok, said))
     free = "Hello, {world}!"
-    before = "" if FORMATS.get(name, FORMATS["llama3_json"]).leading else "Hi. "
+    before = "" if name == "harmony" or fmt(name).leading else "Hi. "
     said = f"<|channel|>final<|message|>{free}" if name == "harmony" else free
     assert accepted(said) == size(said) + 1
     right, wrong = (before + write(name, [("weather", {"city": city, **more})]) for city, more in
@@ -479,7 +479,7 @@ def test_structured_answer_after_reasoning(i: int, harmony: bool, vocabulary: st
     for seed in range(8):
         said = draw(structured.compile(vocabulary, whole), random.Random(seed))
         if said is not None:
-            message = tools.parse(Output("harmony" if harmony else None, {}, family), said)
+            message = tools.parse(Output(FORMATS["harmony"] if harmony else None, {}, family), said)
             assert check(message.content), said
             thoughts += bool(message.reasoning)
     assert thoughts
@@ -523,12 +523,12 @@ def test_markers_are_what_the_tokenizer_says(name: str, special: bool, whole: bo
         engine=engine,
         syntax=syntax,
         thinking=thinking,
-        texts=SimpleNamespace(specials=specials),
+        encoder=SimpleNamespace(specials=specials),
         format=name,
     )
     tool = SimpleNamespace(name="weather", parameters=TOOLS["weather"])
     asked = SimpleNamespace(tools=[tool], callable=["weather"], parallel=True)
-    reader = Prompt(served, asked, "", []).reader()
+    reader = ServedModel.reader(served, asked, False)
     ids, words = tok.backend.encode(said).ids, text.Detokenizer(tok)
     for cut in [ids] if whole else [[i] for i in ids]:
         words, shown = text.step(words, cut)

@@ -12,8 +12,9 @@ import pytest
 from fdel import params, train
 from fdel.models import Model, llama
 from fdel.ops.weights import Adapters
-from fdel.serve import places
-from fdel.serve.engine import Engine, Settings
+from fdel.params.spec import path_name
+from fdel.serve.engine import views
+from fdel.serve.engine.engine import Engine, Settings
 from tests.serve.small import CFG, make_model
 from tests.serve.test_adapters import PROMPTS, SAMPLING, SHAPE, SPEC, adapter
 
@@ -23,7 +24,7 @@ STACKED = llama.spec(CFG)
 def tokens(e: Engine, names=("", "", "", "")) -> list:
     """What the engine answers, with the bits of its log-probabilities."""
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(PROMPTS, names, strict=True)]
-    e.loop.wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
     return [(j.reply.finish_reason, j.reply.tokens, j.reply.logprobs) for j in jobs]
 
 
@@ -39,7 +40,7 @@ def of(**sizes) -> dict:
 
 def changed(tree, path: str, f) -> dict:
     """A copy of a tree with one array changed."""
-    return jax.tree_util.tree_map_with_path(lambda p, x: f(x) if params.path_name(p) == path else x, tree)
+    return jax.tree_util.tree_map_with_path(lambda p, x: f(x) if path_name(p) == path else x, tree)
 
 
 HALF = jnp.bfloat16
@@ -66,12 +67,12 @@ WRONG = {
 def test_what_does_not_fit_is_refused(engine, name: str, listed: bool) -> None:
     """By the first path, with what was found and expected; and what is served does not change."""
     make, said = WRONG[name]
-    tree, before = make(), engine.core.device.weights.together
+    tree, before = make(), engine._core.device.weights.together
     if listed and name not in ("nothing", "no arrays", "no layers"):
         tree = params.unstack(tree)
     with pytest.raises(ValueError, match=said):
         engine.update_params(tree)
-    assert engine.core.device.weights.together is before
+    assert engine._core.device.weights.together is before
 
 
 @pytest.mark.slow
@@ -79,11 +80,11 @@ def test_casting_and_moving_are_done_on_request(model) -> None:
     """Nothing compiles; the values are those that were given."""
     e, other = Engine(model, Settings(**SHAPE)), make_model(5)
     tokens(e)
-    traces = e.core.device.programs.traces.copy()
+    traces = e._core.device.programs.traces.copy()
     half = jax.tree.map(lambda x: np.asarray(x.astype(HALF)), other.params)
     want = tokens(Engine(model._replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), half)), Settings(**SHAPE)))
     e.update_params(half, cast=True, reshard=True)
-    assert tokens(e) == want and e.core.device.programs.traces == traces
+    assert tokens(e) == want and e._core.device.programs.traces == traces
     with pytest.raises(ValueError, match="int32; expected float32$"):
         e.update_params(jax.tree.map(lambda x: x.astype(jnp.int32), other.params), cast=True)
 
@@ -113,7 +114,7 @@ def test_from_mesh_to_mesh(model) -> None:
     at = params.shardings(SPEC, serve_mesh, params.SERVE)
     e = Engine(model._replace(params=jax.device_put(model.params, at)), Settings(**SHAPE))
     tokens(e)
-    traces = e.core.device.programs.traces.copy()
+    traces = e._core.device.programs.traces.copy()
     stacked = params.restack(make_model(5).params, STACKED)
     trained = jax.device_put(stacked, params.shardings(STACKED, train_mesh, params.TRAIN))
     with pytest.raises(
@@ -122,7 +123,7 @@ def test_from_mesh_to_mesh(model) -> None:
         e.update_params(trained)
     e.update_params(trained, reshard=True)
     got = tokens(e)
-    assert e.core.device.programs.traces == traces
+    assert e._core.device.programs.traces == traces
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), e.model.params, at))
     want = tokens(Engine(make_model(5), Settings(**SHAPE)))
     assert [t for _, t, _ in got] == [t for _, t, _ in want]
@@ -141,19 +142,19 @@ def test_memory(model, monkeypatch) -> None:
     start, size = live(), params.nbytes(llama.spec(cfg))
     held = lambda: (live() - start - cache) / size
     e = Engine(Model(llama, cfg, make(0)), Settings(rows=1, max_length=64, pages=1), eos=[])
-    device = e.core.device
-    cache = sum(x.nbytes for x in jax.tree.leaves((device.state, device.held, device.unmasked)))
+    device = e._core.device
+    cache = sum(x.nbytes for x in jax.tree.leaves((device.state, device.sequences, device.unmasked)))
     assert held() == pytest.approx(1, abs=0.02)
     given, most = make(1), []
     assert held() == pytest.approx(2, abs=0.02)
-    copy = places.Place.copy
+    copy = views.View.copy
 
     def watched(p, *args):
         out = copy(p, *args)
         most.append(held())
         return out
 
-    monkeypatch.setattr(places.Place, "copy", watched)
+    monkeypatch.setattr(views.View, "copy", watched)
     for i in range(1, 5):
         e.update_params(given)
         assert held() == pytest.approx(2, abs=0.02), i
@@ -167,7 +168,7 @@ def test_memory(model, monkeypatch) -> None:
 def test_a_trainer_donates_its_own(model) -> None:
     """Between a step, which donates what the engine was given, and the update the old weights answer."""
     base = params.restack(make_model(5).params, STACKED)
-    optimizer = train.adamw(1e-2)
+    optimizer = train.optim.adamw(1e-2)
     state = jax.jit(lambda p: train.init_state(p, optimizer))(base)
     step = jax.jit(
         train.update(train.normalize(train.grads(train.losses.sft(llama, CFG))), optimizer), donate_argnums=0
@@ -203,7 +204,7 @@ def test_a_trainer_donates_its_adapter(model, engine) -> None:
 def test_an_update_that_fails_half_way_is_said(model, monkeypatch) -> None:
     """Requests are told, and the next update makes it good."""
     e, other = Engine(model, Settings(**SHAPE)), make_model(5).params
-    copy = places.Place.copy
+    copy = views.View.copy
 
     def full(p, *args):
         if p.shape == (48, 32):
@@ -212,10 +213,10 @@ def test_an_update_that_fails_half_way_is_said(model, monkeypatch) -> None:
 
     queued = e.submit(PROMPTS[0], SAMPLING)
     with monkeypatch.context() as m:
-        m.setattr(places.Place, "copy", full)
+        m.setattr(views.View, "copy", full)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             e.update_params(other)
-    e.loop.wait(lambda: bool(queued.reply.finish_reason))
+    e._wait(lambda: bool(queued.reply.finish_reason))
     lost = "weights were lost when update_params failed half-way; call it again"
     assert queued.reply.finish_reason == "error" and queued.reply.error.endswith(lost)
     for ask in (lambda: e.score([1, 2]), lambda: e.generate(PROMPTS, SAMPLING)):
@@ -259,12 +260,12 @@ def test_an_adapter_that_is_not_finite_is_refused(model, part: str, value: float
             e.update_params(bad, "b")
         with pytest.raises(ValueError, match=f"layers.1.q.{where} has values"):
             Engine(model, Settings(**SHAPE), adapters={"b": bad})
-        assert "b" not in e.core.device.weights
+        assert "b" not in e._core.device.weights
     assert tokens(e, ["", "a", "", "a"]) == before
 
 
 def adapted(e: Engine) -> list:
-    leaves = jax.tree.leaves(e.core.device.weights.together, is_leaf=params.lora.is_weight)
+    leaves = jax.tree.leaves(e._core.device.weights.together, is_leaf=params.lora.is_weight)
     return [w for w in leaves if isinstance(w, Adapters)]
 
 
@@ -272,7 +273,7 @@ def test_a_rank_above_the_limit_is_refused(model) -> None:
     large = adapter(model.params, 0, 9, r"\.q$")
     for limit, most in ((8, 8), (None, 64), (0, 64)):
         e = Engine(model, Settings(**SHAPE, max_lora_rank=limit))
-        assert e.core.device.weights.most == most
+        assert e._core.device.weights.most == most
         if limit == 8:
             with pytest.raises(
                 ValueError, match="layers.0.q has an adapter of rank 9; the most is 8 here, give max_lora_rank=9"
@@ -302,7 +303,7 @@ def test_slots_shrink_without_compiling(model, caplog) -> None:
     e2 = Engine(model, Settings(**SHAPE))
 
     def sizes(e: Engine) -> tuple[int, int, int]:
-        return e.core.device.weights.size, e.core.device.weights.rank, len(adapted(e))
+        return e._core.device.weights.size, e._core.device.weights.rank, len(adapted(e))
 
     base, room = tokens(e2), sizes(e)
     assert room == (1, 32, 14) and sizes(e2) == (0, 0, 0)

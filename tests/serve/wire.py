@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fdel import models, text
-from fdel.serve import auth, grammar, keyfile, metrics
-from fdel.serve import http as server_http
-from fdel.serve.aside import Aside
-from fdel.serve.engine import Engine, Settings
-from fdel.serve.served import Served
-from fdel.serve.state import Server
+from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.server import auth, grammar, keyfile, metrics
+from fdel.serve.server import http as server_http
+from fdel.serve.server.call import Server
+from fdel.serve.server.served import ServedModel
+from fdel.serve.server.worker_pool import WorkerPool
 from tests.serve import small
 
 TEMPLATE = (
@@ -40,7 +40,7 @@ def make_state(model: models.Model, keys=None, path: Path | None = None) -> Serv
     tok = tokenizer()
     sizes = Settings(rows=4, batches=(4,), max_length=small.CONTEXT, budget=64, queue=64, max_loras=1, max_lora_rank=4)
     engine = Engine(model, sizes, tokenizer=tok)
-    served = Served("small", engine, tok, 1.0, grammar.Vocabulary(tok, small.VOCAB), format="hermes")
+    served = ServedModel("small", engine, tok, 1.0, grammar.Vocabulary(tok, small.VOCAB), format="hermes")
     engine.start(wait=True)
     return Server(
         {"small": served},
@@ -91,18 +91,19 @@ def server(model: models.Model, folder: Path) -> Iterator[SimpleNamespace]:
 
 
 @contextlib.contextmanager
-def also(running, served: Served) -> Iterator[None]:
-    """Serve another model meanwhile, whose engine is one that runs."""
-    models, children = running.state.models, running.state.children
-    running.state.models = {**models, served.name: served}
-    running.state.children = Aside({name: s.texts.facts() for name, s in running.state.models.items()})
-    running.state.metrics.extend("model", served.name)
+def also(running, *served: ServedModel) -> Iterator[None]:
+    """Serve other models meanwhile, whose engines run."""
+    models, workers = running.state.models, running.state.workers
+    running.state.models = {**models, **{s.name: s for s in served}}
+    running.state.workers = WorkerPool({name: s.encoder.facts() for name, s in running.state.models.items()})
+    for s in served:
+        running.state.metrics.extend("model", s.name)
     try:
         yield
     finally:
-        running.state.children.close()
-        running.state.children.process.wait()
-        running.state.models, running.state.children = models, children
+        running.state.workers.close()
+        running.state.workers.process.wait()
+        running.state.models, running.state.workers = models, workers
 
 
 def call(running, method, path, body=None, role="user", headers=None):

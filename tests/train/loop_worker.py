@@ -19,7 +19,7 @@ CFG = llama.Config(vocab=48, embed=16, ffn=24, layers=1, heads=4, kv_heads=2, he
 
 def main(address: str, count: str, index: str, directory: str, steps: str) -> None:
     jax.distributed.initialize(address, int(count), int(index))
-    spec, optimizer = llama.spec(CFG), train.adamw(1e-2)
+    spec, optimizer = llama.spec(CFG), train.optim.adamw(1e-2)
     mesh = params.make_mesh({"dp": 2, "fsdp": -1})
     init = lambda: train.init_state(params.init(spec, jax.random.key(0), dtype=jnp.float32), optimizer)
     at = parallel.state_shardings(jax.eval_shape(init), params.shardings(spec, mesh))

@@ -30,7 +30,7 @@ def case(tmp_path_factory):
 
 def watched(c, layers, **options):
     """Compute the attention weights of some layers, jitted, in a function of the model's parameters."""
-    run = train.losses.run(c.model.family, c.model.cfg, attention=layers, **options)
+    run = train.losses.forward.forward_pass(c.model.family, c.model.cfg, attention=layers, **options)
     return jax.jit(lambda p: run(p, c.tokens, ops.packed(jnp.asarray(c.tokens))).attention)
 
 
@@ -58,7 +58,7 @@ def attention_only(z, zt):
 @pytest.mark.parametrize("name, layers, remat", [("qwen3", None, None), ("llama:fewer", (-1, 0, -1), "dots_saveable")])
 def test_value_and_gradients_are_those_of_float64(case, monkeypatch, name, layers, remat):
     """Torch in float64, from the formula; rows have padding and prompts, the second teacher fewer heads and more layers."""
-    monkeypatch.setitem(tiny.TINY, "llama:fewer", ("LlamaConfig", tiny.BASE | FEWER, "LlamaForCausalLM"))
+    monkeypatch.setitem(tiny.TINY, "llama:fewer", tiny.Entry("LlamaConfig", tiny.BASE | FEWER, "LlamaForCausalLM"))
     c, teacher, weight = case("llama"), case(name), 0.7
     mask, lengths = np.random.default_rng(3).random(c.tokens.shape) < 0.6, np.array([suite.LENGTH, 23])
     learnt = torch.tensor((mask & (np.arange(suite.LENGTH) < lengths[:, None]))[:, 1:])
@@ -73,7 +73,7 @@ def test_value_and_gradients_are_those_of_float64(case, monkeypatch, name, layer
     terms = train.losses.Terms(attention_weight=weight, attention_layers=layers)
     loss = train.losses.distill(*pair, target=attention_only, terms=terms, remat=remat)
     compute = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (total, sums), got = compute(c.model.params, batch, teacher.model.params)
+    (total, sums), got = compute(c.model.params, batch, {"teacher": teacher.model.params})
     np.testing.assert_allclose(sums["attention_loss"], (errors * learnt).sum().item(), rtol=1e-5)
     np.testing.assert_allclose(total, weight * sums["attention_loss"], rtol=1e-6)
     assert sums["weight"] == learnt.sum().item()
@@ -115,7 +115,7 @@ def test_no_layer_holds_its_weights_but_those_watched(remat):
 
     def squares(terms):
         loss = train.losses.distill(llama, SMALL, llama, SMALL, terms=terms, remat=remat)
-        program = jax.make_jaxpr(jax.grad(lambda p, b, teacher: loss(p, b, teacher)[0]))(p, batch, p)
+        program = jax.make_jaxpr(jax.grad(lambda p, b, teacher: loss(p, b, {"teacher": teacher})[0]))(p, batch, p)
         # A mask is [rows T S] at most, and so is what one row's heads hold while they work.
         return {s for s in arrays(program.jaxpr) if s[-1:] == (t,) and np.prod(s) > 2 * t * t}
 
@@ -132,11 +132,11 @@ def test_a_mesh_of_eight_devices_gives_the_same_loss_and_shares_the_weights():
     terms = train.losses.Terms(attention_weight=1.0, attention_layers=(0, 3))
     loss = train.losses.distill(llama, SMALL, llama, SMALL, target=attention_only, terms=terms)
     compute = jax.value_and_grad(loss, has_aux=True)
-    (want, _), grads = jax.jit(compute)(p, batch, teacher)
+    (want, _), grads = jax.jit(compute)(p, batch, {"teacher": teacher})
     mesh = params.make_mesh({"fsdp": 4, "tp": 2})
     with jax.set_mesh(mesh):
         p, teacher = (jax.device_put(x, params.shardings(llama.spec(SMALL), mesh)) for x in (p, teacher))
-        args = p, jax.device_put(batch, params.batch_sharding(mesh)), teacher
+        args = p, jax.device_put(batch, params.batch_sharding(mesh)), {"teacher": teacher}
         program = jax.jit(compute).lower(*args).compile()
         (got, _), others = program(*args)
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -152,7 +152,7 @@ def test_a_mesh_of_eight_devices_gives_the_same_loss_and_shares_the_weights():
 def test_what_has_no_attention_weights_is_refused():
     terms = lambda *layers: train.losses.Terms(attention_weight=1.0, attention_layers=layers)
     build = lambda terms, cfg=SMALL: train.losses.distill(llama, SMALL, llama, cfg, terms=terms)
-    recurrent = mamba2.Config.from_hf({**tiny.TINY["mamba2"][1], "num_heads": 8})
+    recurrent = mamba2.Config.from_hf({**tiny.TINY["mamba2"].values, "num_heads": 8})
     with pytest.raises(ValueError, match="mamba2 has no attention weights, its layers are recurrent"):
         train.losses.distill(mamba2, recurrent, mamba2, recurrent, terms=train.losses.Terms(attention_weight=1.0))
     with pytest.raises(ValueError, match=r"attention weights \[6\] of a model of 6 layers that attend; .* -6 to 5"):

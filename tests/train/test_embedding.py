@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdel import ops, train
-from fdel.train.losses.embedding import (
+from fdel.train.losses.contrastive import (
     cosine_distance,
-    embed,
     embedding,
     euclidean_distance,
     info_nce,
     last_token,
     matryoshka,
     mean_token,
+    sentence_embeddings,
     triplet,
 )
 
@@ -127,7 +127,7 @@ def test_wrong_arguments() -> None:
         matryoshka(info_nce, (8, 2))(x, present)
     tokens, packed = ops.pack([[1, 2], [3]], 4)
     with pytest.raises(ValueError, match="one sequence per row"):
-        embed(tiny, None)(tiny_params(), {"tokens": tokens, "packed": packed})
+        sentence_embeddings(tiny, None)(tiny_params(), {"tokens": tokens, "packed": packed})
 
 
 # ---- pooling -------------------------------------------------------------------------------------------------------
@@ -149,7 +149,11 @@ def test_mean_adds_up_in_float32() -> None:
 
 V, E, T = 23, 8, 6
 tiny = SimpleNamespace(
-    hidden=lambda params, tokens, cfg, packed: (jnp.tanh(params["embed"][tokens] @ params["w"]), None)
+    hidden=lambda params, tokens, cfg, packed, state=None, taps=None, remat=None: (
+        jnp.tanh(params["embed"][tokens] @ params["w"]),
+        None,
+        None,
+    ),
 )
 
 
@@ -186,7 +190,7 @@ def test_gradient_does_not_depend_on_microbatches(name: str, n: int, lengths: li
 def test_accumulation_would_lose_negatives() -> None:
     """The property is not empty: microbatches that do not see each other have another loss."""
     outputs, objective = MICRO["info_nce"]
-    loss = lambda params, batch: objective(outputs(params, batch), batch)
+    loss = lambda params, batch, given: objective(outputs(params, batch, given), batch, given)
     batch = {"tokens": np.random.default_rng(0).integers(0, V, (4, 3, T))}
     params = jax.tree.map(np.float32, tiny_params())
     _, sums = gradient("info_nce", 1)(params, batch)

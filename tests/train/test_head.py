@@ -183,6 +183,7 @@ def test_quantized_weight() -> None:
     assert got_head.weight.values.dtype == jax.dtypes.float0 and (got_head.weight.scale == 0).all()
 
 
+@pytest.mark.wrong_shapes
 def test_wrong_arguments() -> None:
     x, head, labels, _ = case()
     with pytest.raises(ValueError, match=r"labels \(2, 6\) do not fit hidden states \(2, 7, 16\)"):

@@ -27,7 +27,7 @@ from fdel.train.loop import Event, Loop, fit
 CFG = llama.Config(vocab=48, embed=16, ffn=24, layers=1, heads=4, kv_heads=2, head_dim=4, rope=ops.Rope(4, 1e4))
 SPEC = llama.spec(CFG)
 ROWS, LENGTH = 8, 12
-RATE = train.cosine(1e-2, warmup=2, steps=12)
+RATE = train.schedules.cosine(1e-2, warmup=2, steps=12)
 UNEVEN = ("tokens_per_second", "mfu")  # all that may differ between two runs
 
 
@@ -42,7 +42,7 @@ def data(epochs=None):
     return rows.batch(ROWS, drop_remainder=True).to_iter_dataset(grain.ReadOptions(num_threads=2))
 
 
-OPTIMIZER = train.adamw(RATE, weight_decay=0.1)
+OPTIMIZER = train.optim.adamw(RATE, weight_decay=0.1)
 LOSS = train.losses.sft(llama, CFG)
 
 
@@ -426,12 +426,12 @@ def test_evaluation_is_exact_by_weight(start):
     got = evaluator(loss, batches)(state)
     np.testing.assert_allclose(got["eval_loss"], total / weight, rtol=1e-6)
     assert "eval_weight" not in got and abs(got["eval_loss"] - np.log(CFG.vocab)) < 0.5
-    pairs = lambda params, batch: (2.0, {"weight": 4.0, "accuracy": (np.float32(batch["n"]), np.float32(8))})
+    pairs = lambda params, batch, _: (2.0, {"weight": 4.0, "accuracy": (np.float32(batch["n"]), np.float32(8))})
     got = evaluator(pairs, [{"n": 2}, {"n": 4}])(state)
     assert got == {"eval_loss": 0.5, "eval_accuracy": 6 / 16}
     for empty, message in (([], "no batch"), ([{"n": 0}], "no token that counts")):
         with pytest.raises(ValueError, match=message):
-            evaluator(lambda params, batch: (0.0, {"weight": 0.0}), empty)(state)
+            evaluator(lambda params, batch, _: (0.0, {"weight": 0.0}), empty)(state)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """SFT, reward and distillation losses: values and gradients against TRL's (fixtures) and against full logits in float64."""
 
 import functools
+import importlib
 import json
+import pkgutil
+import types
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +20,9 @@ from hypothesis import strategies as st
 from fdel import ops, train
 from fdel import params as P
 from fdel.models import llama
+from fdel.models.heads import spec as head_spec
 from fdel.train import losses
-from fdel.train.losses import reward_spec
-from fdel.train.losses.distill import (
+from fdel.train.losses.distillation import (
     attention_mse,
     distill,
     generalized_jsd,
@@ -30,9 +33,9 @@ from fdel.train.losses.distill import (
     top_k_kl,
 )
 from fdel.train.losses.head import logits_sum
-from fdel.train.losses.reward import bradley_terry, process_reward, process_row, reward, score_rows
-from fdel.train.losses.sft import dft, nll, sft
+from fdel.train.losses.reward_model import bradley_terry, process_reward, process_row, reward, score_rows
 from fdel.train.losses.stats import IGNORE
+from fdel.train.losses.supervised import dft, nll, sft
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -61,7 +64,7 @@ def value_and_grads(loss, params, *args):
 
 # A family whose parameters are its hidden states, so that gradients in them can be compared.
 given_states = SimpleNamespace(
-    hidden=lambda params, tokens, cfg, packed: (params["hidden"], None),
+    hidden=lambda params, tokens, cfg, packed, state=None, taps=None, remat=None: (params["hidden"], None, None),
     head=lambda params, cfg: ops.Head(params["head"]),
 )
 
@@ -115,7 +118,7 @@ def test_z_loss() -> None:
 def of_transformers(name: str, prefix: str, path: Path, *args, **kwargs):
     """Read a fixture's model through its checkpoint names: (spec, params, Config)."""
     cfg = llama.Config.from_hf(json.loads(str(fixture(name)["config"])))
-    spec = reward_spec(llama, cfg, *args, **kwargs)
+    spec = head_spec(llama, cfg, *args, **kwargs)
     safetensors.numpy.save_file(part(name, prefix), path / "model.safetensors")
     return spec, P.load(spec, path, dtype=jnp.float32), cfg
 
@@ -134,7 +137,7 @@ def test_bradley_terry_is_trls(name: str) -> None:
 @pytest.mark.slow
 def test_reward_is_trls(tmp_path: Path) -> None:
     """The same of a whole llama on ragged pairs, with a margin and centring, read under transformers' names: 1e-5."""
-    _, params, cfg = of_transformers("trl116", "reward/params/", tmp_path)
+    _, params, cfg = of_transformers("trl116", "reward/params/", tmp_path, "sequence")
     data, want = part("trl116", "reward/"), part("trl116", "reward/both/")
     pairs = lambda x: np.stack(np.split(x, 2), 1)  # TRL puts all chosen rows before all rejected ones
     batch = {"tokens": pairs(data["tokens"]), "lengths": pairs(data["lengths"]), "margin": data["margin"]}
@@ -142,7 +145,7 @@ def test_reward_is_trls(tmp_path: Path) -> None:
     (got, sums), grads = value_and_grads(loss, params, batch)
     assert sums["weight"] == 3
     close(got / 3, want["mean_loss"], 1e-5)
-    close(grads["score"] / 3, want["grad/score.weight"], 1e-5)
+    close(grads["sequence"]["weight"] / 3, want["grad/score.weight"], 1e-5)
     close(grads["model"]["embed"] / 3, want["grad/model.embed_tokens.weight"], 1e-5)
     for metric in ("accuracy", "margin", "mean_reward"):
         np.testing.assert_allclose(sums[metric] / 3, data[f"mean/{metric}"], rtol=1e-5)
@@ -151,7 +154,7 @@ def test_reward_is_trls(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_process_reward_is_trls(tmp_path: Path) -> None:
     """PRMTrainer.compute_loss of a llama that classifies tokens, gradients in all parameters: 1e-5."""
-    spec, params, cfg = of_transformers("trl112", "process/params/", tmp_path, 3, bias=True)
+    spec, params, cfg = of_transformers("trl112", "process/params/", tmp_path, "token", 3)
     batch = {k: fixture("trl112")[f"process/{k}"] for k in ("tokens", "lengths", "labels")}
     (got, sums), grads = value_and_grads(process_reward(llama, cfg, chunk=4), params, batch)
     n = (batch["labels"] >= 0).sum()
@@ -257,7 +260,7 @@ def test_distill_is_trls() -> None:
     loss = distill(
         student, None, given_states, None, target=partial(generalized_jsd, beta=0.3, temperature=1.5), chunk=4
     )
-    in_chunks("trl_0.3", loss, distill_arrays("hidden", "head", "bias"), {}, teacher_arrays())
+    in_chunks("trl_0.3", loss, distill_arrays("hidden", "head", "bias"), {}, {"teacher": teacher_arrays()})
 
 
 def test_sparse_distill_is_trls() -> None:
@@ -304,7 +307,7 @@ def test_distillation_is_that_of_full_logits(name: str) -> None:
         wide = jax.tree.map(np.float64, (params, teacher))
         (want, _), want_grads = value_and_grads(naive, *wide)
     loss = distill(given_states, None, given_states, None, target=target, alpha=alpha, chunk=3)
-    (got, _), grads = value_and_grads(loss, params, batch, teacher)
+    (got, _), grads = value_and_grads(loss, params, batch, {"teacher": teacher})
     close((got, grads), (want, want_grads), 1e-5)
 
 
@@ -312,7 +315,7 @@ def test_teacher_gets_no_gradient() -> None:
     params, teacher = distill_arrays("hidden", "head"), teacher_arrays()
     loss = distill(given_states, None, given_states, None, chunk=4)
     batch = given_labels(fixture("trl116")["distill/labels"])
-    grads = jax.jit(jax.grad(lambda t: loss(params, batch, t)[0]))(teacher)
+    grads = jax.jit(jax.grad(lambda t: loss(params, batch, {"teacher": t})[0]))(teacher)
     assert all((g == 0).all() for g in jax.tree.leaves(grads))
 
 
@@ -341,7 +344,7 @@ def test_wrong_targets() -> None:
     with pytest.raises(ValueError, match="predicts 29 tokens and the teacher 20"):
         cut = teacher | {"head": teacher["head"][:20]}
         batch = given_labels(fixture("trl116")["distill/labels"])
-        distill(given_states, None, given_states, None)(params, batch, cut)
+        distill(given_states, None, given_states, None)(params, batch, {"teacher": cut})
 
 
 def shapes_in(jaxpr) -> set[tuple[int, ...]]:
@@ -362,7 +365,7 @@ def test_distillation_memory() -> None:
     abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     model = {"hidden": abstract(1, t, d), "head": abstract(v, d)}
     batch = {"tokens": jax.ShapeDtypeStruct((1, t), jnp.int32)}
-    grad = jax.jit(jax.grad(lambda p, b, teacher: loss(p, b, teacher)[0]))
+    grad = jax.jit(jax.grad(lambda p, b, teacher: loss(p, b, {"teacher": teacher})[0]))
     sizes = {s: np.prod(s) for s in shapes_in(jax.make_jaxpr(grad)(model, batch, model).jaxpr)}
     assert sizes and max(sizes.values()) < t * v / 2, max(sizes, key=sizes.get)
     assert (1, 32, v) in sizes  # the walk does look inside the scan
@@ -374,7 +377,11 @@ def test_distillation_memory() -> None:
 
 V, E, T, ROWS = 23, 8, 12, 4
 tiny = SimpleNamespace(
-    hidden=lambda params, tokens, cfg, packed: (jnp.tanh(params["embed"][tokens] @ params["w"] + params["b"]), None),
+    hidden=lambda params, tokens, cfg, packed, state=None, taps=None, remat=None: (
+        jnp.tanh(params["embed"][tokens] @ params["w"] + params["b"]),
+        None,
+        None,
+    ),
     head=lambda params, cfg: ops.Head(params["embed"]),
 )
 
@@ -384,19 +391,23 @@ def tiny_params(seed: int = 0):
     return {k: np.float32(r.normal(size=s)) for k, s in {"embed": (V, E), "w": (E, E), "b": (E,)}.items()}
 
 
-def reward_params(labels: int = 1):
+def reward_params(labels: int = 1, kind: str = "sequence"):
     r = np.random.default_rng(7)
-    score = {"score": r.normal(size=(labels, E)), "score_bias": r.normal(size=labels)}
-    return {"model": tiny_params()} | jax.tree.map(np.float32, score)
+    head = {"weight": r.normal(size=(labels, E)), "bias": r.normal(size=labels)}
+    return {"model": tiny_params(), kind: jax.tree.map(np.float32, head)}
 
 
-CAUSAL, TEACHER = tiny_params(0), tiny_params(1)
-EVERY = {  # loss, its parameters, what follows the batch
+CAUSAL, TEACHER = tiny_params(0), {"teacher": tiny_params(1)}
+EVERY = {  # loss, its parameters, what it is given
     "nll": (sft(tiny, None, loss=partial(nll, label_smoothing=0.1, z_loss=0.01), chunk=5), CAUSAL),
     "dft": (sft(tiny, None, loss=dft, chunk=5), CAUSAL),
     "reward": (reward(tiny, None, center_rewards_coefficient=0.1), reward_params()),
-    "process_reward": (process_reward(tiny, None, chunk=5), reward_params(3)),
-    "jsd": (distill(tiny, None, tiny, None, target=partial(generalized_jsd, beta=0.3), chunk=5), CAUSAL, TEACHER),
+    "process_reward": (process_reward(tiny, None, chunk=5), reward_params(3, "token")),
+    "jsd": (
+        distill(tiny, None, tiny, None, target=partial(generalized_jsd, beta=0.3), chunk=5),
+        CAUSAL,
+        TEACHER,
+    ),
     "classic": (distill(tiny, None, tiny, None, target=soft_targets, alpha=0.9, chunk=5), CAUSAL, TEACHER),
     "sparse": (sparse_distill(tiny, None, alpha=0.7, chunk=5), CAUSAL),
 }
@@ -424,11 +435,11 @@ def gradient(name: str, n: int):
 
 
 def in_float64(f, name: str, batch):
-    """Call f(params, batch, *fixed) where rounding is out of the way."""
+    """Call f(params, batch, given) where rounding is out of the way."""
     wide = lambda x: np.float64(x) if x.dtype == np.float32 else x
     with jax.enable_x64(True):
-        params, *fixed = jax.tree.map(wide, EVERY[name][1:])
-        return jax.tree.map(np.asarray, f(params, jax.tree.map(wide, batch), *fixed))
+        params, *given = jax.tree.map(wide, EVERY[name][1:])
+        return jax.tree.map(np.asarray, f(params, jax.tree.map(wide, batch), *given))
 
 
 @pytest.mark.slow
@@ -456,9 +467,10 @@ def test_mean_of_means_would_fail() -> None:
 @pytest.mark.parametrize("name", [n for n in EVERY if "reward" not in n])
 def test_peaked_logits_have_finite_gradients(name: str) -> None:
     """Logits of about +-1e4 in student and teacher, and a row without tokens."""
-    _, params, *fixed = EVERY[name]
+    _, params, *given = EVERY[name]
     peaked = lambda p: p | {"embed": 3e3 * p["embed"]}
-    grads, metrics = gradient(name, 1)(peaked(params), batch_for(name, [12, 3, 7, 0], 0), *map(peaked, fixed))
+    given = {k: peaked(p) for k, p in given[0].items()} if given else {}
+    grads, metrics = gradient(name, 1)(peaked(params), batch_for(name, [12, 3, 7, 0], 0), given)
     assert metrics["loss"] > 1e3 or name in ("dft", "jsd")  # which are bounded
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((grads, metrics)))
 
@@ -501,9 +513,16 @@ def test_logits_sum_sees_ignored_tokens() -> None:
     assert total == 30 and count == 2
 
 
-BUILT = losses.sft, losses.likelihoods, losses.embed, losses.reward, losses.process_reward, losses.sparse_distill
+BUILT = (
+    losses.sft,
+    losses.completion_logps,
+    losses.sentence_embeddings,
+    losses.reward,
+    losses.process_reward,
+    losses.sparse_distill,
+)
 WRONG = [
-    *((partial(f, tiny, None), {"foo": 1}, "unknown options foo; .*hidden takes") for f in BUILT),
+    *((partial(f, tiny, None), {"remat": "foo"}, "remat='foo'") for f in BUILT),
     *(
         (partial(f, tiny, None), {"chunk": 0}, "chunk=0; expected a finite number from 1")
         for f in (BUILT[0], *BUILT[4:])
@@ -515,8 +534,12 @@ WRONG = [
     ),
     (partial(losses.sft, tiny, None), {"loss": partial(nll, z_loss=-1)}, "z_loss=-1; expected a finite number from 0"),
     (partial(losses.sft, tiny, None), {"router_aux_loss_coef": float("nan")}, "router_aux_loss_coef=nan"),
-    (partial(losses.likelihoods, tiny, None), {"ld_alpha": 1.5}, "ld_alpha=1.5; expected a finite number from 0 to 1"),
-    (partial(losses.with_balance, None), {"coef": -1}, "coef=-1"),
+    (
+        partial(losses.completion_logps, tiny, None),
+        {"ld_alpha": 1.5},
+        "ld_alpha=1.5; expected a finite number from 0 to 1",
+    ),
+    (partial(losses.completions.with_balance, None), {"coef": -1}, "coef=-1"),
     (losses.dpo_objective, {"beta": 0}, "beta=0; expected a finite number above 0"),
     (losses.dpo_objective, {"beta": float("inf")}, "beta=inf"),
     (losses.dpo_objective, {"loss_type": "dpo"}, "loss_type='dpo'; expected one of sigmoid"),
@@ -542,10 +565,10 @@ WRONG = [
         "temperature=0",
     ),
     (partial(losses.distill, tiny, None, tiny, None), {"target": partial(generalized_jsd, beta=2)}, "beta=2"),
-    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(losses.top_k_kl, k=0)}, "k=0"),
-    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(losses.top_k_kl, support="a")}, "support='a'"),
+    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(top_k_kl, k=0)}, "k=0"),
+    (partial(losses.distill, tiny, None, tiny, None), {"target": partial(top_k_kl, support="a")}, "support='a'"),
     (partial(losses.distill, tiny, None, tiny, None), {"terms": losses.Terms(hidden_weight=-1)}, "hidden_weight=-1"),
-    (partial(losses.sparse_distill, tiny, None), {"target": partial(losses.sparse_kl, support="a")}, "support='a'"),
+    (partial(losses.sparse_distill, tiny, None), {"target": partial(sparse_kl, support="a")}, "support='a'"),
     (partial(losses.embedding, tiny, None), {"loss": partial(losses.info_nce, temperature=0)}, "temperature=0"),
     (partial(losses.embedding, tiny, None), {"loss": partial(losses.triplet, margin=-1)}, "margin=-1"),
     (partial(losses.embedding, tiny, None), {"loss": losses.matryoshka(losses.info_nce, (0,))}, r"dims \(0,\)"),
@@ -564,4 +587,14 @@ def test_options_are_checked_when_a_loss_is_built(build, options, match):
 def test_mean_lengths_are_of_pairs(shape):
     batch = {"tokens": jnp.zeros(shape, jnp.int32), "lengths": jnp.full(shape[:-1], 6)}
     with pytest.raises(ValueError, match=r"means over chosen tokens are of pairs, \[B 2 T\]"):
-        losses.with_mean_lengths(batch)
+        losses.completions.with_mean_lengths(batch)
+
+
+@pytest.mark.parametrize("package", [train, losses, train.data])
+def test_no_function_hides_a_module_of_its_name(package) -> None:
+    """Each module of a package is an attribute of it, and what a package declares as public is there, once."""
+    for name in (m.name for m in pkgutil.iter_modules(package.__path__)):
+        importlib.import_module(f"{package.__name__}.{name}")
+        assert isinstance(getattr(package, name), types.ModuleType), name
+    public = getattr(package, "__all__", [])
+    assert len(set(public)) == len(public) and all(hasattr(package, name) for name in public)

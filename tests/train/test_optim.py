@@ -1,5 +1,6 @@
 """Optimizers against torch, bitsandbytes and the papers' formulas in float64; their state, its size and its sharding."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from fdel import params, train
 from fdel.models import llama
-from fdel.params.spec import Param, hf_names, layout, normal, ones, stack, zeros
+from fdel.params.hf_layout import hf_names, layout
+from fdel.params.spec import Param, normal, ones, stack, zeros
 from fdel.train import losses, matrices, moments, parallel
 from tests.serve import small
 
@@ -112,8 +114,8 @@ def test_adafactor() -> None:
     moved(got, torch_descend(factor, START, GRADS), START, 1e-4)
     shapes = {x.shape for x in jax.tree.leaves(state)}
     assert {(3, 8), (3, 2, 3)} < shapes and (3, 2, 3, 8) not in shapes
-    still, _ = descend(train.adafactor(0.01, spec=SPEC), START, [jax.tree.map(jnp.zeros_like, START)])
-    jax.tree.map(np.testing.assert_array_equal, still, START)
+    still, _ = descend(train.optim.adafactor(0.01, spec=SPEC), START, [jax.tree.map(jnp.zeros_like, START)])
+    chex.assert_trees_all_equal(still, START)
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_orthogonalize() -> None:
 
 def test_lion() -> None:
     """The paper's algorithm 2 in float64: 1e-6."""
-    got, _ = descend(train.lion(0.01, weight_decay=0.1, clip=None), START, GRADS)
+    got, _ = descend(train.optim.lion(0.01, weight_decay=0.1, clip=None), START, GRADS)
     want = {}
     for name, x in tensors(START).items():
         m = 0.0
@@ -184,8 +186,8 @@ def test_sophia() -> None:
     """
     r = np.random.default_rng(5)
     h, x = r.uniform(0.1, 100, 6), r.normal(size=6)
-    optimizer = train.sophia(0.01, interval=3, gamma=0.02, weight_decay=0.1, clip=None)
-    loss = lambda p, b: ((b["h"] * p**2 / 2).sum(0).sum(), {"weight": jnp.float32(4)})
+    optimizer = train.optim.sophia(0.01, interval=3, gamma=0.02, weight_decay=0.1, clip=None)
+    loss = lambda p, b, _: ((b["h"] * p**2 / 2).sum(0).sum(), {"weight": jnp.float32(4)})
     step = jax.jit(train.update(train.normalize(train.accumulate(train.grads(loss), 2)), optimizer))
     state = train.init_state(jnp.asarray(x, jnp.float32), optimizer)
     m, nu, bounded = np.zeros(6), np.zeros(6), 0
@@ -207,8 +209,8 @@ def test_sophia() -> None:
 @pytest.mark.slow
 def test_schedule_free() -> None:
     """The paper's sequences x, y, z in float64, with a warm-up and decay at y: 1e-5."""
-    schedule = train.constant(0.02, warmup=3)
-    optimizer = train.schedule_free(schedule, b1=0.8, b2=0.99, weight_decay=0.1, clip=None)
+    schedule = train.schedules.constant(0.02, warmup=3)
+    optimizer = train.optim.schedule_free(schedule, b1=0.8, b2=0.99, weight_decay=0.1, clip=None)
     got, state = descend(optimizer, START, GRADS)
     means, points = {}, {}
     for name, x in tensors(START).items():
@@ -223,9 +225,9 @@ def test_schedule_free() -> None:
             y = 0.2 * z + 0.8 * x
         means[name], points[name] = x, y
     moved(got, points, START, 1e-5)
-    moved(train.averaged(train.TrainState(0, got, state)), means, START, 1e-5)
+    moved(train.optim.averaged(train.TrainState(0, got, state)), means, START, 1e-5)
     with pytest.raises(ValueError, match="has 0 schedule-free parts"):
-        train.averaged(train.init_state(START, train.adamw(0.1)))
+        train.optim.averaged(train.init_state(START, train.optim.adamw(0.1)))
 
 
 # ---- moments in fewer bits -----------------------------------------------------------------------------------------
@@ -295,7 +297,7 @@ def test_drift_and_size(name: str, drift: float, size: float) -> None:
     start, aim = random(0, spec), random(1, spec)
     grad = lambda p, i: jax.tree.map(lambda p, a, n: p - a + 0.3 * n, p, aim, random(100 + i, spec))
     paths = []
-    for optimizer in (train.adamw(0.02, clip=None), train.optimizer(name, 0.02, spec=spec, clip=None)):
+    for optimizer in (train.optim.adamw(0.02, clip=None), train.optimizer(name, 0.02, spec=spec, clip=None)):
         one = jax.jit(optimizer.update)
         p, s = start, optimizer.init(start)
         for i in range(50):
@@ -309,7 +311,7 @@ def test_drift_and_size(name: str, drift: float, size: float) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_moments_do_not_get_stuck(kind: str) -> None:
     """3000 equal gradients for a bfloat16 weight: the second moment comes to 1 - 0.999^3000 of its limit (0.95)."""
-    optimizer = train.adamw(1e-3, moments=kind)
+    optimizer = train.optim.adamw(1e-3, moments=kind)
     weights = jnp.ones(64, jnp.bfloat16)
     grad = jnp.full(64, 0.5**0.5)
     body = lambda i, s: optimizer.update(grad / 8, s, weights)[1]
@@ -327,7 +329,7 @@ def test_moments_do_not_get_stuck(kind: str) -> None:
 def test_decay_mask() -> None:
     """Matrices decay; norms and biases do not, however many axes we give them."""
     layer = {"q": True, "q_bias": False, "q_norm": False, "o": True, "router": True, "up": True}
-    assert train.decay_mask(SPEC) == {"embed": True, "layers": layer, "head": True}
+    assert train.optim.decay_mask(SPEC) == {"embed": True, "layers": layer, "head": True}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free"])
@@ -341,12 +343,12 @@ def test_rates_and_freezing(name: str) -> None:
     got, _ = change(make(rates={"up|embed": 0.5, "layers": 2.0}))
     factor = {"embed": 0.5, "layers": {"up": 0.5, "q_norm": 2.0}}
     scaled = jax.tree.map(lambda f, w: f * w, factor, want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), got, scaled)
-    got, state = change(train.freeze(make(), "^layers"))
+    chex.assert_trees_all_close(got, scaled, rtol=1e-4, atol=1e-7)
+    got, state = change(train.optim.freeze(make(), "^layers"))
     assert all((x == 0).all() for x in jax.tree.leaves(got["layers"]))
     np.testing.assert_allclose(got["embed"], want["embed"], rtol=1e-6)
     assert not {p.shape for p in spec["layers"].values()} & {x.shape for x in jax.tree.leaves(state)}
-    for bad in (lambda: train.freeze(make(), "nothing"), lambda: make(rates={"nothing": 0.0})):
+    for bad in (lambda: train.optim.freeze(make(), "nothing"), lambda: make(rates={"nothing": 0.0})):
         with pytest.raises(ValueError, match="no parameter's path matches 'nothing'; there are embed, layers.q_norm"):
             change(bad())
 
@@ -366,9 +368,9 @@ def test_adapters(name: str) -> None:
 
 def test_stop_gradient() -> None:
     """Held arrays have no part in the gradient norm, and the backward pass does not compute their gradients."""
-    loss = lambda p, b: (jnp.tanh(jnp.tanh(b @ p["w"]) @ p["v"]).sum(), {"weight": 1.0})
+    loss = lambda p, b, _: (jnp.tanh(jnp.tanh(b @ p["w"]) @ p["v"]).sum(), {"weight": 1.0})
     p = random(0, {k: Param("ffn embed", (64, 64), normal(1)) for k in "wv"})
-    whole, part = (jax.jit(train.grads(f)) for f in (loss, train.stop_gradient(loss, "^w$")))
+    whole, part = (jax.jit(train.grads(f)) for f in (loss, train.optim.stop_gradient(loss, "^w$")))
     batch = jnp.ones((8, 64)) / 5
     (want, _), (got, _) = whole(p, batch), part(p, batch)
     np.testing.assert_array_equal(got["v"], want["v"])
@@ -381,13 +383,13 @@ def test_names() -> None:
     with pytest.raises(ValueError, match="'adam' is not one of adamw, adamw_8bit, adamw_bf16, lion"):
         train.optimizer("adam", 0.1, spec=SPEC)
     with pytest.raises(ValueError, match="'fp8' is not one of float32, bfloat16, int8"):
-        train.adamw(0.1, moments="fp8")
+        train.optim.adamw(0.1, moments="fp8")
 
 
 # ---- sharding ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(train.OPTIMIZERS))
+@pytest.mark.parametrize("name", sorted(train.optim.OPTIMIZERS))
 def test_state_is_sharded_as_parameters(name: str) -> None:
     """On eight devices, arrays of a parameter's shape lie as it does, 8-bit codes' scales too, through init and a step."""
     spec = {"w": stack(Param("ffn embed", (512, 1024), normal(1), "l.{layers}.weight"), "layers", range(2)),
@@ -415,15 +417,15 @@ def test_gradients_of_a_model_can_be_differentiated(head) -> None:
     tokens = r.integers(0, small.VOCAB, (2, 160))
     total = losses.sft(llama, small.CFG)
 
-    def logps(p, batch):
-        x, _ = llama.hidden(p, batch["tokens"], small.CFG)
+    def logps(p, batch, given):
+        x, *_ = llama.hidden(p, batch["tokens"], small.CFG)
         stats = losses.token_stats(x, llama.head(p, small.CFG), jnp.roll(batch["tokens"], -1, 1))
         return {"logps": stats.logp.sum(-1), "known": batch["tokens"][:, 0] > 0}
 
-    both = lambda out, _: (out["logps"].prod(), {"weight": out["known"].sum()})
+    both = lambda out, *_: (out["logps"].prod(), {"weight": out["known"].sum()})
     gradient = {
         "sum": train.grads(total),
-        "statistics": train.grads(lambda p, batch: both(logps(p, batch), batch)),
+        "statistics": train.grads(lambda p, batch, _: both(logps(p, batch, _))),
         "cached": train.gradcache(logps, both, 2),
     }[head]
 

@@ -42,7 +42,7 @@ def step_of(name, mesh=None):
     family, sizes = FAMILIES[name]
     cfg = family.Config.from_hf(sizes)
     # With the usual eps, Adam's first updates are the signs of gradients, of rounding errors where there is no gradient.
-    spec, optimizer = family.spec(cfg), train.adamw(1e-2, eps=1e-3)
+    spec, optimizer = family.spec(cfg), train.optim.adamw(1e-2, eps=1e-3)
     g = train.grads(train.losses.sft(family, cfg, chunk=8))
     init = lambda key: train.init_state(fp.init(spec, key, dtype=jnp.float32), optimizer)
     at = None
@@ -140,10 +140,11 @@ def test_a_step_outside_of_its_mesh_is_refused(part, other):
     found = f"set_mesh.*found arrays on .*fsdp.*: 8.*{'dp' if other == 'dp=8' else 'tp' if other else 'no mesh'}"
     mesh = fp.make_mesh({"fsdp": 8})
     weights = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("fsdp")))}
-    total = lambda p, batch: ((p["w"] @ batch).sum(), {"weight": jnp.float32(1)})
-    own = lambda p, batch: (p, {"loss": jnp.float32(0), "weight": jnp.float32(1)})
+    total = lambda p, batch, _: ((p["w"] @ batch).sum(), {"weight": jnp.float32(1)})
+    out = lambda p, batch, _: batch @ p["w"]
+    own = lambda p, batch, _: (p, {"loss": jnp.float32(0), "weight": jnp.float32(1)})
     parts = {
-        "grads": train.grads(total), "gradcache": train.gradcache(lambda p, b: b @ p["w"], lambda o, b: (o.sum(), {}), 2),
+        "grads": train.grads(total), "gradcache": train.gradcache(out, lambda o, b, _: (o.sum(), {}), 2),
         "reduce_once": parallel.reduce_once(own), "constrain": parallel.constrain(own, {"w": weights["w"].sharding}),
     }  # fmt: skip
     with pytest.raises(ValueError, match=found):

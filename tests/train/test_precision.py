@@ -18,7 +18,7 @@ def test_rounding_is_unbiased() -> None:
     r = np.random.default_rng(0)
     x = jnp.asarray(r.normal(size=64) * 10.0 ** r.integers(-30, 30, 64), jnp.float32)
     got = np.asarray(
-        jax.vmap(train.round_stochastic, (None, 0))(x, jax.random.split(jax.random.key(1), 4000)), np.float64
+        jax.vmap(train.precision.round_stochastic, (None, 0))(x, jax.random.split(jax.random.key(1), 4000)), np.float64
     )
     x = np.asarray(x, np.float64)
     gap = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)  # bfloat16 has 7 bits after the first
@@ -35,14 +35,14 @@ def test_rounding_guards_its_ends() -> None:
     x = jnp.array([top, -top, jnp.inf, -jnp.inf, jnp.nan, 0.0, -0.0, 1.0, -1.5, 2.0**-130], jnp.float32)
     largest = float(jnp.finfo(jnp.bfloat16).max)
     for seed in range(20):
-        got = np.asarray(train.round_stochastic(x, jax.random.key(seed)), np.float32)
+        got = np.asarray(train.precision.round_stochastic(x, jax.random.key(seed)), np.float32)
         np.testing.assert_array_equal(got, [largest, -largest, np.inf, -np.inf, np.nan, 0, 0, 1, -1.5, 2.0**-130])
 
 
 @pytest.mark.slow
 def test_small_updates_are_not_lost() -> None:
     """1000 steps of +1e-5 on 1.0 in bfloat16: to nearest nothing, stochastically 0.01 on average; equal when repeated."""
-    loss = lambda p, b: (-1e-5 * sum(x.astype(jnp.float32).sum() for x in p.values()), {"weight": 1.0})
+    loss = lambda p, b, _: (-1e-5 * sum(x.astype(jnp.float32).sum() for x in p.values()), {"weight": 1.0})
     params = {"w": jnp.ones(512, jnp.bfloat16), "v": jnp.ones(512, jnp.bfloat16), "f": jnp.ones(2)}
 
     def run(**options):
@@ -51,7 +51,7 @@ def test_small_updates_are_not_lost() -> None:
         return jax.jit(lambda s: jax.lax.fori_loop(0, 1000, lambda i, s: step(s, None)[0], s))(state).params
 
     assert (run()["w"] == 1).all()
-    first, again, other = (run(apply=train.add_stochastic(seed)) for seed in (0, 0, 1))
+    first, again, other = (run(apply=train.precision.add_stochastic(seed)) for seed in (0, 0, 1))
     for name in "wv":
         assert first[name].dtype == jnp.bfloat16
         np.testing.assert_allclose(first[name].astype(jnp.float32).mean(), 1.01, atol=2e-3)
@@ -65,11 +65,13 @@ def test_small_updates_are_not_lost() -> None:
 def test_scale_follows_gradscaler() -> None:
     """A sequence of overflows and good steps: skipped steps and scales as torch.amp.GradScaler's, step by step."""
     torch = pytest.importorskip("torch", reason="needs the torch extra")
-    loss = lambda p, b: ((p * b).sum(), {"weight": 1.0})
+    loss = lambda p, b, _: ((p * b).sum(), {"weight": 1.0})
     optimizer = optax.sgd(0.1)
-    g = train.normalize(train.grads(train.scaled(loss)))
-    step = jax.jit(train.rescale(train.update(g, optimizer, reads=("loss_scale",), skip_nonfinite=True), every=3))
-    state = train.init_state(jnp.ones(2), optimizer, loss_scale=train.loss_scale(8.0))
+    g = train.normalize(train.grads(train.precision.scaled(loss)))
+    step = jax.jit(
+        train.precision.rescale(train.update(g, optimizer, reads=("loss_scale",), skip_nonfinite=True), every=3)
+    )
+    state = train.init_state(jnp.ones(2), optimizer, loss_scale=train.precision.loss_scale(8.0))
 
     weight = torch.nn.Parameter(torch.ones(2))
     sgd = torch.optim.SGD([weight], lr=0.1)
@@ -90,17 +92,17 @@ def test_scale_follows_gradscaler() -> None:
 @pytest.mark.slow
 def test_scale_stays_finite() -> None:
     optimizer = optax.sgd(0.1)
-    loss = lambda p, b: (p * 0.0 * b, {"weight": 1.0})
-    g = train.grads(train.scaled(loss))
-    step = train.rescale(train.update(g, optimizer, reads=("loss_scale",), skip_nonfinite=True), every=1)
-    state = train.init_state(jnp.float32(1), optimizer, loss_scale=train.loss_scale(2.0**127))
+    loss = lambda p, b, _: (p * 0.0 * b, {"weight": 1.0})
+    g = train.grads(train.precision.scaled(loss))
+    step = train.precision.rescale(train.update(g, optimizer, reads=("loss_scale",), skip_nonfinite=True), every=1)
+    state = train.init_state(jnp.float32(1), optimizer, loss_scale=train.precision.loss_scale(2.0**127))
     state, _ = step(state, 1.0)
     assert state.extra["loss_scale"]["scale"] == 2.0**127
     with pytest.raises(ValueError, match=r"build it by update\(..., skip_nonfinite=True\)"):
-        train.rescale(train.update(g, optimizer, reads=("loss_scale",)))(state, 1.0)
+        train.precision.rescale(train.update(g, optimizer, reads=("loss_scale",)))(state, 1.0)
 
 
-def small(p, b):
+def small(p, b, given):
     """A loss whose float16 gradients vanish: 1e-4 squared is below 2^-25."""
     h = jnp.tanh(b["x"].astype(p["w"].dtype) @ p["w"])
     return ((h.astype(jnp.float32) @ p["v"].astype(jnp.float32)) * 1e-8).sum(), {"weight": jnp.float32(len(h))}
@@ -114,10 +116,12 @@ def test_scaled_gradients(n: int) -> None:
     p = {"w": jnp.asarray(r.normal(size=(6, 5)), jnp.float32), "v": jnp.asarray(r.normal(size=5), jnp.float32)}
     batch = {"x": jnp.asarray(r.normal(size=(8, 6)), jnp.float32)}
     want, want_sums = train.grads(small)(p, batch)
-    half = train.compute(small, jnp.float16)
+    half = train.precision.compute(small, jnp.float16)
     lost, _ = train.accumulate(train.grads(half), n)(p, batch)
     assert (lost["w"] == 0).mean() > 0.5
-    got, sums = train.accumulate(train.grads(train.scaled(half)), n)(p, batch, train.loss_scale())
+    got, sums = train.accumulate(train.grads(train.precision.scaled(half)), n)(
+        p, batch, {"loss_scale": train.precision.loss_scale()}
+    )
     for name in p:
         assert got[name].dtype == jnp.float32
         np.testing.assert_allclose(got[name], want[name], atol=1e-2 * np.abs(want[name]).max(), rtol=0)
@@ -131,15 +135,18 @@ def test_scaled_outputs() -> None:
     r = np.random.default_rng(3)
     p = {"w": jnp.asarray(r.normal(size=(6, 5)), jnp.float32)}
     batch = {"x": jnp.asarray(r.normal(size=(8, 6)), jnp.float32)}
-    outputs = train.compute(lambda p, b: {"h": jnp.tanh(b["x"].astype(p["w"].dtype) @ p["w"]).astype(jnp.float32),
-                                          "id": b["x"][:, 0] > 0}, jnp.float16)  # fmt: skip
-    objective = lambda out, b, *_: (1e-8 * jnp.sort(out["h"], 0).std(), {"weight": out["id"].sum()})
+    half = lambda p, b, _: {
+        "h": jnp.tanh(b["x"].astype(p["w"].dtype) @ p["w"]).astype(jnp.float32),
+        "id": b["x"][:, 0] > 0,
+    }
+    outputs = train.precision.compute(half, jnp.float16)
+    wide = lambda p, b, _: {"h": jnp.tanh(b["x"] @ p["w"]), "id": b["x"][:, 0] > 0}
+    objective = lambda out, b, _: (1e-8 * jnp.sort(out["h"], 0).std(), {"weight": out["id"].sum()})
     want, sums = train.gradcache(outputs, objective, 1)(p, batch)
+    big = {"loss_scale": train.precision.loss_scale(2.0**20)}
     for n in (1, 4):
-        got, scaled_sums = train.gradcache(train.scaled(outputs), objective, n)(p, batch, train.loss_scale(2.0**20))
-        exact, _ = train.gradcache(lambda p, b: {"h": jnp.tanh(b["x"] @ p["w"]), "id": b["x"][:, 0] > 0}, objective, 1)(
-            p, batch
-        )
+        got, scaled_sums = train.gradcache(train.precision.scaled(outputs), objective, n)(p, batch, big)
+        exact, _ = train.gradcache(wide, objective, 1)(p, batch)
         np.testing.assert_allclose(got["w"], exact["w"], atol=1e-2 * np.abs(exact["w"]).max(), rtol=0)
         assert scaled_sums == sums
     assert (want["w"] == 0).mean() > 0.5
@@ -147,7 +154,7 @@ def test_scaled_outputs() -> None:
 
 def test_scaled_wants_float32() -> None:
     with pytest.raises(ValueError, match="parameters are float16; keep them in float32"):
-        train.scaled(small)({"w": jnp.ones(2, jnp.float16)}, {}, train.loss_scale())
+        train.precision.scaled(small)({"w": jnp.ones(2, jnp.float16)}, {}, {"loss_scale": train.precision.loss_scale()})
 
 
 # ---- compute dtype -------------------------------------------------------------------------------------------------
@@ -157,14 +164,14 @@ def test_compute() -> None:
     """The loss sees bfloat16, the gradient is that of the casts in float32, and integers stay."""
     seen = []
 
-    def loss(p, b):
+    def loss(p, b, given):
         seen.append(jax.tree.map(lambda x: str(x.dtype), p))
         return (p["w"] * b).sum().astype(jnp.float32), {"weight": 1.0}
 
-    g = jax.value_and_grad(lambda w: train.compute(loss, jnp.bfloat16)({"w": w, "i": jnp.arange(2)}, 1.01)[0])
+    g = jax.value_and_grad(lambda w: train.precision.compute(loss, jnp.bfloat16)({"w": w, "i": jnp.arange(2)}, 1.01)[0])
     value, grad = g(jnp.array([1.001, 2.0]))
     assert seen.pop() == {"w": "bfloat16", "i": "int32"} and grad.dtype == jnp.float32
     np.testing.assert_allclose(grad, jnp.bfloat16(1.01).astype(jnp.float32))
     spec = {"w": Param("embed", (2,), ones), "i": Param("embed", (2,), ones, dtype="float32")}
-    train.compute(loss, jnp.bfloat16, spec)({"w": jnp.ones(2), "i": jnp.ones(2)}, 1.0)
+    train.precision.compute(loss, jnp.bfloat16, spec)({"w": jnp.ones(2), "i": jnp.ones(2)}, 1.0)
     assert seen.pop() == {"w": "bfloat16", "i": "float32"}

@@ -59,12 +59,12 @@ def test_equals_transformers(name: str, theirs: str, options: dict, their_option
 def test_corners() -> None:
     """By hand: the floor is a fraction of the peak and stays; a tenth of the steps decay by default; steps are counted."""
     at = lambda schedule, *steps: [float(schedule(s)) for s in steps]
-    np.testing.assert_allclose(at(train.cosine(2.0, warmup=10, steps=110, final=0.1), 0, 5, 10, 60, 110, 500),
+    np.testing.assert_allclose(at(train.schedules.cosine(2.0, warmup=10, steps=110, final=0.1), 0, 5, 10, 60, 110, 500),
                                [0, 1, 2, 1.1, 0.2, 0.2], rtol=1e-6)  # fmt: skip
     np.testing.assert_allclose(
-        at(train.wsd(2.0, steps=100, final=0.5), 0, 90, 95, 100, 200), [2, 2, 1.5, 1, 1], rtol=1e-6
+        at(train.schedules.wsd(2.0, steps=100, final=0.5), 0, 90, 95, 100, 200), [2, 2, 1.5, 1, 1], rtol=1e-6
     )
-    np.testing.assert_allclose(at(train.linear(2.0, steps=10, final=0.5), 0, 5, 20), [2, 1.5, 1], rtol=1e-6)
+    np.testing.assert_allclose(at(train.schedules.linear(2.0, steps=10, final=0.5), 0, 5, 20), [2, 1.5, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

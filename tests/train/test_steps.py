@@ -4,6 +4,7 @@ import functools
 import re
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from fdel import ops, train
 from fdel.train import losses
+from fdel.train.losses.forward import shift
 
 V, D, T = 23, 8, 12
 tiny = SimpleNamespace(  # what losses need of a model family
-    hidden=lambda params, tokens, cfg, batch: (jnp.tanh(params["embed"][tokens] @ params["w"] + params["b"]), None),
+    hidden=lambda params, tokens, cfg, batch, state=None, taps=None, remat=None: (
+        jnp.tanh(params["embed"][tokens] @ params["w"] + params["b"]),
+        None,
+        None,
+    ),
     head=lambda params, cfg: ops.Head(params["embed"]),
 )
 
@@ -76,7 +82,7 @@ def test_update_does_not_depend_on_microbatches(lengths: list[int], seed: int) -
     want, want_metrics = sgd(1)(state, batch)
     for n in (2, 4, 8):
         close(sgd(n)(state, batch), (want, want_metrics), 1e-6)
-    assert want_metrics["weight"] == (np.asarray(losses.shift(*labels_of(batch))) >= 0).sum()
+    assert want_metrics["weight"] == (np.asarray(shift(*labels_of(batch))) >= 0).sum()
 
 
 def labels_of(batch):
@@ -95,7 +101,7 @@ def test_mean_of_means_would_fail() -> None:
 
 def test_bfloat16_gradients_add_up_in_float32() -> None:
     """512 ones: a bfloat16 sum sticks at 256."""
-    loss = lambda p, b: ((p * b).sum(), {"weight": b.sum(), "pairs": ((3 * b).sum(), b.sum())})
+    loss = lambda p, b, _: ((p * b).sum(), {"weight": b.sum(), "pairs": ((3 * b).sum(), b.sum())})
     batch = jnp.ones(512, jnp.bfloat16)
     grad, sums = train.accumulate(train.grads(loss), 512)(jnp.ones((), jnp.bfloat16), batch)
     assert grad == 512 and sums["weight"] == 512 and grad.dtype == jnp.float32
@@ -105,16 +111,16 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
 
 def test_nothing_to_learn_changes_nothing() -> None:
     state, metrics = sgd(2)(train.init_state(tiny_params(), optax.sgd(1.0)), ragged([0, 1] * 4))
-    jax.tree.map(np.testing.assert_array_equal, state.params, tiny_params())
+    chex.assert_trees_all_equal(state.params, tiny_params())
     assert metrics["loss"] == metrics["weight"] == metrics["grad_norm"] == 0
 
 
 def test_wrong_batches() -> None:
-    g = train.grads(lambda p, b: (p * b.sum(), {"weight": b.sum()}))
+    g = train.grads(lambda p, b, _: (p * b.sum(), {"weight": b.sum()}))
     with pytest.raises(ValueError, match=r"shape \(6,\) has no rows to divide into 4"):
         train.accumulate(g, 4)(jnp.ones(()), jnp.ones(6))
     with pytest.raises(ValueError, match="expected one named 'weight'"):
-        train.grads(lambda p, b: (p, {"tokens": b}))(1.0, 1.0)
+        train.grads(lambda p, b, _: (p, {"tokens": b}))(1.0, 1.0)
 
 
 @pytest.mark.slow
@@ -122,7 +128,7 @@ def test_accumulation_keeps_the_batch_where_it_is() -> None:
     """Eight devices, batch over dp: no all-gather, and every device multiplies only its own rows."""
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
     shape = lambda s, spec: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec))
-    loss = lambda w, x: ((jnp.tanh(x @ w) ** 2).sum(), {"weight": jnp.float32(x.shape[0])})
+    loss = lambda w, x, _: ((jnp.tanh(x @ w) ** 2).sum(), {"weight": jnp.float32(x.shape[0])})
     g = jax.jit(train.normalize(train.accumulate(train.grads(loss), 4)))
     with jax.set_mesh(mesh):
         hlo = g.lower(shape((16, 24), P()), shape((64, 16), P("dp"))).compile().as_text()
@@ -133,13 +139,13 @@ def test_accumulation_keeps_the_batch_where_it_is() -> None:
 # ---- losses that couple rows ---------------------------------------------------------------------------------------
 
 
-def coupled(params, batch, reference):
+def coupled(params, batch, given):
     """Vectors, an integer and a flag per row, for `objective`."""
     x = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"] + params["b"]).mean(1)
-    return {"x": x, "y": x @ reference, "id": batch["tokens"][:, 0], "odd": batch["tokens"][:, 0] % 2 == 1}
+    return {"x": x, "y": x @ given["reference"], "id": batch["tokens"][:, 0], "odd": batch["tokens"][:, 0] % 2 == 1}
 
 
-def objective(out, batch, reference):
+def objective(out, batch, given):
     """In-batch negatives, a sort over all rows and a reference, weighted by what carries no gradient."""
     scores = jax.nn.log_softmax(out["x"] @ out["y"].T)
     order = jnp.sort(out["x"][:, 0]) @ jnp.arange(len(scores))
@@ -153,27 +159,28 @@ def test_gradcache_is_exact() -> None:
     r = np.random.default_rng(3)
     batch = {"tokens": jnp.asarray(r.integers(0, V, (8, T))), "weight": jnp.asarray(r.random(8), jnp.float32)}
     params, reference = tiny_params(), jnp.asarray(r.normal(size=(D, D)), jnp.float32)
-    whole = lambda p: objective(coupled(p, batch, reference), batch, reference)
+    given = {"reference": reference}
+    whole = lambda p: objective(coupled(p, batch, given), batch, given)
     (total, sums), want = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
     for n in (1, 2, 4, 8):
-        grad, got = jax.jit(train.gradcache(coupled, objective, n))(params, batch, reference)
+        grad, got = jax.jit(train.gradcache(coupled, objective, n))(params, batch, given)
         close((grad, got), (want, {"loss": total, **sums}), 2e-6)
-    apart, _ = jax.jit(train.accumulate(train.gradcache(coupled, objective, 1), 2))(params, batch, reference)
+    apart, _ = jax.jit(train.accumulate(train.gradcache(coupled, objective, 1), 2))(params, batch, given)
     assert np.abs(apart["w"] - want["w"]).max() > 0.1 * np.abs(want["w"]).max()
 
 
 @pytest.mark.slow
 def test_gradcache_adds_up_in_float32() -> None:
     """512 ones for a bfloat16 weight; and outputs that are not one per row are refused."""
-    sums = lambda out, batch: (out.sum(), {"weight": batch.sum()})
+    sums = lambda out, batch, _: (out.sum(), {"weight": batch.sum()})
     batch, one = jnp.ones(512, jnp.bfloat16), jnp.ones((), jnp.bfloat16)
-    grad, _ = train.gradcache(lambda p, b: p * b, sums, 512)(one, batch)
+    grad, _ = train.gradcache(lambda p, b, _: p * b, sums, 512)(one, batch)
     assert grad == 512 and grad.dtype == jnp.float32
-    for outputs in (lambda p, b: p * b.sum(), lambda p, b: jnp.tile(p * b, 2)):
+    for outputs in (lambda p, b, _: p * b.sum(), lambda p, b, _: jnp.tile(p * b, 2)):
         with pytest.raises(ValueError, match="expected 64 rows in front"):
             train.gradcache(outputs, sums, 8)(one, batch)
     with pytest.raises(ValueError, match="expected one named 'weight'"):
-        train.gradcache(lambda p, b: p * b, lambda out, batch: (out.sum(), {}), 8)(one, batch)
+        train.gradcache(lambda p, b, _: p * b, lambda out, batch, _: (out.sum(), {}), 8)(one, batch)
 
 
 # ---- the step ------------------------------------------------------------------------------------------------------
@@ -189,13 +196,13 @@ def test_step_equals_torch(clip: float | None) -> None:
     xs, ys, ws = r.normal(size=(5, 8, 5)), r.normal(size=(5, 8, 3)), r.random((5, 8))
     params = {k: jnp.asarray(v, jnp.float32) for k, v in {"w1": w1, "b1": b1, "w2": w2}.items()}
 
-    def loss(p, b):
+    def loss(p, b, given):
         error = ((jnp.tanh(b["x"] @ p["w1"] + p["b1"]) @ p["w2"] - b["y"]) ** 2).sum(-1)
         return (error * b["w"]).sum(), {"weight": b["w"].sum()}
 
     mask = {"w1": True, "b1": False, "w2": True}
-    schedule = train.cosine(0.05, warmup=2, steps=8)
-    optimizer = train.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip, mask=mask)
+    schedule = train.schedules.cosine(0.05, warmup=2, steps=8)
+    optimizer = train.optim.adamw(schedule, b2=0.99, weight_decay=0.1, clip=clip, mask=mask)
     batches = [{k: jnp.asarray(v[i], jnp.float32) for k, v in {"x": xs, "y": ys, "w": ws}.items()} for i in range(5)]
     state, metrics = run(composed(2, optimizer, loss), params, optimizer, batches)
 
@@ -222,22 +229,22 @@ def test_partial_training() -> None:
     """A part of the tree is trained by joining it with the rest in the loss: same gradient, state only for the part."""
     params, batch = tiny_params(), ragged([12, 5, 7, 9])
     part, rest = {"w": params["w"]}, {k: params[k] for k in ("embed", "b")}
-    loss, optimizer = losses.sft(tiny, None), train.adamw(0.1, clip=None)
-    step = composed(2, optimizer, lambda part, batch, rest: loss(part | rest, batch))
-    state, metrics = jax.jit(step)(train.init_state(part, optimizer), batch, rest)
+    loss, optimizer = losses.sft(tiny, None), train.optim.adamw(0.1, clip=None)
+    step = composed(2, optimizer, lambda part, batch, given: loss(part | given["rest"], batch, given))
+    state, metrics = jax.jit(step)(train.init_state(part, optimizer), batch, rest=rest)
     whole, (want,) = run(composed(1, optimizer), params, optimizer, [batch])
     close(state.params, {"w": whole.params["w"]}, 1e-6)
     assert optax.tree.get(state.opt_state, "mu").keys() == {"w"} and 0 < metrics["grad_norm"] < want["grad_norm"]
 
 
 def test_extras_are_read_and_kept() -> None:
-    """What `reads` names follows the batch, undifferentiated and unchanged; a donated state holds no buffer twice."""
-    loss = lambda p, b, scale, offset: ((p * scale * b + offset).sum(), {"weight": jnp.float32(b.size)})
+    """What `reads` names is given, undifferentiated and unchanged; a donated state holds no buffer twice."""
+    loss = lambda p, b, given: ((p * given["scale"] * b + given["offset"]).sum(), {"weight": jnp.float32(b.size)})
     optimizer = optax.sgd(1.0)
     step = jax.jit(train.update(train.grads(loss), optimizer, reads=("scale",)), donate_argnums=0)
     params = jnp.array([1.0, 2.0])
     state = jax.jit(lambda p: train.init_state(p, optimizer, scale=p, other=p))(params)
-    state, metrics = step(state, jnp.ones(2), 3.0)
+    state, metrics = step(state, jnp.ones(2), offset=3.0)
     assert state.params.tolist() == [0, 0] and metrics["loss"] == 11
     assert state.extra["scale"].tolist() == state.extra["other"].tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"extras are \['scale'\]; add it: init_state\(params, optimizer, ema=...\)"):
@@ -247,11 +254,11 @@ def test_extras_are_read_and_kept() -> None:
 @pytest.mark.slow
 def test_skip_nonfinite() -> None:
     """A step with an infinite loss, or with a NaN gradient, leaves no trace but the step count, not in extras either."""
-    optimizer, params = train.adamw(0.1), tiny_params()
+    optimizer, params = train.optim.adamw(0.1), tiny_params()
     sft = losses.sft(tiny, None)
 
-    def loss(p, b):
-        total, sums = sft(p, {"tokens": b["tokens"]})
+    def loss(p, b, given):
+        total, sums = sft(p, {"tokens": b["tokens"]}, given)
         return total + b["offset"][0] + jnp.sqrt(b["factor"][0] * (p["b"] ** 2).sum()), sums
 
     def batch(seed, offset, factor):
@@ -274,7 +281,7 @@ def test_skip_nonfinite() -> None:
 
 def test_compiler_options_are_known_and_change_no_step() -> None:
     """They are what this platform's compiler accepts; a step with them: 1e-6 of the largest value."""
-    optimizer = train.adamw(0.1)
+    optimizer = train.optim.adamw(0.1)
     state, batch = train.init_state(tiny_params(), optimizer), ragged([12, 9])
     got, _ = jax.jit(composed(1, optimizer), compiler_options=train.compiler_options())(state, batch)
     close(got.params, jax.jit(composed(1, optimizer))(state, batch)[0].params, 1e-6)
@@ -283,8 +290,8 @@ def test_compiler_options_are_known_and_change_no_step() -> None:
 
 def test_skipping_copies_no_state() -> None:
     """The donated parameters and moments are changed in place: beside the gradient, next to nothing is held."""
-    optimizer, params = train.adamw(0.1), {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
-    g = train.grads(lambda p, b: ((p["w"] @ b).sum(), {"weight": 1.0}))
+    optimizer, params = train.optim.adamw(0.1), {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    g = train.grads(lambda p, b, _: ((p["w"] @ b).sum(), {"weight": 1.0}))
     state = jax.eval_shape(lambda p: train.init_state(p, optimizer), params)
     step = jax.jit(train.update(g, optimizer, skip_nonfinite=True), donate_argnums=0)
     compiled = step.lower(state, jax.ShapeDtypeStruct((512, 8), jnp.float32)).compile()
@@ -329,7 +336,9 @@ def test_sync_reference() -> None:
 
 def test_carry() -> None:
     """A running mean over tokens goes from the metrics into the state and back into the loss; skipped steps do not."""
-    loss = lambda p, b, seen: ((p * b).sum() + b[0] * 0, {"weight": 1.0, "mean": (b.sum(), 2), "seen": seen["mean"]})
+
+    def loss(p, b, given):
+        return (p * b).sum() + b[0] * 0, {"weight": 1.0, "mean": (b.sum(), 2), "seen": given["seen"]["mean"]}
 
     def fold(old, metrics):
         count = old["count"] + 2
@@ -337,7 +346,7 @@ def test_carry() -> None:
 
     optimizer = optax.sgd(0.1)
     step = train.update(train.normalize(train.grads(loss)), optimizer, reads=("seen",), skip_nonfinite=True)
-    step = jax.jit(train.carry(step, "seen", fold))
+    step = jax.jit(train.extras.carry(step, "seen", fold))
     state = train.init_state(jnp.ones(()), optimizer, seen={"mean": 0.0, "count": 0})
     batches, seen = [[1.0, 2.0], [jnp.inf, 1.0], [4.0, 5.0], [1.0, 1.0]], []
     for batch in batches:
@@ -378,5 +387,5 @@ def test_sft_counts_next_tokens_inside_segments() -> None:
 
 def test_shift() -> None:
     tokens, ids = jnp.array([[5, 6, 7, 8, 9, 0]]), jnp.array([[0, 0, 0, 1, 1, -1]])
-    assert losses.shift(tokens, ids).tolist() == [[6, 7, -100, 9, -100, -100]]
-    assert losses.shift(tokens, ids, jnp.array([[1, 0, 1, 1, 1, 1]])).tolist() == [[-100, 7, -100, 9, -100, -100]]
+    assert shift(tokens, ids).tolist() == [[6, 7, -100, 9, -100, -100]]
+    assert shift(tokens, ids, jnp.array([[1, 0, 1, 1, 1, 1]])).tolist() == [[-100, 7, -100, 9, -100, -100]]

@@ -31,7 +31,7 @@ def main(address: str, count: str, index: str, directory: str) -> None:
     if int(count) > 1:
         jax.distributed.initialize(address, int(count), int(index))
     cfg = llama.Config.from_hf(CONFIG)
-    spec, optimizer = llama.spec(cfg), train.adamw(3e-2)
+    spec, optimizer = llama.spec(cfg), train.optim.adamw(3e-2)
     mesh = fp.make_mesh({"dp": 2, "fsdp": -1} if len(jax.devices()) > 1 else {"fsdp": 1})
     shardings = fp.shardings(spec, mesh)
     init = lambda: train.init_state(fp.init(spec, jax.random.key(0), dtype=jnp.float32), optimizer)

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (exported)
 """Data for training: files become examples, examples batches; exact states, exact counts, packing, mixtures, streams.
 
     data = dataset(Source("chats/*.jsonl"), Settings(batch=32, length=4096, packing="best_fit"), tokenizer)
@@ -10,40 +11,8 @@ batch of its number. A stream plans window by window.
 from fdel.train.data.batch import Plan, collate, plan, row
 from fdel.train.data.encode import Example, encode_rows
 from fdel.train.data.files import File, Source, find
-from fdel.train.data.mix import interleave, order
-from fdel.train.data.pack import best_fit, first_fit, pack
 from fdel.train.data.pipeline import Batches, Data, dataset, in_order, read_ahead, with_columns
+from fdel.train.data.planning import best_fit, first_fit, interleave, order, pack
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache, key
 from fdel.train.data.tables import Table, open_table
-
-__all__ = [
-    "Batches",
-    "Data",
-    "Example",
-    "File",
-    "Plan",
-    "Report",
-    "Settings",
-    "Source",
-    "Store",
-    "Table",
-    "best_fit",
-    "build",
-    "cache",
-    "collate",
-    "dataset",
-    "encode_rows",
-    "find",
-    "first_fit",
-    "in_order",
-    "interleave",
-    "key",
-    "open_table",
-    "order",
-    "pack",
-    "plan",
-    "read_ahead",
-    "row",
-    "with_columns",
-]

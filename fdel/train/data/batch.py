@@ -9,15 +9,14 @@ import numpy as np
 
 from fdel.ops.batch import Packed
 from fdel.ops.mask import HIDDEN
-from fdel.train.data.pack import pack
+from fdel.train.data.planning import pack
 from fdel.train.data.settings import Settings
 from fdel.train.data.store import NUMBERS, Store
 from fdel.train.losses.stats import IGNORE
 
 Batch = dict[str, Any]
-Tokens = dict[
-    str, np.ndarray
-]  # of one sequence: tokens, mask, positions, segment_ids, and key_segment_ids if some are hidden
+# Of one sequence: tokens, mask, positions, segment_ids, and key_segment_ids if some are hidden.
+Tokens = dict[str, np.ndarray]
 Row = tuple[list[Tokens], dict[str, Any]]
 
 
@@ -53,7 +52,8 @@ class Plan:
         """
         rows, prompts = np.arange(len(self)), self._prompts
         alike = rows[prompts == np.roll(prompts, 1)]
-        same = [r for r in alike if np.array_equal(_prompt(self, r), _prompt(self, r - 1))]
+        prompt = lambda r: _slice(*_locate(self, _pieces(self, r)[0][0]), 0, int(prompts[r]))["tokens"]
+        same = [r for r in alike if np.array_equal(prompt(r), prompt(r - 1))]
         others = rows - 1
         others[same] -= 1
         return others % max(1, len(rows))
@@ -64,21 +64,16 @@ class Plan:
         return np.concatenate([s.numbers["prompt"] for s in self.stores])[self.pieces[self.order, 0]]
 
 
-def lengths(stores: Sequence[Store]) -> np.ndarray:
-    """Tokens of each example of several stores, one store after the other; of a pair those of the longer one."""
-    return np.concatenate([s.lengths.reshape(-1, s.sides).max(1) for s in stores]).astype(np.int64)
-
-
 def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed: Sequence[int]) -> Plan:
     """Distribute examples over rows, window by window, or block by block of a mixture; order the rows of each.
 
     Rows of one example stay in the order of the examples, which are shuffled: a mixture keeps its shares.
     """
     rng = np.random.default_rng([settings.seed, *seed])
-    size, rows, count = lengths(stores), 0, 0
-    all_pieces, all_bounds, all_orders = ([np.zeros(shape, np.int64)] for shape in ((0, 3), 1, 0))
-    window = max(1, settings.window // settings.batch) * settings.batch  # so that sorted rows fill their batches
-    window = settings.block or window
+    # Tokens of each example; of a pair those of the longer one.
+    size = np.concatenate([s.lengths.reshape(-1, s.sides).max(1) for s in stores]).astype(np.int64)
+    windows, rows, count = [tuple(np.zeros(shape, np.int64) for shape in ((0, 3), 1, 0))], 0, 0
+    window = settings.block or max(1, settings.window // settings.batch) * settings.batch  # sorted rows fill batches
     mixed = settings.shuffle and settings.packing is not None
     for i in range(0, len(examples), window):
         here = examples[i : i + window]
@@ -87,11 +82,9 @@ def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed
         order = rng.permutation(len(bounds) - 1) if mixed else np.arange(len(bounds) - 1)
         if settings.buckets:
             order = _alike(np.diff(pieces[:, 1:], axis=1)[order, 0], order, settings, rng)
-        all_pieces.append(pieces)
-        all_bounds.append(bounds[1:] + count)
-        all_orders.append(order + rows)
+        windows.append((pieces, bounds[1:] + count, order + rows))
         rows, count = rows + len(order), count + len(pieces)
-    pieces, bounds, order = map(np.concatenate, (all_pieces, all_bounds, all_orders))
+    pieces, bounds, order = map(np.concatenate, zip(*windows, strict=True))
     return Plan(tuple(stores), pieces, bounds, order, settings, seed)
 
 
@@ -118,14 +111,12 @@ def row(p: Plan, r: int) -> Row:
     if settings.mismatched:
         other, j = _locate(p, _pieces(p, p.others[r])[0][0])
         kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
-        return [_slice(store, i, 0, settings.length), _crop(_join(kl), settings.length)], numbers
+        cut = {k: v[: settings.length] for k, v in _join(kl).items()}
+        return [_slice(store, i, 0, settings.length), cut], numbers
     if settings.packing is None:
         sequences = [_slice(store, i * store.sides + side, 0, settings.length) for side in range(store.sides)]
         return [_forget(p, r, x) for x in sequences], numbers
-    parts = []
-    for segment, (example, start, stop) in enumerate(pieces):
-        store, i = _locate(p, example)
-        parts.append(_slice(store, i, start, stop, segment))
+    parts = [_slice(*_locate(p, e), start, stop, segment) for segment, (e, start, stop) in enumerate(pieces)]
     return [_forget(p, r, _join(parts))], numbers
 
 
@@ -138,11 +129,6 @@ def _forget(p: Plan, r: int, sequence: Tokens) -> Tokens:
     hidden = rng.random(len(sequence["tokens"])) < rng.uniform(s.fcm_min_ratio, s.fcm_max_ratio)
     hidden &= sequence["positions"] > 0
     return sequence | {"key_segment_ids": np.where(hidden, np.int32(HIDDEN), sequence["segment_ids"])}
-
-
-def _prompt(p: Plan, r: int) -> np.ndarray:
-    store, i = _locate(p, _pieces(p, r)[0][0])
-    return _slice(store, i, 0, int(store.numbers["prompt"][i]))["tokens"]
 
 
 def _pieces(p: Plan, r: int) -> list[list[int]]:
@@ -170,17 +156,13 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
     return {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
 
 
-def _crop(sequence: Tokens, size: int) -> Tokens:
-    return {k: v[:size] for k, v in sequence.items()}
-
-
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 
 def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, masked: bool) -> Batch:
     """Put rows together, with empty rows up to `size`, padded to the bucket that `width` tokens need.
 
-    See `losses.model` and `losses.likelihoods` for the keys; with `masked` there is a "mask".
+    See `losses.forward` and `losses.completions` for the keys; with `masked` there is a "mask".
     """
     width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
     sides, process = 2 if settings.mismatched else settings.sides, settings.kind == "process"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from fdel import text
-from fdel.train.data import kinds
 from fdel.train.data.files import Row
 from fdel.train.data.rows import Draft, common, drafts
 from fdel.train.data.settings import Report, Settings, note
+from fdel.train.losses.reward_model import process_row
 
 NOT_A_PREFIX = "warning, the prompt's tokens are not the first of prompt and completion"
 LONGEST = 2**24  # characters of a text: a tokenizer takes about 140 bytes for each
@@ -18,6 +18,8 @@ TOGETHER = 2**22  # characters that are tokenized together, if it is more than o
 SHOWN = 400  # characters of a complaint
 
 Ids = dict[tuple[bool, str], Any]  # whether it is a chat, and the text -> ids, or the ValueError that there are none
+Sides = tuple[Draft, ...]
+Finished = tuple["Example | None", str | None]  # why there is none, or what is odd about it
 
 
 class UnknownToken(ValueError):
@@ -43,7 +45,7 @@ def encode_rows(
 
     A token that the model does not have is a ValueError, unless the row brings it as an id: `Settings.vocab`.
     """
-    found: list[tuple[str, tuple[Draft, ...], dict]] = []
+    found: list[tuple[str, Sides, dict]] = []
     report = Report(read=len(rows))
     for place, row in rows:
         if row is None:
@@ -56,23 +58,21 @@ def encode_rows(
             _check([t for _, sides, _ in made for d in sides for t in (d.text, d.prompt) if t is not None])
             found += made
         except BaseException as e:
-            if not _of_row(e):
-                raise
             report += note(_complaint(e, place, settings), place)
     between = [Draft(settings.separator, chat=True)] if settings.kind == "process" else []
     ids = _encode(tok, [*between, *(d for _, sides, _ in found for d in sides)])
+    finish = {"embedding": _documents, "process": _judged}.get(settings.kind, _example)
     examples = []
     for place, sides, numbers in found:
         try:
-            _raise_failed(sides, ids)
-            make = _special if settings.kind in ("embedding", "process") else _example
-            example, complaint = make(sides, numbers, ids, tok, settings)
+            for side, said in ((d, said) for d in sides for said in (d.text, d.prompt)):
+                if isinstance(failed := ids.get((side.chat, said or "")), ValueError):
+                    raise failed
+            example, complaint = finish(sides, numbers, ids, tok, settings)
             if example:
                 _known(example, sides, tok, settings)
                 examples.append(example)
         except BaseException as e:
-            if not _of_row(e):
-                raise
             complaint = _complaint(e, place, settings)
         if complaint:
             report += note(complaint, place)
@@ -83,6 +83,8 @@ def encode_rows(
 
 def _complaint(error: BaseException, place: str, settings: Settings) -> str:
     """Say why a row cannot be used; ValueError if bad rows are to be raised, or all rows would be."""
+    if not _of_row(error):
+        raise error
     said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     if settings.bad_rows == "raise" or isinstance(error, UnknownToken):
         raise ValueError(f"{place}: {said}") from error
@@ -106,7 +108,7 @@ def _check(texts: Sequence[Any]) -> None:
             raise ValueError("a text with a lone surrogate, which no tokenizer takes") from e
 
 
-def _known(example: Example, sides: tuple[Draft, ...], tok: text.Tokenizer, settings: Settings) -> None:
+def _known(example: Example, sides: Sides, tok: text.Tokenizer, settings: Settings) -> None:
     """Raise ValueError for ids that the model does not have."""
     known = 2**31 if settings.vocab is None else settings.vocab
     for tokens in example.ids:
@@ -161,17 +163,8 @@ def _tokenize(tok: text.Tokenizer, texts: list[str], special: bool) -> list[Any]
     return _tokenize(tok, texts[:half], special) + _tokenize(tok, texts[half:], special)
 
 
-def _raise_failed(sides: tuple[Draft, ...], ids: Ids) -> None:
-    for d in sides:
-        for said in (d.text, d.prompt):
-            if isinstance(e := ids.get((d.chat, said or "")), ValueError):
-                raise e
-
-
-def _example(
-    sides: tuple[Draft, ...], numbers: dict, ids: dict, tok: text.Tokenizer, settings: Settings
-) -> tuple[Example | None, str | None]:
-    """Finish one example; or say why there is none, or what is odd about it."""
+def _example(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
+    """Finish one example of a text or a chat, of a pair of them, or of a prompt."""
     tokens, starts, complaint = [], [], None
     for d in sides:
         found = d.ids if d.ids is not None else ids[d.chat, d.text]
@@ -199,29 +192,45 @@ def _example(
     if settings.kind == "prompt":
         return Example(tuple(tokens), tuple(np.ones(len(t), bool) for t in tokens)), None
     if not all(m[1:end].any() for m in masks):  # nothing predicts the first token
-        reason = "no token to learn" if settings.whole else f"no token to learn within length={settings.length}"
-        return None, reason
+        return None, "no token to learn" + ("" if settings.whole else f" within length={settings.length}")
     if settings.kind == "unpaired":
         numbers = numbers | {"prompt": start}
     return Example(tuple(t[:end] for t in tokens), tuple(m[:end] for m in masks), numbers), complaint
 
 
-def _special(
-    sides: tuple[Draft, ...], numbers: dict, ids: dict, tok: text.Tokenizer, settings: Settings
-) -> tuple[Example | None, str | None]:
-    """Finish an example of documents, or of judged steps; or say why there is none, or what is odd about it."""
-    texts, of, odd = [d.text for d in sides], lambda t: ids[sides[0].chat, t], None
-    if settings.kind == "process":
-        tokens, masks = kinds.judged(texts, numbers["labels"], of, tok, settings)
-        longest = len(tokens[0])
-        tokens, masks = [x[: settings.length] for x in tokens], [x[: settings.length] for x in masks]
-    else:
-        longest = max(len(of(t)) for t in texts[: settings.sides])
-        (tokens, masks), odd = kinds.embedded(texts, of, tok, settings)
-    if longest > settings.length and settings.overlong == "drop":
-        return None, f"longer than length={settings.length}"
-    if min(len(x) for x in tokens[:2]) == 0:
+def _documents(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
+    """Finish an example of documents, with what the tokenizer puts around each; absent negatives are empty.
+
+    A document that is too long loses the end of its text, as with transformers, not of what stands around it.
+    """
+    found = []
+    for d in sides[: settings.sides]:
+        tokens = np.asarray(ids[d.chat, d.text], np.int32)
+        if len(tokens) > settings.length:
+            if settings.overlong == "drop":
+                return None, f"longer than length={settings.length}"
+            inner = tok.backend.encode(d.text, add_special_tokens=False)
+            inner.truncate(max(0, settings.length - tok.backend.num_special_tokens_to_add(False)))
+            tokens = np.asarray(tok.backend.post_process(inner).ids[: settings.length], np.int32)
+        found.append(tokens)
+    if min(len(x) for x in found[:2]) == 0:
         return None, "no tokens"
-    if settings.kind == "process" and not (masks[0] >= 0).any():
+    odd = f"warning, more hard negatives than negatives={settings.negatives}" if len(sides) > settings.sides else None
+    found += [np.zeros(0, np.int32)] * (settings.sides - len(found))
+    return Example(tuple(found), tuple(np.ones(len(x), bool) for x in found)), odd
+
+
+def _judged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
+    """Finish an example of a prompt and its steps, with each step's label at the end of the separator after it.
+
+    As TRL has it: each text is tokenized alone, a bos in front if there is one, and nothing at the end.
+    """
+    prompt, *steps = (ids[True, d.text] for d in sides)
+    bos, separator = ([tok.ids["bos"]] if "bos" in tok.ids else []), ids[True, settings.separator]
+    row = process_row([*bos, *prompt], steps, numbers["labels"], separator, last_only=settings.last_only)
+    if len(row[0]) > settings.length and settings.overlong == "drop":
+        return None, f"longer than length={settings.length}"
+    tokens, labels = (np.asarray(x[: settings.length], np.int32) for x in row)
+    if not (labels >= 0).any():
         return None, f"no token to learn within length={settings.length}"
-    return Example(tuple(tokens), tuple(masks)), odd
+    return Example((tokens,), (labels,)), None

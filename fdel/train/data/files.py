@@ -70,27 +70,19 @@ def find(source: Source) -> list[File]:
     if not (isinstance(patterns, list | tuple) and all(isinstance(p, str | Path) for p in patterns)) or not patterns:
         _only_train(name, "rows in memory")
         return [File(Path(), "memory", "memory", patterns)]
-    found = [
-        pair
-        for pattern in map(str, patterns)
-        for pair in (_remote(pattern, name) if "://" in pattern else _local(pattern, name, source.within))
-    ]
-    return [File(path, shown, source.format or _format(shown)) for path, shown in found]
+    listed = (_remote(p, name) if "://" in p else _local(p, name, source.within) for p in map(str, patterns))
+    return [File(path, shown, source.format or _format(shown)) for pairs in listed for path, shown in pairs]
 
 
 def span(source: Source, total: int) -> range:
     """Number the rows that a source reads of all `total` of its files, as `datasets` slices a split."""
     m = _split(source.split)
     ends, percent = [m["start"], m["stop"]], bool(m["start_pct"] or m["stop_pct"])
-    if percent and (
-        any(abs(int(e or 0)) > 100 for e in ends) or (m["rounding"] == "pct1_dropremainder" and total < 100)
-    ):
-        raise ValueError(
-            f"split {source.split!r} of {total} rows: expected percentages to 100, for pct1 of 100 rows or more"
-        )
-    scale = (
-        (lambda n: n * (total // 100)) if m["rounding"] == "pct1_dropremainder" else lambda n: round(n * total / 100)
-    )
+    whole = m["rounding"] == "pct1_dropremainder"
+    if percent and (any(abs(int(e or 0)) > 100 for e in ends) or (whole and total < 100)):
+        found = f"split {source.split!r} of {total} rows"
+        raise ValueError(f"{found}: expected percentages to 100, for pct1 of 100 rows or more")
+    scale = lambda n: n * (total // 100) if whole else round(n * total / 100)
     cut = [None if e is None else scale(int(e)) if percent else int(e) for e in ends]
     rows = range(total)[slice(*cut)]
     return rows if source.rows is None else rows[: source.rows]
@@ -104,25 +96,22 @@ def sliced(source: Source) -> bool:
 def _split(split: str) -> re.Match:
     found = SPLIT.fullmatch(split)
     if found is None:
-        raise ValueError(
-            f"split {split!r}: expected a name and a slice at the most, as train, train[:50%] or train[10:20]"
-        )
+        expected = "a name and a slice at the most, as train, train[:50%] or train[10:20]"
+        raise ValueError(f"split {split!r}: expected {expected}")
     return found
 
 
 def _only_train(split: str, what: str) -> None:
     if split != "train":
-        raise ValueError(
-            f"split {split!r}: {what} have the split 'train' alone, as in `datasets`; name a folder for others"
-        )
+        known = f"{what} have the split 'train' alone, as in `datasets`"
+        raise ValueError(f"split {split!r}: {known}; name a folder for others")
 
 
 def _format(name: str) -> str:
     suffix = Path(name.removesuffix(".gz")).suffix.lower()
     if suffix not in FORMATS:
-        raise ValueError(
-            f"{name}: the suffix {suffix!r} names no format; expected {', '.join(FORMATS)}, or set format="
-        )
+        known = ", ".join(FORMATS)
+        raise ValueError(f"{name}: the suffix {suffix!r} names no format; expected {known}, or set format=")
     return FORMATS[suffix]
 
 
@@ -145,10 +134,9 @@ def inside(folder: Path, found: Iterable[Path]) -> list[Path]:
     root, found = folder.resolve(), list(found)
     roots = [root, *(p.parents[1] / "blobs" for p in (root, *root.parents) if p.parent.name == "snapshots")]
     for path in found:
-        if not any(path.resolve().is_relative_to(r) for r in roots):
-            raise ValueError(
-                f"{path} leads to {path.resolve()}, outside of the data set {folder}; copy the file into it"
-            )
+        real = path.resolve()
+        if not any(real.is_relative_to(r) for r in roots):
+            raise ValueError(f"{path} leads to {real}, outside of the data set {folder}; copy the file into it")
     return found
 
 
@@ -169,8 +157,13 @@ def _folder(folder: Path, split: str) -> Sequence[Path]:
     """Find the files of a split in a folder of the Hub's layouts."""
     saved = next((f for f in (folder / split, folder) if (f / "state.json").is_file()), None)
     if saved:
-        files, name = _read(inside(folder, [saved / "state.json"])[0], _state)
-        return [saved / f for f in files] if saved != folder or split in ("train", name) else []
+
+        def files_of_state(said: str) -> list[Path]:
+            state = json.loads(said)
+            files = [saved / str(part["filename"]) for part in state["_data_files"]]
+            return files if saved != folder or split in ("train", state.get("_split")) else []
+
+        return _read(inside(folder, [saved / "state.json"])[0], files_of_state)
     if patterns := _readme(folder, split):
         return sorted({p for pattern in patterns for p in folder.glob(pattern)})
     found = {p: p.relative_to(folder).as_posix().lower() for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -188,11 +181,6 @@ def _read(file: Path, read: Callable[[str], Any]) -> Any:
         return read(file.read_text("utf-8"))
     except (LookupError, TypeError, AttributeError, ValueError, NotImplementedError, RecursionError) as e:
         raise ValueError(f"{file} does not list a data set's files: {type(e).__name__}: {e}") from e
-
-
-def _state(text: str) -> tuple[list[str], Any]:
-    state = json.loads(text)
-    return [str(part["filename"]) for part in state["_data_files"]], state.get("_split")
 
 
 def _readme(folder: Path, split: str) -> list[str]:

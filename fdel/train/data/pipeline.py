@@ -7,20 +7,21 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fdel import text
-from fdel.train.data.batch import Batch, Plan, Row, collate, plan, row
+from fdel.train.data.batch import Batch, Plan, collate, plan, row
 from fdel.train.data.files import Source, sources
-from fdel.train.data.mix import order
+from fdel.train.data.planning import order
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of all epochs by number, of each the rows that one process gets: a source for `grain.MapDataset`.
 
@@ -28,22 +29,19 @@ class Batches:
     `columns` are more arrays of the batch, a row of each for each example of the stores, one store after the other.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[Store],
-        weights: Sequence[float] | None,
-        settings: Settings,
-        process: tuple[int, int] = (0, 1),
-        columns: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        self.stores, self.weights, self.settings, self.process = stores, weights, settings, process
-        self.columns = dict(columns or {})
-        self.report = functools.reduce(operator.add, (s.report for s in stores), Report())
-        self.masked = settings.kind in ("pairs", "unpaired") or self.report.learnt < self.report.tokens
+    stores: Sequence[Store]
+    weights: Sequence[float] | None
+    settings: Settings
+    process: tuple[int, int] = (0, 1)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.report = functools.reduce(operator.add, (s.report for s in self.stores), Report())
+        self.masked = self.settings.kind in ("pairs", "unpaired") or self.report.learnt < self.report.tokens
         self.plan = functools.lru_cache(maxsize=2)(self._plan)
         self._firsts, self._lock = [0], threading.Lock()  # the number of the first batch of each epoch seen so far
         if not self.first(1):
-            found = f"{len(self.plan(0))} rows make no batch of {settings.batch}"
+            found = f"{len(self.plan(0))} rows make no batch of {self.settings.batch}"
             raise ValueError(f"{found}; give more data, or partial='pad'\n{self.report}")
 
     def __len__(self) -> int:
@@ -143,7 +141,7 @@ def dataset(
 
     It has batches of `settings.batch` rows, of which each process gets its equal part, in order.
 
-    A batch is a dict of numpy arrays, see `losses.model` and `losses.likelihoods`: "tokens" and "lengths", or "packed";
+    A batch is a dict of numpy arrays, see `losses.forward` and `losses.completions`: "tokens" and "lengths", or "packed";
     "mask" where not all tokens are learnt; "margin" of pairs; "label" of unpaired completions, and their "kl"; "labels" of
     judged steps. Embeddings have tokens [B C T]: a query, its positive, hard negatives, of length 0 if absent. Arrays have
     `settings.length` tokens, or those of a bucket. All examples are tokenized first, into memory, or once and for all into
@@ -162,7 +160,8 @@ def dataset(
 
         masked = settings.kind not in ("prompt", "embedding") and settings.learn != "all"
         own = settings.batch // process_count
-        put = lambda rows: collate(rows, settings, own, max(_width(r) for r in rows), masked)
+        width = lambda rows: max(len(sequence["tokens"]) for sequences, _ in rows for sequence in sequences)
+        put = lambda rows: collate(rows, settings, own, width(rows), masked)
         stream = Stream(found, tok, settings, process)
         batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)
@@ -185,9 +184,9 @@ def read_ahead(origin: Batches) -> Data:
 def in_order(data: Data, rows: int) -> Data:
     """Give every example once, whole, in the order of the stores, in batches of `rows`; ValueError for a stream."""
     b = _stored(data)
-    plain = dataclasses.replace(b.settings, packing=None, buckets=(), shuffle=False, epochs=1, block=None)
-    plain = dataclasses.replace(plain, batch=rows, partial="pad", fcm_min_ratio=0.0, fcm_max_ratio=0.0)
-    return read_ahead(Batches(b.stores, None, plain, b.process))
+    plain: dict[str, Any] = dict(packing=None, buckets=(), block=None, fcm_min_ratio=0.0, fcm_max_ratio=0.0)
+    plain |= dict(shuffle=False, epochs=1, batch=rows, partial="pad")
+    return read_ahead(Batches(b.stores, None, dataclasses.replace(b.settings, **plain), b.process))
 
 
 def with_columns(data: Data, **columns: np.ndarray) -> Data:
@@ -195,7 +194,7 @@ def with_columns(data: Data, **columns: np.ndarray) -> Data:
     b = _stored(data)
     if wrong := {k: len(v) for k, v in columns.items() if len(v) != sum(map(len, b.stores))}:
         raise ValueError(f"columns of {wrong} rows for {sum(map(len, b.stores))} examples; expected a row for each")
-    return read_ahead(Batches(b.stores, b.weights, b.settings, b.process, b.columns | columns))
+    return read_ahead(dataclasses.replace(b, columns={**b.columns, **columns}))
 
 
 def _stored(data: Data) -> Batches:
@@ -204,23 +203,17 @@ def _stored(data: Data) -> Batches:
     return data.origin
 
 
-def _width(made: Row) -> int:
-    return max(len(sequence["tokens"]) for sequence in made[0])
-
-
 def _check(sources: Sequence[Source], settings: Settings, cache_directory: Any, processes: int) -> None:
     weighted = [s.weight for s in sources if s.weight is not None]
     if not sources or 0 < len(weighted) < len(sources) or any(w <= 0 for w in weighted):
-        raise ValueError(
-            f"{len(sources)} sources, {len(weighted)} weights; expected a positive weight for all, or for none"
-        )
+        found = f"{len(sources)} sources, {len(weighted)} weights"
+        raise ValueError(f"{found}; expected a positive weight for all, or for none")
     if settings.batch % processes:
         raise ValueError(f"batch={settings.batch} rows cannot be divided among {processes} processes")
     if not settings.stream:
         return
     if processes > 1 and (settings.epochs is not None or settings.buckets):
-        raise ValueError(
-            "streams of several processes have no common end and no common lengths: use epochs=None, and no buckets"
-        )
+        lacking = "streams of several processes have no common end and no common lengths"
+        raise ValueError(f"{lacking}: use epochs=None, and no buckets")
     if cache_directory is not None or settings.block is not None:
         raise ValueError("a stream has no cache, and its window is its block: leave out stream, or the other two")

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from fdel import text
-from fdel.train.data import kinds
 from fdel.train.data.files import Row
 from fdel.train.data.settings import Settings
 
@@ -43,9 +42,9 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
     elif settings.kind == "prompt":
         yield (_join(_column(row, "prompt"), None, row, tok),), {}
     elif settings.kind == "embedding":
-        yield tuple(Draft(t) for t in kinds.documents(row)), {}
+        yield tuple(map(Draft, _documents(row))), {}
     elif settings.kind == "process":
-        said, labels = kinds.steps(row)
+        said, labels = _steps(row)
         yield tuple(Draft(t, chat=True) for t in said), {"labels": [int(_label(x)) for x in labels]}
     elif settings.kind == "pairs" or paired:
         prompt, chosen, rejected = _pair(row)
@@ -64,9 +63,8 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
 
 def _column(row: Row, name: str) -> Any:
     if row.get(name) is None:
-        raise ValueError(
-            f"no column {name!r} (found {', '.join(k for k, v in row.items() if v is not None)}); rename one"
-        )
+        found = ", ".join(k for k, v in row.items() if v is not None)
+        raise ValueError(f"no column {name!r} (found {found}); rename one")
     return row[name]
 
 
@@ -152,6 +150,30 @@ def _pair(row: Row) -> tuple[Any, Any, Any]:
     if isinstance(chosen, str) and chosen[:same].endswith(" "):  # a space belongs to the word after it
         same -= 1
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _documents(row: Row) -> list[str]:
+    """List a row's query, its positive, and its hard negatives: `negative`, one or a list, and `negative_1` and so on."""
+    anchor = row.get("anchor") if row.get("anchor") is not None else row.get("query")
+    numbered = sorted((k for k in row if k.removeprefix("negative_").isdecimal()), key=lambda k: int(k[9:]))
+    found = [row.get(k) for k in ("negative", *numbered)]
+    negatives = [n for x in found if x is not None for n in (x if isinstance(x, list) else [x])]
+    if anchor is None or row.get("positive") is None:
+        there = ", ".join(k for k, v in row.items() if v is not None)
+        raise ValueError(f"expected the columns anchor (or query) and positive, found {there}; rename")
+    return [anchor, row["positive"], *negatives]
+
+
+def _steps(row: Row) -> tuple[list[str], list[Any]]:
+    """List a row's prompt and steps (`completions`), and the label of each step."""
+    prompt, said, labels = (row.get(k) for k in ("prompt", "completions", "labels"))
+    if not isinstance(prompt, str) or not isinstance(said, list) or not isinstance(labels, list):
+        there = ", ".join(f"{k} ({type(v).__name__})" for k, v in row.items() if v is not None)
+        raise ValueError(f"expected prompt, a string, completions and labels, lists; found {there}")
+    if len(said) != len(labels) or not said:
+        found = f"{len(said)} completions and {len(labels)} labels"
+        raise ValueError(f"{found}; expected one label for each, and at least one")
+    return [prompt, *said], labels
 
 
 def common(a: Any, b: Any) -> int:

@@ -106,15 +106,13 @@ class Settings:
         if self.fcm_max_ratio and self.kind != "sft":
             raise ValueError(f"fcm_max_ratio={self.fcm_max_ratio} is for kind='sft', not {self.kind!r}; leave it at 0")
         if self.negatives < 0 or not self.separator:
-            raise ValueError(
-                f"negatives={self.negatives}, separator={self.separator!r}; expected 0 or more, and a text"
-            )
+            found = f"negatives={self.negatives}, separator={self.separator!r}"
+            raise ValueError(f"{found}; expected 0 or more, and a text")
         if self.epochs is not None and self.epochs < 1:
             raise ValueError(f"epochs={self.epochs}; expected at least 1, or None to go on for ever")
         if self.packing and (self.kind != "sft" or self.buckets):
-            raise ValueError(
-                "packing is for kind='sft' without buckets; the losses of the others need one sequence a row"
-            )
+            others = "the losses of the others need one sequence a row"
+            raise ValueError(f"packing is for kind='sft' without buckets; {others}")
         if any(b > self.length for b in self.buckets):
             raise ValueError(f"buckets={self.buckets} go beyond length={self.length}")
 

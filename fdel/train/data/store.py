@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,11 +102,9 @@ def _change(row: Row | ValueError, source: Source, seen: set[str]) -> Row | Valu
         return row
     seen.update(row)
     there = {new for old, new in source.rename.items() if old in row}
-    if absent := next(
-        (old for old, new in source.rename.items() if old not in row and new in row.keys() - there), None
-    ):
-        new = source.rename[absent]
-        return ValueError(f"no column {absent!r} to be read as {new!r} (found {', '.join(row)})")
+    for old, new in source.rename.items():
+        if old not in row and new in row.keys() - there:
+            return ValueError(f"no column {old!r} to be read as {new!r} (found {', '.join(row)})")
     kept = {k: v for k, v in row.items() if k not in source.rename and k not in there}
     row = kept | {new: row[old] for old, new in source.rename.items() if old in row}
     if source.transform is None:
@@ -130,7 +128,7 @@ def tokenize(source: Source, tok: text.Tokenizer, settings: Settings) -> Iterato
     """Tokenize a whole source, chunk by chunk, in order. ValueError for a column to be renamed that no row has."""
     seen: set[str] = set()
 
-    def chunks() -> Iterator[Callable[[], tuple[list[Example], Report]]]:
+    def chunks() -> Iterator[tuple]:
         files, before = find(source), 0
         total = sum(open_table(f).length for f in files) if sliced(source) else 0
         for file in files:
@@ -138,37 +136,34 @@ def tokenize(source: Source, tok: text.Tokenizer, settings: Settings) -> Iterato
             rows = row_range(source, before, total, table)
             before += table.length
             for i in range(0, len(rows), CHUNK):
-                here = prepare(table, rows[i : i + CHUNK], source, seen)
-                yield functools.partial(encode_rows, here, tok, settings)
+                yield prepare(table, rows[i : i + CHUNK], source, seen), tok, settings
         check_columns(source, seen)
 
-    return _in_threads(chunks(), settings.threads)
-
-
-def _in_threads(calls: Iterable[Callable[[], Any]], threads: int) -> Iterator[Any]:
-    """Yield the results of calls in their order, while the next ones run."""
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(settings.threads) as pool:
         running: deque = deque()
-        for call in calls:
-            running.append(pool.submit(call))
-            if len(running) > threads:
+        for chunk in chunks():
+            running.append(pool.submit(encode_rows, *chunk))
+            if len(running) > settings.threads:
                 yield running.popleft().result()
         yield from (future.result() for future in running)
 
 
 def build(source: Source, tok: text.Tokenizer, settings: Settings) -> Store:
     """Tokenize a source into memory. ValueError if nothing of it can be learnt."""
-    parts, report = [], Report()
-    for examples, more in tokenize(source, tok, settings):
-        parts.append(arrays(examples, settings.kind))
-        report += more
-    _check(source, report)
+    parts: list[Mapping[str, np.ndarray]] = []
+    report = _each_part(source, tok, settings, parts.append)
     return store({k: np.concatenate([p[k] for p in parts]) for k in parts[0]}, settings, report)
 
 
-def _check(source: Source, report: Report) -> None:
+def _each_part(source: Source, tok: text.Tokenizer, settings: Settings, keep: Callable[[dict], Any]) -> Report:
+    """Tokenize a source and call `keep` with the arrays of each chunk. ValueError if nothing of it can be learnt."""
+    report = Report()
+    for examples, more in tokenize(source, tok, settings):
+        keep(arrays(examples, settings.kind))
+        report += more
     if not report.kept:
         raise ValueError(f"{_name(source)}: no row can be used\n{report}")
+    return report
 
 
 def _name(source: Source) -> str:
@@ -202,35 +197,21 @@ def cache(source: Source, tok: text.Tokenizer, settings: Settings, directory: st
 
 def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
     """Hash what decides about a source's tokens."""
-    files: list[File] = find(source)
-    seen = [_digest(f) if f.format == "memory" else (f.name, *_stat(f)) for f in files]
+    seen = [_digest(f) for f in find(source)]
     of_source = {k: getattr(source, k) for k in ("format", "split", "rename", "version", "rows")}
     alone = {"embedding": ("negatives",), "process": ("separator", "last_only")}.get(settings.kind, ())
-    deciding = (
-        "kind",
-        "learn",
-        "overlong",
-        "length",
-        "whole",
-        "bad_rows",
-        "vocab",
-        "max_prompt",
-        "max_completion",
-        *alone,
-    )
-    of_settings = {k: getattr(settings, k) for k in deciding}
+    deciding = "kind", "learn", "overlong", "length", "whole", "bad_rows", "vocab", "max_prompt", "max_completion"
+    of_settings = {k: getattr(settings, k) for k in (*deciding, *alone)}
     of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)
     facts = json.dumps([FORMAT, seen, of_source, of_settings, of_tokenizer], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
-def _stat(file: File) -> tuple[int, int]:
-    found = file.path.stat()
-    return found.st_size, 0 if "://" in file.name else found.st_mtime_ns
-
-
-def _digest(file: File) -> str:
-    """Hash rows in memory."""
+def _digest(file: File) -> Any:
+    """Give a file's name, size and time, if it is no copy of a remote one; of rows in memory their hash."""
+    if file.format != "memory":
+        stat = file.path.stat()
+        return file.name, stat.st_size, 0 if "://" in file.name else stat.st_mtime_ns
     table, found = open_table(file), hashlib.sha256()
     for i in range(0, table.length, CHUNK):
         found.update(json.dumps(table.read(range(table.length)[i : i + CHUNK]), default=repr).encode())
@@ -238,17 +219,15 @@ def _digest(file: File) -> str:
 
 
 def _write(source: Source, tok: text.Tokenizer, settings: Settings, folder: Path) -> None:
-    report, dtypes = Report(), {}
-    with contextlib.ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for examples, more in tokenize(source, tok, settings):
-            report += more
-            for name, array in arrays(examples, settings.kind).items():
-                if name not in files:
-                    files[name] = stack.enter_context(open(folder / f"{name}.bin", "wb"))
-                    dtypes[name] = array.dtype.str
-                files[name].write(array.tobytes())
-    _check(source, report)
+    dtypes = {}
+
+    def append(parts: dict[str, np.ndarray]) -> None:
+        for name, array in parts.items():
+            dtypes[name] = array.dtype.str
+            with open(folder / f"{name}.bin", "ab") as file:
+                file.write(array.tobytes())
+
+    report = _each_part(source, tok, settings, append)
     index = {"dtypes": dtypes, "report": dataclasses.asdict(report)}
     (folder / "index.json").write_text(json.dumps(index, indent=2))
 

@@ -103,8 +103,7 @@ class StreamIterator(grain.DatasetIterator):
                 self._check()
                 continue
             source, file = files[at]
-            table = self.table(file)
-            before = self._before(lane, source, file)
+            table, before = self.table(file), self._before(lane, source, file)
             rows = row_range(source, *before, table, first, stream.process[1])[: min(CHUNK, count - len(found))]
             if not rows:
                 self.places[lane] = turn, at + 1, stream.process[0]

@@ -5,7 +5,6 @@ file.
 """
 
 import csv
-import functools
 import gzip
 import io
 import json
@@ -14,6 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,9 @@ class Table:
 
 def open_table(file: File) -> Table:
     """Open a file; ValueError if it is not of its format. Parquet and arrow need the extra `data`."""
-    readers = {"json": _json, "jsonl": _jsonl, "csv": _csv, "text": _text, "parquet": _parquet, "arrow": _arrow}
-    readers |= {"memory": _memory}
+    lines = {"jsonl": partial(_lines, parse=_object), "text": partial(_lines, parse=_text)}
+    readers: dict[str, Callable[[File], Table]] = lines | {"json": _json, "csv": _csv, "memory": _memory}
+    readers |= {"parquet": _parquet, "arrow": _arrow}
     if file.format not in readers:
         raise ValueError(f"{file.name}: unknown format {file.format!r}; expected one of {', '.join(readers)}")
     return readers[file.format](file)
@@ -72,8 +73,8 @@ def _bounded(file: File, size: int) -> None:
         )
 
 
-def _lines(file: File) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
-    """Index the lines that are not empty: (bytes, starts, ends, numbers from 0)."""
+def _lines(file: File, parse: Callable[[bytes], Row | ValueError]) -> Table:
+    """Index the lines that are not empty; each is parsed when it is asked for."""
     data = _bytes(file)
     view = np.frombuffer(data, np.uint8)
     breaks = [np.flatnonzero(view[i : i + SCAN] == 10) + i for i in range(0, len(view), SCAN)]
@@ -82,19 +83,14 @@ def _lines(file: File) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
     size = ends - starts
     returns = (size == 1) & (view[np.minimum(starts, len(view) - 1)] == 13) if len(view) else size == 1
     numbers = np.flatnonzero((size > 0) & ~returns)
-    return data, starts[numbers], ends[numbers], numbers
 
+    def line(i: int) -> Row | ValueError:
+        if size[i] > LONGEST:
+            return ValueError(f"a line of {size[i]:,} bytes, the most is {LONGEST:,}; split the row")
+        return parse(data[starts[i] : ends[i]])
 
-def _line_table(file: File, parse: Any) -> Table:
-    data, starts, ends, numbers = _lines(file)
-    long = lambda i: ValueError(f"a line of {ends[i] - starts[i]:,} bytes, the most is {LONGEST:,}; split the row")
-    fits = lambda i: ends[i] - starts[i] <= LONGEST
-    read = lambda rows: [parse(data[starts[i] : ends[i]]) if fits(i) else long(i) for i in rows]
+    read = lambda rows: [line(i) for i in numbers[rows.start : rows.stop : rows.step]]
     return Table(file.name, len(numbers), read, lambda row: int(numbers[row]) + 1)
-
-
-def _jsonl(file: File) -> Table:
-    return _line_table(file, _object)
 
 
 def _object(line: bytes) -> Row | ValueError:
@@ -107,14 +103,11 @@ def _object(line: bytes) -> Row | ValueError:
     return row if isinstance(row, dict) else ValueError(f"expected a JSON object, found {type(row).__name__}")
 
 
-def _text(file: File) -> Table:
-    def parse(line: bytes) -> Row | ValueError:
-        try:
-            return {"text": line.decode().removesuffix("\r")}
-        except UnicodeDecodeError:
-            return ValueError("not UTF-8")
-
-    return _line_table(file, parse)
+def _text(line: bytes) -> Row | ValueError:
+    try:
+        return {"text": line.decode().removesuffix("\r")}
+    except UnicodeDecodeError:
+        return ValueError("not UTF-8")
 
 
 def _json(file: File) -> Table:
@@ -123,7 +116,7 @@ def _json(file: File) -> Table:
     first = data[: max(data.find(b"\n"), 0)]
     by_line = len(first) <= LONGEST and isinstance(_object(first), dict) and re.compile(rb"\S").search(data, len(first))
     if by_line or re.search(r"\.(jsonl|ndjson)(\.gz)?$", file.name):
-        return _jsonl(file)
+        return _lines(file, _object)
     try:
         content = json.loads(bytes(data))
     except (ValueError, RecursionError) as e:
@@ -179,13 +172,12 @@ def _arrow(file: File) -> Table:
         table = pa.ipc.open_stream(pa.memory_map(str(file.path))).read_all()
     except pa.ArrowInvalid:
         table = pa.ipc.open_file(pa.memory_map(str(file.path))).read_all()
-    return Table(file.name, len(table), functools.partial(_take, table))
+    return Table(file.name, len(table), partial(_take, table))
 
 
 def _take(table: Any, rows: range) -> list:
-    if rows.step == 1:
-        return table.slice(rows.start, len(rows)).to_pylist()
-    return table.take(list(rows)).to_pylist()
+    part = table.slice(rows.start, len(rows)) if rows.step == 1 else table.take(list(rows))
+    return part.to_pylist()
 
 
 def _parquet(file: File) -> Table:
@@ -193,7 +185,7 @@ def _parquet(file: File) -> Table:
     _bounded(file, sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)))
     sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-    group = functools.lru_cache(maxsize=1)(parquet.read_row_group)
+    group = lru_cache(maxsize=1)(parquet.read_row_group)
 
     def read(rows: range) -> list:
         found: list = []
@@ -210,11 +202,8 @@ def _parquet(file: File) -> Table:
 def _memory(file: File) -> Table:
     """Take rows in memory: a sequence of dicts, or a `datasets.Dataset`, whose rows are numbered from 0."""
     given, columns = file.rows, hasattr(file.rows, "column_names")
-    if (
-        isinstance(given, Mapping | str)
-        or not (columns or isinstance(given, Sequence))
-        or not hasattr(given, "__len__")
-    ):
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    if isinstance(given, Mapping) or not (columns or listed) or not hasattr(given, "__len__"):
         named = f" of {', '.join(map(str, given))}: choose one" if isinstance(given, Mapping) else ""
         raise ValueError(f"expected rows as a list of dicts or a datasets.Dataset, found {type(given).__name__}{named}")
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from fdel.ops.contraction import wide
+from fdel.ops.dispatch import operation
 from fdel.ops.einsum import einsum
 from fdel.ops.head import Head, cap, logits
 from fdel.ops.shard import by_rows
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits, logits_gradient
-from fdel.train.steps import value
+from fdel.train.steps import floating, forward_of_vjp
 
 CHUNK = 512
 
@@ -37,8 +39,7 @@ def token_sum(
     all rows together, or one of each, which take 2 to 4 times chunk * V floats on each device. `data` are trees of arrays
     [... T ...], constant and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
     """
-    on_stats = lambda z, stats, *data: loss(stats, *data)
-    return logits_sum(on_stats, hidden, head, labels, *data, chunk=chunk)
+    return logits_sum(lambda z, stats, *data: loss(stats, *data), hidden, head, labels, *data, chunk=chunk)
 
 
 def logits_sum(
@@ -65,12 +66,15 @@ def logits_sum(
     return by_rows(mine, (labels, hidden, data), (head, fixed), total=True)
 
 
+@operation("(rows) each embed", "", "(rows) each", out="(rows) each")
 def token_stats(
     hidden: Float[Array, "... T D"], head: Head, labels: Int[Array, "... T"], *, chunk: int = CHUNK
 ) -> TokenStats:
     """Compute the statistics of every token's distribution; `labels` are the tokens to predict, negative to skip.
 
     `chunk` is that of `token_sum`. Gradients flow to hidden and head.
+    >>> losses.token_stats(jnp.zeros((2, 8)), ops.Head(weights["embed"]), jnp.array([1, 3])).logp
+    Array([-3.465736, -3.465736], dtype=float32)
     """
 
     def mine(rows: tuple, head: Head) -> TokenStats:
@@ -103,9 +107,7 @@ def _splitter(labels: jax.Array, chunk: int) -> Callable:
     return split
 
 
-@jax.custom_vjp
-def _statistics(z: jax.Array, labels: jax.Array) -> TokenStats:
-    return from_logits(z, labels)
+_statistics = jax.custom_vjp(from_logits)
 
 
 def _statistics_forward(z: jax.Array, labels: jax.Array) -> tuple:
@@ -137,10 +139,10 @@ def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Arra
         value, pull_loss, sums = jax.vjp(on_logits, z, has_aux=True)
         dz, dbias = pull_cap(*pull_loss(jnp.ones_like(value)))
         dx, dweight = pull(dz)
-        new = _floating((dweight, dbias))
+        new = floating((dweight, dbias))
         return [a + b.astype(a.dtype) for a, b in zip(grads, new, strict=True)], (dx, (value, sums))
 
-    zero = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in _floating(head)]
+    zero = [jnp.zeros(x.shape, wide(x.dtype)) for x in floating(head)]
     grads, (dhidden, sums) = jax.lax.scan(one, zero, (hidden, labels, data))
     return _total(sums), (hidden, head, dhidden, grads)
 
@@ -149,7 +151,7 @@ def _sum_backward(loss: Callable, residuals: tuple, ct: tuple) -> tuple:
     hidden, head, dhidden, grads = residuals
     left = iter(grads)
     # The empty cotangent is what JAX wants for an integer leaf, here of a quantised weight.
-    leaf = lambda x: (ct[0] * next(left)).astype(x.dtype) if _floating(x) else np.zeros(x.shape, jax.dtypes.float0)
+    leaf = lambda x: (ct[0] * next(left)).astype(x.dtype) if floating(x) else np.zeros(x.shape, jax.dtypes.float0)
     return (ct[0] * dhidden).astype(hidden.dtype), jax.tree.map(leaf, head), None, None, None
 
 
@@ -158,7 +160,7 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 @jax.custom_vjp
 def _stats(hidden: jax.Array, head: Head, labels: jax.Array) -> TokenStats:
-    one = lambda _, xs: (None, from_logits(value(lambda x: logits(x, head), xs[0]), xs[1]))
+    one = lambda _, xs: (None, from_logits(forward_of_vjp(lambda x: logits(x, head), xs[0]), xs[1]))
     return jax.lax.scan(one, None, (hidden, labels))[1]
 
 
@@ -175,22 +177,18 @@ _stats.defvjp(lambda *args: (_stats.fun(*args), args), _stats_backward)
 
 def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:
     """Float32 product of x and the weight, and its pullback dz -> (dx, dweight)."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    product = partial(einsum, "...d,vd->...v", out_dtype=wide)
-    if not isinstance(head.weight, jax.Array) or x.dtype == head.weight.dtype == wide:
+    dtype = wide(x.dtype)
+    product = partial(einsum, "...d,vd->...v", out_dtype=dtype)
+    if not isinstance(head.weight, jax.Array) or x.dtype == head.weight.dtype == dtype:
         return jax.vjp(product, x, head.weight)
 
     def pull(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Autodiff would round each chunk's dweight to bfloat16, where x or the weight has it, which biases training.
         dz = dz.astype(x.dtype)
-        dweight = jnp.einsum("btv,btd->vd", dz, x, preferred_element_type=wide)
+        dweight = jnp.einsum("btv,btd->vd", dz, x, preferred_element_type=dtype)
         return einsum("...v,vd->...d", dz, head.weight), dweight
 
     return product(x, head.weight), pull
-
-
-def _floating(tree: Any) -> list[jax.Array]:
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _total(chunks: Any) -> Any:

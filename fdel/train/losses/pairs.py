@@ -1,6 +1,6 @@
 """Objectives over pairs of completions: DPO, CPO, SimPO, ORPO on a model.
 
-    outputs, objective = losses.likelihoods(llama, cfg), losses.dpo_objective(beta=0.1)
+    outputs, objective = losses.completion_logps(llama, cfg), losses.dpo_objective(beta=0.1)
     g = train.gradcache(outputs, objective, n)                       # exact for every loss
     g = train.accumulate(train.gradcache(outputs, objective, 1), n)  # a forward pass less, where pairs are independent
     step = train.update(train.normalize(g), optimizer, reads=("reference",))
@@ -16,20 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
-from fdel.train.losses.preference import (
-    CPO_MEANS,
-    SMOOTHED,
-    SORTED,
-    cpo,
-    cpo_reward,
-    dpo,
-    log_odds,
-    mean_length,
-    mean_nll,
-    orpo,
-)
+from fdel.train.given import NOTHING, Given
+from fdel.train.losses.completions import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
 from fdel.train.losses.stats import check_call, check_range
+
+from .preference import CPO_MEANS, SMOOTHED, SORTED, cpo, cpo_reward, dpo, log_odds, mean_length, mean_nll, orpo
 
 
 def dpo_objective(
@@ -55,23 +46,21 @@ def dpo_objective(
         raise ValueError(f"wpo weighs pairs, but {', '.join(mixed)} gives no loss per pair; leave one of the two out")
     anyone = not set(types) & set(SMOOTHED)  # if no loss reads it, the first one complains
     eps = {t: label_smoothing if anyone or t in SMOOTHED else 0.0 for t in types}
-    numbered: dict[str, Any] = {f"loss_weights[{i}]": w for i, w in enumerate(weights)}
-    check_range(**numbered)
+    check_range(above=False, **{f"loss_weights[{i}]": w for i, w in enumerate(weights)})
     common: dict[str, Any] = dict(beta=beta, f_divergence=f_divergence, **options)
     for t in types:
         one = partial(dpo, loss_type=t, label_smoothing=eps[t], **common)
         check_call(lambda x, one=one: one(x, x, x, x, chosen_lengths=x, rejected_lengths=x), (1,))
 
-    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
-        ref, present = ref_logps(o), counted(o)
-        lengths = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
+    def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
+        ref = ref_logps(o)
+        known: dict[str, Any] = dict(zip(("chosen_lengths", "rejected_lengths"), _sides(o["lengths"]), strict=True))
+        known |= common | {"present": counted(o)}
 
         def loss(t: str) -> Array:
             if t == "sft":
                 return _mean_nll(o, batch)
-            (chosen, rejected), (ref_chosen, ref_rejected) = _sides(o["logps"]), _sides(ref)
-            how: dict[str, Any] = dict(loss_type=t, label_smoothing=eps[t], present=present) | lengths | common
-            return dpo(chosen, rejected, ref_chosen, ref_rejected, **how)
+            return dpo(*_sides(o["logps"]), *_sides(ref), loss_type=t, label_smoothing=eps[t], **known)
 
         losses = sum((w * loss(t) for w, t in zip(weights, types, strict=True)), jnp.zeros(()))
         if wpo:
@@ -90,7 +79,7 @@ def cpo_objective(
     check_range(cpo_alpha=cpo_alpha)
     check_call(partial(cpo, loss_type=loss_type, beta=beta, alpha=alpha, **options), (1,), (1,))
 
-    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+    def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
         logps = _per_token(o, "logps") if loss_type in CPO_MEANS else o["logps"]
         losses = cpo(*_sides(logps), loss_type=loss_type, beta=beta, alpha=alpha, **options)
         losses = jnp.where(counted(o), losses, 0) + cpo_alpha * _mean_nll(o, batch)
@@ -104,7 +93,7 @@ def orpo_objective(*, beta: float = 0.1) -> Objective:
     """Build the objective of `orpo` + the NLL of the chosen sequences, prompts included."""
     check_call(partial(orpo, beta=beta), (1,), (1,))
 
-    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+    def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
         logps = _per_token(o, "logps")
         total = lambda x: jnp.where(counted(o), x, 0).sum()
         ratio = total(orpo(*_sides(logps), beta=beta))

@@ -120,6 +120,8 @@ def dpo(
     length, so that its mean is that of the tokens. "aot" and "aot_unpaired" sort over the batch, so they must see all of
     it. `f_alpha` belongs to the alpha divergence, `tau` to "discopop". `present` tells which pairs count, all if None: the
     others have loss 0. Options that a loss does not read: ValueError.
+    >>> losses.preference.dpo(*jnp.array([[-1.0], [-4.0], [-2.0], [-2.0]]))
+    Array([0.55435526], dtype=float32)
     """
     check_dpo(loss_type, label_smoothing, f_divergence)
     check_range(above=True, beta=beta, tau=tau)
@@ -136,15 +138,15 @@ def dpo(
     mean_margin = scores[0] * _inverse(chosen_lengths) - scores[1] * _inverse(rejected_lengths)
     margin, policy, reference = beta * (scores[0] - scores[1]), chosen - rejected, ref_chosen - ref_rejected
     losses = DPO[loss_type](_Pair(*ratios, margin, mean_margin, policy, reference, beta, label_smoothing, tau, present))
-    return jnp.where(_first(present) if loss_type in SORTED else present, losses, 0)
-
-
-def _first(present: Bool[Array, " B"]) -> Bool[Array, " B"]:
-    return jnp.arange(len(present)) < present.sum()
+    counts = jnp.arange(len(present)) < present.sum() if loss_type in SORTED else present  # sorted ones come first
+    return jnp.where(counts, losses, 0)
 
 
 def mean_length(lengths: PerPair, present: Bool[Array, " B"]) -> Float[Array, ""]:
-    """Average lengths over the pairs that count."""
+    """Average lengths over the pairs that count.
+    >>> losses.preference.mean_length(jnp.array([2.0, 4.0, 9.0]), jnp.array([True, True, False]))
+    Array(3., dtype=float32)
+    """
     return jnp.where(present, lengths, 0).sum() * _inverse(present.sum(dtype=lengths.dtype))
 
 
@@ -177,6 +179,8 @@ def ld_weights(weights: Float[Array, "B 2 T"], alpha: float) -> Float[Array, "B 
 
     LD-DPO (arXiv:2409.06411): with these weights, the sum of log-probabilities is that of the shared length and `alpha`
     times the rest. `weights` are 1 at the tokens of a completion, 0 elsewhere; alpha in [0, 1], 1 is plain DPO.
+    >>> losses.preference.ld_weights(jnp.array([[[1.0, 1, 1, 1], [1, 1, 0, 0]]]), 0.5)[0, 0]
+    Array([1. , 1. , 0.5, 0.5], dtype=float32)
     """
     check_range(0, 1, ld_alpha=alpha)
     shared = weights.sum(-1).min(-1)[..., None, None]
@@ -206,6 +210,8 @@ def cpo(
 
     The log-probabilities are sums over the completion, for "ipo" and "simpo" means (`CPO_MEANS`). `gamma` is SimPO's
     margin; alpha != 0 is AlphaPO's shape of the reward (arXiv:2501.03884), with any of the losses.
+    >>> losses.preference.cpo(jnp.array([-1.0]), jnp.array([-4.0]))
+    Array([0.55435526], dtype=float32)
     """
     _one_of("loss_type", loss_type, CPO)
     if not 0 <= label_smoothing <= 1 or (label_smoothing and loss_type in ("hinge", "ipo")):
@@ -220,18 +226,27 @@ def cpo(
 
 
 def cpo_reward(logp: PerPair, alpha: float) -> PerPair:
-    """Compute AlphaPO's reward (1 - p^-alpha) / alpha, without beta; log p for alpha = 0."""
+    """Compute AlphaPO's reward (1 - p^-alpha) / alpha, without beta; log p for alpha = 0.
+    >>> losses.preference.cpo_reward(jnp.array([-1.0]), 0.5)
+    Array([-1.2974426], dtype=float32)
+    """
     return logp if alpha == 0 else -jnp.expm1(jnp.minimum(-alpha * logp, LARGEST)) / alpha
 
 
 def orpo(chosen: PerPair, rejected: PerPair, *, beta: float = 0.1) -> PerPair:
-    """Compute ORPO's odds-ratio loss (arXiv:2403.07691) of mean log-probabilities; the chosen text's NLL is to be added."""
+    """Compute ORPO's odds-ratio loss (arXiv:2403.07691) of mean log-probabilities; the chosen text's NLL is to be added.
+    >>> losses.preference.orpo(jnp.array([-1.0]), jnp.array([-4.0]))
+    Array([0.00315555], dtype=float32)
+    """
     check_range(above=True, beta=beta)
     return -beta * log_sigmoid(log_odds(chosen) - log_odds(rejected))
 
 
 def log_odds(logp: PerPair) -> PerPair:
-    """Compute log p / (1 - p)."""
+    """Compute log p / (1 - p).
+    >>> losses.preference.log_odds(jnp.log(jnp.array([0.75])))  # log 3
+    Array([1.0986124], dtype=float32)
+    """
     return logp - log1mexp(jnp.maximum(-logp, 1e-30))  # p = 1 has infinite odds
 
 

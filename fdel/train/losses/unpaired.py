@@ -14,7 +14,8 @@ from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
 from fdel.train.extras import carry
-from fdel.train.losses.likelihoods import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
+from fdel.train.given import NOTHING, Given, lookup
+from fdel.train.losses.completions import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
 from fdel.train.losses.stats import check_call, check_range
 
 PerRow = Float[Array, " B"]
@@ -31,7 +32,10 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> PerRow:
-    """Compute KTO (arXiv:2402.01306, eq. 7) against the reference point `kl`, see `kto_kl`."""
+    """Compute KTO (arXiv:2402.01306, eq. 7) against the reference point `kl`, see `kto_kl`.
+    >>> kto(jnp.array([-1.0, -1.0]), jnp.array([-2.0, -2.0]), jnp.array([True, False]), 0.0)
+    Array([0.4750208, 0.5249792], dtype=float32)
+    """
     check_range(above=True, beta=beta)
     check_range(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     above = beta * (logps - reference - kl)
@@ -42,6 +46,8 @@ def kto_kl(kl_logps: PerRow, kl_reference: PerRow, present: Bool[Array, " B"] | 
     """Estimate KTO's reference point, without gradient, from completions that stand after another row's prompt.
 
     `present` tells which rows count, all if None.
+    >>> kto_kl(jnp.array([-1.0, -2.0]), jnp.array([-2.0, -2.0]))
+    Array(0.5, dtype=float32)
     """
     return jax.lax.stop_gradient(relu(_mean(kl_logps - kl_reference, present)))
 
@@ -53,7 +59,10 @@ def _mean(x: PerRow, present: Bool[Array, " B"] | None) -> Scalar:
 def apo_zero_unpaired(
     logps: PerRow, reference: PerRow, desirable: Bool[Array, " B"], *, beta: float = 0.1, **weights: float
 ) -> PerRow:
-    """Compute APO-zero (arXiv:2408.06266, eq. 7) of single completions: `kto` with its reference point at 0."""
+    """Compute APO-zero (arXiv:2408.06266, eq. 7) of single completions: `kto` with its reference point at 0.
+    >>> apo_zero_unpaired(jnp.array([-1.0, -1.0]), jnp.array([-2.0, -2.0]), jnp.array([True, False]))
+    Array([0.4750208, 0.5249792], dtype=float32)
+    """
     return kto(logps, reference, desirable, 0.0, beta=beta, **weights)
 
 
@@ -75,8 +84,12 @@ def bco(
     return -jnp.where(desirable, log_sigmoid(above), weights * log_sigmoid(-above))
 
 
-def running_mean(running: dict[str, Array], mean: Scalar, count: Scalar) -> dict[str, Array]:
-    """Take `count` more numbers with this mean into {"mean", "count"}."""
+def running_mean(running: dict[str, Array], mean: Scalar, count: Scalar | int) -> dict[str, Array]:
+    """Take `count` more numbers with this mean into {"mean", "count"}.
+    >>> now = {"mean": jnp.array(1.0), "count": jnp.array(2.0)}
+    >>> running_mean(now, jnp.array(4.0), jnp.array(1.0))["mean"]
+    Array(2., dtype=float32, weak_type=True)
+    """
     total = running["count"] + count
     return {"mean": running["mean"] + (mean - running["mean"]) * count / jnp.maximum(total, 1), "count": total}
 
@@ -85,6 +98,8 @@ def udm_weights(p_desirable: PerRow, low: float = 0.5, high: float = 10.0) -> Pe
     """Weigh undesirable rows as if their prompts were distributed like those of desirable ones (BCO's UDM).
 
     `p_desirable` is a classifier's probability, from the prompt alone, that a row is desirable.
+    >>> udm_weights(jnp.array([0.1, 0.75, 0.99]))
+    Array([ 0.5,  3. , 10. ], dtype=float32)
     """
     if not 0 <= low <= high:
         raise ValueError(f"low={low}, high={high}; expected numbers from 0, in this order")
@@ -100,38 +115,42 @@ def kto_objective(*, loss_type: str = "kto", beta: float = 0.1, **weights: float
         raise ValueError(f"loss_type={loss_type!r}; expected one of kto, apo_zero_unpaired")
     check_call(lambda x: kto(x, x, x > 0, 0.0, beta=beta, **weights), (1,))
 
-    def objective(o: Outputs, batch: Batch, *_: Any) -> tuple[Array, dict[str, Any]]:
+    def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
         kl = jnp.zeros(())
         if loss_type == "kto":
             if "kl_logps" not in o:
                 raise ValueError("the batch has no 'kl', which KTO needs: see Settings.kl; or use 'apo_zero_unpaired'")
             kl = kto_kl(o["kl_logps"], o["kl_ref_logps"], counted(o))
         losses = kto(o["logps"], ref_logps(o), batch["label"], kl, beta=beta, **weights)
-        losses = jnp.where(counted(o), losses, 0)
-        metrics = completion_metrics(o, o["logps"], beta * (o["logps"] - ref_logps(o)), batch["label"])
-        return losses.sum(), metrics | {"kl": (kl, jnp.ones(()))}
+        total, metrics, _ = _sums(o, batch, losses, beta)
+        return total, metrics | {"kl": (kl, jnp.ones(()))}
 
     return objective
 
 
-def bco_objective(*, beta: float = 0.1) -> Objective:
-    """Build the objective of `bco`; the last of what follows the batch is {"mean", "count"} of all rewards before.
+def _sums(o: Outputs, batch: Batch, losses: PerRow, beta: float) -> tuple[Array, dict[str, Any], PerRow]:
+    """The losses' sum over the rows that count, the metrics, and those rows' rewards."""
+    rewards = jnp.where(counted(o), beta * (o["logps"] - ref_logps(o)), 0)
+    return jnp.where(counted(o), losses, 0).sum(), completion_metrics(o, o["logps"], rewards, batch["label"]), rewards
 
-    The rewards of this batch are taken in at once, as in TRL. `update(..., reads=("reference", "bco"))` passes the running
-    mean, and `track_rewards` keeps it.
+
+def bco_objective(*, beta: float = 0.1) -> Objective:
+    """Build the objective of `bco`, given "bco", the {"mean", "count"} of all rewards before.
+
+    The rewards of this batch are taken in at once, as in TRL. `update(..., reads=("bco",))` reads the running mean, and
+    `track_rewards` keeps it.
     """
     check_range(above=True, beta=beta)
 
-    def objective(o: Outputs, batch: Batch, *fixed: Any) -> tuple[Array, dict[str, Any]]:
+    def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
         rewards = beta * (o["logps"] - ref_logps(o))
         present = counted(o)
-        delta = running_mean(fixed[-1], _mean(rewards, present), present.sum(dtype=jnp.float32))["mean"]
+        delta = running_mean(lookup(given, "bco"), _mean(rewards, present), present.sum(dtype=jnp.float32))["mean"]
         delta = jax.lax.stop_gradient(delta)
         weights = batch.get("udm", 1.0)
         losses = bco(o["logps"], ref_logps(o), batch["label"], delta, beta=beta, weights=weights)
-        losses, rewards = jnp.where(present, losses, 0), jnp.where(present, rewards, 0)
-        metrics = completion_metrics(o, o["logps"], rewards, batch["label"])
-        return losses.sum(), metrics | {"delta": (delta, jnp.ones(())), "rewards/mean": rewards.sum()}
+        total, metrics, rewards = _sums(o, batch, losses, beta)
+        return total, metrics | {"delta": (delta, jnp.ones(())), "rewards/mean": rewards.sum()}
 
     return objective
 

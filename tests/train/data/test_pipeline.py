@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from fdel.models import llama
 from fdel.ops.mask import HIDDEN
 from fdel.train import losses
 from fdel.train.data import Report, Settings, Source, build, cache, dataset, key, store
-from fdel.train.losses.model import rows as loss_rows
+from fdel.train.losses.forward import rows as loss_rows
 
 grain = pytest.importorskip("grain", reason="the extra train")
 
@@ -222,7 +223,7 @@ def test_unpaired(write: Write, tok: text.Tokenizer, stream: bool) -> None:
     alone = list(dataset(Source(write("a.jsonl", rows)), dataclasses.replace(how, kl=False), tok))
     for a, b in zip(alone, batches, strict=True):
         del b["kl"]
-        jax.tree.map(np.testing.assert_array_equal, a, b)
+        chex.assert_trees_all_equal(a, b)
 
 
 @pytest.mark.parametrize("stream", [False, True])

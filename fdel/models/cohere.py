@@ -1,0 +1,77 @@
+"""Command R (Cohere, 2024): attention and feed-forward in parallel on one LayerNorm without bias, scaled logits."""
+
+from dataclasses import replace
+from typing import Any
+
+from fdel import ops
+from fdel.models import builders, config, sublayers
+from fdel.params.spec import Param, layers, ones
+
+MODEL_TYPE, ARCHITECTURE = "cohere", "CohereForCausalLM"
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=256000, hidden_size=8192, intermediate_size=22528, num_hidden_layers=40, num_attention_heads=64,
+        max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    ONLY = {"model_max_length": config.ANY}
+    norm_eps: float = config.hf("layer_norm_eps", 1e-5)
+    attn_bias: bool = config.hf("attention_bias", False)
+    qk_norm: bool = config.hf("use_qk_norm", False)
+    logit_scale: float = config.hf("logit_scale", 0.0625)
+    rope: ops.Rope = config.rotary(theta=5e5)
+
+
+def spec(cfg: Any) -> dict:
+    """Declare every array."""
+    name = "model.layers.{layers}."
+    layer = {
+        "norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
+        **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
+    }
+    if cfg.qk_norm:
+        for part, axis, n in ("q", "heads", cfg.heads), ("k", "kv_heads", cfg.kv_heads):
+            file = f"{name}self_attn.{part}_norm.weight"
+            layer[f"{part}_norm"] = Param(f"{axis} head_dim", (n, cfg.head_dim), ones, file, inputs=0)
+    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds or (None,) * cfg.layers))
+
+
+def walk(params, tokens, cfg: Any, batch: ops.Batch, carry: ops.Carry, remat: str | None, ways: dict):
+    """Embed, apply every layer, normalise; ways: kind of layer -> (its rotation or None, its window)."""
+    norm = lambda x, w: ops.layer_norm(x, w, None, cfg.norm_eps)
+
+    def block(rot, window):
+        mask = ops.Mask(cfg.head_dim**-0.5, window=window)
+        rotate = sublayers.rotate(rot, interleaved=True) if rot else None
+
+        def apply(x, carry, p, layer):
+            h = norm(x, p["norm"])
+            change = sublayers.normed(norm, p, rot, interleaved=True) if cfg.qk_norm else rotate
+            a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
+            return x + a + ops.glu(h, p, ops.ACTIVATIONS[cfg.act]), carry
+
+        return apply
+
+    blocks = {kind: block(*way) for kind, way in ways.items()}
+    x = ops.embed(params["embed"], tokens)
+    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds or (None,) * cfg.layers, remat=remat)
+    return norm(x, params["norm"]), carry
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    return walk(params, tokens, cfg, batch, carry, remat, {None: (ops.rotation(cfg.rope, batch), None)})
+
+
+def head(params, cfg: Any) -> ops.Head:
+    """The output projection, for `ops.logits` and the chunked losses."""
+    return replace(builders.head(params, cfg), scale=cfg.logit_scale)
+
+
+state_spec, forward = builders.kv_state, builders.forward(hidden, head)

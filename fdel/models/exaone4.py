@@ -1,0 +1,59 @@
+"""EXAONE 4 (arXiv:2507.11407): norms behind attention and feed-forward; three layers in a window, one without positions."""
+
+from fdel import ops
+from fdel.models import builders, config, llama, olmo2
+from fdel.models.config import FULL, SLIDING
+from fdel.params.spec import layers
+
+MODEL_TYPE, ARCHITECTURE = "exaone4", "Exaone4ForCausalLM"
+
+
+def kinds(d: dict) -> tuple[str, ...]:
+    """Read the attention of each layer: layer_types, or every n-th full, or a word of L and G that repeats, G the last."""
+    n, every = d["num_hidden_layers"], d.get("sliding_window_pattern", 4)
+    if isinstance(every, str):
+        local = ["GL".index(every[i % len(every)]) for i in range(n - 1)] + [0]
+    else:
+        local = [every and (i + 1) % every for i in range(n)]
+    default = [SLIDING if x and d["sliding_window"] is not None else FULL for x in local]
+    return config.layer_types(d, default, (FULL, SLIDING))
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=102400, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    window: int | None = config.hf("sliding_window", 4096)
+    kinds: tuple[str, ...] = config.computed(kinds, lambda k: {"layer_types": list(k)})
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name = "model.layers.{layers}."
+    layer = {
+        **builders.gqa(name + "self_attn.", cfg),
+        "q_norm": builders.norm(name + "self_attn.q_norm.weight", cfg.head_dim, "head_dim"),
+        "k_norm": builders.norm(name + "self_attn.k_norm.weight", cfg.head_dim, "head_dim"),
+        "attn_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
+        **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
+        "mlp_norm": builders.norm(name + "post_feedforward_layernorm.weight", cfg.embed),
+    }
+    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    rot = ops.rotation(cfg.rope, batch)
+    blocks = {
+        SLIDING: olmo2.block(cfg, batch, rot, cfg.window, per_head=True),
+        FULL: olmo2.block(cfg, batch, None if cfg.window else rot, per_head=True),
+    }
+    return llama.walk(params, tokens, cfg, blocks, carry, remat)
+
+
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -1,0 +1,84 @@
+"""Gemma 2 (arXiv:2408.00118): Gemma with sandwich norms, capped scores and logits, every second layer in a window."""
+
+from dataclasses import replace
+from typing import Any
+
+from fdel import ops
+from fdel.models import builders, config, gemma, sublayers
+from fdel.models.config import FULL, SLIDING
+from fdel.params.spec import layers
+
+MODEL_TYPE, ARCHITECTURE = "gemma2", "Gemma2ForCausalLM"
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    ONLY = {"hidden_act": lambda c: c.act, "sliding_window_size": lambda c: c.window}
+    act: str = config.act("hidden_activation", gemma.GELU)
+    attn_bias: bool = config.hf("attention_bias", False)
+    query_scale: int = config.hf("query_pre_attn_scalar", 256)
+    score_cap: float | None = config.hf("attn_logit_softcapping", 50.0)
+    softcap: float | None = config.hf("final_logit_softcapping", 30.0)
+    window: int = config.hf("sliding_window", 4096)
+    kinds: tuple[str, ...] = config.pattern(2)
+
+
+def layer_spec(cfg: Any) -> dict:
+    """Declare a layer; norm scales are stored around zero."""
+    name = "model.layers.{layers}."
+    norms = {"attn_norm": "input", "attn_post_norm": "post_attention", "mlp_norm": "pre_feedforward",
+             "mlp_post_norm": "post_feedforward"}  # fmt: skip
+    return {
+        **{part: builders.bias(f"{name}{file}_layernorm.weight", cfg.embed) for part, file in norms.items()},
+        **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
+        **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
+    }
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    layer = layer_spec(cfg)
+    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds), norm=builders.bias)
+
+
+def block(cfg: Any, batch: ops.Batch, rope: ops.Rope, mask: ops.Mask):
+    """Make the block of one kind of layer; queries and keys are normalised where the layer has scales for it."""
+    rot, norm = ops.rotation(rope, batch), lambda x, w: ops.rms_norm(x, w, cfg.norm_eps, offset=1.0)
+
+    def apply(x, carry, p, layer):
+        change = sublayers.normed(norm, p, rot) if "q_norm" in p else sublayers.rotate(rot)
+        a, carry = sublayers.attention(norm(x, p["attn_norm"]), carry, p, layer, batch, mask, change)
+        x = x + norm(a, p["attn_post_norm"])
+        h = ops.glu(norm(x, p["mlp_norm"]), p, ops.ACTIVATIONS[cfg.act])
+        return x + norm(h, p["mlp_post_norm"]), carry
+
+    return apply
+
+
+def walk(params, tokens, cfg: Any, blocks: Any, carry: ops.Carry, remat: str | None):
+    """Embed, apply every layer, normalise."""
+    x, carry = ops.layers(blocks, gemma.embed(params, tokens, cfg), carry, params["layers"], cfg.kinds, remat=remat)
+    return ops.rms_norm(x, params["norm"], cfg.norm_eps, offset=1.0), carry
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    mask = ops.Mask(cfg.query_scale**-0.5, softcap=cfg.score_cap)
+    masks = {FULL: mask, SLIDING: replace(mask, window=cfg.window)}
+    blocks = {kind: block(cfg, batch, cfg.rope, m) for kind, m in masks.items()}
+    return walk(params, tokens, cfg, blocks, carry, remat)
+
+
+def head(params, cfg: Any) -> ops.Head:
+    """The output projection, for `ops.logits` and the chunked losses."""
+    return replace(builders.head(params, cfg), softcap=cfg.softcap)
+
+
+state_spec, forward = builders.kv_state, builders.forward(hidden, head)

@@ -1,0 +1,41 @@
+"""GLM-4 (arXiv:2406.12793): Llama with biases of queries, keys and values, half of each head rotated by neighbours."""
+
+from fdel import ops
+from fdel.models import builders, config, llama, sublayers
+from fdel.params.spec import stack
+
+MODEL_TYPE, ARCHITECTURE = "glm", "GlmForCausalLM"
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
+    )  # fmt: skip
+    attn_bias: bool = config.hf("attention_bias", True)
+    rope: ops.Rope = config.rotary(partial=0.5)
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name = "model.layers.{layers}."
+    layer = {
+        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=False),
+        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
+        **builders.gate_up(name + "mlp.gate_up_proj.weight", cfg.embed, cfg.ffn, name + "mlp.down_proj.weight"),
+    }
+    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    change = sublayers.rotate(ops.rotation(cfg.rope, batch), interleaved=True)
+    return llama.walk(params, tokens, cfg, llama.block(cfg, batch, change), carry, remat)
+
+
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

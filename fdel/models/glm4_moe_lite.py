@@ -1,0 +1,37 @@
+"""GLM-4.7-Flash (Z.ai, 2026): DeepSeek-V3's function; which layers are dense is listed."""
+
+from fdel.models import config, deepseek_v3
+from fdel.models.deepseek_v3 import DENSE, MOE, forward, head, hidden, rename, spec, state_spec
+from fdel.models.keys import ConfigError, show
+
+MODEL_TYPE, ARCHITECTURE = "glm4_moe_lite", "Glm4MoeLiteForCausalLM"
+SPARSE = "sparse"  # in config.json
+__all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "rename", "spec", "state_spec"]
+
+
+def kinds(d: dict) -> tuple[str, ...]:
+    """Read the feed-forward of each layer: mlp_layer_types, or the first first_k_dense_replace are dense."""
+    n, first = d["num_hidden_layers"], d.get("first_k_dense_replace", 1)
+    listed = d.get("mlp_layer_types") or [DENSE if i < first else SPARSE for i in range(n)]
+    if not isinstance(listed, list) or len(listed) != n or any(k not in (DENSE, SPARSE) for k in listed):
+        found = f"found {show(listed)}, expected {n} values out of {DENSE}, {SPARSE}"
+        raise ConfigError(f"config field 'mlp_layer_types': {found}")
+    return tuple(DENSE if k == DENSE else MOE for k in listed)
+
+
+def kinds_to_hf(kinds: tuple[str, ...]) -> dict:
+    """Write mlp_layer_types."""
+    return {"mlp_layer_types": [DENSE if k == DENSE else SPARSE for k in kinds]}
+
+
+@config.config
+class Config(deepseek_v3.Config):
+    """Sizes and constants, under DeepSeek-V3's names."""
+
+    DEFAULTS = dict(
+        vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47, num_attention_heads=20,
+        max_position_embeddings=202752, qk_rope_head_dim=64, moe_intermediate_size=1536, n_routed_experts=64,
+        routed_scaling_factor=1.8, q_lora_rank=768, v_head_dim=256, qk_nope_head_dim=192, n_group=1, topk_group=1,
+        num_experts_per_tok=4, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    kinds: tuple[str, ...] = config.computed(kinds, kinds_to_hf)

@@ -1,0 +1,34 @@
+"""InternLM2 (arXiv:2403.17297): Llama under other names; each head of keys beside its queries and values in one tensor."""
+
+from fdel.models import builders, config, llama
+from fdel.params.spec import stack
+
+MODEL_TYPE, ARCHITECTURE = "internlm2", "InternLM2ForCausalLM"
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants; what an absent key means is the published class's (configuration_internlm2.py)."""
+
+    DEFAULTS = dict(
+        vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    )  # fmt: skip
+    attn_bias: bool = config.hf("bias", True)
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name = "model.layers.{layers}."
+    layer = {
+        "attn_norm": builders.norm(name + "attention_norm.weight", cfg.embed),
+        **builders.grouped_qkv(name + "attention.wqkv", cfg, biased=cfg.attn_bias),
+        "o": builders.heads_in(name + "attention.wo.weight", cfg.heads, cfg.head_dim, cfg.embed),
+        "mlp_norm": builders.norm(name + "ffn_norm.weight", cfg.embed),
+        **builders.glu(name + "feed_forward.", cfg.embed, cfg.ffn, ("w1", "w3", "w2")),
+    }
+    layer |= {"o_bias": builders.bias(name + "attention.wo.bias", cfg.embed)} if cfg.attn_bias else {}
+    layers = stack(layer, "layers", range(cfg.layers))
+    return builders.top(cfg, layers, "model.tok_embeddings.weight", "model.norm.weight", head="output.weight")
+
+
+hidden, state_spec, head, forward = llama.hidden, llama.state_spec, llama.head, llama.forward

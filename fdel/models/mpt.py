@@ -1,0 +1,73 @@
+"""MPT (MosaicML, 2023): pre-norm decoder with ALiBi (arXiv:2108.12409) in the place of positions, and without biases."""
+
+import jax.numpy as jnp
+
+from fdel import ops
+from fdel.models import builders, config, sublayers
+from fdel.models.config import ANY
+from fdel.params.spec import stack
+
+MODEL_TYPE, ARCHITECTURE = "mpt", "MptForCausalLM"
+
+
+@config.config
+class Config:
+    """Sizes and constants; `hf(...)` names each one's key in config.json."""
+
+    NESTED = ("attn_config",)
+    ONLY = {
+        "attn_config.alibi": True, "attn_config.alibi_bias_max": 8, "attn_config.attn_type": "multihead_attention",
+        "attn_config.attn_impl": ANY, "no_bias": True, "expansion_ratio": 4, "embedding_fraction": 1,
+        **dict.fromkeys(("learned_pos_emb", "norm_type", "init_device", "init_config", "tokenizer_name"), ANY),
+    }  # fmt: skip
+    vocab: int = config.hf("vocab_size", 50368)
+    embed: int = config.hf("d_model", 2048)
+    layers: int = config.hf("n_layers", 24)
+    heads: int = config.hf("n_heads", 16)
+    max_positions: int = config.hf("max_seq_len", 2048)
+    norm_eps: float = config.hf("layer_norm_epsilon", 1e-5)
+    tied: bool = config.hf("tie_word_embeddings", True)
+    clip: float | None = config.hf("attn_config.clip_qkv", None)
+    scale: float | None = config.hf("attn_config.softmax_scale", None)
+
+    ffn = property(lambda self: 4 * self.embed)
+    head_dim = property(lambda self: self.embed // self.heads)
+    kv_heads = property(lambda self: self.heads)  # of keys and values: all of them
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name, heads = "transformer.blocks.{layers}.", (cfg.heads, cfg.head_dim)
+    layer = {
+        "attn_norm": builders.norm(name + "norm_1.weight", cfg.embed),
+        **builders.fused(
+            name + "attn.Wqkv.weight", ("embed", cfg.embed), q=("heads head_dim", heads),
+            k=("kv_heads head_dim", heads), v=("kv_heads head_dim", heads),
+        ),
+        "o": builders.heads_in(name + "attn.out_proj.weight", *heads, cfg.embed),
+        "mlp_norm": builders.norm(name + "norm_2.weight", cfg.embed),
+        **builders.mlp(name + "ffn.", cfg.embed, cfg.ffn, ("up_proj", "down_proj"), biased=False),
+    }  # fmt: skip
+    layers = stack(layer, "layers", range(cfg.layers))
+    return builders.top(cfg, layers, "transformer.wte.weight", "transformer.norm_f.weight")
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    mask = ops.Mask(cfg.head_dim**-0.5 if cfg.scale is None else cfg.scale)
+    norm = lambda x, p, part: sublayers.layer_norm(x, p, part, cfg.norm_eps)
+    alibi, clip = jnp.asarray(ops.alibi_slopes(cfg.heads)), cfg.clip or None
+
+    def block(x, carry, p, layer):
+        h = norm(x, p, "attn_norm")
+        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, alibi=alibi, clip=clip)
+        x = x + a
+        return x + ops.mlp(norm(x, p, "mlp_norm"), p, ops.ACTIVATIONS["gelu"]), carry
+
+    x = ops.embed(params["embed"], tokens)
+    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
+    return norm(x, params, "norm"), carry
+
+
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -1,0 +1,48 @@
+"""Phi-3 and Phi-4 (arXiv:2404.14219, 2412.08905): Llama with fused projections, windows, and a long rope on some."""
+
+from fdel import ops
+from fdel.models import builders, config, llama
+from fdel.params.spec import stack
+
+MODEL_TYPE, ARCHITECTURE = "phi3", "Phi3ForCausalLM"
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rotary(d: dict) -> ops.Rope:
+    """Read the rotary parameters: the first files call a long rope yarn, and the length before it stands outside."""
+    p = dict(config.K.mapping("rope_parameters", d.get("rope_parameters") or d.get("rope_scaling")))
+    p["rope_type"] = {"yarn": "longrope"}.get(kind := p.get("rope_type", p.get("type", "default")), kind)
+    return config.rope(d | {"rope_parameters": p | {ORIGINAL: d[ORIGINAL]}}, config.given_head_dim(d))
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        max_position_embeddings=4096, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    ONLY = {"full_attn_mod": 1, "interpolate_factor": 1}
+    original: int = config.hf(ORIGINAL, 4096)
+    window: int | None = config.hf("sliding_window", None)
+    rope: ops.Rope = config.computed(rotary, lambda r: {"rope_parameters": config.rope_to_hf(r)})
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name, heads, kv = "model.layers.{layers}.", (cfg.heads, cfg.head_dim), (cfg.kv_heads, cfg.head_dim)
+    layer = {
+        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.fused(
+            name + "self_attn.qkv_proj.weight", ("embed", cfg.embed),
+            q=("heads head_dim", heads), k=("kv_heads head_dim", kv), v=("kv_heads head_dim", kv),
+        ),
+        "o": builders.heads_in(name + "self_attn.o_proj.weight", *heads, cfg.embed),
+        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
+        **builders.gate_up(name + "mlp.gate_up_proj.weight", cfg.embed, cfg.ffn, name + "mlp.down_proj.weight"),
+    }  # fmt: skip
+    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+
+
+hidden, state_spec, head, forward = llama.hidden, llama.state_spec, llama.head, llama.forward

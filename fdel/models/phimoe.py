@@ -1,0 +1,60 @@
+"""Phi-3.5-MoE (arXiv:2404.14219): LayerNorm with biases, and two experts of a sparse mixer (arXiv:2409.12136)."""
+
+from functools import partial
+
+from fdel import ops
+from fdel.models import builders, config, sublayers
+from fdel.params.spec import stack
+
+MODEL_TYPE, ARCHITECTURE = "phimoe", "PhimoeForCausalLM"
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=32064, hidden_size=4096, intermediate_size=6400, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=1e6,
+    )  # fmt: skip
+    experts: int = config.hf("num_local_experts", 16)
+    top_k: int = config.hf("num_experts_per_tok", 2, choices=(2,))
+    band: float = config.hf("router_jitter_noise", 0.01)  # which experts share a weight, see `ops.route_sparsemixer`
+    jitter: float = config.hf("input_jitter_noise", 0.0)  # of training only, see `losses.forward`
+    attn_bias: bool = config.hf("attention_bias", False)
+    head_bias: bool = config.hf("lm_head_bias", False)
+    window: int | None = config.hf("sliding_window", None)
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name = "model.layers.{layers}."
+    layer = {
+        **builders.layer_norm("attn_norm", name + "input_layernorm", cfg.embed),
+        **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
+        **builders.layer_norm("mlp_norm", name + "post_attention_layernorm", cfg.embed),
+        **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
+    }
+    top = builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+    top["norm_bias"] = builders.bias("model.norm.bias", cfg.embed)
+    return top | ({"head_bias": builders.bias("lm_head.bias", cfg.vocab, "vocab")} if cfg.head_bias else {})
+
+
+@builders.hidden("attention", "router")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    turn, mask = sublayers.rotate(ops.rotation(cfg.rope, batch)), ops.Mask(cfg.head_dim**-0.5, window=cfg.window)
+    norm = lambda x, p, part: sublayers.layer_norm(x, p, part, cfg.norm_eps)
+    route = partial(ops.route_sparsemixer, band=cfg.band)
+
+    def block(x, carry, p, layer):
+        a, carry = sublayers.attention(norm(x, p, "attn_norm"), carry, p, layer, batch, mask, turn)
+        y, carry = sublayers.softmax_experts(norm(x + a, p, "mlp_norm"), carry, p, cfg, batch, route=route)
+        return x + a + y, carry
+
+    x = ops.embed(params["embed"], tokens)
+    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
+    return norm(x, params, "norm"), carry
+
+
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -1,0 +1,31 @@
+"""Qwen2 (arXiv:2407.10671): Llama with biases of queries, keys and values; some layers may attend in a window."""
+
+from fdel import ops
+from fdel.models import builders, config, llama, qwen3, sublayers
+from fdel.models.config import FULL, SLIDING
+
+MODEL_TYPE, ARCHITECTURE = "qwen2", "Qwen2ForCausalLM"
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants."""
+
+    DEFAULTS = dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=32768,
+    )  # fmt: skip
+    attn_bias, o_bias = True, False
+    window: int | None = qwen3.window_field()
+    kinds: tuple[str, ...] = config.computed(qwen3.kinds, lambda k: {"layer_types": list(k)})
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    change = sublayers.rotate(ops.rotation(cfg.rope, batch))
+    blocks = {kind: llama.block(cfg, batch, change, w) for kind, w in ((FULL, None), (SLIDING, cfg.window))}
+    return llama.walk(params, tokens, cfg, blocks, carry, remat)
+
+
+spec, state_spec, head, forward = llama.spec, builders.kv_state, builders.head, builders.forward(hidden)

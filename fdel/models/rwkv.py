@@ -1,0 +1,94 @@
+"""RWKV-4 (arXiv:2305.13048): token mixing by a decaying average, then channel mixing, both with the token before."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from fdel import ops
+from fdel.models import builders, config
+from fdel.params.spec import Param, ones, stack
+
+MODEL_TYPE, ARCHITECTURE = "rwkv", "RwkvForCausalLM"
+KVR = ("key", "value", "receptance")
+
+
+@config.config
+class Config:
+    """Sizes and constants; `hf(...)` names each one's key in config.json.
+
+    Of rescale_every any value is understood: transformers halves the stream there in evaluation, for half precision's
+    sake, which the norms take out again but for their epsilon. context_length is of a training kernel.
+    """
+
+    ONLY = dict.fromkeys(("rescale_every", "context_length"), config.ANY)
+    vocab: int = config.hf("vocab_size", 50277)
+    embed: int = config.hf("hidden_size", 4096)
+    layers: int = config.hf("num_hidden_layers", 32)
+    inner: int = config.hf("attention_hidden_size", lambda d: d["hidden_size"])
+    ffn: int = config.hf("intermediate_size", lambda d: 4 * d["hidden_size"])
+    norm_eps: float = config.hf("layer_norm_epsilon", 1e-5)
+    tied: bool = config.hf("tie_word_embeddings", False)
+
+
+def ramp(low: float, high: float):
+    """Initialise channels with values that rise from low to high."""
+    return lambda key, shape, dtype: jnp.broadcast_to(jnp.linspace(low, high, shape[-1]), shape).astype(dtype)
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array; the norm of the embeddings stands in the file's first block."""
+    name, d, inner = "rwkv.blocks.{layers}.", ("embed", cfg.embed), ("inner", cfg.inner)
+    mix = lambda part: Param("embed", (cfg.embed,), ramp(0.0, 1.0), name + part, "1 1 embed")
+    channel = lambda part, init: Param("inner", (cfg.inner,), init, f"{name}attention.{part}", dtype="float32")
+    layer = {
+        **builders.layer_norm("mixer_norm", name + "ln1", cfg.embed),
+        **{"mix_" + i: mix(f"attention.time_mix_{i}") for i in KVR},
+        **{i: builders.matrix(f"{name}attention.{i}.weight", d, inner) for i in KVR},
+        "decay": channel("time_decay", ramp(-5.0, 3.0)),
+        "first": channel("time_first", ones),
+        "out": builders.matrix(name + "attention.output.weight", inner, d),
+        **builders.layer_norm("ffn_norm", name + "ln2", cfg.embed),
+        "mix_up": mix("feed_forward.time_mix_key"),
+        "mix_gate": mix("feed_forward.time_mix_receptance"),
+        "up": builders.matrix(name + "feed_forward.key.weight", d, ("ffn", cfg.ffn)),
+        "gate": builders.matrix(name + "feed_forward.receptance.weight", d, ("channels", cfg.embed)),
+        "down": builders.matrix(name + "feed_forward.value.weight", ("ffn", cfg.ffn), d),
+    }
+    stacked = stack(layer, "layers", range(cfg.layers))
+    top = builders.top(cfg, stacked, "rwkv.embeddings.weight", "rwkv.ln_out.weight", head="head.weight")
+    top |= builders.layer_norm("embed_norm", "rwkv.blocks.0.pre_ln", cfg.embed)
+    return top | {"norm_bias": builders.bias("rwkv.ln_out.bias", cfg.embed)}
+
+
+def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:
+    """Declare what serving must remember of `rows` sequences: the last token at two places of a layer, and its sums."""
+    slots = lambda layers: builders.slots(layers, (cfg.embed, 1), (cfg.inner, 3), rows=rows, axes="inner state")
+    return ops.State(slots=replace(slots(cfg.layers), conv=slots(2 * cfg.layers).conv))
+
+
+@builders.hidden()
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    norm = lambda x, p, part, eps=cfg.norm_eps: ops.layer_norm(x, p[part], p[part + "_bias"], eps)
+
+    def shifted(x, carry, place):
+        before, carry = ops.token_shift(batch, carry, place, x)
+        return lambda mix: x * mix + before * (1 - mix), carry
+
+    def block(x, carry, p, layer):
+        mixed, carry = shifted(norm(x, p, "mixer_norm"), carry, 2 * layer)
+        k, v, r = (ops.einsum("...d,id->...i", mixed(p["mix_" + i]), p[i]) for i in KVR)
+        y, carry = ops.wkv(batch, carry, layer, k, v, -jnp.exp(p["decay"]), p["first"])
+        x = x + ops.einsum("...i,di->...d", jax.nn.sigmoid(r) * y, p["out"])
+        mixed, carry = shifted(norm(x, p, "ffn_norm"), carry, 2 * layer + 1)
+        h = jnp.square(jax.nn.relu(ops.einsum("...d,fd->...f", mixed(p["mix_up"]), p["up"])))
+        gate = jax.nn.sigmoid(ops.einsum("...d,cd->...c", mixed(p["mix_gate"]), p["gate"]))
+        return x + gate * ops.einsum("...f,df->...d", h, p["down"]), carry
+
+    x = norm(ops.embed(params["embed"], tokens), params, "embed_norm")
+    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
+    return norm(x, params, "norm", 1e-5), carry
+
+
+head, forward = builders.head, builders.forward(hidden)

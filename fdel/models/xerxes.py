@@ -1,0 +1,100 @@
+"""Xerxes (EasyDeL, github.com/erfanzar/EasyDeL): sandwich norms and experts, or queries and keys normalised and neither."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from fdel import ops
+from fdel.models import builders, config, sublayers
+from fdel.models.config import FULL, SLIDING
+from fdel.params.spec import layers
+
+MODEL_TYPE, ARCHITECTURE = "xerxes", "XerxesForCausalLM"
+NEAR, CAP = 4096, 30.0  # window of every other layer, bound of the logits
+
+
+@config.config
+class Config(config.Decoder):
+    """Sizes and constants; names and defaults are EasyDeL's."""
+
+    DEFAULTS = dict(
+        vocab_size=256128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=144, max_position_embeddings=16384,
+    )  # fmt: skip
+    ONLY = {"layer_types": config.ANY}  # follows from the others
+    act: str = config.computed(
+        lambda d: "silu" if d.get("swish_run") else "gelu_pytorch_tanh", lambda a: {"swish_run": a == "silu"}
+    )
+    routed: bool = config.hf("xe_moe", True)
+    qk_norm: bool = config.hf("xe_kvnorm", False)
+    mlp_norm: bool = config.hf("xe_mlpnorm", False)
+    experts: int = config.hf("num_local_experts", 4)
+    top_k: int = config.hf("num_experts_per_tok", 2)
+    every: int | None = config.hf("window_pattern", None)
+    window: int | None = config.hf("sliding_window", None)
+
+    plain = property(lambda self: self.qk_norm and not self.routed)
+    sandwich = property(lambda self: not self.plain or self.mlp_norm)
+    scaled = property(lambda self: not self.qk_norm or self.mlp_norm)  # embeddings by the root of their size
+
+    @property
+    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The attention of each layer."""
+        if self.every is not None:
+            return tuple(SLIDING if (i + 1) % self.every else FULL for i in range(self.layers))
+        return tuple(FULL if self.qk_norm or i % 2 else SLIDING for i in range(self.layers))
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array."""
+    name = "model.layers.{layers}."
+    norm = lambda part: builders.norm(f"{name}{part}_layernorm.weight", cfg.embed)
+    first = {"attn_norm": norm("input"), **builders.gqa(name + "self_attn.", cfg)}
+    if cfg.qk_norm:
+        first |= {
+            f"{i}_norm": builders.norm(f"{name}self_attn.{i}_norm.weight", cfg.head_dim, "head_dim") for i in "qk"
+        }
+    if cfg.sandwich:
+        first |= {"attn_post_norm": norm("post_attention"), "mlp_post_norm": norm("post_feedforward")}
+    first["mlp_norm"] = norm("pre_feedforward" if cfg.sandwich else "post_attention")
+    ffn = builders.glu(name + "mlp.", cfg.embed, cfg.ffn)
+    layer = first | (builders.moe(name + "mlp.", cfg.embed, cfg.ffn, cfg.experts) if cfg.routed else ffn)
+    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
+
+
+@builders.hidden("attention", "router")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    rot, act = ops.rotation(cfg.rope, batch), ops.ACTIVATIONS[cfg.act]
+    norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps)
+    after = lambda x, p, part: norm(x, p[part]) if cfg.sandwich else x
+
+    def block(window):
+        mask = ops.Mask(cfg.head_dim**-0.5, window=window)
+
+        def apply(x, carry, p, layer):
+            change = sublayers.normed(norm, p, rot) if cfg.qk_norm else sublayers.rotate(rot)
+            a, carry = sublayers.attention(norm(x, p["attn_norm"]), carry, p, layer, batch, mask, change)
+            x = x + after(a, p, "attn_post_norm")
+            h = norm(x, p["mlp_norm"])
+            if cfg.routed:
+                y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=True)
+            else:
+                y = ops.glu(h, p, act)
+            return x + after(y, p, "mlp_post_norm"), carry
+
+        return apply
+
+    blocks = {FULL: block(None), SLIDING: block(NEAR if cfg.every is None else cfg.window)}
+    x = ops.embed(params["embed"], tokens)
+    x = x * jnp.asarray(cfg.embed**0.5, x.dtype) if cfg.scaled else x
+    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
+    return norm(x, params["norm"]), carry
+
+
+def head(params, cfg: Config) -> ops.Head:
+    """The output projection, for `ops.logits` and the chunked losses."""
+    return replace(builders.head(params, cfg), softcap=None if cfg.plain else CAP)
+
+
+state_spec, forward = builders.kv_state, builders.forward(hidden, head)

@@ -1,0 +1,150 @@
+"""Attention over a paged cache of keys and values, and writing to it.
+
+Where a program runs decides how pages are named, never what comes out. On CPU a few pages at a time are read, which stay in
+the nearest cache. Accelerators name each head's page and each head's row: a scatter of all heads of a token at once wants a
+layout that no gather has, and XLA:TPU then copies the whole cache for each layer; a gather of whole pages is transposed
+afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side there (`heads_per_row`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.ops import platform, quantized_pages
+from fdel.ops.batch import Paged, Pages
+from fdel.ops.cpu import each_row
+from fdel.ops.dispatch import Implementation, operation
+from fdel.ops.mask import Mask, PerHead, begin, finish, online, scores
+
+LANES = 128  # numbers in a row of a TPU's registers
+GROUP = {"cpu": 64, "gpu": 512, "tpu": 512}  # keys per step of the loop
+
+_CACHE, _PER_HEAD = "layers pages heads", {"sinks": "heads", "alibi": "heads"}
+_RAGGED = Implementation(
+    lambda *_, **__: None,
+    lambda *_, **__: (
+        "jax's ragged_paged_attention wants one array [pages page 2*K H] of keys and values in turn; these are "
+        "[layers pages K page H], apart: each step would copy the layer's cache"
+    ),
+)
+
+
+def heads_per_row(kv_heads: int, head_dim: int) -> int:
+    """Say how many heads lie side by side in a row of the cache: on TPUs as many as fill it, elsewhere one."""
+    fit = LANES // head_dim if platform.target() == "tpu" and LANES % head_dim == 0 else 1
+    return fit if kv_heads % fit == 0 else 1
+
+
+@operation("", _CACHE, "", "tokens heads", "tokens heads", out=_CACHE)
+def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
+    """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
+    _, total_pages, heads, size, _ = state.k.shape
+    table = jnp.repeat(batch.page_table, batch.block, axis=0, total_repeat_length=batch.positions.shape[0])
+    page = jnp.take_along_axis(table, jnp.maximum(batch.positions, 0)[:, None] // size, 1, mode="clip")[:, 0]
+    page = jnp.where(batch.positions < 0, total_pages, page)
+    offset = batch.positions % size
+    where: tuple = (layer, page[:, None], jnp.arange(heads), offset[:, None])
+    if platform.target() == "cpu":
+        where = (layer, page, slice(None), offset)
+
+    def put(pages: Array, scales: Array | None, x: Array) -> tuple[Array, Array | None]:
+        x = x.reshape(len(x), heads, -1)
+        if scales is None:
+            return pages.at[where].set(x.astype(pages.dtype), mode="drop"), None
+        values, scale = quantized_pages.encode(x, pages.dtype, scales.shape[3])
+        put = pages.at[where].set(values, mode="drop")
+        return put, scales.at[layer, page, :, :, offset].set(scale, mode="drop")
+
+    keys, k_scale = put(state.k, state.k_scale, k)
+    if state.v is None or v is None:
+        return Pages(keys, state.v, k_scale, state.v_scale)
+    values, v_scale = put(state.v, state.v_scale, v)
+    return Pages(keys, values, k_scale, v_scale)
+
+
+def _load(pages: Array, scales: Array | None, layer: Any, ids: Array, dtype: Any) -> Array:
+    """Read the pages `ids` [b p] of a layer as [b rows p*page channels]; those in 8 bits become numbers of `dtype`."""
+    if platform.target() == "cpu":
+        x = pages.at[layer, ids].get(mode="clip").swapaxes(1, 2)
+    else:
+        x = pages.at[layer, ids[:, None], jnp.arange(pages.shape[2])[:, None]].get(mode="clip")
+    if scales is not None:
+        scale = scales.at[layer, ids].get(mode="clip").transpose(0, 2, 1, 4, 3)
+        x = quantized_pages.decode(x, scale, dtype)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _spread(q: Array, side: int) -> Array:
+    """Lay queries [b K s*G q H] out for rows of `side` heads, [b K s*G q s*H]: zeros beside each head's own channels.
+
+    Cut and joined: XLA:TPU takes six times a layer's largest product to sum over a diagonal of 64 channels.
+    """
+    width = q.shape[-1]
+    place = lambda i: [(0, 0)] * 4 + [(i * width, (side - 1 - i) * width)]
+    return jnp.concatenate([jnp.pad(x, place(i)) for i, x in enumerate(jnp.split(q, side, 2))], 2)
+
+
+def _gathered(out: Array, side: int) -> Array:
+    """Take each head's own channels, [b K s*G q s*H] -> [b K s*G q H]."""
+    return jnp.concatenate([jnp.split(x, side, -1)[i] for i, x in enumerate(jnp.split(out, side, 2))], 2)
+
+
+def _oldest(qi: Array, window: int) -> Array:
+    """Give the oldest position that a window reaches from blocks of query positions; blocks of padding see none."""
+    starts = jnp.where(qi.max(-1, keepdims=True) < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
+    return jnp.maximum(starts.min() - window + 1, 0)
+
+
+@operation("", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD, ragged=_RAGGED)
+def paged_attention(
+    batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
+    mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,
+) -> Float[Array, "T N Hv"]:  # fmt: skip
+    """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
+
+    The loop runs from the first group that any query's window reaches to the longest context in the batch. On CPU each
+    block has a loop of its own, which ends at its last token: what it gathers stays in the nearest cache. Without `v`
+    pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    """
+    _, total_pages, kv_heads, size, channels = state.k.shape
+    blocks, width = batch.page_table.shape
+    per_step = min(max(1, GROUP[platform.target()] // size), width)
+    keys, steps = per_step * size, -(-width // per_step)
+    table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
+    qi = batch.positions.reshape(blocks, 1, 1, batch.block)
+    group = lambda x: None if x is None else x.reshape(kv_heads, -1)
+    side = channels // q.shape[-1]  # heads in a row; a query is zero where its row holds other heads
+    q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
+    values = (q.shape[-1] if v_dim is None else v_dim) * side
+    q = q if side == 1 else _spread(q, side)
+
+    def some(q: Array, qi: Array, table: Array) -> Array:
+        """Attend from some of the blocks."""
+        last = qi.max(-1)[..., None]
+
+        def step(j: Any, carry: tuple) -> tuple:
+            ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
+            ki = j * keys + jnp.arange(keys)
+            k = _load(state.k, state.k_scale, layer, ids, q.dtype)
+            v = k[..., :values] if state.v is None else _load(state.v, state.v_scale, layer, ids, q.dtype)
+            v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
+            seen = ki <= qi[..., None]
+            if mask.window is not None:
+                seen &= ki > qi[..., None] - mask.window
+            if mask.chunk is not None:
+                seen &= ki // mask.chunk == qi[..., None] // mask.chunk
+            return online(carry, scores(mask, q, k.astype(q.dtype), group(alibi), qi, ki), seen, v)
+
+        carry = begin(q.shape[:4], values, group(sinks))
+        if steps == 1:
+            carry = step(0, carry)
+        else:
+            first = 0 if mask.window is None else _oldest(qi, mask.window) // keys
+            carry = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
+        return finish(carry)[0].astype(q.dtype)
+
+    out = each_row(some, q, qi, table, loop=steps > 1)
+    out = out if side == 1 else _gathered(out, side)
+    return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, out.shape[-1])

@@ -1,0 +1,262 @@
+"""How published files keep quantised matrices: each reader finds the tensors of one, and gives them as `Quantized`.
+
+A reader takes from `found` what belongs to the matrix `name` [outputs inputs] and returns a `Quantized` of `Tensor`, or
+None where the file has a plain matrix. Nothing is expanded: values keep their bits, in the order that `Quantized` wants,
+and a scale keeps its dtype. A ValueError says which variant was found, and what is understood.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fdel.ops.weights import DYNAMIC, NF4, Quantized
+
+from .tensor import Tensor
+
+Found = dict[str, Tensor]
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has the column i of its eight
+UNORDERED = "sorted by activation order; understood are groups of neighbours: quantize it with desc_act=False"
+
+
+def derived(like: Tensor, shape: tuple[int, ...], dtype: Any, make: Callable[[], np.ndarray]) -> Tensor:
+    """A tensor that is computed from others when it is read, in one piece."""
+
+    def readinto(out: np.ndarray, at: int) -> None:
+        out[...] = np.ascontiguousarray(make(), dtype).reshape(-1).view(np.uint8)
+
+    return Tensor(shape, np.dtype(dtype), like.file, readinto, whole=True)
+
+
+def leaf(format: str, values: Any, scale: Any, zero: Any = None, inputs: tuple[int, ...] = ()) -> Quantized:
+    """Make a `Quantized` of tensors; `inputs` only of one that is the scale of another."""
+    return Quantized(values, scale, zero, format, inputs, np.dtype(np.float32))
+
+
+def _take(found: Found, *names: str) -> list[Tensor]:
+    lacking = [name for name in names if name not in found]
+    if lacking:
+        raise ValueError(f"quantized, but the file lacks {', '.join(lacking)}")
+    return [found.pop(name) for name in names]
+
+
+def _in_words(words: np.ndarray, bits: int) -> np.ndarray:
+    """Unpack the numbers in int32 words along the last axis, from the lowest bits up."""
+    x = np.ascontiguousarray(words).view(np.uint8)
+    return x if bits == 8 else np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1)
+
+
+def by_group(x: np.ndarray, group: int) -> np.ndarray:
+    """Pack numbers of four bits by two in a byte, as `Quantized` does: r with r + group / 2."""
+    x = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % group)])
+    x = x.reshape(*x.shape[:-1], -1, 2, group // 2)
+    return (x[..., 0, :] << 4 | x[..., 1, :]).reshape(*x.shape[:-3], -1)
+
+
+def _integers(like: Tensor, shape: tuple[int, int], bits: int, group: int, make: Callable[[], np.ndarray]) -> Tensor:
+    """Give unsigned integers [outputs inputs] of 4 or 8 bits as they are stored."""
+    if bits == 8:
+        return derived(like, shape, np.uint8, make)
+    if group % 2:
+        raise ValueError(f"groups of {group} inputs; understood are even ones")
+    width = -(-shape[1] // group) * group // 2
+    return derived(like, (shape[0], width), np.uint8, lambda: by_group(make(), group))
+
+
+def _blocks(values: Tensor, scale: Tensor, format: str, block: Any, zero: Tensor | None = None) -> Quantized:
+    """Give a matrix of 8 bits [... outputs inputs] with a scale per tensor, output, group, or block of both."""
+    *batch, outputs, inputs = values.shape
+    flat = math.prod(scale.shape) in (1, outputs) and not batch
+    size = (math.prod(scale.shape), 1) if flat and len(scale.shape) < 2 else scale.shape[-2:]
+    if len(scale.shape) not in ((0, 1, 2) if not batch else (len(values.shape),)) or 0 in size:
+        raise ValueError(
+            f"{values.shape} values with {scale.shape} scales; expected a scale per tensor, output or block"
+        )
+    given = block or (0, 0)
+    rows, group = (
+        n if c == 1 else 1 if c == n else b or n // c for n, c, b in zip((outputs, inputs), size, given, strict=True)
+    )
+    if (-(-outputs // rows), -(-inputs // group)) != tuple(size) or (given == (0, 0) and inputs % group):
+        raise ValueError(f"{values.shape} values with {scale.shape} scales; expected blocks of {rows} by {group}")
+    dtype = np.uint8 if scale.dtype == ml_dtypes.float8_e8m0fnu else scale.dtype
+    width = size[1] * group
+
+    def spread(t: Tensor, dtype: Any) -> Tensor:
+        make = lambda: np.repeat(t.read().reshape(*batch, *size), rows, -2)[..., :outputs, :].view(dtype)
+        return derived(t, (*batch, outputs, size[1]), dtype, make)
+
+    if values.dtype.itemsize == 1 and format == "fp8":
+        values = replace(values, dtype=np.dtype(np.uint8))
+    if width > inputs:
+        raw, pad = values, [*[(0, 0)] * (len(batch) + 1), (0, width - inputs)]
+        values = derived(raw, (*batch, outputs, width), raw.dtype, lambda: np.pad(raw.read(), pad))
+    return leaf(format, values, spread(scale, dtype), None if zero is None else spread(zero, zero.dtype))
+
+
+def fp8(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """float8_e4m3fn with scales per tensor, output or block (arXiv 2412.19437, section 3.3.2)."""
+    scales = [key for key in (name + "_scale_inv", name + "_scale") if key in found]
+    if name not in found or found[name].dtype.itemsize != 1 or not scales:
+        return None
+    if found[name].dtype != ml_dtypes.float8_e4m3fn:
+        raise ValueError(f"{found[name].dtype} with scales; understood is float8_e4m3fn")
+    values, scale = _take(found, name, scales[0])
+    return _blocks(values, scale, "fp8", how.get("weight_block_size"))
+
+
+def mxfp4(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """e2m1 in blocks of 32 with an exponent each (OCP Microscaling Formats v1.0), two neighbours in a byte."""
+    if name + "_blocks" not in found:
+        return None
+    values, scale = _take(found, name + "_blocks", name + "_scales")
+    *outer, groups, half = values.shape
+    if (half, values.dtype, scale.dtype, scale.shape) != (16, np.uint8, np.uint8, values.shape[:-1]):
+        found_ = f"blocks {values.dtype}{list(values.shape)} and scales {scale.dtype}{list(scale.shape)}"
+        raise ValueError(f"{found_}; expected uint8 [... groups 16] and [... groups]")
+
+    def make() -> np.ndarray:
+        x = values.read()
+        x = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], 32)
+        return x[..., :16] << 4 | x[..., 16:]
+
+    return leaf("e2m1", derived(values, (*outer, groups * 16), np.uint8, make), scale)
+
+
+def _plain_groups(found: Found, name: str, inputs: int, group: int) -> None:
+    """Refuse groups that are not neighbours, by the group's number of each input where the file has them."""
+    index = found.pop(name, None)
+    if index is not None and (x := index.read()).min() >= 0 and (x != np.arange(inputs) // group).any():
+        raise ValueError(UNORDERED)
+
+
+def gptq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """GPTQ (arXiv 2210.17323): words along inputs; zero points are stored less one, except in "gptq_v2"."""
+    stem, bits, layout = name.removesuffix("weight"), how.get("bits"), how.get("checkpoint_format", "gptq")
+    if stem + "qweight" not in found:
+        return None
+    if bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
+        raise ValueError(f"GPTQ of {bits} bits as {layout!r}; understood are 4 and 8 bits as 'gptq' and 'gptq_v2'")
+    words, zeros, scale = _take(found, stem + "qweight", stem + "qzeros", stem + "scales")
+    inputs, outputs = words.shape[0] * 32 // bits, words.shape[1]
+    group = min(how.get("group_size", -1), inputs) if how.get("group_size", -1) > 0 else inputs
+    _plain_groups(found, stem + "g_idx", inputs, group)
+    one, kind = int(layout == "gptq"), "uint8" if bits == 4 else "int16"
+    return leaf(
+        f"uint{bits}",
+        _integers(words, (outputs, inputs), bits, group, lambda: _in_words(words.read().T, bits)),
+        derived(scale, scale.shape[::-1], scale.dtype, lambda: scale.read().T),
+        derived(zeros, scale.shape[::-1], kind, lambda: np.add(_in_words(zeros.read(), bits), one, dtype=kind).T),
+    )
+
+
+def awq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """AWQ (arXiv 2306.00978) in the layout "gemm": words along outputs, in their own order."""
+    stem, bits, layout = name.removesuffix("weight"), how.get("bits"), str(how.get("version", "gemm")).lower()
+    if stem + "qweight" not in found:
+        return None
+    if bits != 4 or layout != "gemm":
+        raise ValueError(f"AWQ of {bits} bits as {layout!r}; understood are 4 bits as 'gemm'")
+    words, zeros, scale = _take(found, stem + "qweight", stem + "qzeros", stem + "scales")
+    inputs, outputs = words.shape[0], words.shape[1] * 8
+    group = inputs // scale.shape[0]
+    # The columns of a word, low bits first, are 0, 2, 4, 6, 1, 3, 5, 7 of eight.
+    ordered = lambda t: _in_words(t.read(), 4).reshape(t.shape[0], -1, 8)[..., AWQ_ORDER].reshape(t.shape[0], -1).T
+    return leaf(
+        "uint4",
+        _integers(words, (outputs, inputs), 4, group, lambda: ordered(words)),
+        derived(scale, scale.shape[::-1], scale.dtype, lambda: scale.read().T),
+        derived(zeros, scale.shape[::-1], np.uint8, lambda: ordered(zeros)),
+    )
+
+
+def compressed(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """compressed-tensors: float8 and int8 as they are, integers of 4 and 8 bits in words along inputs."""
+    schemes = [g["weights"] for g in how.get("config_groups", {}).values() if g.get("weights")]
+    block = next((s["block_structure"] for s in schemes if s.get("block_structure")), None)
+    if name + "_packed" in found:
+        return _packed(found, name, {s.get("num_bits") for s in schemes})
+    if name not in found or name + "_scale" not in found:
+        return None
+    if found[name].dtype != np.int8:
+        return fp8(found, name, {"weight_block_size": block})
+    values, scale = _take(found, name, name + "_scale")
+    _plain_groups(found, name + "_g_idx", values.shape[1], values.shape[1] // (scale.shape or (1,))[-1])
+    return _blocks(values, scale, "int8", block, found.pop(name + "_zero_point", None))
+
+
+def _packed(found: Found, name: str, widths: set) -> Quantized:
+    words, scale, size = _take(found, name + "_packed", name + "_scale", name + "_shape")
+    outputs, inputs = map(int, size.read())
+    bits = [b for b in (4, 8) if b in widths and -(-inputs * b // 32) == words.shape[-1]]
+    if words.dtype != np.int32 or len(bits) != 1 or scale.shape[0] != outputs or inputs % scale.shape[1]:
+        found_ = (
+            f"{words.dtype}{list(words.shape)} of {sorted(widths)} bits for {outputs} x {inputs}, scales {scale.shape}"
+        )
+        raise ValueError(f"{found_}; understood are 4 and 8 bits in int32, with scales per output or group")
+    (n,), shape, group = bits, scale.shape, inputs // scale.shape[1]
+    _plain_groups(found, name + "_g_idx", inputs, group)
+    zeros = found.pop(name + "_zero_point", None)
+    middle = lambda: np.full(shape, 1 << n - 1)
+    points = middle if zeros is None else lambda: _in_words(zeros.read().T, n)[:, :outputs].T
+    values = _integers(words, (outputs, inputs), n, group, lambda: _in_words(words.read(), n)[:, :inputs])
+    return leaf(f"uint{n}", values, scale, derived(scale, shape, np.uint8, points))
+
+
+def bitsandbytes(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """NF4 with or without double quantisation (QLoRA, arXiv 2305.14314), and int8 by rows (arXiv 2208.07339)."""
+    stem = name.removesuffix("weight")
+    if stem + "SCB" in found:
+        values, scale = _take(found, name, stem + "SCB")
+        layout = found.pop(stem + "weight_format", None)
+        if values.dtype != np.int8 or (layout is not None and layout.read().any()):
+            raise ValueError("bitsandbytes' int8 in the layout of a GPU; understood is 'row': save it again")
+        make = lambda: scale.read().reshape(-1, 1) * np.float32(1 / 127)
+        return leaf("int8", values, derived(scale, (values.shape[0], 1), np.float32, make))
+    states = [key for key in found if key.startswith(name + ".quant_state.")]
+    if not states:
+        return None
+    state = json.loads(_take(found, *states)[0].read().tobytes())
+    if state.get("quant_type") != "nf4" or len(state.get("shape", ())) != 2:
+        raise ValueError(
+            f"bitsandbytes' {state.get('quant_type')!r} of shape {state.get('shape')}; understood is a matrix of 'nf4'"
+        )
+    return _nf4(found, name, state)
+
+
+def _nf4(found: Found, name: str, state: Mapping[str, Any]) -> Quantized:
+    """A matrix in blocks of one row after the other; where blocks and rows do not fit, in groups of the common divisor."""
+    values, absmax, table = _take(found, name, name + ".absmax", name + ".quant_map")
+    (outputs, inputs), size = state["shape"], state["blocksize"]
+    nested = "nested_absmax" if "nested_blocksize" in state else ""
+    group, aligned = math.gcd(inputs, size), inputs % size == 0
+    maps = [(table, NF4), *((t, DYNAMIC) for t in (_take(found, name + ".nested_quant_map") if nested else []))]
+    same = lambda t, ours: np.allclose(t.read().ravel(), np.array(ours, np.float32), rtol=1e-6, atol=0)
+    if group % 2 or not all(same(*pair) for pair in maps):
+        raise ValueError("bitsandbytes' nf4 with a map of its own, or of odd rows; understood are its usual maps")
+    groups = inputs // group
+    where = lambda: (np.arange(outputs)[:, None] * inputs + np.arange(groups) * group) // size
+
+    def make() -> np.ndarray:
+        x = values.read().reshape(-1)
+        return by_group(np.stack([x >> 4, x & 15], -1).reshape(outputs, inputs), group)
+
+    stored = derived(values, (outputs, inputs // 2), np.uint8, make)
+    scale: Any = derived(absmax, (outputs, groups), absmax.dtype, lambda: absmax.read()[where()])
+    if nested:
+        (outer,) = _take(found, f"{name}.{nested}")
+        step = math.gcd(groups, state["nested_blocksize"]) if aligned else 1
+        of = lambda: outer.read()[where()[:, ::step] // state["nested_blocksize"]]
+        offset = lambda: np.full((outputs, 1), state["nested_offset"])
+        outer_scale = derived(outer, (outputs, groups // step), np.float32, of)
+        scale = leaf("dynamic", scale, outer_scale, derived(outer, (outputs, 1), np.float32, offset), (groups,))
+    return leaf("nf4", stored, scale)
+
+
+READERS: dict[str, Callable[[Found, str, Mapping[str, Any]], Quantized | None]] = {
+    "fp8": fp8, "fbgemm_fp8": fp8, "mxfp4": mxfp4, "gptq": gptq, "awq": awq, "compressed-tensors": compressed,
+    "bitsandbytes": bitsandbytes,
+}  # fmt: skip

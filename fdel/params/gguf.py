@@ -1,0 +1,204 @@
+"""GGUF, llama.cpp's file of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
+
+Tensors get the names of the Hub's Llama and Qwen 3. The blocks of a quantised one are rows of bytes here, named with their
+type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its values are those of ggml-quants.c.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from fdel.ops.weights import Quantized
+
+from .formats import Found, by_group, derived, leaf
+from .tensor import CheckpointError, Tensor
+
+MOST = 2**24  # of tensors, keys, items of an array, bytes of a string
+NUMBERS = dict(
+    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
+)  # type of a value: its struct code
+PLAIN = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
+# A type's name, and how many numbers and bytes a block has.
+BLOCKS = {8: ("q8_0", 32, 34), 12: ("q4_k", 256, 144), 14: ("q6_k", 256, 210)}
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+KEYS = {
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}  # fmt: skip
+Infos = dict[str, tuple[tuple[int, ...], int, int]]  # name: shape, type, offset
+
+
+def file(directory: Path) -> Path | None:
+    """Find the only GGUF file of a directory."""
+    found = sorted(directory.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
+
+
+def _number(f: BinaryIO, code: str) -> Any:
+    raw = f.read(struct.calcsize(code))
+    if len(raw) < struct.calcsize(code):
+        raise ValueError("the file ends inside its header: truncated, fetch it again")
+    return struct.unpack("<" + code, raw)[0]
+
+
+def _count(f: BinaryIO) -> int:
+    n = _number(f, "Q")
+    if n > MOST:
+        raise ValueError(f"{n:,} items in the header, expected at most {MOST:,}")
+    return n
+
+
+def _text(f: BinaryIO) -> str:
+    n = _count(f)
+    return _number(f, f"{n}s").decode(errors="replace")
+
+
+def _value(f: BinaryIO, kind: int) -> Any:
+    if kind == 8:
+        return _text(f)
+    if kind == 9:
+        inner, n = _number(f, "I"), _count(f)
+        return [_value(f, inner) for _ in range(n)]
+    if kind not in NUMBERS:
+        raise ValueError(f"a value of type {kind} in the header; known are 0 to 12")
+    return _number(f, NUMBERS[kind])
+
+
+def _header(file: Path) -> tuple[dict[str, Any], Infos, int]:
+    """Read metadata, tensors, and where their bytes begin."""
+    try:
+        with file.open("rb") as f:
+            magic, version = f.read(4), _number(f, "I")
+            if magic != b"GGUF" or version not in (2, 3):
+                raise ValueError(f"it begins with {magic!r}, version {version}; expected GGUF of version 2 or 3")
+            tensors, keys = _count(f), _count(f)
+            meta = {_text(f): _value(f, _number(f, "I")) for _ in range(keys)}
+            infos: Infos = {}
+            for _ in range(tensors):
+                name, axes = _text(f), min(_number(f, "I"), 64)
+                shape = tuple(_number(f, "Q") for _ in range(axes))[::-1]
+                infos[name] = shape, _number(f, "I"), _number(f, "Q")
+            step = int(meta.get("general.alignment", 32))
+            return meta, infos, -(-f.tell() // step) * step
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as e:
+        raise CheckpointError(file, [f"{file.name}: {e}"]) from e
+
+
+def config(file: Path) -> dict[str, Any]:
+    """Give the dict of a config.json for a file of a Llama or Qwen 3. CheckpointError for others."""
+    meta, infos, _ = _header(file)
+    kind = meta.get("general.architecture")
+    of = {key.removeprefix(f"{kind}."): value for key, value in meta.items()}
+    problems = [f"{file.name}: no {kind}.{key}" for key in KEYS.values() if key not in of]
+    if kind not in ("llama", "qwen3"):
+        problems = [f"{file.name}: general.architecture is {kind!r}; understood are 'llama' and 'qwen3'"]
+    for key in ("expert_count", "rope.scaling.type"):
+        if of.get(key) not in (None, 0, "none"):
+            problems.append(
+                f"{file.name}: {key} is {of[key]!r}; understood are models without; take the Hub's safetensors"
+            )
+    if "rope_freqs.weight" in infos:
+        problems.append(f"{file.name}: has rotary frequencies of its own (Llama 3.1); take the Hub's safetensors")
+    if problems:
+        raise CheckpointError(file, problems)
+    d = {ours: of[key] for ours, key in KEYS.items()}
+    heads = d["num_attention_heads"]
+    return d | {
+        "model_type": kind, "vocab_size": infos["token_embd.weight"][0][0],
+        "num_key_value_heads": of.get("attention.head_count_kv", heads),
+        "head_dim": of.get("attention.key_length", d["hidden_size"] // heads), "rope_theta": of.get("rope.freq_base", 1e4),
+        "tie_word_embeddings": "output.weight" not in infos, "attention_bias": "blk.0.attn_q.bias" in infos,
+        "quantization_config": {"quant_method": "gguf"},
+    }  # fmt: skip
+
+
+def _hub_name(name: str) -> str:
+    layer, stem = "", name
+    if name.startswith("blk."):
+        _, index, stem = name.split(".", 2)
+        layer = f"model.layers.{index}."
+    part, _, end = stem.rpartition(".")
+    return f"{layer}{NAMES[part]}.{end}" if part in NAMES else name
+
+
+def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.ndarray, int], None]) -> Found:
+    """Give the tensors by the Hub's names; append what is wrong with them to `problems`."""
+    (meta, infos, start), out, size = _header(file), {}, file.stat().st_size
+    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if meta.get("general.architecture") == "llama" else {}
+    for name, (shape, kind, offset) in infos.items():
+        ours, dtype = _hub_name(name), PLAIN.get(kind)
+        if kind in BLOCKS and shape and shape[-1] % BLOCKS[kind][1] == 0:
+            label, numbers, width = BLOCKS[kind]
+            ours, dtype, shape = f"{ours}:{label}", np.dtype(np.uint8), (*shape[:-1], shape[-1] // numbers * width)
+        if dtype is None:
+            known = ", ".join(["f32, f16, bf16", *(label for label, *_ in BLOCKS.values())])
+            problems.append(
+                f"{file.name}: {name} is of ggml's type {kind}, shape {list(shape)}; understood are {known}"
+            )
+            continue
+        tensor = Tensor(shape, dtype, file, partial(readinto, file, start + offset))
+        if start + offset + tensor.nbytes > size:
+            problems.append(f"{file.name}: {name} ends past the file: truncated, fetch it again")
+        count = meta.get(f"llama.attention.{heads.get(name.split('.')[-2], '')}")
+        out[ours] = tensor if count is None else _halves(tensor, count)
+    return out
+
+
+def _halves(t: Tensor, heads: int) -> Tensor:
+    """Undo the order of llama.cpp, whose rotary pairs are neighbours: rows of a head's first half, then of its second."""
+    make = lambda: t.read().reshape(heads, -1, 2, *t.shape[1:]).swapaxes(1, 2)
+    return derived(t, t.shape, t.dtype, make)
+
+
+def blocks(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """Read the blocks of one matrix: q8_0 and q6_k as int8, q4_k as uint4 with scales and minima in 8 bits."""
+    label, numbers, width = next((b for b in BLOCKS.values() if f"{name}:{b[0]}" in found), ("", 1, 1))
+    if not label:
+        return None
+    t = found.pop(f"{name}:{label}")
+    rows, n = t.shape[0], t.shape[-1] // width
+    part = lambda a, b, dtype: np.ascontiguousarray(t.read().reshape(rows, n, width)[..., a:b]).view(dtype)
+    of = lambda count, dtype, make: derived(t, (rows, n * count), dtype, make)
+    if label == "q8_0":
+        return leaf(
+            "int8", of(32, np.int8, lambda: part(2, 34, np.int8)), of(1, np.float16, lambda: part(0, 2, np.float16))
+        )
+    inputs = (n * numbers // (32 if label == "q4_k" else 16),)
+    if label == "q6_k":
+        scale = of(1, np.float16, lambda: part(208, 210, np.float16))
+        small = leaf("int8", of(16, np.int8, lambda: part(192, 208, np.int8)), scale, None, inputs)
+        return leaf("int8", of(256, np.int8, lambda: _six(part(0, 128, np.uint8), part(128, 192, np.uint8))), small)
+
+    def values() -> np.ndarray:
+        x = part(16, 144, np.uint8).reshape(rows, n, 4, 1, 32)
+        return by_group(np.concatenate([x & 15, x >> 4], 3).reshape(rows, -1), 32)
+
+    def six(low: int) -> np.ndarray:  # of eight scales (0) or minima (4), of which the last four are in two places
+        x, high = part(4 + low, 8 + low, np.uint8), part(12, 16, np.uint8)
+        return np.concatenate([x & 63, (high >> low & 15) | (x >> 2 & 48)], -1)
+
+    scale, least = (of(1, np.float16, lambda a=a, s=s: s * part(a, a + 2, np.float16)) for a, s in ((0, 1), (2, -1)))
+    parts: Any = [
+        leaf("uint8", of(8, np.uint8, partial(six, low)), x, None, inputs) for low, x in ((0, scale), (4, least))
+    ]
+    return leaf("uint4", of(128, np.uint8, values), *parts)
+
+
+def _six(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Put numbers of six bits together, of 4 low ones [.. 128] and 2 high ones [.. 64] per block; minus 32."""
+    low, high = low.reshape(*low.shape[:-1], 2, 1, 2, 32), high.reshape(*high.shape[:-1], 2, 1, 32)
+    low = np.concatenate([low & 15, low >> 4], -3).reshape(*low.shape[:-3], 4, 32)
+    high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return (low | high << 4).astype(np.int8) - 32

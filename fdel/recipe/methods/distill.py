@@ -1,0 +1,71 @@
+"""Learning from a teacher's distributions: distillation, and GKD on given texts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fdel import models
+from fdel.recipe.methods.method import Method, Objective, Text, texts
+from fdel.recipe.parse import key
+from fdel.train import losses
+
+
+@dataclass(frozen=True)
+class Distillation(Text):
+    """Keys of trainer_type distillation."""
+
+    alpha: float = key(0.9, "the teacher's share of the loss")
+    temperature: float = key(2.0, "of both models' distributions")
+    hidden_state_loss_weight: float = key(0.0, "weight of the squared distance of hidden states")
+    hidden_state_layers: tuple[int, ...] | None = key(None,
+        "which: 0 enters layer 0, i leaves layer i - 1, -1 is the last, the default",
+        needs="hidden_state_loss_weight")  # fmt: skip
+    attention_loss_weight: float = key(0.0, "weight of the squared distance of attention weights; takes 4 bytes * "
+        "heads * max_length^2 for each row and layer that is matched, in both models")  # fmt: skip
+    attention_layers: tuple[int, ...] | None = key(None,
+        "which, among the layers that attend; -1 is the last; default: all", needs="attention_loss_weight")  # fmt: skip
+    attention_normalize: bool = key(False, "divide attention weights by their sum",
+        refuse="a softmax sums to 1 already; remove it")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gkd(Text):
+    """Keys of trainer_type gkd."""
+
+    beta: float = key(0.5, "from forward (0) to reverse KL (1)")
+    temperature: float = key(1.0, "of both models' distributions")
+    lmbda: float = key(0.0, "share of the student's own samples", refuse="samples are not in this version")
+
+
+def divergence(k: Gkd) -> Callable:
+    """Choose gkd's divergence from the teacher. Out of range: ValueError."""
+    if not 0 <= k.beta <= 1:
+        raise ValueError(f"beta={k.beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
+    return partial(losses.generalized_jsd, beta=k.beta, temperature=k.temperature)
+
+
+def distillation(k: Distillation, model: models.Model, *, remat: str | None, teacher: models.Model) -> Objective:
+    """Compose the loss against the teacher's soft targets, hidden states and attention weights."""
+    weight, width = k.hidden_state_loss_weight, teacher.cfg.embed
+    if weight and model.cfg.embed != width:
+        raise ValueError(
+            f"hidden_state_loss_weight={weight}: the student's hidden states have {model.cfg.embed} channels and the "
+            f"teacher's {width}; set it to 0, or learn a projection with losses.distill"
+        )
+    layers = (-1,) if k.hidden_state_layers is None else k.hidden_state_layers
+    terms = losses.Terms(weight, layers, k.router_aux_loss_coef, k.attention_loss_weight, k.attention_layers)
+    target = partial(losses.soft_targets, temperature=k.temperature)
+    return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=k.alpha, terms=terms, remat=remat))
+
+
+def gkd(k: Gkd, model: models.Model, *, remat: str | None, teacher: models.Model) -> Objective:
+    """Compose the loss by the teacher's divergence alone."""
+    terms = losses.Terms(router_aux_loss_coef=k.router_aux_loss_coef)
+    target = divergence(k)
+    return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=1.0, terms=terms, remat=remat))
+
+
+METHODS = (
+    Method("distillation", Distillation, 2e-5, distillation, data=texts, column="text", teacher=True, keeps_dropout=True),
+    Method("gkd", Gkd, 2e-5, gkd, divergence, texts, column="text", teacher=True),
+)  # fmt: skip

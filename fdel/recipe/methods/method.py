@@ -1,0 +1,97 @@
+"""What a trainer type is: one record. A file of this folder declares one or a few, and `__init__` names the file."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fdel.models.pooling import Pooling
+from fdel.recipe.parse import key
+
+
+class Objective(NamedTuple):
+    """What is minimised: a loss `rows(params, batch, given) -> (sum, sums)`, or two halves if there is a `total`.
+
+    Then `rows` gives each row's outputs, and `total(outputs, batch, given) -> (sum, sums)` the loss of all. `coupled`: a
+    row's loss depends on the other rows of its batch. `prepare(batch)` goes before the batch is cut into microbatches.
+    """
+
+    rows: Callable
+    total: Callable | None = None
+    coupled: bool = False
+    prepare: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A trainer type. All that is special about it stands here; nothing else tests its name.
+
+    keys: a frozen dataclass of the keys that it reads beside those of all types, with its defaults.
+    rate: default learning rate, TRL's.
+    objective: `objective(keys, model, remat=..., teacher=...)`, the teacher only where there is one. ValueError for keys
+    that do not fit the model.
+    loss: what of it needs no model. ValueError for keys that do not go together.
+    data: the fields of `train.data.Settings` that the type decides.
+    column: what `content_field` names of a row.
+    reference, teacher: it compares with a reference model, it learns from a teacher.
+    head: kind and labels of a head in place of the output projection (`models.heads`); all weights are then trained.
+    pooling: how it embeds texts, which is written beside the model as sentence-transformers does.
+    extra: what the state keeps beside the parameters, by name; the loss is given it, and `keep(step)` renews it.
+    keeps_dropout: as in TRL, dropout is not switched off by itself.
+    """
+
+    name: str
+    keys: type
+    rate: float
+    objective: Callable[..., Objective]
+    loss: Callable[[Any], Any] = lambda k: None
+    data: Callable[[Any], dict[str, Any]] = lambda k: {}
+    column: str = "prompt"
+    reference: bool = False
+    teacher: bool = False
+    head: tuple[str, int] | None = None
+    pooling: Callable[[Any], Pooling] | None = None
+    extra: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    keep: Callable[[Callable], Callable] = lambda step: step
+    keeps_dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters, the names as PEFT's; the rest of the model is frozen."""
+
+    r: int = key(16, "rank")
+    lora_alpha: float = key(32.0, "scale: the update is lora_alpha / r times the product")
+    target_modules: str | tuple[str, ...] = key("all-linear", "all-linear: the matrices of layers; a list: names of "
+        "modules, as q_proj; else a pattern of whole names")  # fmt: skip
+    use_rslora: bool = key(False, "lora_alpha / sqrt(r) instead")
+    merge: bool = key(False, "save the merged model too, beside the adapters")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Keys of the types that can train adapters."""
+
+    lora: Lora | None = key(None, "train adapters only; {} has all defaults")
+
+
+@dataclass(frozen=True)
+class Generating(Adapted):
+    """Keys of the types whose models write text."""
+
+    router_aux_loss_coef: float = key(0.0, "weight of the load balancing of experts")
+
+
+@dataclass(frozen=True)
+class Text(Generating):
+    """Keys of the types that learn texts."""
+
+    completion_only_loss: bool | None = key(None, "learn completions; default: where there are any")
+    assistant_only_loss: bool = key(False, "learn what the assistant says")
+    packing: bool | None = key(None, "several texts in a row")
+    packing_strategy: str = key("bfd", "how texts share rows", choices=("bfd", "bfd_split", "wrapped"))
+
+
+def texts(k: Text) -> dict[str, Any]:
+    """Give the data settings of types that learn texts."""
+    learn = {None: "auto", True: "completion", False: "all"}[k.completion_only_loss]
+    return {"kind": "sft", "learn": "assistant" if k.assistant_only_loss else learn}

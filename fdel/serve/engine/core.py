@@ -1,0 +1,248 @@
+"""One engine's steps, as a plain synchronous loop: plan, dispatch, then commit what was dispatched before.
+
+With overlap, step N + 1 is dispatched before N is read: the tokens of N feed it on the device. Without, each step is
+committed before the next is planned; that is the oracle. What a request's own step raises fails that request alone.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from fdel.serve.engine.packing import Token, unpack_out
+from fdel.serve.engine.reply import Delta, Job, accept, allowed, describe, join
+from fdel.serve.engine.schedule import Chunk, Request, Schedule, StepPlan
+
+T = TypeVar("T")
+Deltas = list[tuple[Job, Delta]]
+Masks = dict[int, np.ndarray]  # what requests with structured output allow next, by request id
+MASKS = 0.02  # seconds of a step for making masks; who has no turn sits the step out
+
+
+class Part(NamedTuple):
+    """One request's part of a call."""
+
+    request: Request
+    line: int  # of what the call draws
+    most: int  # tokens that it draws at most; 0 for a chunk that others of its prompt follow
+    end: int = 0  # where such a chunk ends
+
+
+class InFlight(NamedTuple):
+    """A call that was dispatched and is not committed."""
+
+    out: Any
+    parts: Sequence[Part]
+    waits: bool  # the next plan needs to know what it draws
+
+
+class Core:
+    """A device, a schedule, and the requests on their way through both."""
+
+    def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True):
+        self.device, self.schedule, self.overlap = device, schedule, overlap
+        self.jobs: dict[int, Job] = {}
+        self.in_flight: list[InFlight] = []
+        self.counts: Counter = Counter()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.jobs and not self.in_flight
+
+    def add(self, job: Job) -> None:
+        """Queue a request; see `Schedule.add`."""
+        self.schedule.add(job.request)
+        self.jobs[job.request.id] = job
+        if self.device.drafts:
+            job.note_ngrams(0)
+
+    def end(self, id: int, reason: str, error: str | None = None) -> Deltas:
+        """End a request now, if it has not ended."""
+        job = self.jobs.pop(id, None)
+        if job is None:
+            return []
+        self.schedule.finish(job.request)
+        self.counts[reason] += 1
+        return [(job, job.reply.end(reason, error))]
+
+    def step(self) -> Deltas:
+        """Do one step: what it added to each request."""
+        deltas: Deltas = []
+        if not self.overlap or self.schedule.quarantine or any(f.waits for f in self.in_flight):
+            deltas += self.drain()
+        plan = self.schedule.plan(self._resting())
+        before = len(self.in_flight)
+        fault = self._dispatch(plan, deltas)
+        committed = self._commit(before, deltas)
+        # The call that raised may have got what an earlier one spoilt: read that first.
+        if fault and committed and self._commit(len(self.in_flight), deltas):
+            self._recover(*fault, deltas)
+        self.counts["steps"] += 1
+        return deltas if self.overlap else deltas + self.drain()
+
+    def drain(self) -> Deltas:
+        """Commit all that is in flight."""
+        deltas: Deltas = []
+        self._commit(len(self.in_flight), deltas)
+        return deltas
+
+    def replace_weights(self, adapter: str, weights: Any) -> Deltas:
+        """Change weights between steps; what was computed with the old ones is computed again."""
+        deltas = self.drain()
+        self.device.weights[adapter] = weights
+        self._requeue_all()
+        return deltas
+
+    def drop_adapter(self, adapter: str) -> Deltas:
+        """Forget an adapter; requests that still use it fail at their next step."""
+        deltas = self.drain()
+        self.device.weights.pop(adapter, None)
+        return deltas
+
+    # ---- dispatch ----
+
+    def _resting(self) -> set[Request]:
+        """Choose who sits out this step, so that its masks take no more than MASKS seconds, as long as each last took.
+
+        Who has waited for the longest, in times of its own mask, comes first: cheap masks are never delayed by dear ones.
+        """
+        jobs = [job for r in self.schedule.running if (job := self.jobs[r.id]).mask is not None and r.decoding]
+        total, now, resting = 0.0, time.monotonic(), set()
+        for i, job in enumerate(sorted(jobs, key=lambda job: (job.masked_at - now) / (job.mask_seconds or 1e-9))):
+            total += job.mask_seconds
+            if i and total > MASKS:
+                resting.add(job.request)
+        return resting
+
+    def _dispatch(self, plan: StepPlan, deltas: Deltas) -> tuple[Exception, list[Request]] | None:
+        """Start a plan's calls; if one raises: (the error, the requests in it)."""
+        masks = self._masks([*(c.request for c in plan.chunks if c.last), *plan.decodes], deltas)
+        for r in [*(c.request for c in plan.chunks), *plan.decodes]:
+            if r.adapter not in self.device.weights:
+                deltas += self.end(r.id, "error", f"adapter {r.adapter!r} is not loaded any more")
+        calls: list[tuple[list[Request], Callable[[], None]]] = []
+        calls += [([r], partial(self._admit, r)) for r in plan.admitted if not r.done]
+        for chunks in self._groups([c for c in plan.chunks if not c.request.done], lambda c: c.request):
+            calls.append(([c.request for c in chunks], partial(self._extend, chunks, masks)))
+        for requests in self._groups([r for r in plan.decodes if not r.done], lambda r: r):
+            calls.append((requests, partial(self._decode, requests, masks)))
+        for requests, call in calls:
+            try:
+                call()
+            except Exception as e:
+                return e, requests
+        return None
+
+    def _groups(self, items: Sequence[T], request_of: Callable[[T], Request]) -> list[list[T]]:
+        """Divide work among calls, each with the weights of one group of adapters."""
+        group = lambda item: self.device.group(request_of(item).adapter)
+        return [list(items) for _, items in groupby(sorted(items, key=group), group)]
+
+    def _masks(self, requests: Iterable[Request], deltas: Deltas) -> Masks:
+        """Ask each request with structured output what it allows; one that allows nothing is at its end."""
+        masks = {}
+        for r in requests:
+            job = self.jobs[r.id]
+            if job.mask is None:
+                continue
+            begun = time.monotonic()
+            try:
+                mask = allowed(job.mask, self.device.words)
+            except Exception as e:
+                deltas += self.end(r.id, "error", describe(e))
+                continue
+            job.masked_at = time.monotonic()
+            job.mask_seconds = job.masked_at - begun
+            if mask.any():
+                masks[r.id] = mask
+            else:
+                deltas += self.end(r.id, "stop")
+        return masks
+
+    def _admit(self, r: Request) -> None:
+        reply = self.jobs[r.id].reply
+        reply.begun = reply.begun or time.monotonic()
+        self.device.admit(r, self.jobs[r.id].sampling_row)
+
+    def _extend(self, chunks: Sequence[Chunk], masks: Masks) -> None:
+        out, lines = self.device.extend(chunks, masks)
+        self.counts["prompt tokens"] += sum(c.count for c in chunks)
+        parts = [Part(c.request, i, int(c.last), c.start + c.count) for c, i in zip(chunks, lines, strict=True)]
+        self.in_flight.append(InFlight(out, parts, bool(masks)))
+
+    def _decode(self, requests: Sequence[Request], masks: Masks) -> None:
+        draft = bool(self.device.drafts) and any(self.jobs[r.id].repeats for r in requests)
+        many = self.schedule.width > 1 and not (self.device.drafts or masks or self.schedule.prompts_wait)
+        out, lines = self.device.decode(requests, masks, draft, many)
+        self.counts["drafting steps"] += draft
+        parts = [Part(r, i, self.schedule.width) for r, i in zip(requests, lines, strict=True)]
+        self.in_flight.append(InFlight(out, parts, bool(masks)))
+
+    # ---- commit ----
+
+    def _commit(self, count: int, deltas: Deltas) -> bool:
+        """Read the first calls in flight and hand out their tokens; False if that failed, and all was requeued."""
+        calls, self.in_flight = self.in_flight[:count], self.in_flight[count:]
+        for call in calls:
+            drawing = [p for p in call.parts if p.most and not p.request.done]
+            try:
+                drawn = unpack_out(call.out, any(self.jobs[p.request.id].reply.sampling.logprobs for p in drawing))
+            except Exception as e:
+                self._recover(e, [p.request for p in call.parts], deltas)
+                return False
+            for part in call.parts:
+                if part.most and not part.request.done:
+                    self._hand_out(part, drawn[part.line], deltas)
+                else:
+                    self.schedule.commit(part.request, [], part.most, part.end)
+        return True
+
+    def _hand_out(self, part: Part, drawn: Sequence[Token], deltas: Deltas) -> None:
+        """Give a request its tokens, up to where it ends."""
+        r = part.request
+        job, known = self.jobs[r.id], len(r.tokens)
+        reply, new = job.reply, list[Delta]()
+        for token in drawn:
+            try:
+                new.append(accept(job, *token))
+            except Exception as e:
+                new.append(reply.end("error", describe(e)))
+            if reply.finish_reason:
+                break
+        if reply.finish_reason == "error":
+            self.schedule.finish(r)  # before it is committed, so that its pages are not shared
+        tokens = [t for d in new for t in d.tokens]
+        self.schedule.commit(r, tokens, part.most, part.end)
+        self.counts["generated tokens"] += len(tokens)
+        if reply.finish_reason:
+            self.schedule.finish(r)
+            self.counts[reply.finish_reason] += 1
+            del self.jobs[r.id]
+        elif self.device.drafts:
+            job.note_ngrams(known)
+        if new:
+            deltas.append((job, join(new)))
+
+    # ---- faults ----
+
+    def _recover(self, error: Exception, requests: list[Request], deltas: Deltas) -> None:
+        """Begin with an empty cache, but find out which request made the step raise, and end that one.
+
+        A failed call has taken what was donated to it, or written nobody knows what: nothing on the device is kept.
+        """
+        self.in_flight = []
+        self.counts["faults"] += 1
+        self.device.reset()
+        self._requeue_all()
+        culprit = self.schedule.bisect(requests)
+        if culprit is not None:
+            deltas += self.end(culprit.id, "error", describe(error))
+
+    def _requeue_all(self) -> None:
+        self.schedule.pool.forget()
+        self.schedule.requeue([job.request for job in self.jobs.values()])

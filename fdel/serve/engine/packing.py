@@ -1,0 +1,169 @@
+"""What the host hands to a device for a step, and what comes back: every layout, packed and unpacked in this file.
+
+**A plan** is one int32 array, so that a step costs one copy to the device. A line is a block of known tokens of one
+sequence (`Extend`) or a sequence that decodes (`Decode`); its columns are the fields in their order, `pages` last:
+
+| field  | Extend                                         | Decode        |
+|--------|------------------------------------------------|---------------|
+| row    | the sequence's row of `Rows`                   | the same      |
+| start  | position of the block's first token            | absent        |
+| length | tokens of the block                            | absent        |
+| draws  | 1: a token is drawn after the block's last one | absent        |
+| masked | 1: the line's mask limits what is drawn        | the same      |
+| pages  | the sequence's page table, W columns           | the same      |
+
+Spare lines name a row and pages that do not exist: they read zeros, write nothing and draw nothing. **Masks** are
+uint32[lines, ceil(V / 32)], one bit per token of the vocabulary, the lowest first; read where `masked` is 1.
+
+**What a call drew** (`Out.drawn`) is one int32 array too, of 1 + 3k columns: how many tokens; k tokens; the bits of their
+k log-probabilities and of their k sampled ones, float32 (see `Sampled`). What stands behind them means nothing.
+
+**A call** as bytes, for processes that follow another, is a file of safetensors: its arrays by number, and "call", the JSON
+text of its name, adapter and static arguments.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
+CALLS = ("begin", "warm_up", "admit", "extend", "decode", "end")
+
+
+class Extend(NamedTuple):
+    """Blocks of known tokens to compute, a line each."""
+
+    row: Int[Any, " B"]
+    start: Int[Any, " B"]
+    length: Int[Any, " B"]
+    draws: Int[Any, " B"]
+    masked: Int[Any, " B"]
+    pages: Int[Any, "B W"]
+
+
+class Decode(NamedTuple):
+    """Sequences to continue by a token or more, a line each."""
+
+    row: Int[Any, " B"]
+    masked: Int[Any, " B"]
+    pages: Int[Any, "B W"]
+
+
+Plan = TypeVar("Plan", Extend, Decode)
+
+
+def plan_shape(kind: type[Extend] | type[Decode], lines: int, pages: int) -> tuple[int, int]:
+    """The shape of a packed plan."""
+    return lines, len(kind._fields) - 1 + pages
+
+
+def blank_plan(kind: type[Extend] | type[Decode], lines: int, pages: int, rows: int) -> Int[np.ndarray, "lines C_W"]:
+    """Pack spare lines alone; row `rows` is the first that does not exist."""
+    packed = np.full(plan_shape(kind, lines, pages), NOWHERE, np.int32)
+    packed[:, : packed.shape[1] - pages] = 0
+    packed[:, 0] = rows
+    return packed
+
+
+def pack_plan(plan: Extend | Decode, lines: int, rows: int) -> Int[np.ndarray, "lines C_W"]:
+    """Pack a plan's columns, and fill it up to `lines` with spare ones."""
+    *columns, pages = plan
+    packed = blank_plan(type(plan), lines, pages.shape[1], rows)
+    for i, column in enumerate(columns):
+        packed[: len(pages), i] = column
+    packed[: len(pages), len(columns) :] = pages
+    return packed
+
+
+def unpack_plan(kind: type[Plan], packed: Array) -> Plan:
+    """Take a plan apart again."""
+    columns: list[Any] = [packed[:, i] for i in range(len(kind._fields) - 1)]
+    return kind._make([*columns, packed[:, len(columns) :]])
+
+
+class Drawn(NamedTuple):
+    """The tokens that each line drew: the first `length` of k."""
+
+    length: Int[Any, " B"]
+    tokens: Int[Any, "B k"]
+    logprobs: Float[Any, "B k"]
+    sampled_logprobs: Float[Any, "B k"]
+
+
+class Out(NamedTuple):
+    """What a call gives back. The most likely tokens are of line i // k and its draw i % k."""
+
+    drawn: Int[Array, "B columns"]  # a packed `Drawn`, of 1 + 3 k columns
+    top_ids: Int[Array, "Bk n"]
+    top_logprobs: Float[Array, "Bk n"]
+
+
+# A token, its log-probability for the model and in the distribution that it was drawn from, and the most likely ones.
+Token = tuple[int, float, float, Sequence[tuple[int, float]]]
+
+
+def pack_drawn(drawn: Drawn) -> Int[Array, "B columns"]:
+    """Pack what was drawn, on the device."""
+    length, tokens, *logprobs = drawn
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in logprobs]
+    return jnp.concatenate([length[:, None], tokens, *bits], 1)
+
+
+def join_drawn(packed: Int[Array, "steps B 4"]) -> Int[Array, "B columns"]:
+    """Make one of what several steps drew, on the device: each at most a token of each line."""
+    length, *columns = (packed[:, :, i].T for i in range(4))
+    return jnp.concatenate([length.sum(1, keepdims=True), *columns], 1)
+
+
+def unpack_drawn(packed: Int[np.ndarray, "B columns"]) -> Drawn:
+    """Take it apart again, on the host."""
+    k = packed.shape[1] // 3
+    floats = packed[:, 1 + k :].view(np.float32)
+    return Drawn(packed[:, 0], packed[:, 1 : 1 + k], floats[:, :k], floats[:, k:])
+
+
+def unpack_out(out: Out, likely: bool) -> list[list[Token]]:
+    """Wait for a call and list the tokens of each line; `likely` ones only if they are wanted: each array costs time."""
+    drawn = unpack_drawn(np.asarray(out.drawn))
+    k = drawn.tokens.shape[1]
+    tops: list[Sequence[tuple[int, float]]] = [()] * drawn.tokens.size
+    if likely:
+        ids, logprobs = (np.asarray(x).tolist() for x in out[1:])
+        tops = [list(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
+    lines = zip(*(x.tolist() for x in drawn), strict=True)  # each is cut to the tops of what it drew
+    return [list(zip(*line, tops[i * k : i * k + n], strict=False)) for i, (n, *line) in enumerate(lines)]
+
+
+class Call(NamedTuple):
+    """What `Device.execute` does: the name of one of `CALLS`, host arrays, and static arguments."""
+
+    name: str
+    arrays: Sequence[Any] = ()
+    adapter: str = ""  # whose weights
+    static: dict[str, int] = {}
+
+
+def pack_call(call: Call) -> bytes:
+    """Write a call as bytes."""
+    text = np.frombuffer(json.dumps([call.name, call.adapter, call.static]).encode(), np.uint8)
+    return save({"call": text} | {str(i): np.asarray(a, order="C") for i, a in enumerate(call.arrays)})
+
+
+def unpack_call(message: bytes) -> Call:
+    """Read a call; ValueError if it is none."""
+    try:
+        arrays = load(message)
+        name, adapter, static = json.loads(arrays.pop("call").tobytes())
+        found = Call(name, [arrays[str(i)] for i in range(len(arrays))], adapter, static)
+    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"a message of {len(message)} bytes that is no call ({e}): is this another version?") from e
+    if name not in CALLS:
+        raise ValueError(f"a message {name!r}; expected one of {', '.join(CALLS)}: is this another version?")
+    return found

@@ -1,0 +1,293 @@
+"""Decide what each step computes: no phases, every request's computed tokens chase its known tokens. Plain Python.
+
+A plan first gives every running sequence its next token, then spends a budget on chunks of prompts. Which prompt is next:
+the highest priority, then the key that has been served least (virtual token counters, arXiv:2401.00588), then the oldest.
+Who runs out of pages takes those of the lowest priority's youngest, which is computed again later; that changes no output.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fdel.serve.engine.pages import Pool
+
+FEW = 8  # sequences of one key that decode; beside more of them short chunks cost too much throughput
+NO_ROW = -1  # where a request stands that does not run
+
+
+class QueueFull(RuntimeError):
+    """Too many outputs wait."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One output of a prompt. Plans run ahead of what is read: `unread` steps will add a token each, `most` at most."""
+
+    id: int
+    tokens: list[int]  # prompt and output, as far as they are known here
+    prompt: int  # tokens of the prompt
+    limit: int  # the most tokens of prompt and output
+    priority: int = 0  # the highest first
+    key: str = ""  # whose share it uses
+    salt: bytes = b""  # who may share its pages
+    adapter: str = ""
+    after: "Request | None" = None  # the first output of the same prompt: wait until that is cached
+    arrival: int = 0
+    row: int = NO_ROW  # its row on the device, while it runs
+    pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its published pages
+    computed: int = 0  # tokens of the prompt, or of what is computed again, that plans have covered
+    stored: int = 0  # tokens whose keys and values are certainly in its pages
+    cached: int | None = None  # tokens of the prompt that were in the cache when it was admitted first
+    in_flight: int = 0  # steps that hold it and are not committed
+    unread: int = 0
+    most: int = 0
+    decoding: bool = False  # all known tokens are computed or planned
+    done: bool = False
+    failed_at: int = 0  # tokens that it may have had when a step with it raised; with more it leaves quarantine
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who keeps its pages: the highest priority, then the oldest."""
+        return -self.priority, self.arrival
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Known tokens `start` to `start + count` of a request; after the `last` one a token is drawn."""
+
+    request: Request
+    start: int
+    count: int
+    last: bool
+
+
+@dataclass
+class StepPlan:
+    """What one step does: give rows to new requests, compute chunks, and continue sequences by a token."""
+
+    admitted: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[Request] = field(default_factory=list)
+
+
+@dataclass
+class Schedule:
+    """All requests, and who has which row and pages.
+
+    budget: prompt tokens of a step, cut into blocks of `block` tokens of one request each. width: the most tokens that
+    one step adds to a sequence. queue: the most waiting outputs. chunk: prompt tokens of a step beside at most `FEW`
+    sequences that decode. Where several keys are served it is half of that beside more of them: no key's prompts hold
+    up another's tokens for longer. None: the budget.
+    """
+
+    pool: Pool
+    rows: int
+    budget: int
+    block: int
+    width: int = 1
+    queue: int = 1024
+    chunk: int | None = None
+    running: list[Request] = field(default_factory=list)  # by rank
+    waiting: list[Request] = field(default_factory=list)
+    quarantine: list[list[Request]] = field(default_factory=list)  # while there are groups, only the first one runs
+    served: dict[str, int] = field(default_factory=dict)
+    counts: Counter = field(default_factory=Counter)
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.rows))[::-1]
+
+    # ---- requests ----
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could never run."""
+        if self.pool.needed(request.limit) > self.pool.total:
+            found = f"{request.limit} tokens, the cache holds {self.pool.total * self.pool.size}"
+            raise ValueError(f"prompt and output may take {found}; lower max_tokens, or give the engine more pages")
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which `check` has passed."""
+        active = {r.key for r in (*self.running, *self.waiting)}
+        if request.key not in active:  # a key that was away keeps no credit
+            least = min((self.served.get(k, 0) for k in active), default=0)
+            self.served[request.key] = max(self.served.get(request.key, 0), least)
+        if not active:
+            self.served = {request.key: 0}
+        self.counts["arrived"] += 1
+        request.arrival = self.counts["arrived"]
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, at whatever it is; steps under way that hold it have no more effect on it."""
+        if request.done:
+            return
+        if request.row == NO_ROW:
+            self.waiting.remove(request)
+        else:
+            self._vacate(request)
+        request.done = True
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's row and pages; it waits, and all its known tokens are computed again."""
+        self._vacate(request)
+        self.counts["preempted"] += 1
+        self.waiting.append(request)
+
+    def _vacate(self, r: Request) -> None:
+        self.running.remove(r)
+        self.pool.release(r.pages)
+        self.free.append(r.row)
+        r.row, r.pages, r.digests, r.computed, r.stored, r.decoding = NO_ROW, [], [], 0, 0, False
+
+    # ---- planning ----
+
+    @property
+    def prompts_wait(self) -> bool:
+        """Whether there are prompts still to compute, or requests in quarantine: then steps are short."""
+        return bool(self.waiting or self.quarantine) or not all(r.decoding for r in self.running)
+
+    def plan(self, resting: Collection[Request] = ()) -> StepPlan:
+        """Choose the next step's work (who rests draws no token) and account for it as if it were done: see `commit`."""
+        plan = StepPlan()
+        self._release()
+        self._make_room()
+        for r in list(self.running):
+            if r.row != NO_ROW and r.decoding and r not in resting and len(r.tokens) + r.unread < r.limit:
+                # Drafts may be written past the newest token that is certain.
+                if self._grow(r, min(len(r.tokens) + r.most + self.width - 1, r.limit)):
+                    plan.decodes.append(r)
+                    self._count(r, self.width, 1)
+        prefilling = [r for r in self.running if not r.decoding]
+        room = self.budget
+        if self.chunk is not None and plan.decodes:
+            few, several = len(plan.decodes) <= FEW, len({r.key for r in (*self.running, *self.waiting)}) > 1
+            room = min(room, self.chunk if few else self.chunk // 2 if several else room)
+        blocks = -(-room // self.block)
+        while room > 0 and blocks > 0:
+            request = prefilling.pop(0) if prefilling else self._admit(plan)
+            if request is None:
+                break
+            count = min(len(request.tokens) - request.computed, room, blocks * self.block)
+            last = request.computed + count == len(request.tokens)
+            plan.chunks.append(Chunk(request, request.computed, count, last))
+            request.computed += count
+            request.decoding = last
+            room, blocks = room - count, blocks - -(-count // self.block)
+            self._count(request, int(last), count)
+        return plan
+
+    def _count(self, r: Request, most: int, cost: int) -> None:
+        r.in_flight, r.unread, r.most = r.in_flight + 1, r.unread + (most > 0), r.most + most
+        self.served[r.key] = self.served.get(r.key, 0) + cost
+
+    def _runnable(self, r: Request) -> bool:
+        return not self.quarantine or r in self.quarantine[0]
+
+    def _grow(self, r: Request, tokens: int) -> bool:
+        """Give r pages for `tokens` tokens; False if r itself had to yield."""
+        more = self.pool.needed(tokens) - len(r.pages)
+        while more > self.pool.available:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is r:
+                return False
+        if more > 0:
+            r.pages += self.pool.take(more)
+        return True
+
+    def _next(self) -> Request | None:
+        # One in quarantine does not wait for another that may itself have to wait until the first has left it.
+        cached = lambda leader: leader is None or leader.done or leader.stored >= leader.prompt
+        free = lambda r: self._runnable(r) and (bool(self.quarantine) or cached(r.after))
+        ready = (r for r in self.waiting if r.in_flight == 0 and free(r))
+        return min(ready, key=lambda r: (-r.priority, self.served.get(r.key, 0), r.arrival), default=None)
+
+    def _make_room(self) -> None:
+        """Let one running request per step wait again: for a higher priority, or a key that has two rows less."""
+        rows, keys = Counter(r.key for r in self.running), {r.key for r in self.waiting}
+        if not (rows and keys):
+            return
+        lowest, most = self.running[-1], max(rows.values())
+        if lowest.priority >= max(r.priority for r in self.waiting) and most < 2 + min(rows[k] for k in keys):
+            return
+        best = self._next()
+        if best is None or (self.free and self.pool.available >= self.pool.needed(len(best.tokens) + 1)):
+            return
+        greedy = {k for k, n in rows.items() if n == most > rows[best.key] + 1 and not self.quarantine}
+        greedy = {k for k in greedy if self.served[k] > self.served.get(best.key, 0)}  # else it would be next again
+        lower = lambda r: r.priority < best.priority or (r.priority == best.priority and r.key in greedy)
+        if victim := next((r for r in reversed(self.running) if lower(r)), None):
+            self.preempt(victim)
+
+    def _admit(self, plan: StepPlan) -> Request | None:
+        """Start the next waiting request if there are a row and pages for all its known tokens and one more."""
+        r = self._next() if self.free else None
+        if r is None:
+            return None
+        pages, digests = self.pool.match(r.tokens, r.salt)
+        more = self.pool.needed(min(len(r.tokens) + 1, r.limit)) - len(pages)
+        # A page for each running sequence that will grow stays free: else the newcomer would soon be preempted again.
+        growing = sum(self.pool.needed(other.limit) > len(other.pages) for other in self.running)
+        if more + growing > self.pool.available:
+            self.pool.release(pages)
+            return None
+        self.waiting.remove(r)
+        insort(self.running, r, key=lambda r: r.rank)
+        r.row, r.pages, r.digests = self.free.pop(), pages + self.pool.take(more), digests
+        r.computed = r.stored = len(pages) * self.pool.size
+        if r.cached is None:
+            r.cached = r.computed
+        self.counts["looked up"] += len(r.tokens)
+        self.counts["found"] += r.computed
+        plan.admitted.append(r)
+        return r
+
+    # ---- results ----
+
+    def commit(self, r: Request, tokens: Sequence[int], most: int, end: int) -> None:
+        """Account for a step that was read: new `tokens`, of which `most` were expected; with 0, its chunk's `end`."""
+        r.in_flight, r.unread, r.most = r.in_flight - 1, r.unread - (most > 0), r.most - most
+        if r.done:
+            return
+        r.tokens.extend(tokens)
+        if r.row == NO_ROW:  # preempted meanwhile; its tokens are right all the same
+            return
+        r.stored, size = len(r.tokens) - 1 if most else end, self.pool.size
+        for i in range(len(r.digests), r.stored // size):
+            before = r.digests[-1] if i else r.salt
+            r.digests.append(self.pool.publish(r.pages[i], r.tokens[i * size : (i + 1) * size], before, first=i == 0))
+
+    # ---- faults ----
+
+    def requeue(self, requests: Iterable[Request]) -> None:
+        """Forget the steps in flight of these requests, and compute them again from their known tokens."""
+        for r in requests:
+            r.failed_at = max(r.failed_at, len(r.tokens) + r.unread)
+            r.in_flight = r.unread = r.most = 0
+            if r.row != NO_ROW:
+                self.preempt(r)
+
+    def bisect(self, requests: Collection[Request]) -> Request | None:
+        """Quarantine the requests of a step that raised, in halves: until a half gets past that point, it alone runs.
+
+        Returns the request whose steps raised when it ran alone; None while it is not known.
+        """
+        failed = [r for r in requests if not r.done]
+        rest = [[r for r in group if r not in failed] for group in self.quarantine]
+        alone = bool(self.quarantine) and self.quarantine[0] == failed and len(failed) == 1
+        half = (len(failed) + 1) // 2
+        halves = [] if alone else [failed[:half], failed[half:]]
+        self.quarantine = [g for g in (*halves, *rest) if g]
+        return failed[0] if alone else None
+
+    def _release(self) -> None:
+        """Let those out of quarantine that are done, or have got further than where the step raised; stop all others."""
+        while self.quarantine:
+            self.quarantine[0] = [r for r in self.quarantine[0] if not r.done and len(r.tokens) <= r.failed_at]
+            if self.quarantine[0]:
+                break
+            self.quarantine.pop(0)
+        for r in [r for r in self.running if not self._runnable(r)]:
+            self.preempt(r)

@@ -1,0 +1,95 @@
+"""Arrays that an engine is given: where they are, copies of them, and whether they can take the place of others."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fdel import params as P
+from fdel.models import heads
+from fdel.ops.weights import LowRank
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """An array that was given, or layer `at` of one. No node of trees: `unstack` makes views of layers from views."""
+
+    array: Any
+    at: int | None = None
+
+    shape = property(lambda self: self.array.shape[self.at is not None :])
+    ndim = property(lambda self: len(self.shape))
+    dtype = property(lambda self: self.array.dtype)
+
+    def __getitem__(self, i: int) -> "View":
+        return View(self.array, i)
+
+    @property
+    def sharding(self) -> Any:
+        """How it is laid out; None for an array of the host, and for one whose layers lie apart."""
+        s = getattr(self.array, "sharding", None)
+        if self.at is None or not isinstance(s, NamedSharding):
+            return s
+        return None if any(s.spec[:1]) else NamedSharding(s.mesh, PartitionSpec(*s.spec[1:]))
+
+    def copy(self, dtype: Any = None, sharding: Any = None) -> jax.Array:
+        """Copy it, to another dtype and layout if they are given."""
+        if self.at is None or not isinstance(self.array, jax.Array):
+            x = jnp.array(self.array if self.at is None else self.array[self.at], dtype)
+        else:
+            x = self.array[self.at].astype(dtype or self.dtype)
+        return jax.device_put(x, x.sharding if sharding is None else sharding)
+
+
+def layer_views(params: Any) -> Any:
+    """List the layers of parameters without copying anything. ValueError for what is no tree of arrays."""
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
+        raise ValueError("parameters must be a tree of arrays")
+    try:
+        return P.unstack(jax.tree.map(View, params))
+    except (IndexError, ValueError) as e:
+        raise ValueError(f"the layers of these parameters are neither a list nor stacked: {e}") from e
+
+
+def owned(params: Any) -> Any:
+    """List the layers of parameters: what was stacked is copied, all of it, and what was listed stays as it is.
+
+    All is committed to its devices: programs are compiled once more for arrays that are not.
+    """
+    listed = isinstance(heads.inner(params)["layers"], list)
+    held = lambda p: jax.device_put(p.array, p.sharding) if listed and p.sharding is not None else p.copy()
+    return jax.tree.map(held, layer_views(params))
+
+
+@functools.cache
+def finite() -> Callable[[Any], jax.Array]:
+    """Make the jitted test whether all values of an array are finite."""
+    return jax.jit(lambda x: jnp.isfinite(x).all())
+
+
+def check_replacement(path: str, p: View, old: jax.ShapeDtypeStruct, reshard: bool, cast: bool) -> None:
+    """Raise ValueError if an array cannot take the place of another."""
+    if p.shape != old.shape:
+        raise ValueError(f"{path} has shape {p.shape}; expected {old.shape}, of the model that is served")
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (p, old))
+    if p.dtype != old.dtype and not (cast and floats):
+        raise ValueError(f"{path} is {p.dtype}; expected {old.dtype}" + ("; or give cast=True" if floats else ""))
+    s = p.sharding
+    if not reshard and (s is None or not s.is_equivalent_to(old.sharding, len(old.shape))):
+        found = f"{path} is laid out as {s or 'an array of the host'}"
+        raise ValueError(f"{found}; expected {old.sharding}; or give reshard=True")
+
+
+def check_update(path: str, w: LowRank, most: int) -> None:
+    """Raise ValueError if a low-rank update does not fit its weight, or is too large."""
+    a, b, scale, base, batch = w.a.shape, w.b.shape, w.scale.shape, w.base.shape, w.batch
+    rank = b[-1] if b else 0
+    fits = 0 <= batch <= len(base) and a[: batch + 1] == (*base[:batch], rank) and scale == base[:batch]
+    if not fits or (*b[:-1], *a[batch + 1 :]) != base or rank < 1:
+        raise ValueError(f"{path}: factors {a} and {b} with scale {scale} are no low-rank update of shape {base}")
+    if rank > most:
+        raise ValueError(f"{path} has an adapter of rank {rank}; the most is {most} here, give max_lora_rank={rank}")

@@ -1,0 +1,1 @@
+"""The server: the OpenAI protocol, text, who may call, HTTP."""

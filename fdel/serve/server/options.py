@@ -1,0 +1,46 @@
+"""What a server serves and where: each option declared once, for Python, for `fdel serve` and for run files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fdel import params
+from fdel.serve.engine.settings import Settings, documented, setting
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What to serve and where."""
+
+    host: str = setting("127.0.0.1", "address to listen on; beyond this machine it needs keys")
+    port: int = setting(8000, "port to listen on; 0: a free one")
+    names: Sequence[str] = setting((), "a model's name, one for each directory (default: its directory's)", "--name")
+    adapters: Mapping[str, str] = setting(
+        {}, "a PEFT adapter of the first model, by the name under which that answers with it", "--adapter NAME=DIR"
+    )
+    dtype: Any = setting(None, "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)")
+    mesh: str | None = setting(None, "devices to divide weights and cache over, such as tp=4 (default: one device)")
+    draft: str | None = setting(None, "a smaller model of the same tokens, which guesses drafts tokens ahead, or 3",
+        "--draft DIR")  # fmt: skip
+    rules: params.Rules | None = setting(None, "where axes of weights lie (default: `params.SERVE`)", None)
+    quantize: str | None = setting(None, "keep the layers' matrices in few bits", choices=("int8", "fp8", "nf4"))
+    tool_parser: str | None = setting(None, "how the models write calls of tools: a key of "
+        "`serve.server.tools.FORMATS`, or none (default: by their chat template)")  # fmt: skip
+    key_file: Path | None = setting(None, "keys that may ask; see `fdel keys`", "--api-key-file")
+    adapter_root: Path | None = setting(None,
+        "directory below which admins may load adapters while the server runs (default: none)")  # fmt: skip
+    audit: Path | None = setting(
+        None, "append a line of JSON for every call to this file (mode 0600), without texts and secrets", "--audit-log"
+    )
+    insecure: bool = setting(False, "listen beyond this machine, and answer to any name, without keys")
+    truncate: str | None = setting(None, "where too long prompts are cut (default: they are refused)",
+        choices=("left", "right", "middle"))  # fmt: skip
+    grace: float = setting(30.0, "seconds for answers under way when the server is told to end")
+    memory: float = setting(0.85,
+        "share of a device's memory for weights and cache, where the device tells its size and pages is None",
+        None)  # fmt: skip
+    programs: Path | None = setting(Path.home() / ".cache" / "fdel",
+        "where compiled programs are kept for the next start; in Python, None: nowhere")  # fmt: skip
+    settings: Settings = Settings()

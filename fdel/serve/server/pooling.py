@@ -1,0 +1,120 @@
+"""The routes that ask what a model makes of whole texts: embeddings, classes, scores of pairs."""
+
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+from aiohttp import web
+
+from fdel.models import heads
+from fdel.serve.server import openai
+from fdel.serve.server.call import Call
+from fdel.serve.server.openai import APIError, body
+from fdel.serve.server.served import Prompts, ServedModel
+
+
+async def embeddings(call: Call) -> web.Response:
+    """POST /v1/embeddings: final hidden states, pooled as the model's files say; else the last token's, of unit length."""
+    served = call.served()
+    asked, pooling = await call.parse(openai.parse_embeddings, served), served.engine.pooling
+    cfg = served.engine.model.cfg
+    width = getattr(cfg, "width", cfg.embed) * (1 if pooling is None else len(pooling.modes))
+    if asked.get("dimensions", width) != width:
+        raise APIError(f"dimensions: found {asked['dimensions']}, this model has {width}", param="dimensions")
+    if served.engine.head is not None:
+        raise APIError(f"{served.name} has a head for a {served.engine.head}; ask /classify or /pooling", param="model")
+    ids = await call.encode(served, asked["input"])
+    vectors, base64 = await _vectors(call, served, ids), asked.get("encoding_format") == "base64"
+    return call.json(body.embeddings(asked["model"], vectors, base64, sum(map(len, ids))))
+
+
+def _unit(v: np.ndarray) -> np.ndarray:
+    return v / max(float(np.linalg.norm(v)), 1e-12)
+
+
+async def _each(call: Call, served: ServedModel, ids: Prompts, ask: Callable[..., np.ndarray]) -> list[np.ndarray]:
+    """Ask the engine about each text; others take their turns between, and a client may leave."""
+    served.check_lengths(ids)
+    call.admit(sum(map(len, ids)))
+    one = lambda x: lambda: ask(x, adapter=served.adapter)
+    return [await call.in_thread(one(x)) for x in ids]
+
+
+async def _vectors(call: Call, served: ServedModel, ids: Prompts) -> list[np.ndarray]:
+    """Embed texts; of unit length where the model's files do not say otherwise."""
+    found = await _each(call, served, ids, served.engine.embed)
+    return list(map(_unit, found)) if served.engine.pooling is None else found
+
+
+def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
+    """Make the route of scores or of a ranking: a classifier's of the pair, else the cosine of its embeddings."""
+
+    async def rank(call: Call) -> web.Response:
+        served = call.served()
+        asked = await call.parse(parse, served)
+        if served.engine.head is None:
+            texts = list(dict.fromkeys(t for pair in asked.pairs for t in pair))
+            ids = await call.encode(served, texts)
+            vectors = dict(zip(texts, map(_unit, await _each(call, served, ids, served.engine.embed)), strict=True))
+            values = [float(vectors[a] @ vectors[b]) for a, b in asked.pairs]
+        else:
+            labels = len(_classifier(served))
+            if labels != 1:
+                raise APIError(
+                    f"{served.name} has {labels} labels; a score needs a model of one: ask /classify", param="model"
+                )
+            ids = await call.workers.encode(call.holder, served.base, asked.pairs)
+            values = [float(p[0]) for p in await _classes(call, served, ids, asked.activation)]
+        meta, used = body.meta("score", asked.model), sum(map(len, ids))
+        if asked.top is None:
+            return call.json(body.scores(meta, values, used))
+        documents = [d for _, d in asked.pairs] if asked.documents else None
+        return call.json(body.ranking(meta, values, documents, asked.top, used))
+
+    return rank
+
+
+score_pairs, rerank = ranker(openai.parse_score), ranker(openai.parse_rerank)
+
+
+def _classifier(served: ServedModel) -> list[str]:
+    """Name the labels of a model that classifies sequences; APIError for another."""
+    if served.engine.head != "sequence":
+        found = "no head" if served.engine.head is None else f"a head for a {served.engine.head}"
+        raise APIError(f"{served.name} has {found}, so that it classifies no texts; see /pooling", param="model")
+    model = served.engine.model
+    return heads.label_names(model.cfg, heads.count(model.params))
+
+
+async def _classes(call: Call, served: ServedModel, ids: Prompts, activation: bool) -> list[np.ndarray]:
+    """Give what the model's head says of each text, as probabilities or (activation False) as logits."""
+    logits = await _each(call, served, ids, served.engine.classify)
+    plain = not activation or served.engine.head in ("question", "value")
+    return logits if plain else [heads.probabilities(served.engine.model.cfg, x) for x in logits]
+
+
+async def _pooled(call: Call, served: ServedModel, asked: openai.Pooled) -> list[list[int]]:
+    """Tokenize what is to be classified or pooled."""
+    if isinstance(asked.prompts, openai.Chat):
+        return [(await call.workers.chat(call.holder, served.base, asked.prompts, call.large))[1]]
+    return await call.encode(served, asked.prompts)
+
+
+async def classify(call: Call) -> web.Response:
+    """POST /classify: the class of each text, or of a conversation."""
+    served = call.served()
+    asked, names = await call.parse(openai.parse_classify, served), _classifier(served)
+    ids = await _pooled(call, served, asked)
+    rows = await _classes(call, served, ids, asked.activation)
+    return call.json(body.classes(body.meta("classify", asked.model), rows, names, sum(map(len, ids))))
+
+
+async def pool(call: Call) -> web.Response:
+    """POST /pooling: what the model's head says of each text or of its tokens, else its embedding."""
+    served = call.served()
+    asked = await call.parse(openai.parse_pooling, served)
+    ids = await _pooled(call, served, asked)
+    if served.engine.head is None:
+        rows = await _vectors(call, served, ids)
+    else:
+        rows = await _classes(call, served, ids, asked.activation)
+    return call.json(body.pooled(body.meta("pool", asked.model), rows, asked.base64, sum(map(len, ids))))

@@ -1,0 +1,173 @@
+"""From a batch to what losses read: the model's hidden states, the labels, and the statistics of every token.
+
+A batch is a dict of arrays with the rows in front, so that `accumulate` can divide it. Its keys:
+
+    tokens  int[B T], or int[B 2 T] for pairs: [:, 0] the chosen and [:, 1] the rejected sequence
+    mask    bool, as tokens: the tokens to be learnt (the completion's); absent: all of them
+    lengths int, as tokens without T: the real tokens of each row, the rest is padding at its end; absent: all
+    packed  ops.Packed for tokens [B T] with several sequences in a row; it replaces `lengths`
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fdel import ops
+from fdel.ops.layers import remat_policy
+from fdel.train.losses.head import CHUNK, token_stats
+from fdel.train.losses.stats import IGNORE, TokenStats, check_range
+
+Batch = Mapping[str, Any]
+Ids = Int[Array, "B T"]
+
+
+def shift(tokens: Ids, segment_ids: Ids, mask: Bool[Array, "B T"] | Ids | None = None) -> Ids:
+    """Label every token with the next one of its segment; IGNORE at the last token of a segment and where id < 0.
+
+    `mask` tells which tokens are to be learnt, all if None: the completion's, or the assistant's.
+    """
+    following = lambda x, last: jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=last)
+    learn = (following(segment_ids, -1) == segment_ids) & (segment_ids >= 0)
+    if mask is not None:
+        learn &= following(mask, 0) != 0
+    return jnp.where(learn, following(tokens, 0), IGNORE)
+
+
+def rows(batch: Batch) -> tuple[Int[Array, "R T"], ops.Packed, Int[Array, "R T"]]:
+    """Flatten a batch's leading axes into rows: (tokens, what each may attend to, labels as from `shift`)."""
+    flat = lambda x, rank: x.reshape(-1, *x.shape[x.ndim - rank :])
+    tokens = flat(batch["tokens"], 1)
+    lengths = flat(batch["lengths"], 0) if "lengths" in batch else None
+    packed = batch["packed"] if "packed" in batch else ops.packed(tokens, lengths)
+    mask = flat(batch["mask"], 1) if "mask" in batch else None
+    return tokens, packed, shift(tokens, packed.segment_ids, mask)
+
+
+class Activations(NamedTuple):
+    """What a forward pass leaves: its final hidden states [R T D], and what was asked for beside them."""
+
+    hidden: Array
+    balance: Array | None  # `ops.load_balancing` of its router
+    states: tuple[Array, ...]  # hidden states at the places asked for
+    attention: tuple[Float[Array, "R N T S"], ...]  # softmax of the layers asked for, in float32
+
+
+def forward_pass(
+    family: ModuleType,
+    cfg: Any,
+    *,
+    router: bool = False,
+    places: Sequence[int] = (),
+    attention: Sequence[int] = (),
+    remat: str | None = None,
+) -> Callable[[Any, Array, ops.Packed], Activations]:
+    """Build `forward(params, tokens int[R T], packed) -> Activations`, the forward pass of every loss.
+
+    `router` asks for the balance of a mixture of experts, in which padding does not count; a model without experts is then
+    a ValueError. `places` are transformers' indices of hidden states: 0 enters the first layer, i > 0 is what layer
+    i - 1 returns, the last one the final hidden states; negative ones count from there. `attention` names layers whose
+    softmax is wanted, [N T S] for each row, among those that attend; a model without any is a ValueError. `remat` is the
+    policy of `family.hidden` ("dots_saveable", ...), by which the backward pass computes activations again. A router with
+    jitter is a ValueError: the noise on its input would need a key in every layer, and `family.hidden` takes none.
+    """
+    if router and not getattr(cfg, "experts", None):
+        raise ValueError(f"router_aux_loss_coef is not 0, but {family.__name__} has no experts; set it to 0")
+    if getattr(cfg, "jitter", 0):
+        key = type(cfg).__dataclass_fields__["jitter"].metadata.get("key", "jitter")
+        raise ValueError(
+            f"{key}={cfg.jitter} in the model's config.json: training with noise on the router's input is "
+            "not in this version (losses are given a key, the layers of a model are not); set it to 0 to train without"
+        )
+    if remat is not None:
+        remat_policy(remat)
+    inside = _indices("hidden states", places, cfg.layers + 1, f"{cfg.layers} layers") if places else ()
+    attending = attention_layers(family, cfg) if attention else 0
+    among = _indices("attention weights", attention, attending, f"{attending} layers that attend")
+    watch = tuple(sorted(set(among)))
+
+    def forward(params: Any, tokens: Array, packed: ops.Packed) -> Activations:
+        taps = ops.Taps(
+            ops.HiddenStates(inside) if inside else None,
+            ops.router_load(cfg.experts) if router else None,
+            ops.attention_weights(watch, cfg.heads, tokens.shape) if watch else None,
+        )
+        x, _, taps = family.hidden(params, tokens, cfg, packed, None, taps, remat=remat)
+        states = taps.hidden.values if inside else ()
+        states = tuple(x if place == cfg.layers else s for place, s in zip(inside, states, strict=True))
+        weights = tuple(taps.attention.values[watch.index(i)] for i in among)
+        return Activations(x, ops.load_balancing(taps.router) if router else None, states, weights)
+
+    return forward
+
+
+def attention_layers(family: ModuleType, cfg: Any) -> int:
+    """Count the layers that attend, with one softmax per head; ValueError for a family that has none."""
+    pages = family.state_spec(cfg, pages=1, rows=1).pages
+    if pages is None and "attention" in family.hidden.taps:  # an encoder
+        return cfg.layers
+    if pages is None:
+        name = family.__name__.rpartition(".")[2]
+        raise ValueError(f"{name} has no attention weights, its layers are recurrent; match hidden states instead")
+    return cfg.layers if isinstance(pages, tuple) else pages.k.shape[0]
+
+
+def next_tokens(family: ModuleType, cfg: Any) -> None:
+    """Refuse (ValueError) a model whose tokens see later ones: it would copy the next token, not predict it.
+
+    A family that is `hidden` and `head` alone, which is all that a loss calls, is taken at its word.
+    """
+    if not hasattr(family, "state_spec"):
+        return
+    state = family.state_spec(cfg, pages=1, rows=1)
+    if state.pages is None and state.slots is None:
+        name = family.__name__.rpartition(".")[2]
+        why = "its tokens see later ones, so there is no next token to predict"
+        raise ValueError(f"{name}: {why}; train it on embeddings or classes, a diffusion model by losses.diffusion")
+
+
+def _indices(what: str, asked: Sequence[int], n: int, layers: str) -> tuple[int, ...]:
+    wrong = [i for i in asked if not -n <= i < n]
+    if wrong:
+        raise ValueError(f"{what} {wrong} of a model of {layers}; expected indices from {-n} to {n - 1}")
+    return tuple(i % n for i in asked)
+
+
+def add_balance(total: Array, sums: Mapping[str, Any], balance: Array | None, coef: float) -> tuple[Array, dict]:
+    """Add coef times the router's balance to each unit of weight, as transformers and TRL do; "aux_loss" is its sum."""
+    if balance is None:
+        return total, dict(sums)
+    aux = balance * sums["weight"]
+    return total + coef * aux, {**sums, "aux_loss": aux}
+
+
+class TokenScores(NamedTuple):
+    """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; the router's balance."""
+
+    stats: TokenStats
+    weights: Float[Array, "... T"]
+    balance: Array | None
+
+
+def token_scores(
+    family: ModuleType, cfg: Any, *, chunk: int = CHUNK, router: bool = False, remat: str | None = None
+) -> Callable[[Any, Batch], TokenScores]:
+    """Build `scores(params, batch) -> TokenScores`; `router` and `remat` are those of `forward_pass`.
+
+    Place t holds what the model says there of token t + 1; statistics are 0 where the weight is.
+    """
+    check_range(1, chunk=chunk)
+    next_tokens(family, cfg)
+    forward = forward_pass(family, cfg, router=router, remat=remat)
+
+    def scores(params: Any, batch: Batch) -> TokenScores:
+        tokens, packed, labels = rows(batch)
+        out = forward(params, tokens, packed)
+        stats = token_stats(out.hidden, family.head(params, cfg), labels, chunk=chunk)
+        back = lambda a: a.reshape(batch["tokens"].shape)
+        return TokenScores(jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32), out.balance)
+
+    return scores

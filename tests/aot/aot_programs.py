@@ -1,0 +1,137 @@
+"""The programs that are compiled for accelerators: every family at toy size, and a Llama of 1.2 billion parameters."""
+
+import math
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny import TINY
+
+from fdel import aot, models, ops, params, plan
+from fdel.ops import platform
+
+FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "gpt2")
+LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+             num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=True)  # fmt: skip
+TARGETS = {"v5p": ("v5p:1x1x1", "v5p:2x2x2"), "v6e": ("v6e:1x1", "v6e:2x4"), "h100": ("h100:1x1x1", "h100:1x1x8")}
+WIDE = LARGE | dict(num_attention_heads=16, head_dim=128)
+MODELS = {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | dict(num_hidden_layers=24)}
+HLO = r"= \(?(\w+)\[([\d,]*)\]\S* ([a-z\-]+)\("  # dtype, sizes, operation
+
+
+def target(chip: str, devices: int) -> aot.Target:
+    """One device or eight."""
+    return aot.parse_target(TARGETS[chip][devices > 1])
+
+
+@cache
+def model(name: str) -> tuple[Any, Any]:
+    """Give a family and a Config; toy models are those of the suite, `tiny.TINY`."""
+    family = models.family(name.partition("-")[0])
+    values = MODELS[name] if name in MODELS else TINY[name].values
+    if name == "deepseek_v3":  # XLA:GPU finds no tiles for a gradient of 24 channels, 16 latent and 8 rotary
+        values = values | {"kv_lora_rank": 24}
+    return family, family.Config.from_hf(values | {"model_type": family.MODEL_TYPE})
+
+
+@cache
+def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compiled, int]:
+    """Compile "train", "decode" or "prefill" of a model: (program, bytes of its cache on all devices)."""
+    (family, cfg), on = model(name), target(chip, devices)
+    if what == "train":
+        rows, length = (16, 4096) if name in MODELS else (8, 64)
+        t = plan.Training(f"fsdp={devices}", rows, length, remat="nothing_saveable")
+        return aot.train_step(on, family, cfg, t), 0
+    rows, length = (64, 1024) if name in MODELS else (8, 128)
+    mesh = "tp=8" if devices > 1 and name in MODELS else f"fsdp={devices}"
+    return aot.serving(on, family, cfg, aot.Serving(mesh, rows, length), what)
+
+
+@cache
+def read_once(name: str, chip: str) -> tuple[aot.Compiled, int]:
+    """Compile the model's part of a decode step, without sampling: 64 rows of 512 tokens, which one product attends to.
+
+    So no loop hides what the compiler counts: (program, bytes of the cache).
+    """
+    (family, cfg), on = model(name), target(chip, 1)
+    mesh = params.make_mesh({}, aot.devices(on))
+    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    ints = lambda *shape: put(jax.ShapeDtypeStruct(shape, jnp.int32))
+    with platform.tracing_for(on.facts.platform):
+        weights = params.abstract(params.unstack(family.spec(cfg)), jnp.bfloat16)
+        state = params.abstract(family.state_spec(cfg, pages=64 * 8, page=64, rows=64), jnp.bfloat16)
+
+    def step(weights, tokens, batch, state):
+        x, state, _ = family.hidden(weights, tokens, cfg, batch, state)
+        return ops.logits(x, family.head(weights, cfg)), state
+
+    args = (
+        jax.tree.map(put, weights),
+        ints(64),
+        ops.Paged(ints(64), ints(64, 8), ints(64), 1, trace_once=True),
+        jax.tree.map(put, state),
+    )
+    program = jax.jit(step, donate_argnums=3)
+    return aot.compile(on, program, *args, mesh=mesh), params.nbytes(
+        family.state_spec(cfg, pages=512, page=64), "bfloat16"
+    )
+
+
+def operations(text: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Walk a compiled program: (dtype, sizes, operation)."""
+    for kind, sizes, name in re.findall(HLO, text):
+        yield kind, tuple(int(n) for n in sizes.split(",") if n), name
+
+
+def _in_memory(text: str) -> str:
+    """Leave out fusions inside of fusions: what those give, a copy for one, is an operand on its way, never in memory."""
+    bodies, _ = plan._computations(text)
+    called = {name: set(re.findall(r" fusion\(.*calls=%?([\w.\-]+)", "\n".join(body))) for name, body in bodies.items()}
+    inner = {callee for name in set().union(*called.values()) for callee in called[name]}
+    return "\n".join(line for name, body in bodies.items() if name not in inner for line in body)
+
+
+def copies(text: str, least: int) -> int:
+    """Count what copies or transposes an array of at least so many numbers; fetching it to fast memory is no copy."""
+    found = operations(_in_memory(text))
+    return sum(name in ("copy", "transpose") and _count(sizes) >= least for _, sizes, name in found)
+
+
+def transposes(text: str, name: str) -> int:
+    """Count what copies or transposes an array of a weight's sizes, in whatever order."""
+    weights = {tuple(sorted(p.shape)) for p in jax.tree.leaves(params.unstack(model(name)[0].spec(model(name)[1])))}
+    found = ((op, sizes) for _, sizes, op in operations(_in_memory(text)) if len(sizes) > 1)
+    return sum(op in ("copy", "transpose") and tuple(sorted(sizes)) in weights for op, sizes in found)
+
+
+def wide_products(text: str, least: int) -> int:
+    """Count products of two float32 arrays, one of at least so many numbers."""
+    known = {m[0]: m[1:] for m in re.findall(r"%([\w.\-]+) = (\w+)\[([\d,]*)\]", text)}
+    found = 0
+    for operands in re.findall(r" (?:dot|convolution|custom-call)\(([^)]*)\)", text):
+        kinds = [known.get(x.split()[-1].lstrip("%"), ("", "")) for x in operands.split(", ")[:2] if x]
+        large = any(_count([int(n) for n in sizes.split(",") if n]) >= least for _, sizes in kinds)
+        found += len(kinds) == 2 and all(kind == "f32" for kind, _ in kinds) and large
+    return found
+
+
+def gathers(text: str, size: int) -> int:
+    """Count all-gathers of arrays with an axis of this size; token ids are few bytes, and may be."""
+    found = [c for c in plan.collectives(text, narrow=False) if c.kind == "all-gather"]
+    return sum(bool(re.search(rf"[\[,]{size}[,\]]", shape)) for c in found for shape in c.shapes if shape[0] != "s")
+
+
+def floor(name: str, chip: str, cache: int, tokens: int = 1) -> float:
+    """Seconds that one device needs to read the weights and the cache once, or to multiply a prompt's tokens with them."""
+    family, cfg = model(name)
+    spec, about = family.spec(cfg), aot.CHIPS[chip]
+    read = (params.nbytes(spec, "bfloat16") + cache) / about.bandwidth
+    return max(read, 2 * tokens * params.count(spec["layers"]) / about.flops)
+
+
+def _count(sizes: Any) -> int:
+    return math.prod(sizes)

@@ -1,0 +1,97 @@
+"""What accelerators' compilers make of fdel's programs: bounds on what an expert would not want to see in them.
+
+`make aot` runs these where the compilers are installed, and prints one row per program.
+"""
+
+import time
+from collections import Counter
+
+import pytest
+from aot_programs import FAMILIES, compiled, copies, floor, gathers, read_once, target, transposes, wide_products
+
+from fdel import aot, plan
+
+LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
+LENGTH = 4096  # of a row in its training step; no weight has such an axis
+# Loops in a toy program. Two of them draw, or walk the head's chunks and layers; in prefill each of at most two mixtures
+# has one for each of three products (rounds of all experts on GPUs, megablox's own tables on TPUs), in training one for
+# each product and pass of the stacked mixtures. Recurrences are loops over chunks, forward and backward.
+LOOPS = {"train": 16, "decode": 2, "prefill": 8}
+RECURRENT = {"mamba2": 12, "qwen3_next": 40}
+TOYS = [(name, what, n) for name in FAMILIES for what in ("train", "decode", "prefill") for n in (1, 8)]
+SERVED = [(name, what) for name in ("llama-1b", "llama-1b-h128") for what in ("decode", "prefill")]
+
+
+@pytest.fixture(params=["v5p", "v6e", "h100"])
+def chip(request) -> str:
+    """A chip whose compiler is here."""
+    if why := aot.missing(target(request.param, 1)):
+        pytest.skip(why)
+    return request.param
+
+
+def row(record, name: str, what: str, chip: str, devices: int) -> tuple[aot.Compiled, int]:
+    """Compile a program and note its row of the table."""
+    return note(record, name, what, chip, devices, *compiled(name, what, chip, devices))
+
+
+def note(
+    record, name: str, what: str, chip: str, devices: int, c: aot.Compiled, cache: int
+) -> tuple[aot.Compiled, int]:
+    """Write down what a program came to."""
+    sent = plan.collectives(c.text, narrow=False)
+    kinds = Counter[str]()
+    for x in sent:
+        kinds[" ".join([x.kind, *sorted({s.partition("[")[0] for s in x.shapes})])] += x.count
+    record("program", [name, what, f"{chip} x {devices}", f"{c.seconds:.0f}", f"{c.arguments / 2**20:,.1f}",
+           f"{c.temporaries / 2**20:,.1f}", c.loops, f"{sum(x.moved for x in sent) / 2**20:,.2f}",
+           " ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())),
+           "" if c.estimate is None else f"{c.estimate * 1e3:.3f}"])  # fmt: skip
+    return c, cache
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "what", "devices"), TOYS)
+def test_every_family_compiles(name, what, devices, chip, record_property):
+    c, _ = row(record_property, name, what, chip, devices)
+    assert c.loops <= RECURRENT.get(name, LOOPS[what])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "what"), SERVED)
+def test_an_engine_s_step_leaves_the_cache_where_it_is(name, what, chip, record_property):
+    """No copy of it, few temporaries beside it, no wide product and no weight that is turned round."""
+    c, cache = row(record_property, name, what, chip, 1)
+    assert copies(c.text, cache // 2 // 4) == 0  # of a quarter of the keys, in two bytes
+    assert c.temporaries <= 0.1 * cache  # sampling's, too
+    assert wide_products(c.text, LARGE) == 0
+    assert transposes(c.text, name) == 0
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["llama-1b", "llama-1b-h128"])
+def test_a_step_of_the_model_reads_its_cache_at_a_few_times_the_floor(name, chip, record_property):
+    """Without a kernel, pages are fetched, written and read again: by XLA:TPU's estimate at most 3 times the floor."""
+    c, cache = note(record_property, name, "model", chip, 1, *read_once(name, chip))
+    assert copies(c.text, cache // 2 // 4) == 0
+    assert c.temporaries <= 0.1 * cache
+    if c.estimate is not None:
+        assert c.estimate <= 3 * floor(name, chip, cache)
+
+
+@pytest.mark.aot
+def test_a_training_step_sends_weights_and_gradients_only(chip, record_property):
+    c, _ = row(record_property, "llama-1b", "train", chip, 8)
+    assert gathers(c.text, LENGTH) == 0
+    assert wide_products(c.text, LARGE) == 0
+    fetched = [x for x in plan.collectives(c.text, narrow=False) if x.kind == "all-gather"]
+    wide = sum(x.moved for x in fetched if any(shape.startswith("f32") for shape in x.shapes))
+    assert wide <= 0.05 * sum(x.moved for x in fetched)  # norms and their like
+
+
+@pytest.mark.aot
+def test_a_training_step_of_24_layers_compiles_within_a_minute(chip, record_property):
+    """A minute on two cores, counted in processor time, which other work on the machine does not change."""
+    start = time.process_time()
+    row(record_property, "llama-24-layers", "train", chip, 8)
+    assert time.process_time() - start <= 2 * 60

@@ -1,0 +1,144 @@
+"""Tables of implementations: naming one, explaining, and dividing what XLA cannot partition between devices."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fdel import ops
+from fdel.ops import attention, dispatch, flash, ring
+from fdel.ops.batch import Packed
+from fdel.params.mesh import make_mesh
+from tests.ops.test_attention import case, f32
+
+MESH = {"dp": 2, "tp": 2, "sp": 2}
+
+
+@pytest.fixture
+def opaque(monkeypatch):
+    """An implementation that stands for a kernel: it must see one device's part, and tells the shapes that it saw."""
+    shapes = []
+
+    def forward(mask, q, k, v, *rest):
+        shapes.append((q.shape, k.shape))
+        return LOOPS.forward(mask, q, k, v, *rest)
+
+    LOOPS = flash.passes(flash.Schedule(8))
+
+    def call(q, k, v, where, *, mask, bias, **kwargs):
+        shapes.append((q.shape, k.shape))
+        return flash.flash_attention(q, k, v, where, mask=mask, **kwargs)
+
+    way = dispatch.Implementation(call, local=True)
+    part = dispatch.Implementation(forward, local=True, backward=LOOPS.backward)
+    for table, new in ((attention.ATTEND, way), (ring.PARTS, part)):
+        monkeypatch.setitem(table.implementations, "opaque", new)
+    return shapes
+
+
+def value_and_gradients(mesh, **named):
+    mask, qkv, segments, sinks, alibi, want = case("everything", 32)
+    weight = f32(np.random.default_rng(1).normal(size=want.shape))
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+
+    @ops.use(**named)
+    def value(q, k, v, sinks):
+        out = ops.attend(batch, None, 0, q, k, v, mask=mask, sinks=sinks, alibi=f32(alibi))[0]
+        return (out * weight).sum(), out
+
+    run = jax.jit(jax.grad(value, (0, 1, 2, 3), has_aux=True))
+    args = (*map(f32, qkv), f32(sinks))
+    if mesh is None:
+        return run(*args)
+    with jax.set_mesh(make_mesh(mesh)) as _:
+        return run(*args)
+
+
+@pytest.mark.parametrize("named", [{"attend": "opaque"}, {"attend": "ring", "attend_part": "opaque"}], ids=str)
+def test_a_local_implementation_gets_each_devices_part(opaque, named):
+    """Values and gradients (of the sinks, too) are those of the formula on one device: 2e-5."""
+    got = value_and_gradients(MESH, **named)
+    length = 32 // (2 if "ring" in named.values() else 1)
+    assert set(opaque) == {((1, length, 2, 8), (1, length, 1, 8))}
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(value_and_gradients(None, attend="dense")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_local_implementation_gathers_none_of_its_inputs(opaque):
+    mesh = make_mesh({"dp": 4, "tp": 2})
+    q = jax.ShapeDtypeStruct((8, 64, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P("dp", None, "tp")))
+    batch = ops.packed(jnp.zeros((8, 64), int))
+    f = lambda q, k, v: ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(1.0), impl="opaque")[0].sum()
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(f, (0, 1, 2))).lower(q, q, q).compile().as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    assert set(opaque) == {((2, 64, 2, 8), (2, 64, 2, 8))}
+
+
+def test_heads_that_a_mesh_does_not_divide_stay_whole(opaque):
+    """Three key heads: dividing the six query heads alone would pair them with other keys."""
+    q, k = (jax.random.normal(jax.random.key(n), (4, 8, n, 8)) for n in (6, 3))
+    batch = ops.packed(jnp.zeros((4, 8), int))
+    run = lambda impl: ops.attend(batch, None, 0, q, k, k, mask=ops.Mask(1.0), impl=impl)[0]
+    with jax.set_mesh(make_mesh({"dp": 4, "tp": 2})):
+        got = jax.jit(run, static_argnums=0)("opaque")
+    assert set(opaque) == {((1, 8, 6, 8), (1, 8, 3, 8))}
+    np.testing.assert_allclose(got, run("dense"), atol=2e-6)
+
+
+def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
+    q = jnp.ones((1, 8, 2, 8))
+    batch = ops.packed(jnp.zeros((1, 8), int))
+    traced = []
+
+    @jax.jit
+    def run(q):
+        traced.append(ops.explain(ops.attend, batch, None, 0, q, q, q, mask=ops.Mask(1.0)))
+        return ops.attend(batch, None, 0, q, q, q, mask=ops.Mask(1.0))[0]
+
+    with ops.use(attend="dense"):
+        run(q), run(q)
+    run(q)
+    assert ["dense: chosen" in t for t in traced] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"attention": "flash"}, "no operation 'attention' has implementations; known are .*attend"),
+        ({"attend": "fast"}, "attend: impl='fast' is unknown; .*ring, cudnn, splash, short, flash, dense"),
+    ],
+)
+def test_names_that_no_table_has_are_refused(names, message):
+    with pytest.raises(ValueError, match=message), ops.use(**names):
+        pass
+
+
+@pytest.mark.of_cpu("it names the target")
+def test_a_named_one_that_cannot_serve_says_why():
+    q = jnp.ones((1, 8, 2, 8))
+    batch = ops.packed(jnp.zeros((1, 8), int))
+    with (
+        ops.use(attend="splash"),
+        pytest.raises(ValueError, match="attend: impl='splash' .* for TPUs; the target is cpu"),
+    ):
+        ops.attend(batch, None, 0, q, q, q, mask=ops.Mask(1.0))
+
+
+def test_the_page_of_kernels_runs_and_names_every_table(capsys):
+    import fdel.train  # noqa: F401, PLC0415 (its head has a table)
+
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    try:
+        exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), {})  # noqa: S102
+    finally:
+        dispatch.TABLES.pop("twice", None)
+    said = [re.search(r"(\w+): chosen", text)[1] for text in re.split(r"(?m)^(?=\w)", capsys.readouterr().out) if text]
+    assert said == re.findall(r"# (\w+): chosen", page)
+    rows = page.split("## What is entered")[1]
+    assert {t for t in dispatch.TABLES if f"`{t}`" not in rows} == set()

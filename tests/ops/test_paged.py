@@ -1,0 +1,71 @@
+"""The cache as each platform lays it out: the same numbers come out, and short heads lie side by side on TPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import ops, params
+from fdel.models import builders
+from fdel.ops.mask import Mask
+from fdel.ops.paged import heads_per_row
+from fdel.ops.platform import tracing_for
+from fdel.serve.engine.step import quantized
+
+HEADS, KV, DIM, PAGE = 8, 4, 32, 8
+
+
+def attend(platform: str, kind: str | None = None, block: int = 4, **kwargs) -> np.ndarray:
+    """Write two sequences in shuffled pages full of NaN, chunk by chunk, and attend: [tokens of all chunks, N, Hv]."""
+    rng = np.random.default_rng(0)
+    with tracing_for(platform):
+        spec = quantized(ops.State(builders.kv_pages(2, KV, DIM, pages=9, page=PAGE)), kind)
+        carry = ops.Carry(params.init(spec, jax.random.key(0), dtype=jnp.float32))
+        empty = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        carry, out = jax.tree.map(empty, carry), []
+        table = np.array([[7, 2, 5], [0, 8, 3]])
+        step = jax.jit(lambda b, c, q, k, v: ops.attend(b, c, 1, q, k, v, **kwargs))
+        for start, n in ((0, 7), (7, 1), (8, 12)):
+            _, batch = ops.paged([(i, start, [0] * n) for i in range(2)], table, block=block)
+            t = len(batch.positions)
+            q, k, v = (rng.normal(size=(t, n, DIM)).astype(np.float32) for n in (HEADS, KV, KV))
+            got, carry = step(batch, carry, q, k, v)
+            out.append(np.asarray(got)[np.asarray(batch.positions) >= 0])
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"mask": Mask(0.2)},
+        {"mask": Mask(0.2, window=5, softcap=3.0), "sinks": jnp.linspace(-1, 1, HEADS)},
+        {"mask": Mask(0.2), "alibi": jnp.linspace(0.1, 1, HEADS)},
+    ],
+)
+def test_every_platform_gives_the_same(platform, kwargs):
+    np.testing.assert_allclose(attend(platform, **kwargs), attend("cpu", **kwargs), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_heads_that_share_a_row_share_its_scale(kind):
+    """So in 8 bits they round a little more: on the whole 1.5 times at the most."""
+    whole = attend("cpu", mask=Mask(0.2))
+    error = lambda platform: np.sqrt(np.mean((attend(platform, kind, mask=Mask(0.2)) - whole) ** 2))
+    assert 0 < error("tpu") < 1.5 * error("cpu")
+
+
+def test_short_heads_fill_the_rows_of_a_tpu():
+    shape = lambda *sizes: builders.kv_pages(2, *sizes, pages=3, page=PAGE).k.shape
+    with tracing_for("tpu"):
+        assert [heads_per_row(*x) for x in ((8, 64), (4, 32), (8, 128), (3, 64), (8, 96), (2, 256))] == [
+            2,
+            4,
+            1,
+            1,
+            1,
+            1,
+        ]
+        assert shape(8, 64) == (2, 3, 4, PAGE, 128)
+    with tracing_for("gpu"):
+        assert shape(8, 64) == (2, 3, 8, PAGE, 64)

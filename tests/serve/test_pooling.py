@@ -1,0 +1,193 @@
+"""Models that write no text behind a server: embeddings, classes, scores of pairs; bodies are vLLM's.
+
+https://docs.vllm.ai/en/latest/models/pooling_models.html
+"""
+
+import base64
+import dataclasses
+
+import jax
+import jsonschema
+import numpy as np
+import pytest
+
+from fdel import models, params, text
+from fdel.models import heads, llama
+from fdel.models.pooling import Pooling, read, write
+from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.server.openai.schema import SCHEMAS
+from fdel.serve.server.served import served_model
+from tests.serve import small, wire
+from tests.serve.wire import call
+
+KINDS = {"sequence": 1, "token": 3, "question": 2, "base": 0}
+PAIR = "the music", "the weather in Paris"
+TEXTS = ["the weather", "music"]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """name -> an engine that runs: a head of each kind, classes by "sequences", and an embedding model ("mean")."""
+    made, tok = {}, wire.tokenizer()
+    for i, (kind, n) in enumerate([*KINDS.items(), ("sequences", 3)]):
+        spec = heads.spec(llama, small.CFG, kind.removesuffix("s"), n)
+        tree = jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x + 0.1, params.init(spec, jax.random.key(i)))
+        made[kind] = models.Model(llama, small.CFG, tree)
+    sizes = Settings(rows=1, max_length=64)
+    found = {name: Engine(m, sizes, tokenizer=tok) for name, m in made.items()}
+    found["mean"] = Engine(made["base"], sizes, tokenizer=tok, pooling=Pooling(("mean", "cls")))
+    for engine in found.values():
+        engine.start()
+    yield made, found
+    for engine in found.values():
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def ask(running, engines):
+    """Post a body to a path, for a model of `engines` by its name."""
+    served = {name: served_model(engine, name) for name, engine in engines[1].items()}
+    with wire.also(running, *served.values()):
+        yield lambda path, name, **body: call(running, "POST", path, {"model": name, **body})[:2]
+
+
+def outputs(engines, name: str, ids: list[int]) -> np.ndarray:
+    """What the head says of each token, or hidden states: by `hidden` alone."""
+    model = engines[0]["base" if name == "mean" else name]
+    padded = np.array([ids + [0] * (64 - len(ids))])  # what follows a token changes nothing
+    x = llama.hidden(heads.inner(model.params), padded, model.cfg)[0]
+    return np.asarray(x if heads.kind_of(model.params) is None else heads.outputs(model.params, x))[0, : len(ids)]
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x.astype(np.float64))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_a_classifier_names_the_class_of_each_text(ask, engines):
+    """Probabilities are the softmax of the last token's logits; token ids and raw logits can be had: 1e-5."""
+    tok = wire.tokenizer()
+    status, said = ask("/classify", "sequences", input=TEXTS)
+    jsonschema.validate(said, SCHEMAS["classes"])
+    assert status == 200 and said["id"].startswith("classify-") and len(said["data"]) == 2
+    for row, t in zip(said["data"], TEXTS, strict=True):
+        want = softmax(outputs(engines, "sequences", text.encode(tok, t))[-1])
+        np.testing.assert_allclose(row["probs"], want, atol=1e-5)
+        assert row["label"] == f"LABEL_{want.argmax()}" and row["num_classes"] == 3
+    status, said = ask("/v1/classify", "sequences", input=text.encode(tok, TEXTS[0]), use_activation=False)
+    want = outputs(engines, "sequences", text.encode(tok, TEXTS[0]))[-1]
+    np.testing.assert_allclose(said["data"][0]["probs"], want, atol=1e-4)
+
+
+def test_a_conversation_gets_its_reward(ask, engines):
+    """The chat template renders it whole, without the beginning of an answer."""
+    tok, talk = wire.tokenizer(), [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the music"}]
+    ids = text.encode(tok, text.render_chat(tok, talk), special=False)
+    want = outputs(engines, "sequence", ids)[-1]
+    status, said = ask("/classify", "sequence", messages=talk, use_activation=False)
+    assert status == 200 and said["usage"]["prompt_tokens"] == len(ids)
+    np.testing.assert_allclose(said["data"][0]["probs"], want, atol=1e-4)
+    assert ask("/classify", "sequence", messages=talk, input="a")[0] == 400 == ask("/classify", "sequence")[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score", "/v1/rerank", "/rerank"])
+def test_a_reward_model_scores_pairs(ask, engines, path):
+    """As a cross-encoder: the sigmoid of the logit of both texts together, as the tokenizer joins them."""
+    tok, second = wire.tokenizer(), [PAIR[1], "fine"]
+    joined = [tok.backend.encode(PAIR[0], d).ids for d in second]
+    want = [1 / (1 + np.exp(-float(outputs(engines, "sequence", ids)[-1, 0]))) for ids in joined]
+    if "rank" in path:
+        status, said = ask(path, "sequence", query=PAIR[0], documents=second)
+        got = {r["index"]: r["relevance_score"] for r in said["results"]}
+        assert list(got.values()) == sorted(got.values(), reverse=True)
+        np.testing.assert_allclose([got[0], got[1]], want, atol=1e-5)
+    else:
+        status, said = ask(path, "sequence", text_1=PAIR[0], text_2=second)
+        np.testing.assert_allclose([r["score"] for r in said["data"]], want, atol=1e-5)
+    assert status == 200 and want[0] != want[1]
+
+
+def test_pooling_gives_what_stands_at_each_token(ask, engines):
+    """Of classes their softmax, of questions the logits of first and last tokens, of others the embedding."""
+    ids = text.encode(wire.tokenizer(), PAIR[1])
+    for name, way in (("token", softmax), ("question", lambda x: x)):
+        status, said = ask("/pooling", name, input=PAIR[1])
+        jsonschema.validate(said, SCHEMAS["pooled"])
+        np.testing.assert_allclose(said["data"][0]["data"], way(outputs(engines, name, ids)), atol=1e-4)
+    status, said = ask("/pooling", "base", input=PAIR[1], encoding_format="base64")
+    x = outputs(engines, "base", ids)[-1]
+    got = np.frombuffer(base64.b64decode(said["data"][0]["data"]), "<f4")
+    np.testing.assert_allclose(got, x / np.linalg.norm(x), atol=1e-5)
+
+
+def test_embeddings_are_pooled_as_the_files_say(ask, engines):
+    """Mean and first token, joined and of length one, as sentence-transformers does."""
+    x = outputs(engines, "mean", text.encode(wire.tokenizer(), "music"))
+    want = np.concatenate([x.mean(0), x[0]])
+    status, said = ask("/v1/embeddings", "mean", input="music", dimensions=2 * small.CFG.embed)
+    np.testing.assert_allclose(said["data"][0]["embedding"], want / np.linalg.norm(want), atol=1e-5)
+    assert ask("/v1/embeddings", "mean", input="music", dimensions=small.CFG.embed)[0] == 400
+
+
+@pytest.mark.parametrize("name", ["sequence", "token", "question", "base", "mean"])
+def test_no_text_is_written(ask, name):
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a", "echo": True, "max_tokens": 0, "logprobs": 1}),
+        ("/v1/responses", {"input": "a"}),
+    ):
+        status, said = ask(path, name, **body)
+        assert status == 400 and "write" in said["error"]["message"]
+        assert said["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    "path,name,body,why",
+    [
+        ("/v1/embeddings", "sequence", {"input": "a"}, "has a head for a sequence"),
+        ("/v1/score", "sequences", {"text_1": "a", "text_2": "b"}, "has 3 labels; a score needs a model of one"),
+        ("/v1/score", "token", {"text_1": "a", "text_2": "b"}, "has a head for a token"),
+        ("/classify", "base", {"input": "a"}, "has no head"),
+    ],
+)
+def test_what_a_model_cannot_be_asked(ask, path, name, body, why):
+    status, said = ask(path, name, **body)
+    assert status == 400 and why in said["error"]["message"]
+
+
+# ---- sentence-transformers' files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modes", [("last",), ("cls", "mean"), ("mean", "cls"), ("max",), ("sqrt",), ("weighted",)])
+def test_files_are_read_as_they_were_written(tmp_path, modes):
+    for normalize in (True, False):
+        pooling = Pooling(modes, normalize, 48)
+        write(pooling, tmp_path / str(normalize), 32)
+        assert read(tmp_path / str(normalize)) == pooling
+    assert read(tmp_path) is None
+
+
+def test_poolings_are_sentence_transformers():
+    """Its formulas over masked tokens (sentence_transformers' Pooling), here in numpy: 1e-6."""
+    x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    w = np.arange(1, 6)[:, None]
+    want = {"last": x[4], "cls": x[0], "mean": x.sum(0) / 5, "max": x.max(0), "sqrt": x.sum(0) / 5**0.5}
+    want["weighted"] = (x * w).sum(0) / w.sum()
+    for mode, y in want.items():
+        np.testing.assert_allclose(Pooling((mode,), normalize=False)(x), y, atol=1e-6)
+        np.testing.assert_allclose(Pooling((mode,))(x), y / np.linalg.norm(y), atol=1e-6)
+
+
+def test_wrong_files(tmp_path):
+    write(Pooling(), tmp_path, 32)
+    file = tmp_path / "1_Pooling/config.json"
+    for said, why in (('{"pooling_mode": "median"}', "median"), ("{}", "pooling_mode"), ("{", "not JSON")):
+        file.write_text(said)
+        with pytest.raises(models.ConfigError, match=why):
+            read(tmp_path)
+    modules = tmp_path / "modules.json"
+    modules.write_text(modules.read_text().replace("Normalize", "Dense"))
+    with pytest.raises(models.ConfigError, match="found Transformer, Pooling, Dense"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match="expected some of cls"):
+        dataclasses.replace(Pooling(), modes=("median",))
