@@ -4,6 +4,7 @@ https://sbert.net/docs/package_reference/sentence_transformer/models.html
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ MODES: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {  # sentence
     "weighted": ("weightedmean_tokens", lambda x: np.average(x, 0, np.arange(1, len(x) + 1))),
     "last": ("lasttoken", lambda x: x[-1]),
 }
+LONGEST = 2**20  # bytes of one of the files
 SMALLEST = 1e-12  # vectors shorter than that are not stretched to length one
 
 
@@ -64,7 +66,9 @@ def read(path: str | Path) -> Pooling | None:
         raise ConfigError(
             f"{path}/modules.json: found {', '.join(kinds)}, expected Transformer, Pooling and maybe Normalize"
         )
-    d = mapping("1_Pooling/config.json", _json(path / str(listed[1].get("path")) / "config.json"))
+    if not re.fullmatch(r"\w+", folder := str(listed[1].get("path"))):
+        raise ConfigError(f"{path}/modules.json: found path {show(folder)}, expected the name of a folder beside it")
+    d = mapping("1_Pooling/config.json", _json(path / folder / "config.json"))
     known = {theirs: ours for ours, (theirs, _) in MODES.items()}
     switched = {k.removeprefix("pooling_mode_") for k, v in d.items() if k.startswith("pooling_mode_") and v is True}
     asked = d.get("pooling_mode") or sorted(switched, key=lambda k: [*known, k].index(k))
@@ -106,6 +110,10 @@ def write(pooling: Pooling, path: str | Path, embed: int) -> None:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as e:
+        with file.open("rb") as f:
+            raw = f.read(LONGEST + 1)
+        if len(raw) > LONGEST:
+            raise ValueError(f"more than {LONGEST} bytes")
+        return json.loads(raw)
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{file}: is not JSON that can be read: {e}") from e

@@ -16,7 +16,7 @@ import numpy as np
 
 from fdel.ops.weights import DYNAMIC, NF4, Quantized
 
-from .tensor import Tensor
+from .tensor import CheckpointError, Tensor
 
 Found = dict[str, Tensor]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has the column i of its eight
@@ -27,7 +27,13 @@ def derived(like: Tensor, shape: tuple[int, ...], dtype: Any, make: Callable[[],
     """A tensor that is computed from others when it is read, in one piece."""
 
     def readinto(out: np.ndarray, at: int) -> None:
-        out[...] = np.ascontiguousarray(make(), dtype).reshape(-1).view(np.uint8)
+        try:
+            x = np.ascontiguousarray(make(), dtype)
+            if x.size * x.itemsize != out.size:
+                raise ValueError(f"{list(x.shape)}, expected {list(shape)}")
+        except (ValueError, TypeError, LookupError, ArithmeticError) as e:
+            raise CheckpointError(like.file, [f"the parts of a quantized matrix do not fit each other: {e}"]) from e
+        out[...] = x.reshape(-1).view(np.uint8)
 
     return Tensor(shape, np.dtype(dtype), like.file, readinto, whole=True)
 
@@ -230,7 +236,11 @@ def bitsandbytes(found: Found, name: str, how: Mapping[str, Any]) -> Quantized |
 def _nf4(found: Found, name: str, state: Mapping[str, Any]) -> Quantized:
     """A matrix in blocks of one row after the other; where blocks and rows do not fit, in groups of the common divisor."""
     values, absmax, table = _take(found, name, name + ".absmax", name + ".quant_map")
-    (outputs, inputs), size = state["shape"], state["blocksize"]
+    (outputs, inputs), size, outer_size = state["shape"], state["blocksize"], state.get("nested_blocksize", 1)
+    if any(type(n) is not int or n < 1 for n in (outputs, inputs, size, outer_size)):
+        raise ValueError(
+            f"bitsandbytes' state has {outputs!r}, {inputs!r}, {size!r}, {outer_size!r}; expected numbers > 0"
+        )
     nested = "nested_absmax" if "nested_blocksize" in state else ""
     group, aligned = math.gcd(inputs, size), inputs % size == 0
     maps = [(table, NF4), *((t, DYNAMIC) for t in (_take(found, name + ".nested_quant_map") if nested else []))]
@@ -248,9 +258,9 @@ def _nf4(found: Found, name: str, state: Mapping[str, Any]) -> Quantized:
     scale: Any = derived(absmax, (outputs, groups), absmax.dtype, lambda: absmax.read()[where()])
     if nested:
         (outer,) = _take(found, f"{name}.{nested}")
-        step = math.gcd(groups, state["nested_blocksize"]) if aligned else 1
-        of = lambda: outer.read()[where()[:, ::step] // state["nested_blocksize"]]
-        offset = lambda: np.full((outputs, 1), state["nested_offset"])
+        step = math.gcd(groups, outer_size) if aligned else 1
+        of = lambda: outer.read()[where()[:, ::step] // outer_size]
+        offset = lambda: np.full((outputs, 1), state["nested_offset"], np.float32)
         outer_scale = derived(outer, (outputs, groups // step), np.float32, of)
         scale = leaf("dynamic", scale, outer_scale, derived(outer, (outputs, 1), np.float32, offset), (groups,))
     return leaf("nf4", stored, scale)

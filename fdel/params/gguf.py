@@ -4,6 +4,7 @@ Tensors get the names of the Hub's Llama and Qwen 3. The blocks of a quantised o
 type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its values are those of ggml-quants.c.
 """
 
+import re
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -90,7 +91,9 @@ def _header(file: Path) -> tuple[dict[str, Any], Infos, int]:
                 name, axes = _text(f), min(_number(f, "I"), 64)
                 shape = tuple(_number(f, "Q") for _ in range(axes))[::-1]
                 infos[name] = shape, _number(f, "I"), _number(f, "Q")
-            step = int(meta.get("general.alignment", 32))
+            step = meta.get("general.alignment", 32)
+            if type(step) is not int or step < 1 or step & step - 1:
+                raise ValueError(f"general.alignment is {step!r:.100}; expected a power of two")
             return meta, infos, -(-f.tell() // step) * step
     except (ValueError, TypeError, ArithmeticError, RecursionError) as e:
         raise CheckpointError(file, [f"{file.name}: {e}"]) from e
@@ -109,6 +112,15 @@ def config(file: Path) -> dict[str, Any]:
             problems.append(
                 f"{file.name}: {key} is {of[key]!r}; understood are models without; take the Hub's safetensors"
             )
+    per_layer = {*KEYS.values()} - {"attention.layer_norm_rms_epsilon"} | {
+        "attention.head_count_kv",
+        "attention.key_length",
+    }
+    for key in sorted(per_layer & of.keys()):
+        if type(of[key]) is not int or of[key] < 1:
+            problems.append(f"{file.name}: {key} is {of[key]!r:.100}; understood is one number above 0 for all layers")
+    if len(infos.get("token_embd.weight", ((),))[0]) != 2:
+        problems.append(f"{file.name}: no matrix token_embd.weight [vocabulary embedding]")
     if "rope_freqs.weight" in infos:
         problems.append(f"{file.name}: has rotary frequencies of its own (Llama 3.1); take the Hub's safetensors")
     if problems:
@@ -124,13 +136,13 @@ def config(file: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _hub_name(name: str) -> str:
-    layer, stem = "", name
-    if name.startswith("blk."):
-        _, index, stem = name.split(".", 2)
-        layer = f"model.layers.{index}."
-    part, _, end = stem.rpartition(".")
-    return f"{layer}{NAMES[part]}.{end}" if part in NAMES else name
+def _split(name: str) -> tuple[str, str]:
+    """Give the Hub's name of a tensor, and which part of a layer it is; a name that GGUF does not have stays."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in NAMES:
+        return name, ""
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{NAMES[match[2]]}.{match[3]}", match[2]
 
 
 def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.ndarray, int], None]) -> Found:
@@ -138,7 +150,7 @@ def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.nd
     (meta, infos, start), out, size = _header(file), {}, file.stat().st_size
     heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if meta.get("general.architecture") == "llama" else {}
     for name, (shape, kind, offset) in infos.items():
-        ours, dtype = _hub_name(name), PLAIN.get(kind)
+        (ours, part), dtype = _split(name), PLAIN.get(kind)
         if kind in BLOCKS and shape and shape[-1] % BLOCKS[kind][1] == 0:
             label, numbers, width = BLOCKS[kind]
             ours, dtype, shape = f"{ours}:{label}", np.dtype(np.uint8), (*shape[:-1], shape[-1] // numbers * width)
@@ -151,8 +163,13 @@ def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.nd
         tensor = Tensor(shape, dtype, file, partial(readinto, file, start + offset))
         if start + offset + tensor.nbytes > size:
             problems.append(f"{file.name}: {name} ends past the file: truncated, fetch it again")
-        count = meta.get(f"llama.attention.{heads.get(name.split('.')[-2], '')}")
-        out[ours] = tensor if count is None else _halves(tensor, count)
+        count = meta.get(f"llama.attention.{heads.get(part, '')}")
+        if count is None:
+            out[ours] = tensor
+        elif type(count) is int and count > 0 and shape and shape[0] % (2 * count) == 0:
+            out[ours] = _halves(tensor, count)
+        else:
+            problems.append(f"{file.name}: {name} of shape {list(shape)} has no rows for {count!r:.100} heads")
     return out
 
 

@@ -28,7 +28,7 @@ def declare(spec: Tree, found: Found, how: Mapping[str, Any], dtype: Any, proble
     `how` is the `quantization_config` of config.json. What is wrong is appended to `problems`.
     """
     method = how.get("quant_method", "bitsandbytes" if how.get("load_in_4bit") or how.get("load_in_8bit") else None)
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         fix = "load the unquantized model, or quantize it again in one of these"
         problems.append(f"quantization_config: quant_method is {method!r}; understood are {', '.join(METHODS)}; {fix}")
         return spec
@@ -39,7 +39,7 @@ def declare(spec: Tree, found: Found, how: Mapping[str, Any], dtype: Any, proble
     for name in names:
         try:
             w = METHODS[method](found, name, how)
-        except (ValueError, TypeError, LookupError, AttributeError) as e:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
             problems.append(f"{name}: {e if isinstance(e, ValueError) else f'malformed ({e!r})'}")
             continue
         if w is not None:

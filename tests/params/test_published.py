@@ -5,7 +5,9 @@ import json
 import math
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -331,6 +333,7 @@ REFUSED = {
     "lacks": ("gptq", {}, ("q_proj.scales", None), "q_proj.weight: quantized, but the file lacks .*q_proj.scales"),
     "shape": ("gptq", {}, ("k_proj.scales", lambda x: x[:, :5]), r"k_proj.weight:\d: the shape is"),
     "nvfp4": ("ct_4", {}, ("q_proj.weight_packed", lambda x: x.view(np.uint8)), "uint8.*4 and 8 bits in int32"),
+    "parts": ("gptq", {}, ("q_proj.qzeros", lambda x: x[:1]), "parts of a quantized matrix do not fit each other"),
     "malformed": ("ct_4", {"config_groups": {"a": 3}}, None, "malformed"),
 }  # fmt: skip
 
@@ -397,7 +400,7 @@ def gguf_file(path: Path, keys: dict, tensors: dict) -> None:
     (path / "model.gguf").write_bytes(head + bytes(-len(head) % 32) + data)
 
 
-def gguf_llama(path: Path) -> dict:
+def gguf_llama(path: Path, changed: Mapping = MappingProxyType({})) -> dict:
     """Write a Llama of all types with random blocks; give its plain matrices, by transformers' reading of the blocks."""
     torch = pytest.importorskip("torch")
     from transformers.integrations.gguf.dequant import dequantize, row_bytes
@@ -431,7 +434,7 @@ def gguf_llama(path: Path) -> dict:
         tensors[f"{name}.weight"], plain[ours] = (kind, (rows, e), raw), w
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
         tensors[f"{name}.weight"] = "f32", (e,), rng.normal(1, 0.1, e).astype(np.float32).tobytes()
-    gguf_file(path, keys, tensors)
+    gguf_file(path, keys | changed, tensors)
     return plain
 
 

@@ -185,7 +185,16 @@ def test_wrong_files(tmp_path):
         file.write_text(said)
         with pytest.raises(models.ConfigError, match=why):
             read(tmp_path)
+    file.write_text("[" * 100_000)
+    with pytest.raises(models.ConfigError, match="not JSON"):
+        read(tmp_path)
     modules = tmp_path / "modules.json"
+    good = modules.read_text()
+    for outside in ("..", "../1_Pooling", "/etc", ""):
+        modules.write_text(good.replace("1_Pooling", outside))
+        with pytest.raises(models.ConfigError, match="expected the name of a folder beside it"):
+            read(tmp_path)
+    modules.write_text(good)
     modules.write_text(modules.read_text().replace("Normalize", "Dense"))
     with pytest.raises(models.ConfigError, match="found Transformer, Pooling, Dense"):
         read(tmp_path)
