@@ -13,23 +13,26 @@ from fdel.ops.einsum import einsum
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Head:
-    """Output projection of a model: logits = cap(scale * x weight + bias).
+    """Output projection of a model: logits = cap(scale * x weight + bias) / temperature.
 
     `weight` [V D] is an array or any weight leaf that `ops.einsum` takes, often the embedding itself.
-    cap(z) = softcap * tanh(z / softcap), or the identity when `softcap` is None.
+    cap(z) = softcap * tanh(z / softcap), or the identity when `softcap` is None. Learning from samples that were drawn
+    with a `temperature` sets it, so that both sides speak of one distribution.
     """
 
     weight: Any
     softcap: float | None = field(default=None, metadata={"static": True})
     scale: float = field(default=1.0, metadata={"static": True})
     bias: Float[Array, " V"] | None = None
+    temperature: float = field(default=1.0, metadata={"static": True})
 
 
 def cap(z: Float[Array, "... V"], bias: Float[Array, " V"] | None, head: Head) -> Float[Array, "... V"]:
-    """Scale, shift and soft-cap projected values: softcap * tanh((scale * z + bias) / softcap)."""
+    """Scale, shift and soft-cap projected values: softcap * tanh((scale * z + bias) / softcap) / temperature."""
     z = z if head.scale == 1.0 else head.scale * z
     z = z if bias is None else z + bias.astype(z.dtype)
-    return z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    return z if head.temperature == 1.0 else z / head.temperature
 
 
 def logits(x: Float[Array, "... D"], head: Head) -> Float[Array, "... V"]:

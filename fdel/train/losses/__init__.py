@@ -2,10 +2,11 @@
 
 For a training step, each comes with its model: `sft`, `distill`, `reward`, ... build the `loss(params, batch, given)` of
 `train.grads`; `completion_logps` with `dpo_objective`, ... and `embedding` build the two halves of `train.gradcache`.
-Formulas alone are in `preference` and `unpaired`, statistics of tokens in `stats` and `head`, batches in `forward`.
+Formulas alone are in `preference`, `unpaired` and `policy`, statistics of tokens in `stats` and `head`, batches in
+`forward`; for learning from own samples see `sampled`.
 """
 
-from . import completions, forward, head, preference, stats, unpaired
+from . import completions, forward, head, policy, preference, sampled, stats, unpaired
 from .completions import completion_logps, on_adapters
 from .contrastive import (
     embedding,
@@ -21,7 +22,9 @@ from .discrete_diffusion import diffusion
 from .distillation import Terms, distill, generalized_jsd, soft_targets, sparse_distill
 from .head import token_stats, token_sum
 from .pairs import cpo_objective, dpo_objective, orpo_objective
+from .policy import Policy
 from .reward_model import process_reward, reward, score_rows
+from .sampled import policy_gradient, policy_objective, policy_outputs, token_logps
 from .supervised import dft, nll, sft
 from .unpaired import bco_objective, kto_objective
 
@@ -30,5 +33,6 @@ __all__ = [
     "diffusion", "reward", "process_reward", "score_rows", "embedding", "info_nce", "triplet", "matryoshka",
     "sentence_embeddings", "first_token", "last_token", "mean_token", "completion_logps", "on_adapters", "dpo_objective",
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
-    "completions", "forward", "head", "preference", "stats", "unpaired",
+    "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps",
+    "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ A batch is a dict of arrays with the rows in front, so that `accumulate` can div
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -153,20 +154,30 @@ class TokenScores(NamedTuple):
 
 
 def token_scores(
-    family: ModuleType, cfg: Any, *, chunk: int = CHUNK, router: bool = False, remat: str | None = None
+    family: ModuleType,
+    cfg: Any,
+    *,
+    chunk: int = CHUNK,
+    router: bool = False,
+    remat: str | None = None,
+    temperature: float = 1.0,
 ) -> Callable[[Any, Batch], TokenScores]:
     """Build `scores(params, batch) -> TokenScores`; `router` and `remat` are those of `forward_pass`.
 
-    Place t holds what the model says there of token t + 1; statistics are 0 where the weight is.
+    Place t holds what the model says there of token t + 1; statistics are 0 where the weight is. They are those of
+    softmax(logits / temperature).
     """
     check_range(1, chunk=chunk)
+    check_range(above=True, temperature=temperature)
     next_tokens(family, cfg)
     forward = forward_pass(family, cfg, router=router, remat=remat)
 
     def scores(params: Any, batch: Batch) -> TokenScores:
         tokens, packed, labels = rows(batch)
         out = forward(params, tokens, packed)
-        stats = token_stats(out.hidden, family.head(params, cfg), labels, chunk=chunk)
+        head = family.head(params, cfg)
+        head = head if temperature == 1.0 else replace(head, temperature=temperature)
+        stats = token_stats(out.hidden, head, labels, chunk=chunk)
         back = lambda a: a.reshape(batch["tokens"].shape)
         return TokenScores(jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32), out.balance)
 

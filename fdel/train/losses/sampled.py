@@ -1,0 +1,148 @@
+"""Learn from samples: the losses of `losses.policy` on a model.
+
+    loss = losses.policy_gradient(llama, cfg, losses.Policy(loss_type="dapo", epsilon_high=0.28))
+    g = train.accumulate(train.grads(loss), n)
+
+    options = losses.Policy(top_entropy_quantile=0.2)  # `coupled`: the loss of one row depends on the others
+    g = train.gradcache(losses.policy_outputs(llama, cfg), losses.policy_objective(options), n)
+
+Beside the keys of `losses.forward`, whose mask tells the tokens that the policy drew, a batch has these, all float, as
+tokens, each at the token that it is about. Rows may be packed.
+
+    advantages  how much better than expected
+    old         log-probabilities under the trainer's weights before the first step on this batch (`token_logps`); absent:
+                those of this step, so that ratios are 1
+    logps       log-probabilities of the distribution that the sampler drew from; NaN where it told none
+    kept        log of the mass that top-k, top-p or min-p left, so that logps + kept is of the whole distribution; absent:
+                0, what was cut off is then corrected for too
+    ref_logps   log-probabilities under the reference, for beta != 0, or the step is given reference=params
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.train.given import NOTHING, Given
+from fdel.train.losses.forward import Batch, rows, token_scores
+from fdel.train.losses.head import CHUNK
+from fdel.train.losses.policy import Policy, Tokens, policy
+from fdel.train.losses.stats import check_range
+
+Outputs = dict[str, Array]
+Sums = dict[str, Any]
+
+
+def policy_outputs(
+    family: ModuleType,
+    cfg: Any,
+    *,
+    temperature: float = 1.0,
+    reference: bool = True,
+    router: bool = False,
+    chunk: int = CHUNK,
+    remat: str | None = None,
+) -> Callable[..., Outputs]:
+    """Build `outputs(params, batch, given)`: "logp" and "entropy" of the next token, [R T], 0 where it is not learnt.
+
+    They are of softmax(logits / temperature): that with which was sampled. If the step is given a reference and the batch
+    has no "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
+    "balance", float[R], `ops.load_balancing` of the microbatch.
+    """
+    scores = token_scores(family, cfg, temperature=temperature, router=router, chunk=chunk, remat=remat)
+
+    def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
+        if batch["tokens"].ndim != 2:
+            raise ValueError(f"found tokens {batch['tokens'].shape}; a policy loss takes [rows, tokens], packed or not")
+        s = scores(params, batch)
+        out = {"logp": s.stats.logp, "entropy": s.stats.entropy}
+        if reference and "reference" in given and "ref_logps" not in batch:
+            told = scores(jax.lax.stop_gradient(given["reference"]), batch)
+            out["reference"] = jax.lax.stop_gradient(told.stats.logp)
+        return out if s.balance is None else out | {"balance": jnp.broadcast_to(s.balance, len(s.weights))}
+
+    return outputs
+
+
+def policy_objective(options: Policy, *, router_aux_loss_coef: float = 0.0) -> Callable[..., tuple[Array, Sums]]:
+    """Build the objective `(outputs, batch, given) -> (sum, sums)` of `policy`; outputs are those of `policy_outputs`.
+
+    `router_aux_loss_coef` times the router's balance is added to each unit of weight.
+    """
+    check_range(router_aux_loss_coef=router_aux_loss_coef)
+
+    def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
+        total, sums = policy(sampled_tokens(o, batch), options)
+        if router_aux_loss_coef and "balance" not in o:
+            raise ValueError("router_aux_loss_coef is not 0, but there is no balance; give policy_outputs router=True")
+        if router_aux_loss_coef:
+            aux = o["balance"].mean() * sums["weight"]
+            total, sums = total + router_aux_loss_coef * aux, sums | {"aux_loss": aux}
+        return total, sums
+
+    return objective
+
+
+def policy_gradient(
+    family: ModuleType, cfg: Any, options: Policy | None = None, *, router_aux_loss_coef: float = 0.0, **settings: Any
+) -> Callable[..., tuple[Array, Sums]]:
+    """Build `loss(params, batch, given) -> (sum, sums)` for `train.grads`; `settings` are those of `policy_outputs`.
+
+    ValueError for options that are `coupled`: they would come out differently in microbatches.
+    >>> batch = {"tokens": tokens, "advantages": jnp.ones(tokens.shape)}
+    >>> losses.policy_gradient(llama, cfg)(weights, batch, {})[0]  # 4 rows of 6 tokens, 5 of them drawn
+    Array(-20., dtype=float32)
+    """
+    options = Policy() if options is None else options
+    if options.coupled:
+        raise ValueError(
+            "top_entropy_quantile, and entropy_coef with a loss that is no mean over tokens, couple all rows; use "
+            "train.gradcache(policy_outputs(...), policy_objective(options), n)"
+        )
+    settings = {"reference": options.beta > 0, "router": router_aux_loss_coef > 0} | settings
+    outputs = policy_outputs(family, cfg, **settings)
+    objective = policy_objective(options, router_aux_loss_coef=router_aux_loss_coef)
+    return lambda params, batch, given=NOTHING: objective(outputs(params, batch, given), batch, given)
+
+
+def token_logps(family: ModuleType, cfg: Any, **settings: Any) -> Callable[[Any, Batch], Float[Array, "B T"]]:
+    """Build `logps(params, batch)`, what "old" and "ref_logps" hold: log-probabilities, as tokens, each at its token.
+
+    `settings` are those of `policy_outputs`; 0 at tokens that are not to be learnt.
+    """
+    outputs = policy_outputs(family, cfg, **settings)
+
+    def logps(params: Any, batch: Batch) -> Float[Array, "B T"]:
+        x = outputs(params, batch)["logp"]
+        return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+
+    return logps
+
+
+def sampled_tokens(o: Outputs, batch: Batch) -> Tokens:
+    """Join outputs and a batch's columns; place t then speaks of token t + 1, as log-probabilities do."""
+    packed, labels = rows(batch)[1:]
+    mask = labels >= 0
+
+    def column(name: str) -> Array:
+        if name not in batch:
+            raise ValueError(f"the batch has {sorted(batch)}; expected a column {name!r}, as tokens")
+        if batch[name].shape != mask.shape:
+            raise ValueError(f"{name!r} has shape {batch[name].shape}; expected that of the tokens, {mask.shape}")
+        return jnp.where(mask, jnp.pad(batch[name][:, 1:], ((0, 0), (0, 1))), 0)
+
+    reference = o.get("reference", column("ref_logps") if "ref_logps" in batch else None)
+    sampled = column("logps") + (column("kept") if "kept" in batch else 0) if "logps" in batch else None
+    return Tokens(
+        logp=o["logp"],
+        entropy=o["entropy"],
+        mask=mask.astype(jnp.float32),
+        advantages=column("advantages"),
+        old=column("old") if "old" in batch else jax.lax.stop_gradient(o["logp"]),
+        sampled=sampled,
+        reference=reference,
+        segments=None if packed.single else packed.segment_ids,
+    )
