@@ -185,7 +185,7 @@ def batch(weights):
     mask = (at >= np.array([4, 3, 7, 3])[:, None]) & (at < lengths[:, None])
     b = {"tokens": r.integers(0, 23, mask.shape), "mask": mask, "lengths": lengths}
     b = {k: jnp.asarray(v, jnp.bool_ if k == "mask" else jnp.int32) for k, v in b.items()}
-    now = np.asarray(losses.token_logps(llama, CFG, temperature=0.7)(weights, b))
+    now = np.asarray(jax.jit(losses.token_logps(llama, CFG, temperature=0.7))(weights, b))
     hidden = np.where(mask, 0, np.nan)
     near = lambda scale: jnp.asarray(now + scale * r.normal(size=now.shape) + hidden, jnp.float32)
     b |= {"old": near(0.2), "logps": near(0.1), "ref_logps": near(0.3)}
@@ -207,6 +207,7 @@ def test_columns_stand_at_their_tokens(weights, batch) -> None:
     assert float(sums["weight"]) == mask.sum() and float(sums["sampling/sampling_logp_difference/mean"][0]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,18 +21,21 @@ from .contrastive import (
 from .discrete_diffusion import diffusion
 from .distillation import Terms, distill, generalized_jsd, soft_targets, sparse_distill
 from .head import token_stats, token_sum
+from .online import a2po_objective, nash_md_gradient, online_dpo_objective, tpo_objective, xpo_objective
 from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
 from .reward_model import process_reward, reward, score_rows
 from .sampled import policy_gradient, policy_objective, policy_outputs, token_logps
 from .supervised import dft, nll, sft
 from .unpaired import bco_objective, kto_objective
+from .value import ppo, token_values
 
 __all__ = [
     "sft", "nll", "dft", "distill", "sparse_distill", "Terms", "generalized_jsd", "soft_targets",
     "diffusion", "reward", "process_reward", "score_rows", "embedding", "info_nce", "triplet", "matryoshka",
     "sentence_embeddings", "first_token", "last_token", "mean_token", "completion_logps", "on_adapters", "dpo_objective",
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
-    "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps",
+    "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps", "ppo", "token_values",
+    "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective",
     "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

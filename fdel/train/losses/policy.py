@@ -136,6 +136,10 @@ def _cispo(t: Tokens, r: _Ratio, c: Policy) -> tuple[PerToken, Sums]:
     return term, {"cispo_clip_ratio": (ratio > c.high) & (t.advantages > 0)}
 
 
+def _reinforce(t: Tokens, r: _Ratio, c: Policy) -> tuple[PerToken, Sums]:
+    return -t.advantages * t.logp, {}
+
+
 def _sapo(t: Tokens, r: _Ratio, c: Policy) -> tuple[PerToken, Sums]:
     temperature = jnp.where(t.advantages > 0, *c.sapo_temperatures)
     return -4 / temperature * jax.nn.sigmoid(temperature * (jnp.exp(r.log) - 1)) * t.advantages, {}
@@ -170,6 +174,7 @@ TERMS: dict[str, tuple[Callable[[Tokens, _Ratio, Policy], tuple[PerToken, Sums]]
     "dapo": (_clipped, "tokens"),  # arXiv:2503.14476
     "luspo": (_clipped, "sums"),  # arXiv:2602.05261, with importance_sampling_level="sequence"
     "cispo": (_cispo, "tokens"),  # arXiv:2506.13585
+    "reinforce": (_reinforce, "tokens"),  # without a ratio
     "sapo": (_sapo, "means"),  # arXiv:2511.20347
     "vespo": (_vespo, "tokens"),  # arXiv:2602.10693
     "gmpo": (_gmpo, "means"),  # arXiv:2507.20673

@@ -122,24 +122,26 @@ def token_logps(family: ModuleType, cfg: Any, **settings: Any) -> Callable[[Any,
     return logps
 
 
+def at_next(batch: Batch, name: str, mask: Float[Array, "R T"]) -> Array:
+    """Read a batch's column, moved so that place t speaks of token t + 1; 0 where the mask is."""
+    if name not in batch:
+        raise ValueError(f"the batch has {sorted(batch)}; expected a column {name!r}, as tokens")
+    if batch[name].shape != mask.shape:
+        raise ValueError(f"{name!r} has shape {batch[name].shape}; expected that of the tokens, {mask.shape}")
+    return jnp.where(mask > 0, jnp.pad(batch[name][:, 1:], ((0, 0), (0, 1))), 0)
+
+
 def sampled_tokens(o: Outputs, batch: Batch) -> Tokens:
     """Join outputs and a batch's columns; place t then speaks of token t + 1, as log-probabilities do."""
     packed, labels = rows(batch)[1:]
-    mask = labels >= 0
-
-    def column(name: str) -> Array:
-        if name not in batch:
-            raise ValueError(f"the batch has {sorted(batch)}; expected a column {name!r}, as tokens")
-        if batch[name].shape != mask.shape:
-            raise ValueError(f"{name!r} has shape {batch[name].shape}; expected that of the tokens, {mask.shape}")
-        return jnp.where(mask, jnp.pad(batch[name][:, 1:], ((0, 0), (0, 1))), 0)
-
+    mask = (labels >= 0).astype(jnp.float32)
+    column = lambda name: at_next(batch, name, mask)
     reference = o.get("reference", column("ref_logps") if "ref_logps" in batch else None)
     sampled = column("logps") + (column("kept") if "kept" in batch else 0) if "logps" in batch else None
     return Tokens(
         logp=o["logp"],
         entropy=o["entropy"],
-        mask=mask.astype(jnp.float32),
+        mask=mask,
         advantages=column("advantages"),
         old=column("old") if "old" in batch else jax.lax.stop_gradient(o["logp"]),
         sampled=sampled,
