@@ -35,7 +35,7 @@ TRAINER: dict[str, tuple] = {
     "ref_model_sync_steps": (2,), "ld_alpha": (0.5,), "use_weighting": (True,), "center_rewards_coefficient": (0.01,),
     "f_divergence_type": ("js_divergence", "alpha_divergence"), "hidden_state_loss_weight": (0.1,),
     "attention_loss_weight": (0.1,), "pooling": ("mean",), "matryoshka_dims": ([32, 16],), "negatives": (0, 2),
-    "train_on_last_step_only": (True,), "moments": ("bfloat16", "int8"),
+    "train_on_last_step_only": (True,), "moments": ("bfloat16", "int8"), "weighting": ("elbo",),
 }  # fmt: skip
 LOSSES: dict[str, tuple] = {
     "sft": ("dft",), "cpo": ("hinge", "ipo", "simpo"), "kto": ("apo_zero_unpaired",), "embedding": ("triplet",),
@@ -108,6 +108,7 @@ class Draw:
         t |= {"learning_rate": 1e-2, "log_steps": 1, "save_steps": 2, "save_directory": str(out)}
         if t["optimizer"] != "adamw":
             t.pop("moments", None)
+        t |= {"mask_token_id": VOCAB - 1} if kind == "diffusion" else {}
         data = {"reward": "pairs", "prm": "steps", "embedding": "embedding", "kto": "rated", "bco": "rated"}.get(kind)
         data = data or ("pairs" if kind in ("dpo", "cpo", "simpo", "orpo") else rng.choice(["text", "completion"]))
         mixture = self._some(MIXTURE)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fdel import cli, models, ops, params, recipe, serve, text
-from fdel.models import heads, llama
+from fdel.models import gidd, heads, llama
 from fdel.train import losses, metrics
 
 ROOT = Path(__file__).parents[1]
@@ -21,9 +21,14 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # A tiny model from nothing learns at other rates than a real one.
-RATES = {"sft": 3e-3, "chat": 3e-3, "distillation": 3e-3, "lora": 2e-2, "qlora": 2e-2} | dict.fromkeys(
-    ("dpo", "orpo", "kto", "reward", "prm", "embedding"), 1e-3
-)
+RATES = {
+    "sft": 3e-3,
+    "chat": 3e-3,
+    "distillation": 3e-3,
+    "lora": 2e-2,
+    "qlora": 2e-2,
+    "diffusion": 1e-2,
+} | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding"), 1e-3)
 
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
 
@@ -76,7 +81,7 @@ def curve(out: Path, name: str) -> np.ndarray:
 
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
-        "chat", "distillation", "dpo", "embedding", "kto", "lora", "orpo", "prm", "qlora", "reward", "sft",
+        "chat", "diffusion", "distillation", "dpo", "embedding", "kto", "lora", "orpo", "prm", "qlora", "reward", "sft",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
@@ -86,7 +91,7 @@ def test_there_is_an_example_of_each_kind_and_its_data_is_small():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "sft" else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES])
 def test_the_example_learns(name, tiny, taught, tmp_path):
-    start = taught / "model" if "lora" in name else tiny
+    start = bidirectional(tiny, tmp_path) if name == "diffusion" else taught / "model" if "lora" in name else tiny
     out = taught if name == "sft" else run(name, start, tmp_path, teacher=taught / "model")
     loss = curve(out, "loss")
     assert [row["step"] for row in metrics.read(out)] == list(range(1, 31))
@@ -95,7 +100,9 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
         margin = curve(out, "margin" if name == "reward" else "rewards/chosen")
         margin = margin if name == "reward" else margin - curve(out, "rewards/rejected")
         assert margin[-5:].mean() > margin[:3].mean() + LEAST_GAIN[name]
-    {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps}.get(name, whole)(out, start)
+    {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps, "diffusion": denoises}.get(name, whole)(
+        out, start
+    )
 
 
 def whole(out: Path, begin: Path) -> None:
@@ -104,6 +111,27 @@ def whole(out: Path, begin: Path) -> None:
     start = models.load(begin, stacked=False)
     assert not np.allclose(model.params["layers"][0]["q"], start.params["layers"][0]["q"])
     assert len(serve.generate(model, [text.encode(tok, "What")], max_tokens=4)[0].tokens) > 0
+
+
+def bidirectional(tiny: Path, path: Path) -> Path:
+    """A gidd of two layers with the same tokenizer."""
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    cfg = gidd.Config.from_hf({"model_type": "gidd", "max_position_embeddings": 64, **sizes})
+    weights = jax.jit(lambda key: params.init(gidd.spec(cfg), key, dtype=jnp.float32))(jax.random.key(0))
+    text.save(text.load(tiny), path / "gidd")
+    models.save(models.Model(gidd, cfg, weights), path / "gidd")
+    return path / "gidd"
+
+
+def denoises(out: Path, begin: Path) -> None:
+    """The saved model loads, and puts a token for each mask."""
+    model = models.load(out / "model")
+    assert not np.allclose(model.params["layers"]["q"], models.load(begin).params["layers"]["q"])
+    tokens, noise = jnp.arange(20, 36)[None], ops.diffusion.Noise(512, 3)
+    free = jnp.arange(16)[None] > 7
+    call = lambda t: gidd.forward(model.params, t, model.cfg)[0]
+    got = jax.jit(lambda key: ops.diffusion.denoise(noise, call, key, tokens, free, steps=4))(jax.random.key(0))
+    assert (got[0, :8] == tokens[0, :8]).all() and (got != 3).all()
 
 
 def adapters(out: Path, begin: Path) -> None:

@@ -23,6 +23,7 @@ LOSSES = {
 }  # fmt: skip
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
+OF_TYPE = {"diffusion": {"mask_token_id": 3}}  # keys that a type cannot do without
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {
     "beta": 0.3, "lambda_orpo": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3, "alpha": 0.25, "temperature": 3.0,
@@ -35,6 +36,7 @@ VALUES: dict[str, Any] = {
     "packing": True, "packing_strategy": "wrapped", "step_separator": "\n\n", "train_on_last_step_only": True,
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
     "fcm_max_ratio": 0.3, "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
+    "mask_token_id": 5, "weighting": "elbo", "max_loss_weight": 2.0,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
@@ -54,7 +56,7 @@ LOOP = {
 
 
 def made(kind: str, loss: Any = None, **keys: Any) -> recipe.Recipe:
-    keys = ({} if loss is None else {"loss_type": loss}) | NEEDS.get(loss, {}) | keys
+    keys = ({} if loss is None else {"loss_type": loss}) | NEEDS.get(loss, {}) | OF_TYPE.get(kind, {}) | keys
     base = {"model": {"name_or_path": "m"}, "mixture": {"informs": [{"data_files": "d"}]}, "actions": ["train"]}
     base |= {"teacher_model": {"name_or_path": "t"}} if kind in methods.types(teacher=True) else {}
     return recipe.from_dict({**base, "trainer": {"trainer_type": kind, **keys}})
@@ -101,7 +103,7 @@ def model_of(kind: str) -> models.Model:
 def effect(found: recipe.Recipe) -> tuple:
     """What a loss and its data make of a recipe."""
     t, model = found.trainer, model_of(found.trainer.trainer_type)
-    given = {"bco": {"mean": jnp.zeros(()), "count": jnp.zeros(())}, "teacher": model.params}
+    given = {"bco": {"mean": jnp.zeros(()), "count": jnp.zeros(())}, "teacher": model.params, "key": jax.random.key(0)}
     given |= {"reference": model.params} if t.trainer_type in methods.types(reference=True) else {}
     loss = recipe.build_objective(found, model, teacher=model).loss
     value = lambda *args: loss(*args)[0]

@@ -17,6 +17,7 @@ FILES = (
     "reward",
     "distill",
     "embedding",
+    "diffusion",
 )
 METHODS: dict[str, Method] = {
     m.name: m for file in FILES for m in importlib.import_module(f"{__name__}.{file}").METHODS

@@ -82,8 +82,8 @@ class Generating(Adapted):
 
 
 @dataclass(frozen=True)
-class Text(Generating):
-    """Keys of the types that learn texts."""
+class Rows:
+    """Keys of how texts become rows."""
 
     completion_only_loss: bool | None = key(None, "learn completions; default: where there are any")
     assistant_only_loss: bool = key(False, "learn what the assistant says")
@@ -91,7 +91,12 @@ class Text(Generating):
     packing_strategy: str = key("bfd", "how texts share rows", choices=("bfd", "bfd_split", "wrapped"))
 
 
-def texts(k: Text) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Text(Rows, Generating):
+    """Keys of the types whose models learn to write texts."""
+
+
+def texts(k: Rows) -> dict[str, Any]:
     """Give the data settings of types that learn texts."""
     learn = {None: "auto", True: "completion", False: "all"}[k.completion_only_loss]
     return {"kind": "sft", "learn": "assistant" if k.assistant_only_loss else learn}
