@@ -33,7 +33,7 @@ def definition(k, v, decay, first):
 
 @partial(jax.jit, static_argnames="chunk")
 def run(p: dict, batch=None, chunk=16):
-    batch = packed(np.zeros((1, len(p["k"])))) if batch is None else batch
+    batch = packed(np.zeros((1, len(p["k"])), int)) if batch is None else batch
     return ops.wkv(batch, None, 0, p["k"][None], p["v"][None], p["decay"], p["first"], chunk=chunk)[0][0]
 
 

@@ -794,7 +794,8 @@ def test_nothing_compiles_after_warm_up(model, caplog) -> None:
         e.generate(PROMPTS, serve.SamplingParams(max_tokens=9, logprobs=20, logit_bias={3: 1.0}, **everything))
         e.generate(PROMPTS[:2], serve.SamplingParams(max_tokens=9, allowed_tokens=[3, 4], bad_words=[[3, 4]], n=2))
         e.generate(PROMPTS[1:2], serve.SamplingParams(max_tokens=9), mask=Mask)
-    assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
+    here = [r.getMessage() for r in caplog.records if r.thread == threading.get_ident()]  # others finish older engines
+    assert not [line for line in here if "ompil" in line]
     assert e.stats()["preempted"] and e.stats()["drafting steps"] and e.stats()["found"]
 
 

@@ -91,7 +91,9 @@ class Device:
         else:
             plan, *masks = call.arrays
             weights = (self.weights.call(call.adapter), *self.small)
-            mask = masks[0] if masks else self.unmasked[len(plan)]
+            mask = self.unmasked[len(plan)]
+            if masks:  # where that one is, else it would compile again; every process has the whole
+                mask = jax.make_array_from_callback(mask.shape, mask.sharding, lambda part: masks[0][part])
             step = getattr(self.programs, call.name)
             self.state, self.sequences, out = step(weights, self.state, self.sequences, plan, mask, **call.static)
             return out
