@@ -243,6 +243,21 @@ def test_microbatches_and_packing_change_nothing(weights, batch, options) -> Non
         )
 
 
+def test_head_at_learnt_places_alone(weights, batch) -> None:
+    """The same loss and gradient, for a fraction of the head's work; every learnt place must be named."""
+    g = jax.jit(train.grads(losses.policy_gradient(llama, CFG, Policy(beta=0.1))))
+    few = {**batch, "places": jnp.asarray(losses.forward.learnt_places(batch, 8))}
+    assert few["places"].shape == (4, 8) and few["places"].max() == 12
+    (want, sums), (got, few_sums) = g(weights, batch), g(weights, few)
+    jax.tree.map(lambda x, y: close(x, y, 2e-6), got, want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), few_sums, sums)
+    cost = lambda b: g.lower(weights, b).cost_analysis()["flops"]
+    head = 6 * 4 * 23 * 16  # of one place in each row: three products
+    assert cost(batch) - cost(few) > 0.9 * (12 - 8) * head
+    with pytest.raises(ValueError, match="most=7, but a row has 8"):
+        losses.forward.learnt_places(batch, 7)
+
+
 def test_reference_is_given(weights, batch) -> None:
     """The reference of the step, without a column: what `token_logps` says with its parameters."""
     other = jax.tree.map(lambda x: 1.1 * x, weights)

@@ -21,6 +21,7 @@ from .contrastive import (
 from .discrete_diffusion import diffusion
 from .distillation import Terms, distill, generalized_jsd, soft_targets, sparse_distill
 from .head import token_stats, token_sum
+from .on_policy import sampled_distill
 from .online import a2po_objective, nash_md_gradient, online_dpo_objective, tpo_objective, xpo_objective
 from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
@@ -36,6 +37,6 @@ __all__ = [
     "sentence_embeddings", "first_token", "last_token", "mean_token", "completion_logps", "on_adapters", "dpo_objective",
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
     "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps", "ppo", "token_values",
-    "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective",
+    "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective", "sampled_distill",
     "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

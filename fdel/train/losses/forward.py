@@ -6,6 +6,8 @@ A batch is a dict of arrays with the rows in front, so that `accumulate` can div
     mask    bool, as tokens: the tokens to be learnt (the completion's); absent: all of them
     lengths int, as tokens without T: the real tokens of each row, the rest is padding at its end; absent: all
     packed  ops.Packed for tokens [B T] with several sequences in a row; it replaces `lengths`
+    places  int, as tokens with K in T's place, optional (`learnt_places`): where next tokens are learnt. Losses from
+            `token_scores` and samples then compute the output projection there alone: long prompts cost none
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops
@@ -145,6 +148,34 @@ def add_balance(total: Array, sums: Mapping[str, Any], balance: Array | None, co
     return total + coef * aux, {**sums, "aux_loss": aux}
 
 
+def learnt_places(batch: Batch, most: int) -> Int[np.ndarray, "... K"]:
+    """Find the places of each row whose next token is learnt, on the host; T, which is none, fills up to `most`.
+
+    A row with more of them is a ValueError: what is not named would count, with a log-probability of 0.
+    >>> losses.forward.learnt_places({"tokens": jnp.ones((1, 4)), "mask": jnp.array([[0, 0, 1, 1]])}, 3)
+    array([[1, 2, 4]], dtype=int32)
+    """
+    learnt = np.asarray(rows(batch)[2]) >= 0
+    if (found := learnt.sum(-1).max()) > most:
+        raise ValueError(f"most={most}, but a row has {found} tokens to be learnt; give at least as many places")
+    t = learnt.shape[-1]
+    at = np.sort(np.where(learnt, np.arange(t, dtype=np.int32), np.int32(t)), -1)[:, :most]
+    at = np.pad(at, ((0, 0), (0, most - at.shape[1])), constant_values=t)
+    return at.reshape(*batch["tokens"].shape[:-1], most)
+
+
+def place_stats(hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batch: Batch, chunk: int) -> TokenStats:
+    """Compute `token_stats` at a batch's places, if it names them, and 0 elsewhere."""
+    if "places" not in batch:
+        return token_stats(hidden, head, labels, chunk=chunk)
+    places = batch["places"].reshape(len(labels), -1)
+    there = jnp.minimum(places, labels.shape[1] - 1)
+    asked = jnp.where(places < labels.shape[1], jnp.take_along_axis(labels, there, 1), IGNORE)
+    stats = token_stats(jnp.take_along_axis(hidden, there[..., None], 1), head, asked, chunk=chunk)
+    row = jnp.arange(len(labels))[:, None]
+    return jax.tree.map(lambda x: jnp.zeros(labels.shape, x.dtype).at[row, places].set(x, mode="drop"), stats)
+
+
 class TokenScores(NamedTuple):
     """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; the router's balance."""
 
@@ -177,7 +208,7 @@ def token_scores(
         out = forward(params, tokens, packed)
         head = family.head(params, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
-        stats = token_stats(out.hidden, head, labels, chunk=chunk)
+        stats = place_stats(out.hidden, head, labels, batch, chunk)
         back = lambda a: a.reshape(batch["tokens"].shape)
         return TokenScores(jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32), out.balance)
 

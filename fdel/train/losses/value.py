@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 
 from fdel.models import heads
 from fdel.train.given import NOTHING, Given
-from fdel.train.losses.forward import Batch, forward_pass, next_tokens, rows
-from fdel.train.losses.head import CHUNK, token_stats
+from fdel.train.losses.forward import Batch, forward_pass, next_tokens, place_stats, rows
+from fdel.train.losses.head import CHUNK
 from fdel.train.losses.policy import TERMS, Policy, policy
 from fdel.train.losses.sampled import Outputs, Sums, at_next, sampled_tokens
 from fdel.train.losses.stats import check_range
@@ -75,7 +75,7 @@ def value_outputs(
         seen = x if look is None else look(judge["model"], tokens, packed).hidden
         head = family.head(mine, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
-        stats = token_stats(x, head, labels, chunk=chunk)
+        stats = place_stats(x, head, labels, batch, chunk)
         return {"logp": stats.logp, "entropy": stats.entropy, "value": heads.outputs(judge, seen)[..., 0]}
 
     return outputs

@@ -1,0 +1,106 @@
+"""On-policy distillation of sampled tokens: what a teacher says of the tokens that the student drew, and of no others.
+
+    g = train.accumulate(train.grads(losses.sampled_distill(llama, cfg, llama, teacher_cfg)), n)
+    step(state, batch, teacher=weights)
+
+Its other forms are losses that stand elsewhere, on samples of the student (GKD: of both) or the teacher (seq_kd):
+the whole distributions' divergence with any beta is `distill`, a stored part of the teacher's `sparse_distill`. IW-OPD is
+`policy_gradient` with Policy(loss_type="reinforce") and `prefix_weighted` advantages; MiniLLM is GRPO with
+`rollout.advantages.reward_to_go(teacher - student, mean=True)` added to the advantages, and `distill` with beta=1 added to
+the loss. Self-distillation has a teacher that is told more: its log-probabilities come as a column.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array
+
+from fdel.train.given import NOTHING, Given, lookup
+from fdel.train.losses.forward import Batch
+from fdel.train.losses.policy import Tokens
+from fdel.train.losses.sampled import Sums, at_next, policy_outputs, sampled_tokens
+from fdel.train.losses.sequences import PerToken, Segments, sequence_sum, starts
+from fdel.train.losses.stats import check_range
+
+AVERAGES = ("tokens", "sequences")
+
+
+def sampled_kl(
+    t: Tokens, teacher: PerToken, *, average: str = "tokens", clip: float | None = None
+) -> tuple[Array, Sums]:
+    """Sum (log student - log teacher) * log student over drawn tokens, the first factor without gradient.
+
+    Its gradient is that of the reverse KL divergence, estimated from the student's own samples. `clip` corrects for samples
+    of older weights: each token weighs new / old, at most `clip` (SDPO: 2). `average` says of what the loss is the mean:
+    all tokens, or sequences, each the mean of its tokens (SDPO).
+    >>> one = jnp.ones((1, 2))
+    >>> sampled_kl(Tokens(-one, one, one, one, -one), -2 * one)[0]
+    Array(-2., dtype=float32)
+    """
+    if average not in AVERAGES:
+        raise ValueError(f"average={average!r}; expected one of {', '.join(AVERAGES)}")
+    check_range(above=True, clip=clip)
+    drift = stop_gradient(jnp.where(t.mask > 0, t.logp - teacher, 0))
+    term = drift * t.logp
+    if clip is not None:
+        ratio = jnp.exp(jnp.clip(jnp.where(t.mask > 0, t.logp - t.old, 0), -20, 20))
+        term = term * stop_gradient(jnp.minimum(ratio, clip))
+    lengths = sequence_sum(t.mask, t.segments)
+    sequences = (starts(t.segments, t.mask.shape) & (lengths > 0)).sum(dtype=jnp.float32)
+    share = t.mask if average == "tokens" else t.mask / jnp.maximum(lengths, 1)
+    tokens = t.mask.sum()
+    sums: Sums = {"weight": tokens if average == "tokens" else sequences}
+    sums |= {"kl": (drift.sum(), tokens), "entropy": ((t.mask * t.entropy).sum(), tokens)}
+    return jnp.where(t.mask > 0, share * term, 0).sum(), sums
+
+
+def sampled_distill(
+    family: ModuleType,
+    cfg: Any,
+    teacher: ModuleType | None = None,
+    teacher_cfg: Any = None,
+    *,
+    average: str = "tokens",
+    clip: float | None = None,
+    **settings: Any,
+) -> Callable[..., tuple[Array, Sums]]:
+    """Build `loss(params, batch, given) -> (sum, sums)` of `sampled_kl`; `settings` are those of `policy_outputs`.
+
+    The teacher's parameters are given as "teacher"; without a teacher, batch["teacher_logps"] are its log-probabilities, as
+    tokens, each at its token. The batch is that of `losses.sampled`, without advantages.
+    """
+    outputs = policy_outputs(family, cfg, **settings | {"reference": False})
+    told = None if teacher is None else policy_outputs(teacher, teacher_cfg, **settings | {"reference": False})
+
+    def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
+        o = outputs(params, batch, given)
+        t = sampled_tokens(o, {"advantages": jnp.zeros(o["logp"].shape), **batch})
+        if told is None:
+            theirs = at_next(batch, "teacher_logps", t.mask)
+        else:
+            theirs = told(stop_gradient(lookup(given, "teacher")), batch)["logp"]
+        return sampled_kl(t, theirs, average=average, clip=clip)
+
+    return loss
+
+
+def prefix_weighted(
+    advantages: PerToken, mask: PerToken, *, gamma: float = 0.5, eps: float = 1e-8, segments: Segments = None
+) -> PerToken:
+    """Weigh advantages log teacher - log student, early tokens more (IW-OPD, arXiv:2606.22600).
+
+    A token weighs 1 + gamma * (1 - share), the share of its sequence's absolute advantages that came before it. All are
+    as `mask`, 1 at drawn tokens.
+    >>> prefix_weighted(jnp.array([[1.0, -1.0]]), jnp.ones((1, 2)))
+    Array([[ 1.5 , -1.25]], dtype=float32)
+    """
+    check_range(gamma=gamma)
+    check_range(above=True, eps=eps)
+    size = jnp.where(mask > 0, jnp.abs(advantages), 0)
+    running = jnp.cumsum(size, -1) - size
+    begun = sequence_sum(jnp.where(starts(segments, mask.shape), running, 0), segments)  # what earlier sequences had
+    share = (running - begun) / jnp.maximum(sequence_sum(size, segments), eps)
+    return jnp.where(mask > 0, (1 + gamma * (1 - share)) * advantages, 0)
