@@ -40,12 +40,7 @@ def spec(cfg: Config) -> dict:
         moe["residual"] = builders.glu(name + "residual_mlp.", cfg.embed, cfg.embed, NAMES)
         moe["residual_norm"] = builders.norm(name + "residual_layernorm.weight", cfg.embed)
     ffn = {MOE: moe, DENSE: builders.glu(name + "block_sparse_moe.mlp.", cfg.embed, cfg.ffn, NAMES)}
-    layer = lambda kind: {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
-        **builders.gqa(name + "self_attn.", cfg),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
-        **ffn[kind],
-    }
+    layer = lambda kind: builders.prenorm(name, cfg.embed) | builders.gqa(name + "self_attn.", cfg) | ffn[kind]
     return builders.top(cfg, layers(layer, cfg.kinds))
 
 
@@ -69,10 +64,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {kind: block(kind) for kind in (DENSE, MOE)}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

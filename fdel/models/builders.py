@@ -28,6 +28,12 @@ def bias(name: str, size: int, axis: str = "embed") -> Param:
     return Param(axis, (size,), zeros, name)
 
 
+def prenorm(name: str, embed: int) -> dict[str, Param]:
+    """Scales of the norms before attention and before the feed-forward, where they are called as Llama's."""
+    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {part: norm(f"{name}{file}.weight", embed) for part, file in parts.items()}
+
+
 def matrix(name: str, a: tuple[str, int], b: tuple[str, int]) -> Param:
     """A linear map from axis a to axis b, stored [b a]: outputs first, as torch does."""
     return Param(f"{b[0]} {a[0]}", (b[1], a[1]), normal(STD), name)

@@ -116,15 +116,7 @@ def spec(cfg: Config, moe_spec: Callable[[Any, str], dict] = moe_spec) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     ffn = {DENSE: builders.glu(name + "mlp.", cfg.embed, cfg.ffn), MOE: moe_spec(cfg, name + "mlp.")}
-
-    def layer(kind):
-        return {
-            "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
-            **attention_spec(cfg, name + "self_attn."),
-            "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
-            **ffn[kind],
-        }
-
+    layer = lambda kind: builders.prenorm(name, cfg.embed) | attention_spec(cfg, name + "self_attn.") | ffn[kind]
     return builders.top(cfg, layers(layer, cfg.kinds))
 
 
@@ -175,10 +167,7 @@ def walk(params, tokens, cfg, batch: ops.Batch, carry: ops.Carry, remat: str | N
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {kind: block(kind) for kind in (DENSE, MOE)}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
 
 
 hidden = builders.hidden("attention", "router")(walk)

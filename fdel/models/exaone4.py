@@ -1,7 +1,7 @@
 """EXAONE 4 (arXiv:2507.11407): norms behind attention and feed-forward; three layers in a window, one without positions."""
 
 from fdel import ops
-from fdel.models import builders, config, llama, olmo2
+from fdel.models import builders, config, olmo2, sublayers
 from fdel.models.config import FULL, SLIDING
 from fdel.params.spec import layers
 
@@ -53,7 +53,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         SLIDING: olmo2.block(cfg, batch, rot, cfg.window, per_head=True),
         FULL: olmo2.block(cfg, batch, None if cfg.window else rot, per_head=True),
     }
-    return llama.walk(params, tokens, cfg, blocks, carry, remat)
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -137,8 +137,7 @@ def spec(cfg: Config) -> dict:
             "input_norm": norm("post_per_layer_input_norm"),
         }
 
-    def layer(kind):
-        return more | {
+    layer = lambda kind: more | {
             "attn_norm": norm("input_layernorm"), **attention_spec(cfg, kind, name + "self_attn."),
             "attn_post_norm": norm("post_attention_layernorm"), "mlp_norm": norm("pre_feedforward_layernorm"),
             **builders.glu(name + "mlp.", cfg.embed, cfg.ffn * (2 if cfg.wide and kind[1] == SHARED else 1)),

@@ -99,9 +99,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         h = linear("...d,fd->...f", norm(x, p["mlp_norm"]), p, "up", cfg.embed, cfg.ffn)
         return x + add * linear("...f,df->...d", ops.ACTIVATIONS[cfg.act](h), p, "down", cfg.ffn, cfg.embed), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params["norm"]))
 
 
 def head(params, cfg: Config) -> ops.Head:

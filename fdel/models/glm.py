@@ -23,9 +23,8 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     layer = {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=False),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **builders.gate_up(name + "mlp.gate_up_proj.weight", cfg.embed, cfg.ffn, name + "mlp.down_proj.weight"),
     }
     return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
@@ -35,7 +34,7 @@ def spec(cfg: Config) -> dict:
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     change = sublayers.rotate(ops.rotation(cfg.rope, batch), interleaved=True)
-    return llama.walk(params, tokens, cfg, llama.block(cfg, batch, change), carry, remat)
+    return sublayers.walk(params, tokens, cfg, llama.block(cfg, batch, change), carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

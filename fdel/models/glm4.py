@@ -1,7 +1,7 @@
 """GLM-4-0414 (arXiv:2406.12793): GLM with norms before and after attention and feed-forward."""
 
 from fdel import ops
-from fdel.models import builders, config, glm, llama, sublayers
+from fdel.models import builders, config, glm, sublayers
 from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "glm4", "Glm4ForCausalLM"
@@ -41,7 +41,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         h = ops.glu(norm(x, p["mlp_norm"]), p, ops.ACTIVATIONS[cfg.act])
         return x + norm(h, p["mlp_post_norm"]), carry
 
-    return llama.walk(params, tokens, cfg, block, carry, remat)
+    return sublayers.walk(params, tokens, cfg, block, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

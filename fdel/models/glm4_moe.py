@@ -43,10 +43,9 @@ def spec(cfg: Config) -> dict:
     ffn = {DENSE: builders.glu(name + "mlp.", cfg.embed, cfg.ffn), MOE: moe_spec(cfg, name + "mlp.")}
     norms = {f"{i}_norm": builders.norm(f"{name}self_attn.{i}_norm.weight", cfg.head_dim, "head_dim") for i in "qk"}
     layer = lambda kind: {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=False),
         **(norms if cfg.qk_norm else {}),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **ffn[kind],
     }
     return builders.top(cfg, layers(layer, cfg.kinds))
@@ -70,10 +69,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {kind: block(kind) for kind in (DENSE, MOE)}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

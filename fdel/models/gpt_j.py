@@ -66,9 +66,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         a, carry = sublayers.attention(h, carry, p, layer, batch, mask, rotate)
         return x + a + ops.mlp(h, p, ops.ACTIVATIONS[cfg.act]), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x, params, "norm"), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params, "norm"))
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -60,10 +60,9 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     layer = {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
         "sinks": builders.bias(name + "self_attn.sinks", cfg.heads, "heads"),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **moe_spec(cfg, name + "mlp."),
     }
     return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
@@ -91,9 +90,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         return apply
 
     blocks = {SLIDING: block(cfg.window), FULL: block(None)}
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -102,9 +102,8 @@ def spec(cfg: Config) -> dict:
         dense = kind[1] == DENSE
         moe = deepseek_v3.moe_spec(cfg, name + "block_sparse_moe.", ("w1", "w3", "w2"))
         return {
-            "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+            **builders.prenorm(name, cfg.embed),
             "mixer": mixers[kind[0]](cfg, name + "self_attn."),
-            "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
             "mlp": builders.glu(name + "mlp.", cfg.embed, cfg.ffn) if dense else moe,
         }
 
@@ -161,10 +160,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {kind: block(kind) for kind in sorted(set(cfg.kinds))}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in sorted(set(cfg.kinds))}, carry, remat)
 
 
 head, forward = builders.head, builders.forward(hidden)

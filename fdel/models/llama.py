@@ -50,18 +50,11 @@ def block(
     return apply
 
 
-def walk(params, tokens, cfg: Any, blocks: Any, carry: ops.Carry, remat: str | None):
-    """Embed, apply every layer, normalise."""
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
-
-
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     change = sublayers.rotate(ops.rotation(cfg.rope, batch))
-    return walk(params, tokens, cfg, block(cfg, batch, change, cfg.window), carry, remat)
+    return sublayers.walk(params, tokens, cfg, block(cfg, batch, change, cfg.window), carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -73,9 +73,8 @@ def spec(cfg: Config) -> dict:
         False: builders.glu(name + "feed_forward.", cfg.embed, cfg.dense_ffn),
     }
     layer = lambda kind: {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **ffn[kind[2]],
     }
     return builders.top(cfg, layers(layer, cfg.kinds))

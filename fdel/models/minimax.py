@@ -73,13 +73,11 @@ def spec(cfg: Config) -> dict:
     attn = name + "self_attn."
     mixers = {LINEAR: lightning_spec(cfg, attn), FULL: builders.gqa(attn, cfg)}
 
-    def layer(kind):
-        return {
-            "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
-            **mixers[kind],
-            "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
-            **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
-        }
+    layer = lambda kind: {
+        **builders.prenorm(name, cfg.embed),
+        **mixers[kind],
+        **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
+    }
 
     return builders.top(cfg, layers(layer, cfg.kinds))
 
@@ -125,10 +123,8 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
     blocks = {FULL: block(FULL, cfg.full), LINEAR: block(LINEAR, cfg.linear)}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 head, forward = builders.head, builders.forward(hidden)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from fdel import ops
-from fdel.models import builders, config, llama
+from fdel.models import builders, config, llama, sublayers
 
 MODEL_TYPE, ARCHITECTURE = "ministral3", "Ministral3ForCausalLM"
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
@@ -49,7 +49,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     rot, (beta, original) = ops.rotation(cfg.rope, batch), cfg.growth
     scale = 1 + beta * jnp.log1p(jnp.maximum(batch.positions, 0) // original)[..., None, None]
     change = lambda q, k: (ops.rope(q, rot) * scale.astype(q.dtype), ops.rope(k, rot))
-    return llama.walk(params, tokens, cfg, llama.block(cfg, batch, change, cfg.window), carry, remat)
+    return sublayers.walk(params, tokens, cfg, llama.block(cfg, batch, change, cfg.window), carry, remat)
 
 
 spec, state_spec, head, forward = llama.spec, builders.kv_state, builders.head, builders.forward(hidden)

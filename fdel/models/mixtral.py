@@ -25,9 +25,8 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     layer = {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
     return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
@@ -46,9 +45,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=True)
         return x + a + y, carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -65,9 +65,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         x = x + a
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, ops.ACTIVATIONS["gelu"]), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x, params, "norm"), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params, "norm"))
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fdel import ops
-from fdel.models import builders, config, llama, sublayers
+from fdel.models import builders, config, sublayers
 from fdel.params.spec import Param, layers, ones
 
 MODEL_TYPE, ARCHITECTURE = "olmo2", "Olmo2ForCausalLM"
@@ -51,7 +51,7 @@ def block(cfg: Any, batch: ops.Batch, rot: Any, window: int | None = None, *, pe
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    return llama.walk(params, tokens, cfg, block(cfg, batch, ops.rotation(cfg.rope, batch)), carry, remat)
+    return sublayers.walk(params, tokens, cfg, block(cfg, batch, ops.rotation(cfg.rope, batch)), carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -1,7 +1,7 @@
 """OLMo 3 (Ai2, 2025): OLMo 2 where three layers of four attend in a window; those have rotary parameters of their own."""
 
 from fdel import ops
-from fdel.models import builders, config, llama, olmo2
+from fdel.models import builders, config, olmo2, sublayers
 from fdel.models.config import FULL, SLIDING
 
 MODEL_TYPE, ARCHITECTURE = "olmo3", "Olmo3ForCausalLM"
@@ -32,7 +32,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     local, full = (ops.rotation(rope, batch) for rope in cfg.rope)
     blocks = {SLIDING: olmo2.block(cfg, batch, local, cfg.window), FULL: olmo2.block(cfg, batch, full)}
-    return llama.walk(params, tokens, cfg, blocks, carry, remat)
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 spec, state_spec, head, forward = olmo2.spec, builders.kv_state, builders.head, builders.forward(hidden)

@@ -108,9 +108,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         x = x + ops.einsum("...nh,dnh->...d", a, p["o"])
         return x + ops.glu(norm(x, p["mlp_norm"]), p, ops.ACTIVATIONS[cfg.act]), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params["norm"]))
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

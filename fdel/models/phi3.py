@@ -33,13 +33,12 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name, heads, kv = "model.layers.{layers}.", (cfg.heads, cfg.head_dim), (cfg.kv_heads, cfg.head_dim)
     layer = {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.fused(
             name + "self_attn.qkv_proj.weight", ("embed", cfg.embed),
             q=("heads head_dim", heads), k=("kv_heads head_dim", kv), v=("kv_heads head_dim", kv),
         ),
         "o": builders.heads_in(name + "self_attn.o_proj.weight", *heads, cfg.embed),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **builders.gate_up(name + "mlp.gate_up_proj.weight", cfg.embed, cfg.ffn, name + "mlp.down_proj.weight"),
     }  # fmt: skip
     return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))

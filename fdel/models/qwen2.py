@@ -25,7 +25,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     change = sublayers.rotate(ops.rotation(cfg.rope, batch))
     blocks = {kind: llama.block(cfg, batch, change, w) for kind, w in ((FULL, None), (SLIDING, cfg.window))}
-    return llama.walk(params, tokens, cfg, blocks, carry, remat)
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 spec, state_spec, head, forward = llama.spec, builders.kv_state, builders.head, builders.forward(hidden)

@@ -40,9 +40,8 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     layer = lambda kind: {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=False),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
         **ffn_spec(cfg, kind[1], name + "mlp."),
     }
     return builders.top(cfg, layers(layer, cfg.kinds))
@@ -67,10 +66,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {kind: block(*kind) for kind in sorted(set(cfg.kinds))}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, {kind: block(*kind) for kind in sorted(set(cfg.kinds))}, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

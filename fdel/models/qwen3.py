@@ -41,11 +41,10 @@ class Config(config.Decoder):
 def attention_spec(cfg, name: str) -> dict:
     """Declare the attention half of a layer: its norm, projections and the norms of queries and keys."""
     return {
-        "attn_norm": builders.norm(name + "input_layernorm.weight", cfg.embed),
+        **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
         "q_norm": builders.norm(name + "self_attn.q_norm.weight", cfg.head_dim, "head_dim"),
         "k_norm": builders.norm(name + "self_attn.k_norm.weight", cfg.head_dim, "head_dim"),
-        "mlp_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
     }
 
 
@@ -80,9 +79,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         return apply
 
     blocks = {FULL: block(None), SLIDING: block(cfg.window)}
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -78,10 +78,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {DENSE: block(dense), MOE: block(moe)}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, {DENSE: block(dense), MOE: block(moe)}, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

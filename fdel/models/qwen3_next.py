@@ -121,13 +121,12 @@ def spec(cfg: Any, linear: Callable[[Any, str], dict] = linear_spec) -> dict:
     name = "model.layers.{layers}."
     mixers = {LINEAR: linear(cfg, name + "linear_attn."), FULL: full_spec(cfg, name + "self_attn.")}
 
-    def layer(kind):
-        return {
-            "mixer_in_norm": builders.bias(name + "input_layernorm.weight", cfg.embed),
-            **mixers[kind[0]],
-            "ffn_norm": builders.bias(name + "post_attention_layernorm.weight", cfg.embed),
-            **ffn_spec(cfg, kind[1], name + "mlp."),
-        }
+    layer = lambda kind: {
+        "mixer_in_norm": builders.bias(name + "input_layernorm.weight", cfg.embed),
+        **mixers[kind[0]],
+        "ffn_norm": builders.bias(name + "post_attention_layernorm.weight", cfg.embed),
+        **ffn_spec(cfg, kind[1], name + "mlp."),
+    }
 
     return builders.top(cfg, layers(layer, cfg.kinds), norm=builders.bias)
 
@@ -204,10 +203,8 @@ def hidden(params, tokens, cfg, batch: ops.Batch, carry: ops.Carry, remat: str |
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
     blocks = {kind: block(kind) for kind in sorted(set(cfg.kinds))}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat, lambda x: norm(x, params["norm"]))
 
 
 head, forward = builders.head, builders.forward(hidden)

@@ -44,7 +44,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     changes = {True: sublayers.rotate(ops.rotation(cfg.rope, batch)), False: None}
     windows = {FULL: None, SLIDING: cfg.window}
     blocks = {(r, kind): llama.block(cfg, batch, changes[r], windows[kind]) for r, kind in set(cfg.kinds)}
-    return llama.walk(params, tokens, cfg, blocks, carry, remat)
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 spec, state_spec, head, forward = llama.spec, builders.kv_state, builders.head, builders.forward(hidden)

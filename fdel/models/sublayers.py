@@ -16,6 +16,20 @@ from fdel.ops import Carry
 Layer = Any  # an index, traced where layers are stacked
 
 
+def walk(
+    params: Any, tokens: Array, cfg: Any, block: Any, carry: Carry, remat: str | None,
+    norm: Callable[[Array], Array] | None = None,
+) -> tuple[Float[Array, "... D"], Carry]:  # fmt: skip
+    """Embed tokens, apply every layer (`ops.layers`: one block, or one of each of `cfg.kinds`), and normalise at the end.
+
+    `norm(x)` is the last norm; by default the root mean square, with the scale params["norm"].
+    """
+    norm = norm or (lambda x: ops.rms_norm(x, params["norm"], cfg.norm_eps))
+    x, kinds = ops.embed(params["embed"], tokens), getattr(cfg, "kinds", ())
+    x, carry = ops.layers(block, x, carry, params["layers"], kinds, remat=remat)
+    return norm(x), carry
+
+
 def layer_norm(x: Float[Array, "... D"], p: Mapping[str, Any], part: str, eps: float) -> Float[Array, "... D"]:
     """Normalise with the scale and the bias that `builders.layer_norm` declares under `part`; without absent ones."""
     return ops.layer_norm(x, p.get(part), p.get(f"{part}_bias"), eps)

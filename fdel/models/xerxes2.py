@@ -88,10 +88,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    x = ops.embed(params["embed"], tokens)
-    blocks = {kind: block(kind) for kind in (DENSE, MOE)}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
 
 
 head, forward = builders.head, builders.forward(hidden)
