@@ -78,6 +78,18 @@ def by_rows(f: Callable[[Any, Any], Any], rows: Any, whole: Any, *, total: bool)
     return divided(local, axes, (spec, PartitionSpec()), out)(rows, whole)
 
 
+def row_lookup(f: Callable, *rows: Array) -> Any:
+    """Compute f(*rows), which looks up or writes along rows, on each device for its rows [B ...].
+
+    XLA's own division of such a gather ends the process where some mesh axes are divided by hand already.
+    """
+    axes = set(context(*jax.sharding.get_abstract_mesh().axis_names))
+    if not axes:
+        return f(*rows)
+    spec = partition(jax.ShapeDtypeStruct(rows[0].shape[:1], "bool"), "rows")
+    return divided(f, axes, (spec,) * len(rows), spec)(*rows)
+
+
 def divided(f: Callable, axes: set[str], in_specs: Any, out_specs: Any) -> Callable:
     """Run f on each device's parts along some mesh axes; the compiler goes on to use the others (`jax.shard_map`)."""
     run = lambda f: jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)

@@ -269,3 +269,37 @@ def test_reference_is_given(weights, batch) -> None:
     assert float(given[1]["kl"][0]) > 0.1
     with pytest.raises(ValueError, match="expected a column 'advantages'"):
         loss(weights, {"tokens": batch["tokens"]}, {"reference": other})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [Policy(loss_type="grpo"), Policy(top_entropy_quantile=0.4)], ids=["once", "coupled"]
+)
+def test_on_a_mesh(options) -> None:
+    """Eight devices and two microbatches give one device's loss, metrics and gradients, of packed rows and few places."""
+    cfg = llama.Config(vocab=24, embed=16, ffn=24, layers=2, heads=2, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+    r, shape = np.random.default_rng(0), (16, 20)
+    first = r.integers(4, 16, (16, 1))
+    at = np.broadcast_to(np.arange(20), shape)
+    ids = np.where(at < first, 0, np.where(at < first + 3, 1, 2)).astype(np.int32)
+    positions = np.where(ids == 0, at, np.where(ids == 1, at - first, at - first - 3)).astype(np.int32)
+    mask = r.random(shape) < np.where(np.arange(16) % 3, 0.2, 0.5)[:, None]
+    b = {k: r.normal(size=shape).astype(np.float32) for k in ("advantages", "old")} | {"mask": mask}
+    b |= {"tokens": r.integers(0, 24, shape).astype(np.int32), "packed": ops.Packed(positions, ids)}
+    b["old"] = b["old"] / 5 - 3
+    b["places"] = losses.forward.learnt_places(b, 16)
+    spec = llama.spec(cfg)
+    tree = params.init(spec, jax.random.key(0), dtype=jnp.float32)
+    if options.coupled:
+        g = train.gradcache(losses.policy_outputs(llama, cfg), losses.policy_objective(options), 2)
+    else:
+        g = train.parallel.reduce_once(train.accumulate(train.grads(losses.policy_gradient(llama, cfg, options)), 2))
+    g = jax.jit(train.normalize(g))
+    want, means = g(tree, jax.tree.map(jnp.asarray, b))
+    mesh = params.make_mesh(params.parse_mesh("dp=2,fsdp=2,tp=2"))
+    with jax.set_mesh(mesh):
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("dp", "fsdp")))
+        tree = jax.device_put(tree, params.shardings(spec, mesh))
+        got, others = g(tree, jax.device_put(b, rows))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), others, means)
+    jax.tree.map(lambda x, y: close(x, y, 1e-5), got, want)

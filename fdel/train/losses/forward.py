@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops
 from fdel.ops.layers import remat_policy
+from fdel.ops.shard import row_lookup
 from fdel.train.losses.head import CHUNK, token_stats
 from fdel.train.losses.stats import IGNORE, TokenStats, check_range
 
@@ -168,12 +169,20 @@ def place_stats(hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batc
     """Compute `token_stats` at a batch's places, if it names them, and 0 elsewhere."""
     if "places" not in batch:
         return token_stats(hidden, head, labels, chunk=chunk)
-    places = batch["places"].reshape(len(labels), -1)
-    there = jnp.minimum(places, labels.shape[1] - 1)
-    asked = jnp.where(places < labels.shape[1], jnp.take_along_axis(labels, there, 1), IGNORE)
-    stats = token_stats(jnp.take_along_axis(hidden, there[..., None], 1), head, asked, chunk=chunk)
-    row = jnp.arange(len(labels))[:, None]
-    return jax.tree.map(lambda x: jnp.zeros(labels.shape, x.dtype).at[row, places].set(x, mode="drop"), stats)
+    places, t = batch["places"].reshape(len(labels), -1), labels.shape[1]
+
+    def there(hidden: Array, labels: Array, places: Array) -> tuple[Array, Array]:
+        at = jnp.minimum(places, t - 1)
+        asked = jnp.where(places < t, jnp.take_along_axis(labels, at, 1), IGNORE)
+        return jnp.take_along_axis(hidden, at[..., None], 1), asked
+
+    def back(places: Array, *stats: Array) -> tuple[Array, ...]:
+        row, zero = jnp.arange(len(places))[:, None], jnp.zeros((len(places), t))
+        return tuple(zero.astype(x.dtype).at[row, places].set(x, mode="drop") for x in stats)
+
+    x, asked = row_lookup(there, hidden, labels, places)
+    stats = token_stats(x, head, asked, chunk=chunk)
+    return TokenStats(*row_lookup(back, places, *stats))
 
 
 class TokenScores(NamedTuple):

@@ -25,9 +25,21 @@ def sequence_sum(x: PerToken, segments: Segments) -> PerToken:
     """
     if segments is None:
         return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
-    index = jnp.cumsum(starts(segments, x.shape), -1) - 1
-    one = lambda x, i: jax.ops.segment_sum(x, i, len(x), indices_are_sorted=True)[i]
-    return jax.vmap(one)(x, index)
+    first = starts(segments, x.shape)
+    last = jnp.pad(first[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    # Two scans in log T steps: neither a lookup nor a scatter, which a mesh could not divide along a row.
+    running = recurrence(jnp.where(first, 0, 1), x)
+    return recurrence(jnp.where(last, 0, 1), jnp.where(last, running, 0), reverse=True)
+
+
+def recurrence(factor: PerToken, x: PerToken, *, reverse: bool = False) -> PerToken:
+    """Compute y[t] = x[t] + factor[t] y[t - 1] along rows; `reverse`: y[t + 1] in its place.
+    >>> recurrence(jnp.array([[0.5, 0.5]]), jnp.array([[1.0, 1.0]]))
+    Array([[1. , 1.5]], dtype=float32)
+    """
+    join = lambda before, here: (here[0] * before[0], here[1] + here[0] * before[1])
+    factor = jnp.broadcast_to(factor, x.shape).astype(x.dtype)
+    return jax.lax.associative_scan(join, (factor, x), reverse=reverse, axis=1)[1]
 
 
 def sequence_mean(x: PerToken, mask: PerToken, segments: Segments) -> PerToken:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from fdel.train.losses.policy import KL
-from fdel.train.losses.sequences import Segments, starts
+from fdel.train.losses.sequences import Segments, recurrence, starts
 from fdel.train.losses.stats import check_range
 
 Rewards = Float[np.ndarray, " B"]
@@ -188,7 +188,9 @@ def gae(
     drawn = mask > 0
     last = jnp.pad(starts(segments, mask.shape)[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     # Where nothing was drawn, what comes from behind passes unchanged; nothing passes into another sequence.
-    coming = lambda factor, x: _from_behind(jnp.where(last, 0, jnp.where(drawn, factor, 1)), jnp.where(drawn, x, 0))
+    coming = lambda factor, x: recurrence(
+        jnp.where(last, 0, jnp.where(drawn, factor, 1)), jnp.where(drawn, x, 0), reverse=True
+    )
     following = coming(0.0, values)  # the value of this or the next drawn token
     after = jnp.where(last, 0, jnp.pad(following[:, 1:], ((0, 0), (0, 1))))
     advantages = jnp.where(drawn, coming(gamma * lam, rewards + gamma * after - values), 0)
@@ -203,7 +205,9 @@ def reward_to_go(rewards: PerToken, mask: PerToken, *, gamma: float = 1.0, mean:
     """
     check_range(0, 1, gamma=gamma)
     factor = jnp.where(mask > 0, gamma, 1.0)
-    total, powers = (_from_behind(factor, jnp.where(mask > 0, x, 0)) for x in (rewards, jnp.ones_like(rewards)))
+    total, powers = (
+        recurrence(factor, jnp.where(mask > 0, x, 0), reverse=True) for x in (rewards, jnp.ones_like(rewards))
+    )
     return jnp.where(mask > 0, total / jnp.where(powers > 0, powers, 1) if mean else total, 0)
 
 
@@ -214,9 +218,3 @@ def whiten(x: PerToken, mask: PerToken, *, shift_mean: bool = True, eps: float =
     variance = jnp.where(mask > 0, (x - mean) ** 2, 0).sum() / jnp.maximum(count - 1, 1)
     scaled = (x - mean) * jax.lax.rsqrt(variance + eps)
     return jnp.where(mask > 0, scaled if shift_mean else scaled + mean, 0)
-
-
-def _from_behind(factor: PerToken, x: PerToken) -> PerToken:
-    """Compute y[t] = x[t] + factor[t] y[t + 1] along rows."""
-    join = lambda after, here: (here[0] * after[0], here[1] + here[0] * after[1])
-    return jax.lax.associative_scan(join, (jnp.broadcast_to(factor, x.shape), x), reverse=True, axis=1)[1]
