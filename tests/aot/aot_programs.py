@@ -14,7 +14,7 @@ from tiny import TINY
 from fdel import aot, models, ops, params, plan
 from fdel.ops import platform
 
-FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "gpt2")
+FAMILIES = [name for name in TINY if ":" not in name]
 LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
              num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=True)  # fmt: skip
 TARGETS = {"v5p": ("v5p:1x1x1", "v5p:2x2x2"), "v6e": ("v6e:1x1", "v6e:2x4"), "h100": ("h100:1x1x1", "h100:1x1x8")}
@@ -40,8 +40,18 @@ def model(name: str) -> tuple[Any, Any]:
 
 @cache
 def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compiled, int]:
-    """Compile "train", "decode" or "prefill" of a model: (program, bytes of its cache on all devices)."""
+    """Compile "train", "decode", "prefill" or "forward" of a model: (program, bytes of its cache on all devices)."""
     (family, cfg), on = model(name), target(chip, devices)
+    if what == "forward":
+        mesh = params.make_mesh({"fsdp": devices}, aot.devices(on))
+        put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        with platform.tracing_for(on.facts.platform):
+            spec = family.spec(cfg)
+            weights = params.abstract(spec, jnp.bfloat16)
+        weights = jax.tree.map(put, weights, params.shardings(spec, mesh, params.TRAIN))
+        tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+        program = jax.jit(lambda weights, tokens: family.forward(weights, tokens, cfg)[0])
+        return aot.compile(on, program, weights, tokens, mesh=mesh), 0
     if what == "train":
         rows, length = (16, 4096) if name in MODELS else (8, 64)
         t = plan.Training(f"fsdp={devices}", rows, length, remat="nothing_saveable")

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from aot_programs import FAMILIES, compiled, copies, floor, gathers, read_once, target, transposes, wide_products
+from tiny import TINY
 
 from fdel import aot, plan
 
@@ -15,10 +16,15 @@ LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the 
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
 # Loops in a toy program. Two of them draw, or walk the head's chunks and layers; in prefill each of at most two mixtures
 # has one for each of three products (rounds of all experts on GPUs, megablox's own tables on TPUs), in training one for
-# each product and pass of the stacked mixtures. Recurrences are loops over chunks, forward and backward.
-LOOPS = {"train": 16, "decode": 2, "prefill": 8}
-RECURRENT = {"mamba2": 12, "qwen3_next": 40}
-TOYS = [(name, what, n) for name in FAMILIES for what in ("train", "decode", "prefill") for n in (1, 8)]
+# each product and pass of the stacked mixtures, for each kind of layer. Recurrences are loops over chunks or tokens,
+# forward and backward.
+LOOPS = {"train": 20, "decode": 2, "prefill": 8, "forward": 2}
+RECURRENT = {"mamba2": 12, "qwen3_next": 40, "kimi_linear": 40, "minimax": 24, "qwen3_5_moe": 24}
+PROGRAMS = {True: ("train", "decode", "prefill"), False: ("forward",)}  # of what is causal, and of an encoder
+TOYS = [
+    pytest.param(name, what, n, marks=[] if TINY[name].wiring else pytest.mark.matrix)
+    for name in FAMILIES for what in PROGRAMS[TINY[name].causal] for n in (1, 8)
+]  # fmt: skip
 SERVED = [(name, what) for name in ("llama-1b", "llama-1b-h128") for what in ("decode", "prefill")]
 
 
