@@ -1,5 +1,7 @@
 """From a recipe to the parts of a run: mesh, tokenizer, models, optimizer. Each is a plain function of the recipe."""
 
+import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -49,6 +51,9 @@ def build_model(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Mo
     s = settle(recipe)
     r, seed = s.recipe, s.recipe.trainer.seed
     model = load(s, r.model, s.param_dtype, build_mesh(s) if mesh is None else mesh, "model")
+    if more := s.method.config(s.keys):
+        source = json.dumps(json.loads(model.cfg.source) | more)
+        model = model._replace(cfg=dataclasses.replace(model.cfg, source=source))
     spec = spec_of(s, model)
     if s.method.head and models.heads.kind_of(model.params):
         return model  # is one already: its training goes on
@@ -75,7 +80,7 @@ def spec_of(s: Settled, model: models.Model) -> Any:
     """The spec tree of the model's parameters, with the head of trainer types that have one."""
     if s.method.head is None:
         return models.spec_of(model)
-    return models.heads.spec(model.family, model.cfg, *s.method.head)
+    return models.heads.spec(model.family, model.cfg, *s.method.head(s.keys))
 
 
 def build_teacher(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Model | None:
@@ -141,8 +146,8 @@ def _check_head(s: Settled, model: models.Model, name: str) -> None:
     if s.method.head is None or name != "model":
         kinds = " and ".join(methods.types(head=True))
         raise parse.RecipeError(f"{found}, which writes no text; only trainer_type {kinds} train one")
-    if (kind, labels) != s.method.head:
-        wanted, n = s.method.head
+    wanted, n = s.method.head(s.keys)
+    if (kind, labels) != (wanted, n):
         raise parse.RecipeError(
             f"{found} for a {kind}; trainer_type {s.method.name} trains a head of {n} label{'s' * (n > 1)} for a {wanted}"
         )

@@ -20,7 +20,7 @@ FORMATS = ("json", "jsonl", "parquet", "arrow", "csv", "text")
 PACKING = {"bfd": "best_fit", "bfd_split": "best_fit_split", "wrapped": "wrapped"}
 COLUMNS = (
     "text", "messages", "prompt", "completion", "chosen", "rejected", "label", "input_ids", "margin", "tools",
-    "completions", "labels", "anchor", "query", "positive", "negative",
+    "completions", "labels", "tokens", "anchor", "query", "positive", "negative",
 )  # fmt: skip
 BLOCK = 2048
 

@@ -99,12 +99,13 @@ CLASSES = {"Sequence": "SequenceClassification", "Token": "TokenClassification",
 @pytest.mark.parametrize(
     "name,labels,kind",
     [("llama", 1, "Sequence"), ("llama", 3, "Sequence"), ("llama", 2, "Token"), ("llama", 2, "Question"),
-     ("llama", 0, "base"), ("gpt2", 3, "Token"), ("gpt2", 2, "Question"), ("gemma3", 2, "Sequence")],
+     ("llama", 0, "base"), ("gpt2", 3, "Token"), ("gpt2", 2, "Question"), ("gemma3", 2, "Sequence"),
+     ("roberta", 3, "Sequence"), ("roberta", 2, "Token"), ("roberta", 2, "Question")],
 )  # fmt: skip
 def test_heads_load_compute_and_are_saved_again(tmp_path, name, labels, kind):
     """The outputs of transformers' classes, of padded rows: 2e-5; the files' bytes come back."""
     entry = tiny.TINY[name]
-    stem = {"llama": "Llama", "gpt2": "GPT2", "gemma3": "Gemma3Text"}[name]
+    stem = {"llama": "Llama", "gpt2": "GPT2", "gemma3": "Gemma3Text", "roberta": "Roberta"}[name]
     values = json.loads(json.dumps(entry.values)) | {"pad_token_id": 0} | ({"num_labels": labels} if labels else {})
     cfg = getattr(transformers, f"{stem}Config")(**values)
     theirs = f"{stem}For{CLASSES[kind]}" if labels else f"{stem}Model"

@@ -15,6 +15,7 @@ FILES = (
     "sft",
     "preference",
     "reward",
+    "classification",
     "distill",
     "embedding",
     "diffusion",

@@ -34,6 +34,7 @@ class Method:
     column: what `content_field` names of a row.
     reference, teacher: it compares with a reference model, it learns from a teacher.
     head: kind and labels of a head in place of the output projection (`models.heads`); all weights are then trained.
+    config: what is said of that head in config.json.
     pooling: how it embeds texts, which is written beside the model as sentence-transformers does.
     extra: what the state keeps beside the parameters, by name; the loss is given it, and `keep(step)` renews it.
     keeps_dropout: as in TRL, dropout is not switched off by itself.
@@ -48,7 +49,8 @@ class Method:
     column: str = "prompt"
     reference: bool = False
     teacher: bool = False
-    head: tuple[str, int] | None = None
+    head: Callable[[Any], tuple[str, int]] | None = None
+    config: Callable[[Any], dict[str, Any]] = lambda k: {}
     pooling: Callable[[Any], Pooling] | None = None
     extra: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     keep: Callable[[Callable], Callable] = lambda step: step

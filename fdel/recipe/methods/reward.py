@@ -41,9 +41,10 @@ def prm(k: Prm, model: models.Model, *, remat: str | None) -> Objective:
 
 
 METHODS = (
-    Method("reward", Reward, 1e-4, reward, data=lambda k: {"kind": "pairs", "overlong": "drop"}, head=("sequence", 1)),
+    Method("reward", Reward, 1e-4, reward, data=lambda k: {"kind": "pairs", "overlong": "drop"},
+           head=lambda k: ("sequence", 1)),
     Method(  # two classes with a bias, as transformers classifies tokens
-        "prm", Prm, 1e-5, prm, separated, head=("token", 2),
+        "prm", Prm, 1e-5, prm, separated, head=lambda k: ("token", 2),
         data=lambda k: {"kind": "process", "separator": k.step_separator, "last_only": k.train_on_last_step_only},
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from fdel.ops.batch import Packed
 from fdel.ops.mask import HIDDEN
 from fdel.train.data.planning import pack
-from fdel.train.data.settings import Settings
+from fdel.train.data.settings import PER_TOKEN, Settings
 from fdel.train.data.store import NUMBERS, Store
 from fdel.train.losses.stats import IGNORE
 
@@ -165,8 +165,8 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
     See `losses.forward` and `losses.completions` for the keys; with `masked` there is a "mask".
     """
     width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
-    sides, process = 2 if settings.mismatched else settings.sides, settings.kind == "process"
-    fill = {"tokens": np.int32(0), "mask": np.int32(IGNORE) if process else np.bool_(False)}
+    sides, labelled = 2 if settings.mismatched else settings.sides, settings.kind in PER_TOKEN
+    fill = {"tokens": np.int32(0), "mask": np.int32(IGNORE) if labelled else np.bool_(False)}
     fill |= {"positions": np.int32(0), "segment_ids": np.int32(-1)}
     fill |= {"key_segment_ids": np.int32(-1)} if settings.fcm_max_ratio else {}
     full: dict[str, Any] = {k: np.full((size, sides, width), v) for k, v in fill.items()}
@@ -179,7 +179,7 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
 
     def side_of(side: Any) -> Batch:
         batch = {"tokens": full["tokens"][:, side]}
-        batch |= {"labels" if process else "mask": full["mask"][:, side]} if masked or process else {}
+        batch |= {"labels" if labelled else "mask": full["mask"][:, side]} if masked or labelled else {}
         if settings.packing or settings.fcm_max_ratio:
             names = ("positions", "segment_ids", "key_segment_ids")
             return batch | {"packed": Packed(*(full[k][:, side] for k in names if k in full))}
@@ -188,6 +188,7 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
     batch = side_of(slice(None) if settings.kind in ("pairs", "embedding") else 0)
     for name, dtype in NUMBERS[settings.kind].items():
         if name != "prompt":
-            batch[name] = np.zeros(size, dtype)
-            batch[name][: len(rows)] = [numbers[name] for _, numbers in rows]
+            values = np.array([numbers[name] for _, numbers in rows], dtype)
+            batch[name] = np.zeros((size, *values.shape[1:]), dtype)
+            batch[name][: len(rows)] = values
     return batch | ({"kl": side_of(1)} if settings.mismatched else {})

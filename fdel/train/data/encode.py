@@ -1,5 +1,6 @@
 """From rows to token ids: every text is tokenized once, on all cores; truncation; a row that cannot be used is noted."""
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from fdel.train.data.files import Row
 from fdel.train.data.rows import Draft, common, drafts
 from fdel.train.data.settings import Report, Settings, note
 from fdel.train.losses.reward_model import process_row
+from fdel.train.losses.stats import IGNORE
 
 NOT_A_PREFIX = "warning, the prompt's tokens are not the first of prompt and completion"
 LONGEST = 2**24  # characters of a text: a tokenizer takes about 140 bytes for each
@@ -30,7 +32,7 @@ class UnknownToken(ValueError):
 class Example:
     """Sequences that belong together (one, or chosen and rejected), as int32 ids and bool masks of what is learnt.
 
-    The mask of judged steps is their labels, int32.
+    The mask of judged steps, and of words, is their labels, int32.
     """
 
     ids: tuple[np.ndarray, ...]
@@ -61,7 +63,8 @@ def encode_rows(
             report += note(_complaint(e, place, settings), place)
     between = [Draft(settings.separator, chat=True)] if settings.kind == "process" else []
     ids = _encode(tok, [*between, *(d for _, sides, _ in found for d in sides)])
-    finish = {"embedding": _documents, "process": _judged}.get(settings.kind, _example)
+    ways = {"embedding": _documents, "process": _judged, "labelled": _labelled, "tagged": _tagged}
+    finish = ways.get(settings.kind, _example)
     examples = []
     for place, sides, numbers in found:
         try:
@@ -205,19 +208,52 @@ def _documents(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, setti
     """
     found = []
     for d in sides[: settings.sides]:
-        tokens = np.asarray(ids[d.chat, d.text], np.int32)
-        if len(tokens) > settings.length:
-            if settings.overlong == "drop":
-                return None, f"longer than length={settings.length}"
-            inner = tok.backend.encode(d.text, add_special_tokens=False)
-            inner.truncate(max(0, settings.length - tok.backend.num_special_tokens_to_add(False)))
-            tokens = np.asarray(tok.backend.post_process(inner).ids[: settings.length], np.int32)
-        found.append(tokens)
+        tokens = ids[d.chat, d.text]
+        if len(tokens) > settings.length and settings.overlong == "drop":
+            return None, f"longer than length={settings.length}"
+        if len(tokens) > settings.length and not d.chat:
+            tokens = _shortened(d.text, tok, settings.length).ids
+        found.append(np.asarray(tokens[: settings.length], np.int32))
     if min(len(x) for x in found[:2]) == 0:
         return None, "no tokens"
     odd = f"warning, more hard negatives than negatives={settings.negatives}" if len(sides) > settings.sides else None
     found += [np.zeros(0, np.int32)] * (settings.sides - len(found))
     return Example(tuple(found), tuple(np.ones(len(x), bool) for x in found)), odd
+
+
+def _shortened(said: str, tok: text.Tokenizer, length: int) -> Any:
+    """Tokenize the start of a text that fits into `length` with what the tokenizer puts around it."""
+    inner = tok.backend.encode(said, add_special_tokens=False)
+    inner.truncate(max(0, length - tok.backend.num_special_tokens_to_add(False)))
+    return tok.backend.post_process(inner)
+
+
+def _labelled(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
+    """Finish an example of a text or chat with its label, as it is classified: nothing is put at its end."""
+    found, why = _documents(sides, numbers, ids, tok, settings)
+    return (None, why) if found is None else (Example(found.ids, found.masks, numbers), None)
+
+
+def _tagged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
+    """Finish an example of words with spaces between, each label at the first token that ends inside of its word.
+
+    So a served text gets the same tokens, and a tokenizer needs no rule of its own for words.
+    """
+    (d,) = sides
+    if len(ids[d.chat, d.text]) > settings.length and settings.overlong == "drop":
+        return None, f"longer than length={settings.length}"
+    e = _shortened(d.text, tok, settings.length)
+    starts = np.cumsum([0, *(len(w) + 1 for w in numbers["words"])]).tolist()
+    labels, seen = [], set()
+    for first, last in e.offsets:  # of what the tokenizer puts around texts, both are 0
+        word = bisect(starts, last - 1) - 1
+        new = last > first and word not in seen and last - 1 < starts[word + 1] - 1  # a space belongs to no word
+        seen |= {word} if new else set()
+        labels.append(numbers["labels"][word] if new else IGNORE)
+    labels = np.asarray(labels[: settings.length], np.int32)
+    if not (labels >= 0).any():
+        return None, f"no token to learn within length={settings.length}"
+    return Example((np.asarray(e.ids[: settings.length], np.int32),), (labels,)), None
 
 
 def _judged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:

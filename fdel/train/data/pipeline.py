@@ -158,7 +158,7 @@ def dataset(
     if settings.stream:
         from fdel.train.data.stream import Stream
 
-        masked = settings.kind not in ("prompt", "embedding") and settings.learn != "all"
+        masked = settings.kind not in ("prompt", "embedding", "labelled") and settings.learn != "all"
         own = settings.batch // process_count
         width = lambda rows: max(len(sequence["tokens"]) for sequences, _ in rows for sequence in sequences)
         put = lambda rows: collate(rows, settings, own, width(rows), masked)

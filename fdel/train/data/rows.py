@@ -4,7 +4,8 @@ Columns, as in TRL: `text` | `messages` | `prompt` and `completion` | `input_ids
 `assistant_masks`) for "sft"; `chosen` and `rejected`, `prompt` or what both have in common, `margin` for "pairs"; `prompt`,
 `completion`, `label`, or a pair, for "unpaired"; `prompt` for "prompt". Texts, or lists of messages; `tools` and
 `chat_template_kwargs` go to the template. Texts alone: `anchor` (or `query`), `positive` and `negative` for "embedding";
-`prompt`, `completions` and `labels`, both lists, for "process".
+`prompt`, `completions` and `labels`, both lists, for "process"; `text`, `messages` or `prompt`, with `label` (or `labels`),
+for "labelled"; `tokens` (words) and `labels`, both lists, for "tagged". Labels are names or their numbers.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data.files import Row
-from fdel.train.data.settings import Settings
+from fdel.train.data.settings import CHOICES, Settings
+from fdel.train.losses.stats import IGNORE
 
 TOKENIZED = ("input_ids", "completion_mask", "assistant_masks", "labels")
 
@@ -46,6 +48,14 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
     elif settings.kind == "process":
         said, labels = _steps(row)
         yield tuple(Draft(t, chat=True) for t in said), {"labels": [int(_label(x)) for x in labels]}
+    elif settings.kind == "labelled":
+        yield (_asked(row, tok),), {"labels": _targets(row, settings)}
+    elif settings.kind == "tagged":
+        words, labels = _words(row)
+        yield (
+            (Draft(" ".join(words)),),
+            {"words": words, "labels": [_class(x, settings.labels, IGNORE) for x in labels]},
+        )
     elif settings.kind == "pairs" or paired:
         prompt, chosen, rejected = _pair(row)
         sides = _join(prompt, chosen, row, tok), _join(prompt, rejected, row, tok)
@@ -174,6 +184,54 @@ def _steps(row: Row) -> tuple[list[str], list[Any]]:
         found = f"{len(said)} completions and {len(labels)} labels"
         raise ValueError(f"{found}; expected one label for each, and at least one")
     return [prompt, *said], labels
+
+
+def _asked(row: Row, tok: text.Tokenizer) -> Draft:
+    """Draft what is classified: a text, a chat, or a prompt, which ends where the answer would begin."""
+    if row.get("messages") is not None:
+        return Draft(text.render_chat(tok, _messages(row["messages"]), **_options(row)), chat=True)
+    return Draft(row["text"]) if row.get("text") is not None else _join(_column(row, "prompt"), None, row, tok)
+
+
+def _targets(row: Row, settings: Settings) -> list[float]:
+    """Read what a text's label says, as `Settings.targets` numbers."""
+    value, n = row.get("label", row.get("labels")), settings.targets
+    if value is None:
+        raise ValueError(f"no label (found {', '.join(k for k, v in row.items() if v is not None)}); rename one")
+    if settings.problem == CHOICES["problem"][0]:
+        return [_class(value, settings.labels)]
+    several = settings.problem == CHOICES["problem"][1]
+    if several and isinstance(value, list) and all(isinstance(x, str) for x in value):
+        there = {_class(x, settings.labels) for x in value}
+        return [float(i in there) for i in range(n)]
+    found = value if isinstance(value, list) else [value]
+    numbers = [float(x) for x in found if isinstance(x, int | float) and math.isfinite(x)]
+    if len(numbers) != len(found) or len(found) != n or (several and not all(0 <= x <= 1 for x in numbers)):
+        wanted = f"names of labels, or {n} numbers from 0 to 1" if several else f"{n} finite numbers"
+        raise ValueError(f"label {value!r:.40}; expected {wanted}")
+    return numbers
+
+
+def _class(value: Any, labels: Sequence[str], *other: int) -> int:
+    """Give the number of a label that a row names; `other` numbers pass as well, and None as the first of them."""
+    if value is None and other:
+        return other[0]
+    if isinstance(value, str) and value in labels:
+        return labels.index(value)
+    if isinstance(value, int) and (0 <= value < len(labels) or value in other):
+        return int(value)
+    raise ValueError(f"label {value!r:.40}; expected one of {', '.join(labels[:8])}, or 0 to {len(labels) - 1}")
+
+
+def _words(row: Row) -> tuple[list[str], list[Any]]:
+    """List a row's words and their labels."""
+    words, labels = row.get("tokens"), row.get("labels")
+    if not (isinstance(words, list) and isinstance(labels, list) and all(isinstance(w, str) for w in words)):
+        there = ", ".join(f"{k} ({type(v).__name__})" for k, v in row.items() if v is not None)
+        raise ValueError(f"expected tokens, a list of words, and labels, a list; found {there}")
+    if len(words) != len(labels):
+        raise ValueError(f"{len(words)} tokens and {len(labels)} labels; expected one label for each word")
+    return words, labels
 
 
 def common(a: Any, b: Any) -> int:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 PLACES = 5  # of each complaint, how many rows a report shows
 COMPLAINTS = 20  # how many different ones it shows; messages may hold values from the rows
+PER_TOKEN = ("process", "tagged")  # kinds whose labels stand at tokens
 
 CHOICES = {
-    "kind": ("sft", "pairs", "unpaired", "prompt", "embedding", "process"),
+    "kind": ("sft", "pairs", "unpaired", "prompt", "embedding", "process", "labelled", "tagged"),
+    "problem": ("single_label_classification", "multi_label_classification", "regression"),
     "learn": ("auto", "all", "completion", "assistant"),
     "packing": (None, "first_fit", "best_fit", "best_fit_split", "wrapped"),
     "overlong": ("truncate", "drop"),
@@ -29,7 +31,7 @@ class Settings:
     """How rows become batches.
 
     kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "unpaired" (KTO, BCO); "prompt"; "embedding"; "process" (steps that
-              are judged one by one)
+              are judged one by one); "labelled" (texts) and "tagged" (words), which a classifier learns
     batch     rows of a step, of all processes and microbatches together
     length    the most tokens of a row; a longer sequence loses its end
     packing   None, one example per row; "first_fit" or "best_fit", whole examples; "best_fit_split", longer ones in parts;
@@ -53,6 +55,8 @@ class Settings:
     negatives of "embedding": hard negatives of a row; one with fewer has empty sequences, of one with more the first count
     separator of "process": the text after each step, at whose last token its label stands
     last_only of "process": learn the last step's label alone
+    labels    of "labelled" and "tagged": the labels' names, in the order of their numbers
+    problem   of "labelled", as transformers' problem_type: a row has one label, some of them, or a number for each
     vocab     how many token ids the model has: a row with others is bad, a tokenizer that gives them an error; None: any
     max_prompt, max_completion
               of "pairs" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
@@ -83,6 +87,8 @@ class Settings:
     negatives: int = 1
     separator: str = "\n"
     last_only: bool = False
+    labels: tuple[str, ...] = ()
+    problem: str = CHOICES["problem"][0]
     vocab: int | None = None
     max_prompt: int | None = None
     max_completion: int | None = None
@@ -120,6 +126,11 @@ class Settings:
     def sides(self) -> int:
         """Sequences of an example: chosen and rejected, or a query and its documents."""
         return {"pairs": 2, "embedding": 2 + self.negatives}.get(self.kind, 1)
+
+    @property
+    def targets(self) -> int:
+        """Numbers that a row of "labelled" is to be told: the label's own, or one for each label."""
+        return 1 if self.problem == CHOICES["problem"][0] else max(1, len(self.labels))
 
     @property
     def mismatched(self) -> bool:

@@ -20,12 +20,13 @@ import numpy as np
 from fdel import text
 from fdel.train.data.encode import Example, encode_rows
 from fdel.train.data.files import File, Row, Source, find, sliced, span
-from fdel.train.data.settings import Report, Settings
+from fdel.train.data.settings import PER_TOKEN, Report, Settings
 from fdel.train.data.tables import Table, open_table
 
 CHUNK = 512  # rows that are tokenized together
-NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(("sft", "prompt", "embedding", "process"), {})
+NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(("sft", "prompt", "embedding", "process", "tagged"), {})
 NUMBERS |= {"pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
+NUMBERS |= {"labelled": {"labels": "float32"}}  # [targets], where that is not one
 FORMAT = 2  # of the cache; another number makes caches of before invalid
 
 
@@ -33,8 +34,8 @@ FORMAT = 2  # of the cache; another number makes caches of before invalid
 class Store:
     """Examples of `sides` sequences each: tokens int32[N] and mask bool[N], end to end; lengths int32[sequences].
 
-    The mask of judged steps is their labels, int32[N], negative where there is none. `numbers` hold a value per example:
-    "label", "margin", "prompt" (the length of it).
+    The mask of judged steps and of words is their labels, int32[N], negative where there is none. `numbers` hold a value
+    per example: "label", "margin", "prompt" (the length of it), "labels" (`Settings.targets` of them).
     """
 
     tokens: np.ndarray
@@ -58,15 +59,17 @@ def arrays(examples: Sequence[Example], kind: str) -> dict[str, np.ndarray]:
     flat = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)
     found = {
         "tokens": flat([x for e in examples for x in e.ids], np.int32),
-        "mask": flat([x for e in examples for x in e.masks], np.int32 if kind == "process" else bool),
+        "mask": flat([x for e in examples for x in e.masks], np.int32 if kind in PER_TOKEN else bool),
         "lengths": np.array([len(x) for e in examples for x in e.ids], np.int32),
     }
-    return found | {k: np.array([e.numbers[k] for e in examples], dtype) for k, dtype in NUMBERS[kind].items()}
+    return found | {k: np.array([e.numbers[k] for e in examples], dtype).ravel() for k, dtype in NUMBERS[kind].items()}
 
 
 def store(parts: Mapping[str, np.ndarray], settings: Settings, report: Report) -> Store:
     """Make a store of its arrays."""
     numbers = {k: parts[k] for k in NUMBERS[settings.kind]}
+    if settings.kind == "labelled" and settings.targets > 1:
+        numbers = {k: x.reshape(-1, settings.targets) for k, x in numbers.items()}
     return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, settings.sides, report)
 
 
@@ -199,7 +202,8 @@ def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
     """Hash what decides about a source's tokens."""
     seen = [_digest(f) for f in find(source)]
     of_source = {k: getattr(source, k) for k in ("format", "split", "rename", "version", "rows")}
-    alone = {"embedding": ("negatives",), "process": ("separator", "last_only")}.get(settings.kind, ())
+    special = {"embedding": ("negatives",), "process": ("separator", "last_only")}
+    alone = (special | {"labelled": ("labels", "problem"), "tagged": ("labels",)}).get(settings.kind, ())
     deciding = "kind", "learn", "overlong", "length", "whole", "bad_rows", "vocab", "max_prompt", "max_completion"
     of_settings = {k: getattr(settings, k) for k in (*deciding, *alone)}
     of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)

@@ -7,6 +7,7 @@ Formulas alone are in `preference`, `unpaired` and `policy`, statistics of token
 """
 
 from . import completions, forward, head, policy, preference, sampled, stats, unpaired
+from .classes import classification, score_rows, token_classification
 from .completions import completion_logps, on_adapters
 from .contrastive import (
     embedding,
@@ -25,7 +26,7 @@ from .on_policy import sampled_distill
 from .online import a2po_objective, nash_md_gradient, online_dpo_objective, tpo_objective, xpo_objective
 from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
-from .reward_model import process_reward, reward, score_rows
+from .reward_model import process_reward, reward
 from .sampled import policy_gradient, policy_objective, policy_outputs, token_logps
 from .supervised import dft, nll, sft
 from .unpaired import bco_objective, kto_objective
@@ -33,6 +34,7 @@ from .value import ppo, token_values
 
 __all__ = [
     "sft", "nll", "dft", "distill", "sparse_distill", "Terms", "generalized_jsd", "soft_targets",
+    "classification", "token_classification",
     "diffusion", "reward", "process_reward", "score_rows", "embedding", "info_nce", "triplet", "matryoshka",
     "sentence_embeddings", "first_token", "last_token", "mean_token", "completion_logps", "on_adapters", "dpo_objective",
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",

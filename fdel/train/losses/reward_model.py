@@ -12,33 +12,11 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid
 from jaxtyping import Array, Float
 
-from fdel import ops
-from fdel.models import heads
 from fdel.train.given import NOTHING, Given
-from fdel.train.losses.contrastive import first_token, last_token, sentence_embeddings
-from fdel.train.losses.forward import Batch, forward_pass, rows
-from fdel.train.losses.head import CHUNK, token_sum
+from fdel.train.losses.classes import Sums, score_rows, token_classification
+from fdel.train.losses.forward import Batch
+from fdel.train.losses.head import CHUNK
 from fdel.train.losses.stats import IGNORE, check_range
-from fdel.train.losses.supervised import nll
-
-Sums = dict[str, Any]
-
-
-def score_rows(
-    family: ModuleType, cfg: Any, remat: str | None = None
-) -> Callable[[Any, Batch], Float[Array, "... labels"]]:
-    """Build `scores(params, batch)`: the head on the last real token of each row, float32, as tokens without T.
-
-    A family whose own head for sequences (`models.heads`) reads the first token has that.
-    """
-    own = getattr(family, "HEADS", {}).get("sequence")
-    pooled = first_token if own is not None and own.pool == "first" else last_token
-    embeddings = sentence_embeddings(family, cfg, pool=pooled, remat=remat)
-
-    def scores(params: Any, batch: Batch) -> Float[Array, "... labels"]:
-        return heads.outputs(params, embeddings(params["model"], batch))
-
-    return scores
 
 
 def bradley_terry(
@@ -87,20 +65,9 @@ def process_reward(family: ModuleType, cfg: Any, *, chunk: int = CHUNK, remat: s
     """Build `loss(params, batch, given) -> (sum, sums)` for `train.grads`: the cross-entropy of the class of each step.
 
     The batch holds "labels", as tokens: a step's class at the last token of its separator (see `process_row`), negative
-    elsewhere. Nothing is shifted: the score at a token judges the step that ends there (arXiv:2211.14275, 2305.20050).
+    elsewhere. The score at a token judges the step that ends there (arXiv:2211.14275, 2305.20050).
     """
-    check_range(1, chunk=chunk)
-    forward = forward_pass(family, cfg, remat=remat)
-
-    def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
-        tokens, packed, _ = rows(batch)
-        x = forward(params["model"], tokens, packed).hidden
-        labels = jnp.where(packed.segment_ids >= 0, batch["labels"].reshape(tokens.shape), IGNORE)
-        head = ops.Head(params["token"]["weight"], bias=params["token"].get("bias"))
-        total, sums = token_sum(nll, x, head, labels, (labels >= 0).astype(jnp.float32), chunk=chunk)
-        return total, {"weight": sums["weight"], "accuracy": sums["mean_token_accuracy"]}
-
-    return loss
+    return token_classification(family, cfg, chunk=chunk, remat=remat)
 
 
 def process_row(
