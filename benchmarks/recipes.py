@@ -55,7 +55,7 @@ class Draw:
         for family in families:
             self._models(family)
         for part, count in (("a", 24), ("b", 12), ("held", 7)):
-            for kind in ("text", "completion", "pairs", "rated", "steps", "embedding"):
+            for kind in ("text", "completion", "pairs", "rated", "steps", "embedding", "labels", "words"):
                 rows = [json.dumps(self._row(kind, i)) + "\n" for i in range(count)]
                 (root / f"{kind}-{part}.jsonl").write_text("".join(rows))
 
@@ -81,6 +81,10 @@ class Draw:
             return {"query": said(2), "positive": said(3), "negative": said(2) if i % 2 else None}
         if kind == "steps":
             return {"prompt": said(2), "completions": [said(2), said(1)], "labels": [i % 2 > 0, i % 3 > 0]}
+        if kind == "labels":
+            return {"text": said(3 + i % 5), "label": i % 2}
+        if kind == "words":
+            return {"tokens": (words := said(2 + i % 5).split()), "labels": [int(len(w) > 2) for w in words]}
         if kind == "pairs":
             return {"prompt": said(3), "chosen": " " + said(1 + i % 4), "rejected": " " + said(2 + i % 3)}
         return {"prompt": said(3), "completion": " " + said(1 + i % 6)} | (
@@ -109,7 +113,9 @@ class Draw:
         if t["optimizer"] != "adamw":
             t.pop("moments", None)
         t |= {"mask_token_id": VOCAB - 1} if kind == "diffusion" else {}
-        data = {"reward": "pairs", "prm": "steps", "embedding": "embedding", "kto": "rated", "bco": "rated"}.get(kind)
+        data = {"reward": "pairs", "prm": "steps", "embedding": "embedding", "kto": "rated", "bco": "rated",
+                "classification": "labels", "token_classification": "words"}.get(kind)  # fmt: skip
+        t |= {"labels": ["short", "long"]} if data in ("labels", "words") else {}
         data = data or ("pairs" if kind in ("dpo", "cpo", "simpo", "orpo") else rng.choice(["text", "completion"]))
         mixture = self._some(MIXTURE)
         mixture["informs"] = [{"data_files": str(self.root / f"{data}-{x}.jsonl"), "name": x} for x in "ab"]

@@ -28,7 +28,7 @@ RATES = {
     "lora": 2e-2,
     "qlora": 2e-2,
     "diffusion": 1e-2,
-} | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding"), 1e-3)
+} | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding", "classification", "token_classification"), 1e-3)
 
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
 
@@ -81,11 +81,12 @@ def curve(out: Path, name: str) -> np.ndarray:
 
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
-        "chat", "diffusion", "distillation", "dpo", "embedding", "kto", "lora", "orpo", "prm", "qlora", "reward", "sft",
+        "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "kto", "lora", "orpo", "prm", "qlora",
+        "reward", "sft", "token_classification",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
-    assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 100_000
+    assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 110_000
 
 
 @pytest.mark.slow
@@ -100,9 +101,8 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
         margin = curve(out, "margin" if name == "reward" else "rewards/chosen")
         margin = margin if name == "reward" else margin - curve(out, "rewards/rejected")
         assert margin[-5:].mean() > margin[:3].mean() + LEAST_GAIN[name]
-    {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps, "diffusion": denoises}.get(name, whole)(
-        out, start
-    )
+    checks = {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps, "diffusion": denoises}
+    (checks | dict.fromkeys(("classification", "token_classification"), classes)).get(name, whole)(out, start)
 
 
 def whole(out: Path, begin: Path) -> None:
@@ -169,6 +169,20 @@ def steps(out: Path, begin: Path) -> None:
     with torch.no_grad():
         scores = model(torch.tensor([sum(ids, [])[:64]])).logits[0].softmax(-1)[:, 1]
     assert scores.shape == (min(64, sum(map(len, ids))),) and bool(scores.isfinite().all())
+
+
+def classes(out: Path, begin: Path) -> None:
+    """The saved classifier names what it learnt, and an engine classifies with it as the training had it."""
+    model, tok = models.load(out / "model", stacked=False), text.load(out / "model")
+    texts = model.params.get("sequence") is not None
+    names = ["str", "math", "statistics"] if texts else ["O", "CODE"]
+    assert heads.label_names(model.cfg, len(names)) == names and curve(out, "accuracy")[-5:].mean() > 0.6
+    row = json.loads(
+        (ROOT / "examples" / "data" / ("labels" if texts else "words")).with_suffix(".jsonl").open().readline()
+    )
+    ids = text.encode(tok, row["text"] if texts else " ".join(row["tokens"]))[:64]
+    found = serve.Engine(model, serve.Settings(rows=1, max_length=64)).classify(ids)
+    assert np.isfinite(found).all() and found.shape == ((3,) if texts else (len(ids), 2))
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ LOSSES = {
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}}  # keys that a type cannot do without
+OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {
     "beta": 0.3, "lambda_orpo": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3, "alpha": 0.25, "temperature": 3.0,
@@ -35,7 +36,9 @@ VALUES: dict[str, Any] = {
     "gradient_checkpointing": "dots_saveable", "completion_only_loss": False, "assistant_only_loss": True,
     "packing": True, "packing_strategy": "wrapped", "step_separator": "\n\n", "train_on_last_step_only": True,
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
-    "fcm_max_ratio": 0.3, "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
+    "fcm_max_ratio": 0.3, "labels": ["one", "other"],
+    "problem_type": "multi_label_classification",
+    "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
     "mask_token_id": 5, "weighting": "elbo", "max_loss_weight": 2.0,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
@@ -76,7 +79,8 @@ def batch_of(kind: str) -> dict[str, Any]:
         "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
         "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
     }  # fmt: skip
-    batch = rows() | ({"labels": rng.integers(-1, 2, (*shape, 12))} if kind == "prm" else {})
+    labels = (*shape, 12) if kind in ("prm", "token_classification") else (*shape, 1)
+    batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})
     return batch | ({"label": np.arange(4) % 3 > 0, "kl": rows()} if kind in ("kto", "bco") else {})
 
 
@@ -96,7 +100,7 @@ def shown(f: Any, *args: Any) -> str:
 def model_of(kind: str) -> models.Model:
     spec = mixtral.spec(CFG)
     if kind in methods.types(head=True):
-        spec = heads.spec(mixtral, CFG, *methods.METHODS[kind].head)
+        spec = heads.spec(mixtral, CFG, *methods.METHODS[kind].head(made(kind).trainer))
     return models.Model(mixtral, CFG, params.abstract(spec, jnp.float32))
 
 

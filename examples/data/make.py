@@ -11,6 +11,8 @@ from pydoc_data.topics import topics
 
 HERE = Path(__file__).parent
 TYPES = (str, bytes, list, dict, set, tuple, int, float)
+OWNERS = ("str", "math", "statistics")
+QUOTED = r'[^"]*( "\w[^"]*"( [^"]*)?)+'  # quotes around whole words
 MODULES = ("math", "itertools", "functools", "os.path", "statistics", "textwrap", "random", "heapq", "operator")
 
 
@@ -39,7 +41,10 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    """Write text.jsonl (paragraphs), chat.jsonl (questions), pairs.jsonl (right, wrong answers), steps.jsonl (judged)."""
+    """Write text.jsonl (paragraphs), chat.jsonl (questions), pairs.jsonl (right, wrong answers), steps.jsonl (judged).
+
+    Then labels.jsonl (to which type or module a sentence belongs), words.jsonl (which words are code).
+    """
     paragraphs = [re.sub(r"\s+", " ", p).strip() for name in sorted(topics) for p in topics[name].split("\n\n")]
     write("text.jsonl", [{"text": p} for p in paragraphs if 200 < len(p) < 600][::7])
     answers = dict(list(described().items())[::2])
@@ -56,6 +61,16 @@ def main() -> None:
     ]
     write("pairs.jsonl", pairs)
     write("steps.jsonl", [judged(row, i % 2) for i, row in enumerate(pairs[::5])])
+    owned = [{"text": t, "label": n.partition(".")[0]} for n, t in described().items() if n.partition(".")[0] in OWNERS]
+    write("labels.jsonl", owned[::2])
+    told = [p for p in paragraphs if 60 < len(p) < 200 and 2 < p.count('"') < 12 and re.fullmatch(QUOTED, p)]
+    write("words.jsonl", [marked(p) for p in told[::6]])
+
+
+def marked(paragraph: str) -> dict:
+    """Make words with labels of a paragraph: code is what stands in quotes, which are left out."""
+    parts = [(i % 2, word) for i, part in enumerate(paragraph.split('"')) for word in part.split()]
+    return {"tokens": [word for _, word in parts], "labels": ["CODE" if quoted else "O" for quoted, _ in parts]}
 
 
 def judged(row: dict, turned: int) -> dict:
