@@ -244,13 +244,13 @@ def _tagged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings
         return None, f"longer than length={settings.length}"
     e = _shortened(d.text, tok, settings.length)
     starts = np.cumsum([0, *(len(w) + 1 for w in numbers["words"])]).tolist()
-    labels, seen = [], set()
+    marks, seen = list[int](), set[int]()
     for first, last in e.offsets:  # of what the tokenizer puts around texts, both are 0
         word = bisect(starts, last - 1) - 1
         new = last > first and word not in seen and last - 1 < starts[word + 1] - 1  # a space belongs to no word
         seen |= {word} if new else set()
-        labels.append(numbers["labels"][word] if new else IGNORE)
-    labels = np.asarray(labels[: settings.length], np.int32)
+        marks.append(numbers["labels"][word] if new else IGNORE)
+    labels = np.asarray(marks[: settings.length], np.int32)
     if not (labels >= 0).any():
         return None, f"no token to learn within length={settings.length}"
     return Example((np.asarray(e.ids[: settings.length], np.int32),), (labels,)), None

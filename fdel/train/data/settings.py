@@ -88,7 +88,7 @@ class Settings:
     separator: str = "\n"
     last_only: bool = False
     labels: tuple[str, ...] = ()
-    problem: str = CHOICES["problem"][0]
+    problem: str = "single_label_classification"
     vocab: int | None = None
     max_prompt: int | None = None
     max_completion: int | None = None
