@@ -6,6 +6,7 @@
     reference   parameters of a reference model (`losses.completions`)
     teacher     parameters of a teacher (`losses.distill`)
     bco         the running mean of rewards (`losses.bco_objective`)
+    entropy     the coefficient of the entropy bonus (`losses.adaptive_entropy`)
     loss_scale  what float16 gradients are multiplied with (`precision.scaled`)
 
 `update` collects it from the state's extras that `reads` names and from the keywords of the call, which may have any other

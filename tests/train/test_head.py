@@ -19,7 +19,7 @@ B, T, D, V = 2, 7, 16, 37
 FIELDS = ("logp", "entropy", "logsumexp", "logsumsq", "mean_logit")
 
 
-def case(seed: int = 0, *, softcap=None, scale=1.0, bias=False, dtype=np.float32, gain=1.0):
+def case(seed: int = 0, *, softcap=None, scale=1.0, bias=False, dtype=np.float32, gain=1.0, temperature=1.0):
     """Random hidden states, a head, labels (three of them ignored) and one cotangent per statistic."""
     r = np.random.default_rng(seed)
     x = gain * r.normal(size=(B, T, D))
@@ -29,7 +29,7 @@ def case(seed: int = 0, *, softcap=None, scale=1.0, bias=False, dtype=np.float32
     labels[1, 0] = -1
     ct = {k: r.normal(size=(B, T)) for k in FIELDS}
     b = jnp.asarray(r.normal(size=V), dtype) if bias else None
-    return jnp.asarray(x, dtype), ops.Head(jnp.asarray(w, dtype), softcap, scale, b), labels, ct
+    return jnp.asarray(x, dtype), ops.Head(jnp.asarray(w, dtype), softcap, scale, b, temperature), labels, ct
 
 
 def oracle(x, head: ops.Head, labels):
@@ -37,6 +37,7 @@ def oracle(x, head: ops.Head, labels):
     z = head.scale * jnp.einsum("btd,vd->btv", x, head.weight)
     z = z if head.bias is None else z + head.bias
     z = z if head.softcap is None else head.softcap * jnp.tanh(z / head.softcap)
+    z = z / head.temperature
     logp, p = jax.nn.log_softmax(z), jax.nn.softmax(z)
     out = {
         "logp": jnp.sum(jax.nn.one_hot(labels, V) * logp, -1),
@@ -81,7 +82,7 @@ def close(got, want, rtol):
 HEADS = {
     "plain": {},
     "softcap": {"softcap": 3.0},
-    "all": {"softcap": 5.0, "scale": 0.3, "bias": True},
+    "all": {"softcap": 5.0, "scale": 0.3, "bias": True, "temperature": 0.7},
     "peaked": {"gain": 50.0, "bias": True},
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fdel import ops, params, train
@@ -20,7 +21,7 @@ from fdel.train.losses.sequences import sequence_mean, sequence_sum, starts
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {name: np.load(FIXTURES / f"policy_{name}.npz") for name in ("trl112", "trl116")}
 CASES = [(f, i, c) for f in FILES for i, c in enumerate(json.loads(str(FILES[f]["cases"]))) if c["kind"] == "policy"]
-NOT_SUMS = {"clip_ratio/low_min", "clip_ratio/high_max", "policy_loss", "entropy_coef"}  # TRL's that we do not have
+NOT_SUMS = {"clip_ratio/low_min", "clip_ratio/high_max", "entropy_coef"}  # TRL's that we do not have
 
 
 def close(got, want, rtol=1e-5):
@@ -158,6 +159,28 @@ def test_options_that_do_not_fit() -> None:
         policy(Tokens(-x, x, x, x, -x), Policy(beta=0.1))
     with pytest.raises(ValueError, match="'logps', the sampler's"):
         policy(Tokens(-x, x, x, x, -x), Policy(correction="token_mask"))
+
+
+def test_entropy_follows_a_target() -> None:
+    """TRL's controller in plain Python, step by step, and what the loss takes of it."""
+    seen = [0.1, 0.2, 0.3, 0.9, 0.1, 0.05]
+    metrics = iter(seen)
+    inner = lambda state, batch, **given: (state, {"entropy_of_learnt": jnp.float32(next(metrics))})
+    step = losses.adaptive_entropy(inner, target=0.2, delta=0.01, low=0.0, high=0.03)
+    state = train.init_state({}, optax.identity(), entropy=losses.start_entropy(0.02))
+    coef = 0.02
+    for x in seen:
+        state, _ = step(state, {})
+        coef = min(coef + 0.01, 0.03) if x <= 0.2 else max(coef - 0.01, 0.0)
+        found = state.extra["entropy"]
+        assert float(found["coef"]) == pytest.approx(coef)
+        assert float(found["applied"]) == pytest.approx(coef if x <= 0.2 else 0.0)
+    one = jnp.ones((1, 2))
+    o, batch = {"logp": -one, "entropy": 3 * one}, {"tokens": jnp.ones((1, 2), jnp.int32), "advantages": 0 * one}
+    objective = losses.policy_objective(Policy(entropy_coef=0.5))
+    assert float(objective(o, batch, {})[0]) == -1.5  # of one drawn token
+    assert float(objective(o, batch, {"entropy": {"applied": 0.1}})[0]) == pytest.approx(-0.3)
+    assert float(losses.start_entropy(0.1)["applied"]) == 0
 
 
 # ---- on a model ----------------------------------------------------------------------------------------------------

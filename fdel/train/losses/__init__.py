@@ -27,7 +27,7 @@ from .online import a2po_objective, nash_md_gradient, online_dpo_objective, tpo_
 from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
 from .reward_model import process_reward, reward
-from .sampled import policy_gradient, policy_objective, policy_outputs, token_logps
+from .sampled import adaptive_entropy, policy_gradient, policy_objective, policy_outputs, start_entropy, token_logps
 from .supervised import dft, nll, sft
 from .unpaired import bco_objective, kto_objective
 from .value import ppo, token_values
@@ -40,5 +40,6 @@ __all__ = [
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
     "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps", "ppo", "token_values",
     "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective", "sampled_distill",
+    "adaptive_entropy", "start_entropy",
     "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

@@ -242,10 +242,11 @@ def near_policy(t: Tokens, threshold: float) -> PerToken:
     return 1.0 - ((t.advantages < 0) & far)
 
 
-def policy(t: Tokens, c: Policy) -> tuple[Float[Array, ""], Sums]:
+def policy(t: Tokens, c: Policy, entropy_coef: Array | float | None = None) -> tuple[Float[Array, ""], Sums]:
     """Compute the loss that the options ask for: (sum, sums), whose "weight" counts tokens or sequences.
 
-    Sums that are not over the weight are pairs (sum, count). With `Policy.coupled` all rows must be here.
+    Sums that are not over the weight are pairs (sum, count). With `Policy.coupled` all rows must be here. `entropy_coef`
+    takes the place of the options', if theirs is not 0.
     >>> x = jnp.zeros((1, 2))
     >>> policy(Tokens(x, x, x + 1, x + 3, x), Policy())[0]  # ratio 1, advantage 3, two tokens
     Array(-6., dtype=float32)
@@ -270,10 +271,16 @@ def policy(t: Tokens, c: Policy) -> tuple[Float[Array, ""], Sums]:
         corrected = c.loss_type != "gmpo" if c.use_bias_correction_kl is None else c.use_bias_correction_kl
         metrics["kl"] = kl = kl * jnp.exp(r.log) if corrected else kl
         term = term + c.beta * kl
-    return _summed(t, c, term, keep, metrics)
+    total, sums = _summed(t, c, term, metrics)
+    if c.entropy_coef:
+        entropy, count = jnp.where(keep > 0, keep * t.entropy, 0).sum(), keep.sum()
+        coef = c.entropy_coef if entropy_coef is None else entropy_coef
+        sums |= {"policy_loss": total, "entropy_of_learnt": (stop_gradient(entropy), count)}
+        total = total - coef * sums["weight"] * entropy / jnp.maximum(count, 1)
+    return total, sums
 
 
-def _summed(t: Tokens, c: Policy, term: PerToken, keep: PerToken, metrics: Sums) -> tuple[Array, Sums]:
+def _summed(t: Tokens, c: Policy, term: PerToken, metrics: Sums) -> tuple[Array, Sums]:
     """Sum a loss and its metrics, each over what it is a mean of."""
     lengths, average = sequence_sum(t.mask, t.segments), TERMS[c.loss_type][1]
     per_sequence = t.mask / jnp.maximum(lengths, 1)
@@ -283,8 +290,6 @@ def _summed(t: Tokens, c: Policy, term: PerToken, keep: PerToken, metrics: Sums)
     weight = weight * float(c.max_completion_length or 1) if average == "length" else weight
     over = lambda x, mask: jnp.where(mask > 0, x * mask, 0).sum()
     total = over(term, per_sequence if average == "means" else t.mask)
-    if c.entropy_coef:
-        total = total - c.entropy_coef * weight * over(t.entropy, keep) / jnp.maximum(keep.sum(), 1)
     by_sequence = {"vespo/phi_seq_mean"}
     if c.importance_sampling_level in ("sequence", "sequence_sum"):
         by_sequence |= {k for k in metrics if "clip_ratio" in k}

@@ -26,11 +26,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.train.extras import carry
 from fdel.train.given import NOTHING, Given
 from fdel.train.losses.forward import Batch, rows, token_scores
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.policy import Policy, Tokens, policy
 from fdel.train.losses.stats import check_range
+from fdel.train.steps import Step
 
 Outputs = dict[str, Array]
 Sums = dict[str, Any]
@@ -70,12 +72,14 @@ def policy_outputs(
 def policy_objective(options: Policy, *, router_aux_loss_coef: float = 0.0) -> Callable[..., tuple[Array, Sums]]:
     """Build the objective `(outputs, batch, given) -> (sum, sums)` of `policy`; outputs are those of `policy_outputs`.
 
-    `router_aux_loss_coef` times the router's balance is added to each unit of weight.
+    `router_aux_loss_coef` times the router's balance is added to each unit of weight. Given "entropy", the state of
+    `adaptive_entropy`, its coefficient takes the place of a `Policy.entropy_coef` that is not 0.
     """
     check_range(router_aux_loss_coef=router_aux_loss_coef)
 
     def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
-        total, sums = policy(sampled_tokens(o, batch), options)
+        coef = given["entropy"]["applied"] if "entropy" in given else None
+        total, sums = policy(sampled_tokens(o, batch), options, coef)
         if router_aux_loss_coef and "balance" not in o:
             raise ValueError("router_aux_loss_coef is not 0, but there is no balance; give policy_outputs router=True")
         if router_aux_loss_coef:
@@ -120,6 +124,36 @@ def token_logps(family: ModuleType, cfg: Any, **settings: Any) -> Callable[[Any,
         return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
     return logps
+
+
+def adaptive_entropy(
+    step: Step, *, target: float = 0.2, delta: float = 0.005, low: float = 0.0, high: float = 1.0
+) -> Step:
+    """Let the entropy bonus follow a target (Skywork-OR1, arXiv:2505.22312; defaults as TRL's): wraps a step.
+
+    extra["entropy"], `start_entropy(coef)` at first, holds the coefficient. After a step whose mean entropy is not above
+    `target` it grows by `delta`, up to `high`, and is applied in the next one; after another it shrinks, down to `low`, and
+    is not. The inner step needs reads=("entropy",) and an entropy_coef that is not 0.
+    """
+    check_range(target=target, delta=delta)
+    if not 0 <= low <= high:
+        raise ValueError(f"low={low}, high={high}; expected numbers from 0, in this order")
+
+    def fold(old: dict[str, Array], metrics: dict[str, Array]) -> dict[str, Array]:
+        scarce = metrics["entropy_of_learnt"] <= target
+        coef = jnp.clip(old["coef"] + jnp.where(scarce, delta, -delta), low, high)
+        return {"coef": coef, "applied": jnp.where(scarce, coef, 0.0)}
+
+    return carry(step, "entropy", fold)
+
+
+def start_entropy(coef: float) -> dict[str, Array]:
+    """Make the state of `adaptive_entropy`; nothing is applied in the first step, before any entropy is known.
+    >>> losses.start_entropy(0.01)["applied"]
+    Array(0., dtype=float32)
+    """
+    check_range(entropy_coef=coef)
+    return {"coef": jnp.float32(coef), "applied": jnp.float32(0)}
 
 
 def at_next(batch: Batch, name: str, mask: Float[Array, "R T"]) -> Array:
