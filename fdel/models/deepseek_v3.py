@@ -125,29 +125,32 @@ def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops
     return ops.State(builders.latent_pages(cfg.layers, cfg.latent + cfg.rope_dim, pages=pages, page=page))
 
 
-def attention(h, carry, p, layer, cfg, batch, rot, mask):
+def latent_norm(x, p, part):
+    """Normalise latents by their root mean square, or by LayerNorm where `p` has its biases."""
+    if f"{part}_bias" in p:
+        return sublayers.layer_norm(x, p, part, LATENT_EPS)
+    return ops.rms_norm(x, p[part], LATENT_EPS)
+
+
+def query_latent(h, p):
+    """Compute the latent of the queries."""
+    return latent_norm(ops.linear("...d,rd->...r", h, p["q_a"], p.get("q_a_bias")), p, "q_norm")
+
+
+def attention(h, carry, p, layer, cfg, batch, rot, mask, attend=ops.mla):
     """Attend by latents: keys and values are linear maps of `cfg.latent` channels, and share rotary channels.
 
-    Latents are normalised by their root mean square, or by LayerNorm where `p` has its biases.
+    `attend` is called as `ops.mla`.
     """
     rope = ops.rope_interleaved if cfg.interleaved else ops.rope
     join = lambda a, b: jnp.concatenate([a, b], -1)
-
-    def norm(x, part):
-        if f"{part}_bias" in p:
-            return sublayers.layer_norm(x, p, part, LATENT_EPS)
-        return ops.rms_norm(x, p[part], LATENT_EPS)
-
-    q = h
-    if "q_a" in p:
-        q = norm(ops.linear("...d,rd->...r", h, p["q_a"], p.get("q_a_bias")), "q_norm")
-    q = ops.einsum("...r,nhr->...nh", q, p["q"])
+    q = ops.einsum("...r,nhr->...nh", query_latent(h, p) if "q_a" in p else h, p["q"])
     kv = ops.linear("...d,cd->...c", h, p["kv_a"], p.get("kv_a_bias"))
-    latent = norm(kv[..., : cfg.latent], "kv_norm")
+    latent = latent_norm(kv[..., : cfg.latent], p, "kv_norm")
     if rot is not None:
         q = join(q[..., : cfg.nope_dim], rope(q[..., cfg.nope_dim :], rot))
     turned = kv[..., cfg.latent :] if rot is None else rope(kv[..., None, cfg.latent :], rot)[..., 0, :]
-    a, carry = ops.mla(batch, carry, layer, q, join(latent, turned), p["k"], p["v"], mask=mask)
+    a, carry = attend(batch, carry, layer, q, join(latent, turned), p["k"], p["v"], mask=mask)
     return ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias")), carry
 
 

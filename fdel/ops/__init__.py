@@ -29,6 +29,7 @@ from fdel.ops.moe import grouped_matmul, moe
 from fdel.ops.norm import layer_norm, rms_norm
 from fdel.ops.rope import Rope, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.route import route_sigmoid, route_softmax, route_sparsemixer
+from fdel.ops.sparse import Chosen, choose_keys, none_chosen, sparse_mla
 from fdel.ops.ssm import causal_conv, selective_scan, ssd
 from fdel.ops.wkv import token_shift, wkv
 

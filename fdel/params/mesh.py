@@ -24,7 +24,8 @@ AXES = ("dp", "fsdp", "ep", "tp", "sp")
 # heads per key head, or any repeat inside a group; `latent`: compressed keys and values (MLA); `inner`: channels of a
 # recurrent mixer; `labels`: of a reward model's head; `scales`: of a token's keys or values in 8 bits.
 WHOLE = (
-    "positions rep head_dim layers latent q_latent rope_dim state kernel labels groups channels pages page scales slots"
+    "positions rep head_dim layers latent q_latent rope_dim state kernel labels groups channels pages page scales slots "
+    "index_heads"
 )
 TRAIN: Rules = MappingProxyType(
     dict.fromkeys(WHOLE.split())
