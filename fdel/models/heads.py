@@ -9,12 +9,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fdel import ops
 from fdel.models.keys import ConfigError, show
@@ -127,7 +127,7 @@ def spec(family: ModuleType, cfg: Any, kind: str | None, labels: int = 1) -> dic
     head = one(h.name, "labels embed", (h.labels or labels, d))
     head = head if h.bias else {"weight": head["weight"]}
     if h.dense:
-        dense = one(h.dense, "hidden embed", (d, d))
+        dense = one(h.dense, "channels embed", (d, d))
         head |= {"dense": dense["weight"], "dense_bias": dense["bias"]}
     return {"model": model, kind: head}
 
@@ -174,6 +174,45 @@ def probabilities(cfg: Any, logits: Float[np.ndarray, "... labels"]) -> Float[np
         return 1 / (1 + np.exp(-logits))
     e = np.exp(logits - logits.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
+
+
+class Span(NamedTuple):
+    """An answer: its first and last token, and the product of their probabilities."""
+
+    first: int
+    last: int
+    score: float
+
+
+def spans(
+    logits: Float[np.ndarray, "T 2"], context: Bool[np.ndarray, " T"], *, most: int = 15, count: int = 1,
+    null: int | None = None,
+) -> list[Span]:  # fmt: skip
+    """Choose the best `count` answers by a head for questions, best first, each of at most `most` tokens of the context.
+
+    A span's score is softmax(first)[i] * softmax(last)[j] over the tokens of the context (arXiv:1810.04805, section 4.3).
+    `null` is a token whose own span says that there is no answer, the first one of BERT and RoBERTa, and takes part in
+    the softmax; None where every question has one. ValueError for no context, and for numbers below 1.
+    >>> models.heads.spans(jnp.array([[9.0, 0.0], [0.0, 9.0], [8.0, 5.0]]), jnp.ones(3, bool))[0][:2]
+    (0, 1)
+    """
+    logits, context = np.asarray(logits, np.float64), np.asarray(context, bool)
+    if logits.shape != (len(context), 2) or not context.any() or min(most, count) < 1:
+        said = f"logits {logits.shape}, {context.sum()} of {len(context)} tokens, most={most}, count={count}"
+        raise ValueError(f"{said}; expected logits [T 2], a token of a context at least, and numbers of at least 1")
+    seen = context | (np.arange(len(context)) == null)
+    z = np.where(seen[:, None], logits, -np.inf)
+    p = np.exp(z - z.max(0))
+    p /= p.sum(0)
+    first, last = (p * context[:, None]).T
+    scores = np.zeros((len(context), min(most, len(context))))  # of spans by their first token and length
+    for n in range(scores.shape[1]):
+        scores[: len(first) - n, n] = first[: len(first) - n] * last[n:]
+    order = np.argsort(-scores, axis=None, kind="stable")[:count]
+    places = zip(*np.unravel_index(order, scores.shape), strict=True)
+    found = [Span(int(i), int(i + n), float(scores[i, n])) for i, n in places if scores[i, n] > 0]
+    found += [] if null is None else [Span(null, null, float(p[null].prod()))]
+    return sorted(found, key=lambda s: -s.score)[:count]
 
 
 def no_text(model: Any) -> str | None:
