@@ -238,10 +238,12 @@ def run_page(name: str) -> list[str]:
 @pytest.mark.slow
 def test_the_page_about_losses_runs():
     """A newcomer's losses, each in one place: they learn, and microbatches change nothing."""
-    focal, corrupted, near, alike = run_page("loss.md")
+    focal, corrupted, near, alike, samples = run_page("loss.md")
     assert re.fullmatch(r"focal \d\.\d{3} over 184 tokens", focal)
     assert float(corrupted.split()[1]) < 3.5 < float(near.split()[1]) < 4.6  # log 64 is 4.16
     assert len(set(alike.split()[1:])) == 1
+    likelier = re.fullmatch(r"likelier (\d+\.\d\d) (-\d+\.\d\d) clipped (0\.\d\d)", samples)
+    assert likelier and float(likelier[1]) > 3 and float(likelier[2]) < -3 and float(likelier[3]) > 0.05
 
 
 @pytest.mark.slow
