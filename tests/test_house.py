@@ -30,7 +30,7 @@ MODEL_LINES = {
     "qwen3_moe": 250,
     "qwen3_next": 350,
 }
-MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "sublayers"], FILE_LINES)
+MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sublayers"], FILE_LINES)
 
 # What each part of the house may import of the house (DESIGN section 2); parts not named here sit on top.
 ARROWS = {

@@ -5,6 +5,7 @@ https://docs.vllm.ai/en/latest/models/pooling_models.html
 
 import base64
 import dataclasses
+import json
 
 import jax
 import jsonschema
@@ -13,7 +14,7 @@ import pytest
 
 from fdel import models, params, text
 from fdel.models import heads, llama
-from fdel.models.pooling import Pooling, read, write
+from fdel.models.pooling import Dense, Pooling, read, write
 from fdel.serve.engine.engine import Engine, Settings
 from fdel.serve.server.openai.schema import SCHEMAS
 from fdel.serve.server.served import served_model
@@ -36,6 +37,8 @@ def engines():
     sizes = Settings(rows=1, max_length=64)
     found = {name: Engine(m, sizes, tokenizer=tok) for name, m in made.items()}
     found["mean"] = Engine(made["base"], sizes, tokenizer=tok, pooling=Pooling(("mean", "cls")))
+    turn = Dense(np.eye(small.CFG.embed, dtype=np.float32)[:7], act="torch.nn.modules.activation.Tanh")
+    found["deep"] = Engine(made["base"], sizes, tokenizer=tok, pooling=Pooling(("mean",), dense=(turn,), prompt="the "))
     for engine in found.values():
         engine.start()
     yield made, found
@@ -129,6 +132,24 @@ def test_embeddings_are_pooled_as_the_files_say(ask, engines):
     assert ask("/v1/embeddings", "mean", input="music", dimensions=small.CFG.embed)[0] == 400
 
 
+def test_prompts_and_dense_modules_are_served(ask, engines):
+    """Every route puts the default prompt in front of texts, not of token ids, and knows how long an embedding is."""
+    tok = wire.tokenizer()
+    for given, said in (("music", "the music"), (text.encode(tok, "music"), "music")):
+        want = np.tanh(outputs(engines, "base", text.encode(tok, said)).mean(0)[:7])
+        for path in ("/v1/embeddings", "/pooling"):
+            status, got = ask(path, "deep", input=given)
+            row = got["data"][0]["embedding" if "embed" in path else "data"]
+            assert status == 200
+            np.testing.assert_allclose(row, want / np.linalg.norm(want), atol=1e-5)
+    assert ask("/v1/embeddings", "deep", input="music", dimensions=7)[0] == 200
+    assert ask("/v1/embeddings", "deep", input="music", dimensions=small.CFG.embed)[0] == 400
+    vectors = [np.tanh(outputs(engines, "base", text.encode(tok, "the " + t)).mean(0)[:7]) for t in PAIR]
+    a, b = (v / np.linalg.norm(v) for v in vectors)
+    got = ask("/v1/score", "deep", text_1=PAIR[0], text_2=PAIR[1])[1]["data"][0]["score"]
+    assert abs(got - float(a @ b)) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["sequence", "token", "question", "base", "mean"])
 def test_no_text_is_written(ask, name):
     for path, body in (
@@ -178,6 +199,50 @@ def test_poolings_are_sentence_transformers():
         np.testing.assert_allclose(Pooling((mode,))(x), y / np.linalg.norm(y), atol=1e-6)
 
 
+@pytest.fixture
+def deep() -> Pooling:
+    """Two Dense modules, one without a bias, and a prompt."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    layers = (
+        Dense(draw(48, 64), draw(48)),
+        Dense(draw(24, 48) / 4, act="torch.nn.modules.linear.Identity"),
+    )
+    return Pooling(("mean", "cls"), True, 48, layers, "say: ")
+
+
+def test_dense_modules_and_prompts_come_back(tmp_path, deep):
+    """torch's Linear and Tanh over the pooled vector: 1e-6; files with their keys and tensors; length by the tokenizer."""
+    write(deep, tmp_path, 32)
+    again, x = read(tmp_path), np.random.default_rng(1).normal(size=(5, 32)).astype(np.float32)
+    one, two = deep.dense
+    want = two.weight @ np.tanh(one.weight @ np.concatenate([x.mean(0), x[0]]) + one.bias)
+    np.testing.assert_allclose(again(x), want / np.linalg.norm(want), atol=1e-6)
+    assert dataclasses.replace(again, dense=()) == dataclasses.replace(deep, dense=())
+    assert (again.width(32), Pooling(("mean", "cls")).width(32)) == (24, 64)
+    kinds = [m["path"] for m in json.loads((tmp_path / "modules.json").read_text())]
+    assert kinds == ["", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"]
+    safetensors = pytest.importorskip("safetensors.numpy")
+    assert safetensors.load_file(tmp_path / "2_Dense/model.safetensors").keys() == {"linear.weight", "linear.bias"}
+    assert json.loads((tmp_path / "3_Dense/config.json").read_text())["bias"] is False
+    (tmp_path / "sentence_bert_config.json").unlink()
+    for most, length in ((40, 40), (10**30, None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": most}))
+        assert read(tmp_path).length == length
+    with pytest.raises(ValueError, match="takes 64 numbers, and what comes to it has 32"):
+        deep.width(16)
+    good = json.loads((tmp_path / "2_Dense/config.json").read_text())
+    for wrong, why in (({"activation_function": "torch.nn.GELU"}, "activation_function: found 'torch.nn.GELU'"),
+                       ({"module_output_name": "other"}, "module_output_name"), ({"out_features": 47}, "found the tensors"),
+                       ({"bias": False}, "found the tensors")):  # fmt: skip
+        (tmp_path / "2_Dense/config.json").write_text(json.dumps(good | wrong))
+        with pytest.raises(models.ConfigError, match=why):
+            read(tmp_path)
+    (tmp_path / "modules.json").write_text((tmp_path / "modules.json").read_text().replace("3_Dense", "../x"))
+    with pytest.raises(models.ConfigError, match="expected the name of a folder beside it"):
+        read(tmp_path)
+
+
 def test_wrong_files(tmp_path):
     write(Pooling(), tmp_path, 32)
     file = tmp_path / "1_Pooling/config.json"
@@ -194,9 +259,24 @@ def test_wrong_files(tmp_path):
         modules.write_text(good.replace("1_Pooling", outside))
         with pytest.raises(models.ConfigError, match="expected the name of a folder beside it"):
             read(tmp_path)
-    modules.write_text(good)
-    modules.write_text(modules.read_text().replace("Normalize", "Dense"))
-    with pytest.raises(models.ConfigError, match="found Transformer, Pooling, Dense"):
+    modules.write_text(good.replace("Normalize", "LayerNorm"))
+    with pytest.raises(models.ConfigError, match="found Transformer, Pooling, LayerNorm, expected"):
+        read(tmp_path)
+    write(Pooling(), tmp_path, 32)
+    lower = tmp_path / "sentence_bert_config.json"
+    lower.write_text('{"max_seq_length": null, "do_lower_case": true}')
+    with pytest.raises(models.ConfigError, match="do_lower_case: found true"):
+        read(tmp_path)
+    lower.write_text("{}")
+    said = tmp_path / "config_sentence_transformers.json"
+    for d, why in (({"default_prompt_name": "q", "prompts": {"a": ""}}, "default_prompt_name 'q' of the prompts"),
+                   ({"default_prompt_name": 3}, "expected the name of a text")):  # fmt: skip
+        said.write_text(json.dumps(d))
+        with pytest.raises(models.ConfigError, match=why):
+            read(tmp_path)
+    said.write_text('{"default_prompt_name": "q", "prompts": {"q": "find: "}}')
+    file.write_text('{"pooling_mode": "mean", "include_prompt": false}')
+    with pytest.raises(models.ConfigError, match="include_prompt false beside a default prompt"):
         read(tmp_path)
     with pytest.raises(ValueError, match="expected some of cls"):
         dataclasses.replace(Pooling(), modes=("median",))

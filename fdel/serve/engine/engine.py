@@ -59,6 +59,7 @@ class Engine(Loop):
         self.tokenizer, self.eos = tokenizer, end_ids(model, eos, tokenizer)
         self.pooling, self.silent = pooling, heads.no_text(model)  # how it embeds; why it writes no text
         if pooling is not None:
+            pooling.width(getattr(model.cfg, "width", model.cfg.embed))  # refused now, if its layers have other sizes
             self.silent = (
                 self.silent or "this model embeds texts and writes none; ask Engine.embed, /v1/embeddings, /score"
             )
@@ -247,7 +248,10 @@ class Engine(Loop):
     def embed(
         self, tokens: Sequence[int], pool: str | Pooling | None = None, *, adapter: str = ""
     ) -> Float[np.ndarray, " D"]:
-        """Give a text's embedding, float32[D]: final hidden states pooled as `pool` or `pooling` says, or the last one."""
+        """Give a text's embedding, float32[D]: final hidden states pooled as `pool` or `pooling` says, or the last one.
+
+        A prompt of `pooling` is text, which the tokens begin with already.
+        """
         how = Pooling((pool,), normalize=False) if isinstance(pool, str) else pool or self.pooling
         how = how or default_pooling(self._device.model)
         if self.head is not None:

@@ -1,6 +1,6 @@
 """The routes that ask what a model makes of whole texts: embeddings, classes, scores of pairs."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from aiohttp import web
@@ -17,14 +17,21 @@ async def embeddings(call: Call) -> web.Response:
     served = call.served()
     asked, pooling = await call.parse(openai.parse_embeddings, served), served.engine.pooling
     cfg = served.engine.model.cfg
-    width = getattr(cfg, "width", cfg.embed) * (1 if pooling is None else len(pooling.modes))
+    width = getattr(cfg, "width", cfg.embed)
+    width = width if pooling is None else pooling.width(width)
     if asked.get("dimensions", width) != width:
         raise APIError(f"dimensions: found {asked['dimensions']}, this model has {width}", param="dimensions")
     if served.engine.head is not None:
         raise APIError(f"{served.name} has a head for a {served.engine.head}; ask /classify or /pooling", param="model")
-    ids = await call.encode(served, asked["input"])
+    ids = await call.encode(served, _prompted(served, asked["input"]))
     vectors, base64 = await _vectors(call, served, ids), asked.get("encoding_format") == "base64"
     return call.json(body.embeddings(asked["model"], vectors, base64, sum(map(len, ids))))
+
+
+def _prompted(served: ServedModel, texts: Sequence) -> list:
+    """Put the default prompt of an embedding model's files in front of those that are texts."""
+    pooling = served.engine.pooling
+    return [pooling.prompt + t if pooling is not None and isinstance(t, str) else t for t in texts]
 
 
 def _unit(v: np.ndarray) -> np.ndarray:
@@ -53,7 +60,7 @@ def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
         asked = await call.parse(parse, served)
         if served.engine.head is None:
             texts = list(dict.fromkeys(t for pair in asked.pairs for t in pair))
-            ids = await call.encode(served, texts)
+            ids = await call.encode(served, _prompted(served, texts))
             vectors = dict(zip(texts, map(_unit, await _each(call, served, ids, served.engine.embed)), strict=True))
             values = [float(vectors[a] @ vectors[b]) for a, b in asked.pairs]
         else:
@@ -96,7 +103,7 @@ async def _pooled(call: Call, served: ServedModel, asked: openai.Pooled) -> list
     """Tokenize what is to be classified or pooled."""
     if isinstance(asked.prompts, openai.Chat):
         return [(await call.workers.chat(call.holder, served.base, asked.prompts, call.large))[1]]
-    return await call.encode(served, asked.prompts)
+    return await call.encode(served, _prompted(served, asked.prompts))
 
 
 async def classify(call: Call) -> web.Response:
