@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from fdel.ops.shard import row_lookup
+
 PerToken = Float[Array, "R T"]
 Segments = Int[Array, "R T"] | None  # rising along a row, as in `ops.Packed`; None: each row is one sequence
 
@@ -25,11 +27,10 @@ def sequence_sum(x: PerToken, segments: Segments) -> PerToken:
     """
     if segments is None:
         return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
-    first = starts(segments, x.shape)
-    last = jnp.pad(first[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-    # Two scans in log T steps: neither a lookup nor a scatter, which a mesh could not divide along a row.
-    running = recurrence(jnp.where(first, 0, 1), x)
-    return recurrence(jnp.where(last, 0, 1), jnp.where(last, running, 0), reverse=True)
+    # Two scans need no scatter, but of 8,192 tokens with their gradient XLA:CPU compiled them in 9 s, this in 1.
+    index = jnp.cumsum(starts(segments, x.shape), -1) - 1
+    one = lambda x, i: jax.ops.segment_sum(x, i, len(x), indices_are_sorted=True)[i]
+    return row_lookup(jax.vmap(one), x, index)
 
 
 def recurrence(factor: PerToken, x: PerToken, *, reverse: bool = False) -> PerToken:
