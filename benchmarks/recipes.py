@@ -112,7 +112,7 @@ class Draw:
         t |= {"learning_rate": 1e-2, "log_steps": 1, "save_steps": 2, "save_directory": str(out)}
         if t["optimizer"] != "adamw":
             t.pop("moments", None)
-        t |= {"mask_token_id": VOCAB - 1} if kind == "diffusion" else {}
+        t |= {"mask_token_id": VOCAB - 1} if kind in ("diffusion", "masked_lm") else {}
         data = {"reward": "pairs", "prm": "steps", "embedding": "embedding", "kto": "rated", "bco": "rated",
                 "classification": "labels", "token_classification": "words"}.get(kind)  # fmt: skip
         t |= {"labels": ["short", "long"]} if data in ("labels", "words") else {}

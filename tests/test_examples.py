@@ -28,6 +28,7 @@ RATES = {
     "lora": 2e-2,
     "qlora": 2e-2,
     "diffusion": 1e-2,
+    "masked_lm": 1e-2,
 } | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding", "classification", "token_classification"), 1e-3)
 
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
@@ -66,6 +67,7 @@ def shrunk(name: str, tiny: Path, out: Path, steps: int = 30, teacher: Path | No
     wanted = recipe.load(ROOT / "examples" / f"{name}.yaml").set("model.name_or_path", str(tiny))
     changes = {"total_batch_size": 8, "max_training_steps": steps, "save_directory": str(out), "save_steps": None}
     changes |= {"learning_rate": RATES[name], "warmup_steps": 2, "warmup_ratio": None}
+    wanted = wanted.set("trainer.mask_token_id", 3) if name == "masked_lm" else wanted
     length = "mixture.pack_seq_length" if wanted.mixture.pack_tokens else "trainer.max_length"
     wanted = wanted.set(length, 64).set("sharding.axis_dims", [1, 1, 1, 1, 1])
     if wanted.teacher_model:
@@ -81,8 +83,8 @@ def curve(out: Path, name: str) -> np.ndarray:
 
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
-        "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "kto", "lora", "orpo", "prm", "qlora",
-        "reward", "sft", "token_classification",
+        "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "kto", "lora", "masked_lm", "orpo",
+        "prm", "qlora", "reward", "sft", "token_classification",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
@@ -92,7 +94,8 @@ def test_there_is_an_example_of_each_kind_and_its_data_is_small():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "sft" else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES])
 def test_the_example_learns(name, tiny, taught, tmp_path):
-    start = bidirectional(tiny, tmp_path) if name == "diffusion" else taught / "model" if "lora" in name else tiny
+    start = taught / "model" if "lora" in name else tiny
+    start = bidirectional(tiny, tmp_path) if name in ("diffusion", "masked_lm") else start
     out = taught if name == "sft" else run(name, start, tmp_path, teacher=taught / "model")
     loss = curve(out, "loss")
     assert [row["step"] for row in metrics.read(out)] == list(range(1, 31))
@@ -102,6 +105,7 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
         margin = margin if name == "reward" else margin - curve(out, "rewards/rejected")
         assert margin[-5:].mean() > margin[:3].mean() + LEAST_GAIN[name]
     checks = {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps, "diffusion": denoises}
+    checks |= {"masked_lm": denoises}
     (checks | dict.fromkeys(("classification", "token_classification"), classes)).get(name, whole)(out, start)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fdel import models, ops, params, recipe, train
-from fdel.models import heads, mixtral
+from fdel.models import heads, mixtral, roberta
 from fdel.recipe import methods, trainer
 from fdel.train.losses import preference
 
@@ -23,7 +23,7 @@ LOSSES = {
 }  # fmt: skip
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
-OF_TYPE = {"diffusion": {"mask_token_id": 3}}  # keys that a type cannot do without
+OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {
@@ -39,7 +39,7 @@ VALUES: dict[str, Any] = {
     "fcm_max_ratio": 0.3, "labels": ["one", "other"],
     "problem_type": "multi_label_classification",
     "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
-    "mask_token_id": 5, "weighting": "elbo", "max_loss_weight": 2.0,
+    "mask_token_id": 5, "mlm_probability": 0.3, "weighting": "elbo", "max_loss_weight": 2.0,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
@@ -98,6 +98,9 @@ def shown(f: Any, *args: Any) -> str:
 
 @cache
 def model_of(kind: str) -> models.Model:
+    if kind == "masked_lm":
+        cfg = roberta.Config(vocab=64, embed=16, ffn=16, layers=1, heads=2, rows=40)
+        return models.Model(roberta, cfg, params.abstract(roberta.spec(cfg), jnp.float32))
     spec = mixtral.spec(CFG)
     if kind in methods.types(head=True):
         spec = heads.spec(mixtral, CFG, *methods.METHODS[kind].head(made(kind).trainer))

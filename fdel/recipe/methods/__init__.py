@@ -19,6 +19,7 @@ FILES = (
     "distill",
     "embedding",
     "diffusion",
+    "masked",
 )
 METHODS: dict[str, Method] = {
     m.name: m for file in FILES for m in importlib.import_module(f"{__name__}.{file}").METHODS

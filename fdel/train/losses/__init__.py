@@ -22,6 +22,7 @@ from .contrastive import (
 from .discrete_diffusion import diffusion
 from .distillation import Terms, distill, generalized_jsd, soft_targets, sparse_distill
 from .head import token_stats, token_sum
+from .masked import masked_lm
 from .on_policy import sampled_distill
 from .online import a2po_objective, nash_md_gradient, online_dpo_objective, tpo_objective, xpo_objective
 from .pairs import cpo_objective, dpo_objective, orpo_objective
@@ -34,7 +35,7 @@ from .value import ppo, token_values
 
 __all__ = [
     "sft", "nll", "dft", "distill", "sparse_distill", "Terms", "generalized_jsd", "soft_targets",
-    "classification", "token_classification",
+    "classification", "token_classification", "masked_lm",
     "diffusion", "reward", "process_reward", "score_rows", "embedding", "info_nce", "triplet", "matryoshka",
     "sentence_embeddings", "first_token", "last_token", "mean_token", "completion_logps", "on_adapters", "dpo_objective",
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
