@@ -159,11 +159,12 @@ CFG = llama.Config(vocab=23, embed=16, ffn=24, layers=1, heads=2, kv_heads=1, he
 
 def test_values_by_hand() -> None:
     """The gradient ends where the value has gone far enough towards the return, and never away from it."""
-    slope = jax.grad(lambda v, old: clipped_square(v, old, 1.0)[0])
-    assert slope(0.1, 0.0) == pytest.approx(-0.9)  # free
-    assert slope(0.5, 0.0) == 0  # far enough
-    assert slope(-0.5, 0.0) == pytest.approx(-1.5)  # the wrong way: pulled back
-    assert jax.grad(lambda v: clipped_square(v, 0.0, 1.0, None)[0])(0.5) == pytest.approx(-0.5)
+    at = lambda x: jnp.full((1, 1), x)
+    slope = lambda v, *clip: jax.grad(lambda v: clipped_square(at(v), at(0.0), at(1.0), *clip)[0].sum())(v)
+    assert slope(0.1) == pytest.approx(-0.9)  # free
+    assert slope(0.5) == 0  # far enough
+    assert slope(-0.5) == pytest.approx(-1.5)  # the wrong way: pulled back
+    assert slope(0.5, None) == pytest.approx(-0.5)
 
 
 def random(tree, seed: int):

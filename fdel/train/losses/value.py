@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fdel.models import heads
 from fdel.train.given import NOTHING, Given
@@ -34,7 +34,7 @@ PerToken = Float[Array, "R T"]
 
 def clipped_square(
     values: PerToken, old: PerToken, returns: PerToken, clip: float | None = 0.2
-) -> tuple[PerToken, PerToken]:
+) -> tuple[PerToken, Bool[Array, "R T"]]:
     """Compute max((V - R)^2, (clip(V, old - clip, old + clip) - R)^2) / 2, and where the second is larger.
 
     A value moves away from the old one by no more than `clip` (PPO; None: by what it wants).

@@ -21,7 +21,7 @@ SCALES = ("group", "batch", "none")
 # ---- of whole samples, on the host ---------------------------------------------------------------------------------
 
 
-def weighted_sum(each: Float[np.ndarray, "F B"], weights: Float[np.ndarray, " F"] | None = None) -> Rewards:
+def weighted_sum(each: Float[np.ndarray, "F B"], weights: Float[np.ndarray, " weights"] | None = None) -> Rewards:
     """Add up several rewards, with weights (ones if None); NaN ones abstain, and a sample of which all do has NaN.
     >>> weighted_sum(np.array([[1.0, np.nan], [2.0, np.nan]]), np.array([1.0, 0.5]))
     array([ 2., nan])
