@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from fdel.train.rollout import advantages, select
 
+torch = pytest.importorskip("torch", reason="the oracle is TRL's lines in torch (extra `test`)")
 NAN = np.nan
 FIXTURE = np.load(__file__.replace("test_advantages.py", "fixtures/policy_trl112.npz"))
 

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
 from fdel import ops, params, train
 from fdel.models import heads, llama
@@ -21,6 +19,8 @@ from fdel.train.losses.policy import Policy, Tokens
 from fdel.train.losses.value import clipped_square
 from fdel.train.rollout import advantages
 
+torch = pytest.importorskip("torch", reason="the oracle is TRL's lines in torch (extra `test`)")
+F = torch.nn.functional
 DATA = np.load(Path(__file__).parent / "fixtures" / "policy_trl112.npz")
 CASES = list(enumerate(json.loads(str(DATA["cases"]))))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.nn import log_sigmoid, log_softmax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from fdel import ops
 from fdel.models import heads
@@ -43,7 +43,7 @@ def score_rows(
     return scores
 
 
-def one_label(z: Scores, labels: Float[Array, "B 1"]) -> tuple[PerRow, Sums]:
+def one_label(z: Scores, labels: Num[Array, "B 1"]) -> tuple[PerRow, Sums]:
     """Compute -log softmax(z)[label] per row, and whether the label is the most likely one."""
     label = labels.astype(int)
     logp = jnp.take_along_axis(log_softmax(z, -1), jnp.maximum(label, 0), 1)[:, 0]
