@@ -64,8 +64,8 @@ class Draw:
         from fdel import text
         from tests.models import tiny
 
-        config, values, model = tiny.TINY[family]
-        tiny.TINY["drawn"] = (config, values | {"vocab_size": VOCAB}, model)
+        entry = tiny.TINY[family]
+        tiny.TINY["drawn"] = entry._replace(values=entry.values | {"vocab_size": VOCAB})
         for seed in (0, 1):
             tiny.checkpoint("drawn", self.root / f"{family}-{seed}", seed)
             text.save(text.train_bpe([" ".join(WORDS)], 300), self.root / f"{family}-{seed}")
