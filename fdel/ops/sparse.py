@@ -19,6 +19,7 @@ from fdel.ops.paged import write_pages
 from fdel.ops.weights import Weight
 
 QUERIES = 64  # tokens of a row whose keys are gathered at a time
+BLOCKS = 8  # blocks of a Paged batch whose index keys are read at a time: all of their sequences
 
 
 class Chosen(NamedTuple):
@@ -63,7 +64,7 @@ def choose_keys(
         return _best(_index_scores(q[None], keys[None], w[None])[0], seen, count)
 
     cut = lambda x: x.reshape(-1, batch.block, *x.shape[1:])
-    chosen = jax.lax.map(block, (cut(q), cut(weights), cut(batch.positions), batch.page_table))
+    chosen = jax.lax.map(block, (cut(q), cut(weights), cut(batch.positions), batch.page_table), batch_size=BLOCKS)
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), chosen), carry
 
 
