@@ -103,4 +103,7 @@ TINY = {
     "phi": Entry("PhiConfig", BASE | dict(qk_layernorm=True), "PhiForCausalLM"),
     "phi:plain": Entry("PhiConfig", BASE | dict(tie_word_embeddings=True, hidden_act="silu",
                     rope_parameters=LINEAR4 | dict(partial_rotary_factor=1.0)), "PhiForCausalLM"),
+    "starcoder2": Entry("Starcoder2Config", BASE | dict(sliding_window=8), "Starcoder2ForCausalLM"),
+    "starcoder2:plain": Entry("Starcoder2Config", BASE | dict(use_bias=False, tie_word_embeddings=False, head_dim=24,
+                         hidden_act="silu", norm_epsilon=1e-3, rope_parameters=LINEAR4), "Starcoder2ForCausalLM"),
 }  # fmt: skip
