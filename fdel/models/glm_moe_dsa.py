@@ -41,7 +41,9 @@ class Config(glm4_moe_lite.Config):
         q_lora_rank=2048, v_head_dim=256, qk_nope_head_dim=192, n_group=1, topk_group=1, rms_norm_eps=1e-5,
         first_k_dense_replace=3,
     )  # fmt: skip
-    ONLY = deepseek_v3.Config.ONLY | {"mlp_bias": False, "layer_types": config.ANY}
+    ONLY = deepseek_v3.Config.ONLY | {
+        "mlp_bias": config.ANY, "layer_types": config.ANY, "indexer_rope_interleave": True
+    }  # fmt: skip
     q_latent: int = config.hf("q_lora_rank", 2048)
     index_top_k: int = config.hf("index_topk", 2048)
     index_dim: int = config.hf("index_head_dim", 128)
