@@ -395,7 +395,8 @@ def test_what_cannot_be_served_is_refused_before_the_training(trainer_type, keys
 
 @pytest.mark.parametrize("kind", methods.types(head=True))
 def test_what_writes_no_text_has_no_benchmarks(kind):
-    found = made(trainer={"trainer_type": kind}, actions=["train", {"eval": {"tasks": ["hellaswag"]}}])
+    keys = {"labels": ["no", "yes"]} if kind == "token_classification" else {}
+    found = made(trainer={"trainer_type": kind, **keys}, actions=["train", {"eval": {"tasks": ["hellaswag"]}}])
     with pytest.raises(recipe.RecipeError, match=f"of trainer_type {kind} writes no text"):
         recipe.run(found)
 
