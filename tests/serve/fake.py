@@ -79,7 +79,9 @@ class FakeDevice:
     def _out(self, drawn: list[list[int]], faults: list[str | None]) -> Out:
         tokens = np.array([[*new, *[0] * (self.width - len(new))] for new in drawn], np.int32)
         logprobs = np.where(np.array(faults)[:, None] == "nan", np.nan, np.zeros(tokens.shape)).astype(np.float32)
-        packed = pack_drawn(Drawn(np.array([len(new) for new in drawn], np.int32), tokens, logprobs, logprobs))
+        packed = pack_drawn(
+            Drawn(np.array([len(new) for new in drawn], np.int32), tokens, logprobs, logprobs, logprobs)
+        )
         return Out(Raises() if "read" in faults else np.asarray(packed), None, None)
 
     def _compare(self, r: Request, tokens: list[int], masks: dict) -> None:

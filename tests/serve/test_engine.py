@@ -135,7 +135,7 @@ def test_decode_steps_save_calls_and_change_nothing(pair, name: str) -> None:
     ]
     plain, many = engine(model), engine(model, decode_steps=4)
     want, got = plain.generate(prompts, asked), many.generate(prompts, asked)
-    exact = lambda g: dataclasses.replace(g, logprobs=[], sampled_logprobs=[], top_logprobs=None)
+    exact = lambda g: dataclasses.replace(g, logprobs=[], sampled_logprobs=[], kept=[], top_logprobs=None)
     assert list(map(exact, got)) == list(map(exact, want))
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g.logprobs, w.logprobs, atol=1e-5)

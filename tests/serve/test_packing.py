@@ -35,11 +35,11 @@ def test_columns_stand_where_the_table_says() -> None:
 @pytest.mark.parametrize("k", [1, 4])
 def test_what_was_drawn_is_unpacked_as_it_was_packed(k: int) -> None:
     """Floats bit by bit, NaN and infinities too; tokens behind the length are left out."""
-    floats = rng.normal(size=(2, 5, k)).astype(np.float32)
+    floats = rng.normal(size=(3, 5, k)).astype(np.float32)
     floats[0, 0], floats[1, 1], floats[1, 2] = np.nan, -np.inf, -0.0
     drawn = Drawn(rng.integers(0, k + 1, 5), rng.integers(0, 999, (5, k)), *floats)
     packed = np.asarray(jax.jit(packing.pack_drawn)(jax.tree.map(jnp.asarray, drawn)))
-    assert packed.shape == (5, 1 + 3 * k)
+    assert packed.shape == (5, 1 + 4 * k)
     for want, got in zip(drawn, packing.unpack_drawn(packed), strict=True):
         np.testing.assert_array_equal(got, want)
     ids, logprobs = rng.integers(0, 999, (5 * k, 3)), rng.normal(size=(5 * k, 3))
@@ -47,9 +47,9 @@ def test_what_was_drawn_is_unpacked_as_it_was_packed(k: int) -> None:
         lines = packing.unpack_out(Out(packed, ids, logprobs), likely)
         assert [len(line) for line in lines] == drawn.length.tolist()
         for i, line in enumerate(lines):
-            for j, (token, *both, top) in enumerate(line):
+            for j, (token, *three, top) in enumerate(line):
                 assert token == drawn.tokens[i, j]
-                np.testing.assert_array_equal(both, floats[:, i, j])
+                np.testing.assert_array_equal(three, floats[:, i, j])
                 want = zip(ids[i * k + j].tolist(), logprobs[i * k + j].tolist(), strict=True)
                 assert list(top) == (list(want) if likely else [])
 

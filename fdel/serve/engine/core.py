@@ -48,6 +48,7 @@ class Core:
         self.jobs: dict[int, Job] = {}
         self.in_flight: list[InFlight] = []
         self.counts: Counter = Counter()
+        self.versions: Counter = Counter()  # of each adapter's weights, "" the base's: how often they were replaced
 
     @property
     def idle(self) -> bool:
@@ -93,8 +94,9 @@ class Core:
 
     def replace_weights(self, adapter: str, weights: Any) -> Deltas:
         """Change weights between steps; what was computed with the old ones is computed again."""
-        deltas = self.drain()
+        deltas = self.drain()  # first: what is in flight was drawn by the old ones, and gets their number
         self.device.weights[adapter] = weights
+        self.versions[adapter] += 1
         self._requeue_all()
         return deltas
 
@@ -209,7 +211,7 @@ class Core:
         reply, new = job.reply, list[Delta]()
         for token in drawn:
             try:
-                new.append(accept(job, *token))
+                new.append(accept(job, token, self.versions[r.adapter]))
             except Exception as e:
                 new.append(reply.end("error", describe(e)))
             if reply.finish_reason:

@@ -14,9 +14,9 @@ from fdel import text
 from fdel.models import Model, heads
 from fdel.models.pooling import Pooling, default_pooling
 from fdel.ops import cpu
+from fdel.serve.engine.changes import Changes
 from fdel.serve.engine.core import Core
 from fdel.serve.engine.device import BLOCK, Device
-from fdel.serve.engine.loop import Loop
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.reply import Delta, DeltaQueue, Generation, Job, MaskSource, Reply, Score, best
 from fdel.serve.engine.request import TOP, SamplingParams, check_prompt, end_ids, fit, noise, stop_ids, whole
@@ -29,7 +29,7 @@ from fdel.serve.output_text import OutputText, special_stops
 COUNTED = ("steps", "prompt tokens", "generated tokens", "stop", "length", "abort", "error", "faults", "drafting steps")
 
 
-class Engine(Loop):
+class Engine(Changes):
     """Serves one model: many requests at a time, whose answers do not depend on their company.
 
     `generate`, `score` and `embed` can be called from any thread, `stream` in asyncio. A background thread runs the steps
@@ -203,22 +203,6 @@ class Engine(Loop):
                         return
         finally:
             self.abort(job)
-
-    def update_params(self, params: Any, adapter: str = "", *, reshard: bool = False, cast: bool = False) -> None:
-        """Serve with other weights from the next step on (an adapter that is new is added). They are copied.
-
-        Running requests go on with their tokens so far, whose keys and values are computed again. `params`, stacked or
-        listed, have the structure, shapes, dtypes and shardings of those that are served, and finite values, else
-        ValueError, and nothing changes. `reshard` lays them out as those, from wherever they are; `cast` casts them.
-        """
-        self._device.check_free()
-        new = self._device.weights.checked(adapter, params, reshard=reshard, cast=cast)
-        self._between_steps(lambda: self._core.replace_weights(adapter, new))
-
-    def remove_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that still use it fail."""
-        self._device.check_free()
-        self._between_steps(lambda: self._core.drop_adapter(name))
 
     def score(self, tokens: Sequence[int], top: int = 0, *, adapter: str = "") -> Score:
         """Tell the log-probability of each token after those before it, and of the `top` likeliest (at most 20)."""

@@ -15,8 +15,8 @@ sequence (`Extend`) or a sequence that decodes (`Decode`); its columns are the f
 Spare lines name a row and pages that do not exist: they read zeros, write nothing and draw nothing. **Masks** are
 uint32[lines, ceil(V / 32)], one bit per token of the vocabulary, the lowest first; read where `masked` is 1.
 
-**What a call drew** (`Out.drawn`) is one int32 array too, of 1 + 3k columns: how many tokens; k tokens; the bits of their
-k log-probabilities and of their k sampled ones, float32 (see `Sampled`). What stands behind them means nothing.
+**What a call drew** (`Out.drawn`) is one int32 array too, of 1 + 4k columns: how many tokens; k tokens; the float32 bits of
+their k log-probabilities, k sampled ones and k `kept` (see `Sampled`). What stands behind them means nothing.
 
 **A call** as bytes, for processes that follow another, is a file of safetensors: its arrays by number, and "call", the JSON
 text of its name, adapter and static arguments.
@@ -95,38 +95,45 @@ class Drawn(NamedTuple):
     tokens: Int[Any, "B k"]
     logprobs: Float[Any, "B k"]
     sampled_logprobs: Float[Any, "B k"]
+    kept: Float[Any, "B k"]
+
+
+class Token(NamedTuple):
+    """A token that was drawn; see `Sampled`."""
+
+    id: int
+    logprob: float
+    sampled_logprob: float
+    kept: float
+    likely: Sequence[tuple[int, float]]  # the most likely tokens and their log-probabilities
 
 
 class Out(NamedTuple):
     """What a call gives back. The most likely tokens are of line i // k and its draw i % k."""
 
-    drawn: Int[Array, "B columns"]  # a packed `Drawn`, of 1 + 3 k columns
+    drawn: Int[Array, "B columns"]  # a packed `Drawn`, of 1 + 4 k columns
     top_ids: Int[Array, "Bk n"]
     top_logprobs: Float[Array, "Bk n"]
 
 
-# A token, its log-probability for the model and in the distribution that it was drawn from, and the most likely ones.
-Token = tuple[int, float, float, Sequence[tuple[int, float]]]
-
-
 def pack_drawn(drawn: Drawn) -> Int[Array, "B columns"]:
     """Pack what was drawn, on the device."""
-    length, tokens, *logprobs = drawn
-    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in logprobs]
+    length, tokens, *floats = drawn
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in floats]
     return jnp.concatenate([length[:, None], tokens, *bits], 1)
 
 
-def join_drawn(packed: Int[Array, "steps B 4"]) -> Int[Array, "B columns"]:
+def join_drawn(packed: Int[Array, "steps B 5"]) -> Int[Array, "B columns"]:
     """Make one of what several steps drew, on the device: each at most a token of each line."""
-    length, *columns = (packed[:, :, i].T for i in range(4))
+    length, *columns = (packed[:, :, i].T for i in range(5))
     return jnp.concatenate([length.sum(1, keepdims=True), *columns], 1)
 
 
 def unpack_drawn(packed: Int[np.ndarray, "B columns"]) -> Drawn:
     """Take it apart again, on the host."""
-    k = packed.shape[1] // 3
+    k = packed.shape[1] // 4
     floats = packed[:, 1 + k :].view(np.float32)
-    return Drawn(packed[:, 0], packed[:, 1 : 1 + k], floats[:, :k], floats[:, k:])
+    return Drawn(packed[:, 0], packed[:, 1 : 1 + k], floats[:, :k], floats[:, k : 2 * k], floats[:, 2 * k :])
 
 
 def unpack_out(out: Out, likely: bool) -> list[list[Token]]:
@@ -138,7 +145,8 @@ def unpack_out(out: Out, likely: bool) -> list[list[Token]]:
         ids, logprobs = (np.asarray(x).tolist() for x in out[1:])
         tops = [list(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
     lines = zip(*(x.tolist() for x in drawn), strict=True)  # each is cut to the tops of what it drew
-    return [list(zip(*line, tops[i * k : i * k + n], strict=False)) for i, (n, *line) in enumerate(lines)]
+    each = ((line, tops[i * k : i * k + n]) for i, (n, *line) in enumerate(lines))
+    return [[Token(*token) for token in zip(*line, top, strict=False)] for line, top in each]
 
 
 class Call(NamedTuple):

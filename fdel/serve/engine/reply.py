@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from fdel.serve.engine.packing import Token
 from fdel.serve.engine.request import SamplingParams
 from fdel.serve.engine.rows import NGRAM
 from fdel.serve.engine.schedule import Request
@@ -24,7 +25,10 @@ class Generation:
     `tokens` ends with the stop id, if one ended it; `text` is cut before the stop id or stop string. `logprobs` are
     of the model's own distribution, log_softmax(logits), before penalties, temperature and truncation, as OpenAI's API
     gives them. `sampled_logprobs` are of the distribution that each token was drawn from, after all of these, masks and
-    bans: 0 where the draw is greedy (temperature 0), since then nothing else could come.
+    bans: 0 where the draw is greedy (temperature 0), since then nothing else could come. `kept` is the log of the
+    probability that top-k, top-p and min-p left, 0 where they cut nothing: exp(sampled_logprobs + kept) is the token's
+    probability before truncation. `versions` tell how many updates the weights that drew it had had: see
+    `Engine.update_params`.
     """
 
     tokens: list[int]
@@ -37,6 +41,8 @@ class Generation:
     cached: int = 0  # tokens of the prompt that were found in the cache
     error: str | None = None
     sampled_logprobs: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     seconds: float = field(default=0.0, compare=False)  # from its first step to its end
 
     @property
@@ -63,7 +69,9 @@ class Delta:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)  # per token, with logprobs > 0
     error: str | None = None
-    sampled_logprobs: list[float] = field(default_factory=list)  # see `Generation`
+    sampled_logprobs: list[float] = field(default_factory=list)  # see `Generation`, for these and the next
+    kept: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
@@ -71,7 +79,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
-    names = ("tokens", "logprobs", "top_logprobs", "sampled_logprobs")
+    names = ("tokens", "logprobs", "top_logprobs", "sampled_logprobs", "kept", "versions")
     lists: Any = {name: [x for d in deltas for x in getattr(d, name)] for name in names}
     return replace(last, text="".join(d.text for d in deltas), **lists)
 
@@ -96,25 +104,25 @@ class Reply:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     begun: float | None = None  # when it got its first row, by time.monotonic
     ended: float | None = None
 
-    def push(
-        self,
-        token: int,
-        logprob: float,
-        sampled_logprob: float,
-        likely: Sequence[tuple[int, float]] = (),
-        *,
-        last: bool = False,
-    ) -> Delta:
-        """Take the next token; the delta has the text that can be shown now. `last`: a grammar ends with it."""
+    def push(self, drawn: Token, version: int, *, last: bool = False) -> Delta:
+        """Take the next token, and the number of the weights that drew it. `last`: a grammar ends with it.
+
+        The delta has the text that can be shown now.
+        """
+        token, logprob, sampled_logprob, kept, likely = drawn
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampled_logprobs.append(sampled_logprob)
+        self.kept.append(kept)
+        self.versions.append(version)
         top = [dict(likely[: self.sampling.logprobs])] if self.sampling.logprobs else []
         self.top_logprobs += top
         stopped = token in self.ends
@@ -126,7 +134,8 @@ class Reply:
         if over or found:
             self.finish_reason = "stop" if stopped or last or found else "length"
             self.ended = time.monotonic()
-        return Delta([token], shown, self.finish_reason, [logprob], top, None, [sampled_logprob])
+        facts = [logprob], top, None, [sampled_logprob], [kept], [version]
+        return Delta([token], shown, self.finish_reason, *facts)
 
     def end(self, reason: str, error: str | None = None) -> Delta:
         """End here, whatever the tokens are; shows what was held back."""
@@ -139,8 +148,9 @@ class Reply:
         shown = None if self.text is None else "".join(self.text.shown)
         top = self.top_logprobs if self.sampling.logprobs else None
         reason, seconds = self.finish_reason or "length", (self.ended or 0.0) - (self.begun or self.ended or 0.0)
+        facts = self.sampled_logprobs, self.kept, self.versions
         return Generation(
-            self.tokens, self.logprobs, reason, shown, top, prompt, cached, self.error, self.sampled_logprobs, seconds
+            self.tokens, self.logprobs, reason, shown, top, prompt, cached, self.error, *facts, seconds=seconds
         )
 
 
@@ -226,15 +236,15 @@ def allowed(source: MaskSource, words: int) -> np.ndarray:
     return mask
 
 
-def accept(job: Job, token: int, logprob: float, sampled: float, likely: Sequence[tuple[int, float]]) -> Delta:
-    """Give a request a token that was drawn for it, unless the draw itself failed."""
+def accept(job: Job, drawn: Token, version: int) -> Delta:
+    """Give a request a token that weights of this number drew for it, unless the draw itself failed."""
     reply, at = job.reply, len(job.reply.tokens)
-    if math.isnan(logprob):
+    if math.isnan(drawn.logprob):
         return reply.end("error", f"logits are not finite at output token {at}; check weights and dtype")
-    if math.isnan(sampled):
+    if math.isnan(drawn.sampled_logprob):
         return reply.end("error", f"{NOTHING} at output token {at}: the request bans every token there")
-    last = job.mask is not None and _guarded(lambda: _commit(job.mask, token))
-    return _guarded(lambda: reply.push(token, logprob, sampled, likely, last=last))
+    last = job.mask is not None and _guarded(lambda: _commit(job.mask, drawn.id))
+    return _guarded(lambda: reply.push(drawn, version, last=last))
 
 
 def _commit(source: Any, token: int) -> bool:

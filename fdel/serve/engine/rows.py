@@ -62,7 +62,7 @@ def advance(
     each = lambda x: x if k == 1 else jnp.repeat(x, k, 0)
     here = each(jnp.minimum(row, len(history) - 1))
     sampled = sample(logits, jax.tree.map(each, s), history, positions.reshape(-1), here)
-    tokens, *logprobs = (x.reshape(-1, k) for x in sampled[:3])
+    tokens, *logprobs = (x.reshape(-1, k) for x in sampled[:4])
 
     ends = (tokens[:, :, None] == s.stop_ids[:, None]).any(-1) | (positions + 1 >= s.max_length[:, None])
     right = drafts.found & (tokens[:, :-1] == drafts.tokens) & ~ends[:, :-1]

@@ -46,12 +46,14 @@ class Sampling:
 
 class Sampled(NamedTuple):
     """Drawn tokens. `logprobs` and `top_logprobs` are of the unchanged logits, whatever was done to them before drawing;
-    `sampled_logprobs` of what was drawn from, softmax(process(...)), and 0 where the draw is greedy.
+    `sampled_logprobs` of what was drawn from, softmax(process(...)), and 0 where the draw is greedy. `kept` is the log of
+    the probability that top-k, top-p and min-p left of what they were given: 0 where they cut nothing.
     """
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]  # NaN where the logits hold NaN or +inf
     sampled_logprobs: Float[Array, " B"]  # NaN where the request bans every token
+    kept: Float[Array, " B"]
     top_ids: Int[Array, "B n"]
     top_logprobs: Float[Array, "B n"]  # 0 if no row asks for any
 
@@ -120,31 +122,33 @@ def sample(
     """
     logits = logits.astype(jnp.float32)
 
-    def processed(logits: Array, s: Sampling, length: Array, rows: Array) -> tuple[Array, Array]:
-        z, hot = process(logits, s, history, length, rows), s.temperature > 0
+    def processed(logits: Array, s: Sampling, length: Array, rows: Array) -> tuple[Array, Array, Array]:
+        (z, kept), hot = _process(logits, s, history, length, rows), s.temperature > 0
         # Beside the condition and not within: XLA:CPU computes noise slowly as a part of argmax.
         noisy = jax.lax.cond(jnp.any(hot), lambda z: z + _noise(z, s, length), lambda z: z, z)
         tokens = jnp.argmax(noisy, -1)
         mass = jax.lax.cond(jnp.any(hot), lambda: jax.nn.logsumexp(z, -1), lambda: jnp.zeros(len(z), z.dtype))
         picked = jnp.take_along_axis(z, tokens[:, None], 1)[:, 0]
-        return tokens, jnp.where(picked > -jnp.inf, jnp.where(hot, picked - mass, 0), jnp.nan)
+        return tokens, jnp.where(picked > -jnp.inf, jnp.where(hot, picked - mass, 0), jnp.nan), kept
 
-    def grouped() -> tuple[Array, Array]:
+    def grouped() -> tuple[Array, Array, Array]:
         if len(logits) <= GROUP or len(logits) % GROUP:
             return processed(logits, s, length, rows)
         groups = jax.tree.map(lambda x: x.reshape(-1, GROUP, *x.shape[1:]), (logits, s, length, rows))
         return jax.tree.map(jnp.ravel, jax.lax.map(lambda group: processed(*group), groups))
 
-    def plain() -> tuple[Array, Array]:
-        return jnp.argmax(logits, -1), jnp.where(logits.max(-1) > -jnp.inf, jnp.float32(0), jnp.nan)
+    def plain() -> tuple[Array, Array, Array]:
+        none = jnp.zeros(len(logits))
+        return jnp.argmax(logits, -1), jnp.where(logits.max(-1) > -jnp.inf, none, jnp.nan), none
 
-    tokens, sampled = jax.lax.cond(jnp.stack(_asked(s, length)).any(), grouped, plain)
+    tokens, sampled, kept = jax.lax.cond(jnp.stack(_asked(s, length)).any(), grouped, plain)
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
     chosen = jnp.where(jnp.isfinite(total), jnp.take_along_axis(logits, tokens[:, None], 1) - total, jnp.nan)
     n = min(TOP, logits.shape[1])
     none = lambda: (jnp.zeros((len(logits), n)), jnp.zeros((len(logits), n), jnp.int32))
     best, ids = jax.lax.cond(jnp.any(s.top > 0), lambda: tuple(jax.lax.top_k(logits, n)), none)
-    return Sampled(tokens.astype(jnp.int32), chosen[:, 0], sampled, ids, jnp.where(jnp.any(s.top > 0), best - total, 0))
+    likely = ids, jnp.where(jnp.any(s.top > 0), best - total, 0)
+    return Sampled(tokens.astype(jnp.int32), chosen[:, 0], sampled, kept, *likely)
 
 
 def process(
@@ -155,19 +159,25 @@ def process(
     rows: Int[Array, " B"],
 ) -> Float[Array, "B V"]:
     """Change logits as each row asks: softmax of the result is what it draws from; argmax if its temperature is 0."""
+    return _process(logits, s, history, length, rows)[0]
+
+
+def _process(logits: Array, s: Sampling, history: Array, length: Array, rows: Array) -> tuple[Array, Array]:
+    """Give what `process` gives, and the log of the probability that truncation left of each row."""
     stages = (
         lambda z: _penalise(z, s, history, length, rows),
         lambda z: _edit(z, s, history, length, rows),
         lambda z: jnp.where(_bits(s, z.shape[1]), z, -jnp.inf),
-        lambda z: _scale(z, s),
+        lambda z: _temper(z, s),
     )
     for wanted, stage in zip(_asked(s, length), stages, strict=True):
         logits = jax.lax.cond(wanted, stage, lambda z: z, logits)
-    return logits
+    cuts = (s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
+    return jax.lax.cond(jnp.any(cuts), lambda z: _cut(z, s), lambda z: (z, jnp.zeros(len(z))), logits)
 
 
 def _asked(s: Sampling, length: Array) -> tuple[Bool[Array, ""], ...]:
-    """Tell which stages of `process` any row asks for."""
+    """Tell which stages of `process` before truncation any row asks for; none of them, none of that."""
     penalised = (s.repetition != 1) | (s.presence != 0) | (s.frequency != 0)
     edited = jnp.any(s.bias != 0) | jnp.any(s.bad[:, :, -1] >= 0) | jnp.any(length < s.min_length)
     return jnp.any(penalised), edited, jnp.any(s.masked), jnp.any(s.temperature > 0)
@@ -201,12 +211,19 @@ def _bits(s: Sampling, vocab: int) -> Bool[Array, "B V"]:
     return bits.reshape(len(bits), -1)[:, :vocab] | ~s.masked[:, None]
 
 
-def _scale(z: Array, s: Sampling) -> Array:
+def _temper(z: Array, s: Sampling) -> Array:
     hot = s.temperature > 0
     # Subtracting the maximum first keeps a tiny temperature from making infinities of both signs.
     x = (z - z.max(-1, keepdims=True)) / jnp.where(hot, s.temperature, 1)[:, None]
-    asked = (jnp.where(hot, value, off) for value, off in ((s.top_k, 0), (s.top_p, 1), (s.min_p, 0)))
-    return truncate(jnp.where(hot[:, None], x, z), *asked)
+    return jnp.where(hot[:, None], x, z)
+
+
+def _cut(z: Array, s: Sampling) -> tuple[Array, Array]:
+    """Truncate rows that draw: (what is left, the log of its probability)."""
+    hot, total = s.temperature > 0, lambda z: jax.nn.logsumexp(z, -1)
+    left = truncate(z, *(jnp.where(hot, value, off) for value, off in ((s.top_k, 0), (s.top_p, 1), (s.min_p, 0))))
+    same = (left == z).all(-1)  # then 0 exactly: two sums of the same numbers may round differently
+    return left, jnp.where(same, 0, jnp.minimum(total(left) - total(z), 0))
 
 
 def _noise(z: Array, s: Sampling, length: Array) -> Array:

@@ -1,0 +1,44 @@
+"""What is changed between the steps of an engine: its weights."""
+
+from typing import Any
+
+from fdel.serve.engine.core import Core, Deltas
+from fdel.serve.engine.loop import Loop
+
+
+class Changes(Loop):
+    """A loop over a core whose weights can be replaced, which numbers them."""
+
+    _core: Core
+
+    @property
+    def version(self) -> int:
+        """The number of the base's weights: how many updates there have been. See `Generation.versions`."""
+        return self._core.versions[""]
+
+    def update_params(self, params: Any, adapter: str = "", *, reshard: bool = False, cast: bool = False) -> int:
+        """Serve with other weights from the next step on (an adapter that is new is added). They are copied.
+
+        Running requests go on with their tokens so far, whose keys and values are computed again. `params`, stacked or
+        listed, have the structure, shapes, dtypes and shardings of those that are served, and finite values, else
+        ValueError, and nothing changes. `reshard` lays them out as those, from wherever they are; `cast` casts them.
+
+        Returns the number of the new weights, 1 for the first update of the base, or of an adapter of this name: tokens
+        that they draw have it in `Generation.versions`. Weights that were there from the start have number 0.
+        """
+        device, number = self._core.device, list[int]()
+        device.check_free()
+        new = device.weights.checked(adapter, params, reshard=reshard, cast=cast)
+
+        def change() -> Deltas:
+            deltas = self._core.replace_weights(adapter, new)
+            number.append(self._core.versions[adapter])
+            return deltas
+
+        self._between_steps(change)
+        return number[0]
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that still use it fail. The numbers of its weights go on if it is added again."""
+        self._core.device.check_free()
+        self._between_steps(lambda: self._core.drop_adapter(name))

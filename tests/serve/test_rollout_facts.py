@@ -1,0 +1,124 @@
+"""What learning from own samples needs to know of each token: what it was drawn from, and by which weights."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fdel import serve
+from fdel.serve.engine.engine import Engine, Settings
+from tests.serve import fake
+from tests.serve.small import CONTEXT, VOCAB, full_forward, make_model, scores
+
+SHAPE = dict(rows=4, pages=9, budget=64, batches=(4,))
+PROMPTS = [[9, 10, 11, 12] * 4, *(np.random.default_rng(n).integers(8, VOCAB, n).tolist() for n in (3, 60, 12))]
+N = 24
+ASKED = [  # the first prompt repeats, so that there are drafts
+    serve.SamplingParams(max_tokens=N, temperature=0.7, top_p=0.8, repetition_penalty=1.3, seed=1, ignore_eos=True),
+    serve.SamplingParams(max_tokens=N, temperature=1.4, top_k=9, min_p=0.05, top_p=0.9, seed=2, ignore_eos=True),
+    serve.SamplingParams(max_tokens=N, temperature=0.7, repetition_penalty=1.3, seed=3, ignore_eos=True),
+    serve.SamplingParams(max_tokens=N, repetition_penalty=1.3, ignore_eos=True),
+]
+
+
+def logits_of(model, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Logits of a full forward before each token of the output, float64."""
+    padded = np.zeros((1, CONTEXT), np.int32)
+    padded[0, : len(prompt + output)] = prompt + output
+    logits = np.asarray(full_forward(model.family, model.cfg)(model.params, padded)[0], np.float64)
+    return logits[np.arange(len(output)) + len(prompt) - 1]
+
+
+def untruncated(z: np.ndarray, s: serve.SamplingParams, before: list[int]) -> np.ndarray:
+    """Probabilities after penalty and temperature, by the formulas in SamplingParams."""
+    seen = list({*before})
+    z = z.copy()
+    z[seen] = np.where(z[seen] > 0, z[seen] / s.repetition_penalty, z[seen] * s.repetition_penalty)
+    p = np.exp((z - z.max()) / s.temperature)
+    return p / p.sum()
+
+
+def left(p: np.ndarray, s: serve.SamplingParams) -> float:
+    """The probability that top-k, then top-p of the rest, then min-p of the likeliest leave, by sorting."""
+    p = -np.sort(-p)
+    n = min(s.top_k or len(p), len(p))
+    if s.top_p < 1:
+        n = 1 + int((np.cumsum(p[:n]) / p[:n].sum() < s.top_p).sum())
+    return p[:n][p[:n] >= s.min_p * p[0]].sum()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(drafts=3), dict(decode_steps=8)], ids=str)
+def test_kept_is_the_mass_that_truncation_left(options: dict) -> None:
+    """In every way to decode, to 1e-5 in log-probability: exp(sampled_logprobs + kept) is a token's before truncation."""
+    model = make_model()
+    e = Engine(model, Settings(**SHAPE, **options))
+    jobs = [e.submit(prompt, s) for prompt, s in zip(PROMPTS, ASKED, strict=True)]
+    deltas = []
+    while not all(job.reply.finish_reason for job in jobs):
+        deltas += e.step()
+    for prompt, s, job in zip(PROMPTS, ASKED, jobs, strict=True):
+        g = job.reply.generation()
+        assert g.versions == [0] * N and len(g.kept) == N and g.finish_reason == "length"
+        mine = [d for j, d in deltas if j is job]
+        assert [sum((getattr(d, name) for d in mine), []) for name in ("kept", "versions")] == [g.kept, g.versions]
+        if s.temperature == 0:
+            assert g.kept == g.sampled_logprobs == [0.0] * N
+            continue
+        before = [prompt + g.tokens[:i] for i in range(N)]
+        logits = logits_of(model, prompt, g.tokens)
+        p = [untruncated(z, s, known) for z, known in zip(logits, before, strict=True)]
+        np.testing.assert_allclose(g.kept, np.log([left(x, s) for x in p]), atol=1e-5)
+        drawn = np.log([x[t] for x, t in zip(p, g.tokens, strict=True)])
+        np.testing.assert_allclose(np.add(g.sampled_logprobs, g.kept), drawn, atol=1e-5)
+        truncates = s.top_p < 1 or s.top_k > 0
+        assert max(g.kept) <= 0 and (min(g.kept) < -0.1 if truncates else g.kept == [0.0] * N)
+
+
+def test_tokens_name_the_weights_that_drew_them() -> None:
+    """An update in mid-flight: tokens before it have the old number and log-probabilities, those after it the new ones."""
+    models = [make_model(), make_model(5)]
+    e = Engine(models[0], Settings(**SHAPE))
+    jobs = [e.submit(p, s) for p, s in zip(PROMPTS, ASKED, strict=True)]
+    for _ in range(9):
+        e.step()
+    assert e.version == 0 and e._core.in_flight  # what a step drew is not read yet
+    assert e.update_params(models[1].params) == 1 == e.version
+    while not all(job.reply.finish_reason for job in jobs):
+        e.step()
+    for prompt, s, job in zip(PROMPTS, ASKED, jobs, strict=True):
+        g = job.reply.generation()
+        assert g.versions == sorted(g.versions) and {*g.versions} == {0, 1}
+        want = np.choose(g.versions, [scores(m, prompt, g.tokens) for m in models])
+        np.testing.assert_allclose(g.logprobs, want, atol=1e-5)
+        if s.temperature:
+            z = np.stack([logits_of(m, prompt, g.tokens) for m in models])[g.versions, np.arange(N)]
+            p = [untruncated(z[i], s, prompt + g.tokens[:i])[t] for i, t in enumerate(g.tokens)]
+            np.testing.assert_allclose(np.add(g.sampled_logprobs, g.kept), np.log(p), atol=1e-5)
+    with pytest.raises(ValueError, match="norm is missing"):
+        e.update_params({k: v for k, v in models[0].params.items() if k != "norm"})
+    assert e.version == 1 and e.update_params(models[0].params) == 2
+    first = dataclasses.replace(ASKED[0], max_tokens=2)
+    assert e.generate(PROMPTS[:1], first)[0].versions == [2, 2]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_adapter_has_numbers_of_its_own(overlap: bool) -> None:
+    core = fake.make_core(overlap=overlap)
+    core.device.weights["a"] = None
+    jobs = [fake.make_job(i, [9, 3, i], adapter=name) for i, name in enumerate(("", "a", "a"))]
+    for job in jobs:
+        core.add(job)
+    for _ in range(2):
+        core.step()
+    known = [len(job.reply.tokens) for job in jobs]
+    in_flight = bool(core.in_flight)
+    core.replace_weights("a", None)
+    read = [len(job.reply.tokens) for job in jobs]
+    assert in_flight == overlap == (read != known)
+    fake.run(core)
+    for job, n in zip(jobs, read, strict=True):
+        adapted = job.request.adapter == "a"
+        assert len(job.reply.tokens) > n and job.reply.versions == [0] * n + [int(adapted)] * (
+            len(job.reply.tokens) - n
+        )
+    assert core.versions == {"a": 1}
