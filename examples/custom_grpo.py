@@ -14,26 +14,20 @@ from fdel import models, ops, params, train
 from fdel.models import llama
 from fdel.serve import Engine, SamplingParams, Settings
 from fdel.train import losses
-from fdel.train.rollout.advantages import grouped
+from fdel.train.rollout import Sample, Task, advantages, collate, rollout
 
-EOS, ASK, PROMPTS, SAMPLES, LENGTH, TEMPERATURE = 4, 5, 32, 8, 12, 0.8
+EOS, QUESTION, PROMPTS, SAMPLES, TEMPERATURE = 4, 5, 32, 8, 0.8
 CFG = llama.Config(vocab=8, embed=32, ffn=64, layers=2, heads=2, kv_heads=2, head_dim=16, rope=ops.Rope(16, 1e4))
 
 
-def reward(prompt: list[int], reply: list[int]) -> float:
+def reward(s: Sample) -> float:
     """Half for the right token, half for ending after it."""
-    return 0.5 * (reply[0] == np.bincount(prompt[:-1]).argmax()) + 0.5 * (reply[1:] == [EOS])
+    return 0.5 * (s.completion[0] == np.bincount(s.prompt[:-1]).argmax()) + 0.5 * (s.completion[1:] == [EOS])
 
 
-def collate(prompts: list[list[int]], out: list, advantages: np.ndarray) -> dict[str, jax.Array]:
-    """Pad samples to one length; each number stands at the token that it is about."""
-    tokens, mask, a, old = np.zeros((4, len(out), LENGTH), np.float32)
-    for i, (prompt, o) in enumerate(zip(prompts, out, strict=True)):
-        n, m = len(prompt), len(prompt) + len(o.tokens)
-        tokens[i, :m], mask[i, n:m], a[i, n:m], old[i, n:m] = prompt + o.tokens, 1, advantages[i], o.sampled_logprobs
-    lengths = np.array([len(p) + len(o.tokens) for p, o in zip(prompts, out, strict=True)], np.int32)
-    columns = {"tokens": tokens.astype(np.int32), "lengths": lengths, "mask": mask > 0, "advantages": a, "old": old}
-    return jax.tree.map(jnp.asarray, columns)
+def old(params: dict, batch: dict, given: dict) -> dict:
+    """Log-probabilities before the first step on a batch."""
+    return {"old": losses.token_logps(llama, CFG, temperature=TEMPERATURE)(params, batch)}
 
 
 steps, seed = [*map(int, sys.argv[1:]), *(30, 0)[len(sys.argv) - 1 :]]
@@ -42,15 +36,14 @@ state = train.init_state(params.init(llama.spec(CFG), jax.random.key(seed), dtyp
 engine = Engine(models.Model(llama, CFG, state.params), Settings(rows=64, max_length=32, decode_steps=2), eos=[EOS])
 loss = losses.policy_gradient(llama, CFG, losses.Policy(loss_type="dapo", epsilon_high=0.28), temperature=TEMPERATURE)
 gradients = train.normalize(train.accumulate(train.grads(loss), 2))
-step = jax.jit(train.update(gradients, optimizer), donate_argnums=0)
+step = train.minibatches(train.update(gradients, optimizer), 2, first=old)
+step = jax.jit(step, donate_argnums=0)
+ask = SamplingParams(max_tokens=3, temperature=TEMPERATURE)
 for i in range(steps):
-    tasks = [[*map(int, r.integers(0, 4, 7)), ASK] for _ in range(PROMPTS)]
-    out = engine.generate(tasks, SamplingParams(max_tokens=3, temperature=TEMPERATURE, n=SAMPLES, seed=i))
-    prompts = [task for task in tasks for _ in range(SAMPLES)]
-    rewards = np.array([reward(p, o.tokens) for p, o in zip(prompts, out, strict=True)])
-    batch = collate(prompts, out, grouped(rewards, SAMPLES))
-    for half in range(2):
-        state, metrics = step(state, jax.tree.map(lambda x, half=half: x[half::2], batch))
+    tasks = [Task(i * PROMPTS + j, (*map(int, r.integers(0, 4, 7)), QUESTION)) for j in range(PROMPTS)]
+    samples = rollout(engine, tasks, ask, samples=SAMPLES, seed=seed)
+    rewards = np.array([reward(s) for s in samples])
+    state, metrics = step(state, collate(samples, advantages.grouped(rewards, SAMPLES), length=16))
     engine.update_params(state.params)
     clipped = metrics["clip_ratio/region_mean"]
     print(f"step {i}: reward {rewards.mean():.3f}, entropy {metrics['entropy']:.2f}, clipped {clipped:.3f}", flush=True)

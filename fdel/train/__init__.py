@@ -2,7 +2,7 @@
 
 from . import data, extras, losses, optim, parallel, precision, schedules
 from .evaluation import evaluator
-from .extras import ema, sync_reference
+from .extras import ema, minibatches, sync_reference
 from .loop import Event, Loop, fit
 from .optim import optimizer
 from .schedules import schedule
@@ -10,6 +10,6 @@ from .steps import TrainState, accumulate, compiler_options, gradcache, grads, i
 
 __all__ = [
     "grads", "accumulate", "gradcache", "normalize", "update", "TrainState", "init_state", "compiler_options", "ema",
-    "sync_reference", "fit", "Loop", "Event", "evaluator", "optimizer", "schedule",
+    "minibatches", "sync_reference", "fit", "Loop", "Event", "evaluator", "optimizer", "schedule",
     "data", "extras", "losses", "optim", "parallel", "precision", "schedules",
 ]  # fmt: skip

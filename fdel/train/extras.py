@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fdel.ops.contraction import widen
-from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, unless_skipped, with_extra
+from fdel.train.given import Given
+from fdel.train.steps import Batch, Metrics, Params, Step, TrainState, extra, join, split, unless_skipped, with_extra
 
 
 def carry(step: Step, name: str, fold: Callable[[Any, Metrics], Any]) -> Step:
@@ -57,3 +59,39 @@ def sync_reference(step: Step, alpha: float = 0.6, every: int = 512) -> Step:
 
 def _towards(old: Params, new: Params, weight: float) -> Params:
     return jax.tree.map(lambda a, b: (widen(a) + weight * (widen(b) - widen(a))).astype(a.dtype), old, new)
+
+
+def minibatches(
+    step: Step,
+    parts: int,
+    *,
+    times: int = 1,
+    first: Callable[[Params, Batch, Given], Batch] | None = None,
+    chunks: int = 1,
+) -> Step:
+    """Learn a batch in `parts` steps, one after the other, `times` over, as one step; metrics are means over all of them.
+
+    `first(params, batch, given)` gives columns that are computed once, before the first of them, and join the batch: the
+    log-probabilities that ratios begin with (`losses.token_logps`); in `chunks` of the rows, one after the other.
+    ValueError if `parts` or `chunks` do not divide the rows. `state.step` counts the inner steps.
+    >>> step = train.minibatches(train.update(gradients, optimizer), 2, times=3)
+    >>> int(step(train.init_state(weights, optimizer), {"tokens": tokens})[0].step)
+    6
+    """
+    if parts == times == 1 and first is None:
+        return step
+
+    def learn(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
+        if first is not None:
+            rows = len(jax.tree.leaves(batch)[0])
+            new = jax.lax.map(lambda part: first(state.params, part, given), split(batch, chunks))
+            batch = {**batch, **join(new, rows)}
+        every = split(batch, parts)
+
+        def one(state: TrainState, i: jax.Array) -> tuple[TrainState, Metrics]:
+            return step(state, jax.tree.map(lambda x: x[i], every), **given)
+
+        state, metrics = jax.lax.scan(one, state, jnp.tile(jnp.arange(parts), times))
+        return state, jax.tree.map(lambda x: x.mean(0), metrics)
+
+    return learn

@@ -94,6 +94,7 @@ def fit(
     callbacks: Sequence[Callable[[Event], Any]] = (),
     sharding: Any = None,
     config: Any = None,
+    prepare: Callable[[Any], Any] | None = None,
 ) -> TrainState:
     """Run `state, metrics = step(state, batch, **given)` to `loop.steps`, from the last checkpoint if there is one.
 
@@ -102,7 +103,8 @@ def fit(
     checkpoints it has `get_state()`, JSON, and `set_state(state)`; with `data.shared`, as in `train.data`, the state is the
     same on all processes, and another number of them can go on. `evaluate(state)` gives numbers whose names begin with
     "eval_"; `callbacks` are called at each row, on every process, and end the run by returning True. `config` is JSON,
-    kept in the checkpoints.
+    kept in the checkpoints. `prepare(iterator)` makes what batches are drawn from if they depend on the state, as does
+    `rollout.Source`: `draw(state)` gives a batch and its metrics, or None at the end, beside `get_state` and `set_state`.
 
     SIGTERM, or Ctrl-C once: finishes the step, saves, and raises SystemExit with 128 + the signal's number. Raises
     CheckpointError if there are checkpoints but none that can be restored, FloatingPointError after `max_nonfinite` steps
@@ -110,7 +112,7 @@ def fit(
     the extra `train` if it saves.
     """
     _check(loop, evaluate)
-    iterator = iter(data)
+    iterator = (_Plain if prepare is None else prepare)(iter(data))
     state, progress, saver = _begin(loop, state, iterator, config, getattr(data, "shared", False))
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.listen())
@@ -120,12 +122,12 @@ def fit(
         show = stack.enter_context(metrics.bar(loop.steps, progress.step, loop.progress_bar))
         run = _Run(loop, progress, write, show, callbacks)
         killed, now = 0, progress.step
-        while not (run.stopped or killed or now == loop.steps) and (batch := next(iterator, None)) is not None:
-            placed, tokens = _placed(batch, sharding)
+        while not (run.stopped or killed or now == loop.steps) and (drawn := iterator.draw(state)) is not None:
+            placed, tokens = _placed(drawn[0], sharding)
             state, reported = step(state, placed, **given)
             run.read(state)  # the step before: the device is busy with this one meanwhile
             now += 1
-            run.unread = now, reported, tokens
+            run.unread = now, {**drawn[1], **reported}, tokens
             evaluating = _every(loop.eval_every, now)
             saving = _every(loop.save_every, now) or (evaluating and loop.keep_best > 0)
             if evaluating or saving:
@@ -143,6 +145,20 @@ def fit(
         log.warning("%s: stopped after step %d%s", signal.Signals(killed).name, now, what)
         raise SystemExit(128 + killed)
     return state
+
+
+@dataclass
+class _Plain:
+    """Data as it comes, whatever the state is."""
+
+    iterator: Any
+
+    def draw(self, state: TrainState) -> tuple[Batch, Row] | None:
+        batch = next(self.iterator, None)
+        return None if batch is None else (batch, {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.iterator, name)
 
 
 @dataclass
@@ -260,7 +276,8 @@ def _begin(
     if not (loop.save_every or loop.keep_best or going_on):
         return fresh(), Progress(), None
     if not hasattr(iterator, "get_state"):
-        raise ValueError(f"the data's iterator, {type(iterator).__name__}, has no get_state() to save its place with")
+        kind = type(iterator.iterator if isinstance(iterator, _Plain) else iterator).__name__
+        raise ValueError(f"the data's iterator, {kind}, has no get_state() to save its place with")
     path.mkdir(parents=True, exist_ok=True)
     checkpoint.clean(path)
     progress = Progress()

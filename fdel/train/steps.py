@@ -111,7 +111,7 @@ def accumulate(g: GradFn, n: int) -> GradFn:
         return g
 
     def accumulated(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Sums]:
-        return _scan_sum(lambda x: g(params, x[1], fold(given, x[0])), (jnp.arange(n), _split(batch, n)))
+        return _scan_sum(lambda x: g(params, x[1], fold(given, x[0])), (jnp.arange(n), split(batch, n)))
 
     return accumulated
 
@@ -131,10 +131,10 @@ def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array,
 
     def g(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Sums]:
         require_mesh(params)
-        micro = jnp.arange(n), _split(batch, n)
+        micro = jnp.arange(n), split(batch, n)
         forward = lambda p, x: outputs(p, x[1], fold(given, x[0]))
         first = jax.lax.map(lambda x: forward_of_vjp(lambda p: forward(p, x), params), micro)
-        out = _join(first, len(jax.tree.leaves(batch)[0]))
+        out = join(first, len(jax.tree.leaves(batch)[0]))
         score = jax.value_and_grad(objective, has_aux=True, allow_int=True)
         (total, sums), cotangents = score(out, batch, given)
 
@@ -142,7 +142,7 @@ def gradcache(outputs: Callable[..., Any], objective: Callable[..., tuple[Array,
             x, ct = xs
             return jax.vjp(lambda p: floating(forward(p, x)), params)[1](ct)[0]
 
-        return _scan_sum(pull, (micro, _split(floating(cotangents), n))), _checked(total, sums)
+        return _scan_sum(pull, (micro, split(floating(cotangents), n))), _checked(total, sums)
 
     return g
 
@@ -160,28 +160,28 @@ def forward_of_vjp(f: Callable[[Any], Any], x: Any) -> Any:
     return jax.vjp(f, x)[0]
 
 
-def _split(batch: Batch, n: int) -> Batch:
-    """[B ...] -> [n B/n ...]."""
+def split(batch: Batch, n: int) -> Batch:
+    """Divide the rows of a batch's arrays: [B ...] -> [n B/n ...], every n-th row together."""
 
-    def split(x: Array) -> Array:
+    def divide(x: Array) -> Array:
         if x.ndim == 0 or x.shape[0] % n:
             raise ValueError(f"a batch array of shape {x.shape} has no rows to divide into {n} microbatches")
         # Each device keeps its rows. Consecutive rows per microbatch would move the whole batch between devices.
         return x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
 
-    return jax.tree.map(split, batch)
+    return jax.tree.map(divide, batch)
 
 
-def _join(micro: Any, rows: int) -> Any:
-    """Undo `_split`."""
+def join(micro: Any, rows: int) -> Any:
+    """Undo `split`."""
 
-    def join(x: Array) -> Array:
+    def joined(x: Array) -> Array:
         if x.ndim < 2 or x.shape[0] * x.shape[1] != rows:
             found = f"outputs of shape {x.shape[1:]} per microbatch"
             raise ValueError(f"{found}; expected {rows // x.shape[0]} rows in front")
         return x.swapaxes(0, 1).reshape(rows, *x.shape[2:])
 
-    return jax.tree.map(join, micro)
+    return jax.tree.map(joined, micro)
 
 
 def _scan_sum(f: Callable[[Any], Any], xs: Any) -> Any:

@@ -37,7 +37,7 @@ def answers(e: Engine) -> list:
     while len(left.reply.tokens) < 3:
         e.step()
     e.abort(left)
-    e._wait(lambda: stays.reply.finish_reason is not None)
+    e.wait(lambda: stays.reply.finish_reason is not None)
     return [*found, stays.reply.tokens, left.reply.finish_reason, e.stats()["preempted"] > 0]
 
 
@@ -65,7 +65,7 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     if what == "dies":
         e.start(wait=True)
         job = e.submit(PROMPTS[0], serve.SamplingParams(max_tokens=100, ignore_eos=True))
-        e._wait(lambda: job.reply.finish_reason is not None)
+        e.wait(lambda: job.reply.finish_reason is not None)
         print(json.dumps([job.reply.finish_reason, job.reply.error, len(job.reply.tokens)]), flush=True)
         os._exit(0)  # jax would wait for the process that is gone
     e._core.device.warm_up()

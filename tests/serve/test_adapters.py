@@ -50,7 +50,7 @@ def alone(model, adapters) -> dict:
 
 def check(e: Engine, alone: dict, names: list[str], most: float = 2e-3) -> None:
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(PROMPTS, names, strict=True)]
-    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e.wait(lambda: all(j.reply.finish_reason for j in jobs))
     for i, (job, name) in enumerate(zip(jobs, names, strict=True)):
         assert job.reply.tokens == alone[name][i].tokens
         np.testing.assert_allclose(job.reply.logprobs, alone[name][i].logprobs, atol=most)
@@ -121,7 +121,7 @@ def test_the_base_stays_what_it_is(model, adapters, alone) -> None:
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(PROMPTS, ["", "a", "c", ""], strict=True)]
     only = [base.submit(p, SAMPLING) for p in PROMPTS]
     for made, wait in ((e, jobs), (base, only)):
-        made._wait(lambda wait=wait: all(j.reply.finish_reason for j in wait))
+        made.wait(lambda wait=wait: all(j.reply.finish_reason for j in wait))
     for i in (0, 3):
         assert jobs[i].reply.tokens == only[i].reply.tokens and jobs[i].reply.logprobs == only[i].reply.logprobs
 
@@ -188,7 +188,7 @@ def test_latents_experts_and_recurrence(pair, name: str) -> None:
     prompts = [np.random.default_rng(n).integers(3, 128, 9).tolist() for n in range(4)]
     names = ["", "a", "b", "e"]
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(prompts, names, strict=True)]
-    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e.wait(lambda: all(j.reply.finish_reason for j in jobs))
     for job, p, n in zip(jobs, prompts, names, strict=True):
         want = serve.naive_generate(model._replace(params=trees.get(n, model.params)), p, 8)
         assert job.reply.tokens == want.tokens

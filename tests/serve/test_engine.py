@@ -334,7 +334,7 @@ def test_noise_belongs_to_prompt_seed_and_output(model) -> None:
     assert len(set(every)) == 18 and len({t[0] for t in every}) > 10
     assert tokens(e.generate(prompts[::-1], s)) == [found[5][3], found[5][0]]
     jobs = e.submit_all(prompts, dataclasses.replace(s, n=2))
-    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e.wait(lambda: all(j.reply.finish_reason for j in jobs))
     assert [j.reply.tokens for j in jobs] == [found[5][i] for i in (0, 1, 3, 4)]
 
 
@@ -402,7 +402,7 @@ def test_grammars(model, solo, tokenizer, overlap: bool) -> None:
     hot = serve.SamplingParams(max_tokens=30, temperature=2.0, seed=5)
     jobs = [e.submit(PROMPTS[1], hot, mask=matchers[0].copy()), e.submit(PROMPTS[0], MIXED[0])]
     jobs += [e.submit(PROMPTS[3], hot, mask=matchers[1].copy()), e.submit(PROMPTS[2], hot, mask=matchers[0].copy())]
-    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e.wait(lambda: all(j.reply.finish_reason for j in jobs))
     found = [j.reply.generation() for j in jobs]
     assert re.fullmatch("[a-f]{5}x", found[0].text) and re.fullmatch("[a-f]{5}x", found[3].text)
     assert found[2].text in ("stop", "st") and {found[i].finish_reason for i in (0, 2, 3)} == {"stop"}
@@ -439,7 +439,7 @@ def test_adapters(model) -> None:
     e.update_params(trees["b"], "b")
     s = serve.SamplingParams(max_tokens=6)
     jobs = [e.submit(PROMPTS[0], s, adapter=name) for name in ("", "a", "b")]
-    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e.wait(lambda: all(j.reply.finish_reason for j in jobs))
     want = [serve.naive_generate(model._replace(params=t), PROMPTS[0], 6) for t in (base, trees["a"], trees["b"])]
     assert [j.reply.tokens for j in jobs] == tokens(want) and len({tuple(w.tokens) for w in want}) == 3
     assert [j.request.cached for j in jobs] == [0, 0, 0]
@@ -462,7 +462,7 @@ def test_new_weights_between_steps(model) -> None:
         e.step()
     e.update_params(other)
     kept = list(job.reply.tokens)
-    e._wait(lambda: job.reply.finish_reason is not None)
+    e.wait(lambda: job.reply.finish_reason is not None)
     rest = serve.naive_generate(model._replace(params=other), PROMPTS[0] + kept, 10 - len(kept)).tokens
     assert kept == old.tokens[: len(kept)] and job.reply.tokens == kept + rest != old.tokens
     assert (
@@ -577,7 +577,7 @@ def test_streams(model, solo) -> None:
     assert e.stats()["abort"] == 1 and left[1] is None and len(left[0]) < 180
     e.resume()
     assert tokens(e.generate(PROMPTS[3:4], MIXED[3:4])) == tokens(solo[3:4])
-    e._wait(lambda: waits.reply.finish_reason is not None)
+    e.wait(lambda: waits.reply.finish_reason is not None)
     assert waits.reply.tokens == solo[1].tokens and e.stats()["free pages"] == 9
     assert e.stats()["compiled"] == compiled and e.stats()["running"] == e.stats()["waiting"] == 0
     e.close()
@@ -705,7 +705,7 @@ def test_a_callback_may_close_its_engine(model, started) -> None:
     started.pause()
     jobs = [started.submit([1, 2], mask=Closes()), started.submit([3])]
     started.resume()
-    within(60, lambda: started._wait(lambda: all(j.reply.finish_reason for j in jobs)))
+    within(60, lambda: started.wait(lambda: all(j.reply.finish_reason for j in jobs)))
     within(20, started._thread.join)
     assert jobs[0].reply.finish_reason == "error" and jobs[1].reply.finish_reason and not started._live
 

@@ -24,7 +24,7 @@ STACKED = llama.spec(CFG)
 def tokens(e: Engine, names=("", "", "", "")) -> list:
     """What the engine answers, with the bits of its log-probabilities."""
     jobs = [e.submit(p, SAMPLING, adapter=n) for p, n in zip(PROMPTS, names, strict=True)]
-    e._wait(lambda: all(j.reply.finish_reason for j in jobs))
+    e.wait(lambda: all(j.reply.finish_reason for j in jobs))
     return [(j.reply.finish_reason, j.reply.tokens, j.reply.logprobs) for j in jobs]
 
 
@@ -216,7 +216,7 @@ def test_an_update_that_fails_half_way_is_said(model, monkeypatch) -> None:
         m.setattr(views.View, "copy", full)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             e.update_params(other)
-    e._wait(lambda: bool(queued.reply.finish_reason))
+    e.wait(lambda: bool(queued.reply.finish_reason))
     lost = "weights were lost when update_params failed half-way; call it again"
     assert queued.reply.finish_reason == "error" and queued.reply.error.endswith(lost)
     for ask in (lambda: e.score([1, 2]), lambda: e.generate(PROMPTS, SAMPLING)):

@@ -164,7 +164,7 @@ class Engine(Changes):
         try:
             for prompt, s in zip(prompts, every, strict=True):
                 groups.append(self._queue(prompt, s, **where))
-            self._wait(lambda: all(job.reply.finish_reason for job in itertools.chain(*groups)))
+            self.wait(lambda: all(job.reply.finish_reason for job in itertools.chain(*groups)))
         except BaseException:
             for job in itertools.chain(*groups):
                 self.abort(job)
@@ -183,7 +183,7 @@ class Engine(Changes):
             try:
                 return self.submit_all([prompt], sampling, **where)
             except QueueFull:
-                self._wait(lambda: self.settings.queue - self._waiting >= sampling.outputs)
+                self.wait(lambda: self.settings.queue - self._waiting >= sampling.outputs)
 
     async def stream(
         self, prompt: Sequence[int], sampling: SamplingParams | None = None, **where: Any

@@ -167,17 +167,25 @@ class Loop:
         with contextlib.suppress(RuntimeError):  # closed: `close` ends it
             self._post(lambda: self._core.end(job.request.id, "abort"))
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        """Return once `done()` holds; without a thread, do the steps that it takes."""
+    def wait(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Return True once `done()` holds, or False after `seconds`; without a thread, do the steps that it takes.
+
+        RuntimeError if it is paused and has no thread, or is called inside of a step: nothing would ever come.
+        """
         self._check_outside()
+        end = None if seconds is None else time.monotonic() + seconds
         while not done():
+            left = 1.0 if end is None else min(1.0, end - time.monotonic())
+            if left <= 0:
+                return False
             if self._thread is not None:
                 with self._delivered:
-                    self._delivered.wait_for(done, 1.0)
+                    self._delivered.wait_for(done, left)
             elif self._paused:
                 raise RuntimeError("the engine is paused, and nothing would ever come; call resume() first")
             else:
                 self.step()
+        return True
 
     def _run(self) -> None:
         try:

@@ -16,3 +16,4 @@ from fdel.train.data.planning import best_fit, first_fit, interleave, order, pac
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache, key
 from fdel.train.data.tables import Table, open_table
+from fdel.train.data.tasks import Tasks, tasks

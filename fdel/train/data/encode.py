@@ -193,7 +193,7 @@ def _example(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, setting
         mask = np.ones(len(t), bool) if d.mask is None else np.asarray(d.mask, bool)
         masks.append(mask & (np.arange(len(t)) >= start))
     if settings.kind == "prompt":
-        return Example(tuple(tokens), tuple(np.ones(len(t), bool) for t in tokens)), None
+        return Example(tuple(tokens), tuple(np.ones(len(t), bool) for t in tokens), numbers), None
     if not all(m[1:end].any() for m in masks):  # nothing predicts the first token
         return None, "no token to learn" + ("" if settings.whole else f" within length={settings.length}")
     if settings.kind == "unpaired":

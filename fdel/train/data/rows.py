@@ -42,7 +42,7 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
     if settings.kind == "sft":
         yield (_sft(row, tok, settings.learn),), {}
     elif settings.kind == "prompt":
-        yield (_join(_column(row, "prompt"), None, row, tok),), {}
+        yield (_join(_column(row, "prompt"), None, row, tok),), {"row": row}
     elif settings.kind == "embedding":
         yield tuple(map(Draft, _documents(row))), {}
     elif settings.kind == "process":

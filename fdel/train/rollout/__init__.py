@@ -1,1 +1,18 @@
-"""Learning from own samples: what turns rewards into advantages, and chooses which samples are learnt."""
+"""Learning from own samples: an engine answers tasks, answers get rewards, rewards become advantages, and these a batch.
+
+    samples = rollout(engine, tasks, SamplingParams(max_tokens=256, temperature=1.0), samples=8, seed=step)
+    batch = collate(samples, advantages.grouped(rewards, 8), length=1024)
+    state, metrics = step(state, batch)
+    engine.update_params(state.params)
+
+`Source` joins these to what `train.fit` draws its batches from.
+"""
+
+from . import advantages, select
+from .collate import collate
+from .records import Rewards, Sample, Task
+from .run import rollout
+from .source import Source
+from .turns import Said, Turn
+
+__all__ = ["rollout", "collate", "Source", "Task", "Sample", "Rewards", "Said", "Turn", "advantages", "select"]

@@ -2,20 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from fdel.train.data.tasks import Task
+
 FINISHES = ("stop", "length", "deadline", "turns", "error")
-
-
-class Task(NamedTuple):
-    """One row of the data. `number` is epoch * rows + row: the seeds of its samples come from it."""
-
-    number: int
-    prompt: tuple[int, ...]
-    row: Mapping[str, Any] = {}  # all columns: the prompt as it was written, the answer, what rewards and tools want
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""What `fit` draws batches of own samples from: the newest weights go to the engine, which answers the next tasks."""
+
+import base64
+import binascii
+import io
+import time
+import zipfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fdel.ops.batch import Packed
+from fdel.train.metrics import Row
+from fdel.train.rollout.records import Task
+from fdel.train.rollout.run import aside
+from fdel.train.steps import TrainState
+
+Batch = dict[str, Any]
+Learn = Callable[[Sequence[Task]], tuple[Batch, Row]]
+
+
+class Drawn(NamedTuple):
+    """A batch that was sampled and is not learnt: its numbers, and how many updates its weights had seen."""
+
+    batch: Batch
+    row: Row
+    version: int
+
+
+class Source:
+    """Batches of samples for `fit(..., prepare=...)`, each drawn by the weights of `ahead` steps before it is learnt.
+
+    `publish(state)` gives the engine the state's weights. `sample(tasks)` draws samples for them, and makes the batch of a
+    step and its metrics. With ahead=0, a step's batch is drawn by the very weights that it changes. With more, the next
+    batches are sampled in a thread meanwhile: batch k is drawn by the weights after max(0, k - ahead) steps, never by
+    others. Batches that are sampled but not learnt are part of `get_state`: a run that is resumed learns the same ones.
+    """
+
+    def __init__(self, tasks: Any, publish: Callable[[TrainState], Any], sample: Learn, *, ahead: int = 0):
+        if ahead < 0:
+            raise ValueError(f"ahead={ahead}; expected 0 or more steps")
+        self.tasks, self.publish, self.sample, self.ahead = tasks, publish, sample, ahead
+        self.ready: deque[Drawn] = deque()
+        self.running: Future | None = None  # the batch after those that are ready
+        self.version = 0
+
+    def draw(self, state: TrainState) -> tuple[Batch, Row] | None:
+        """Give the next batch and its metrics, drawn for the state that will learn it; None after the last one."""
+        begun = time.monotonic()
+        self._collect()
+        self.publish(state)
+        self.version = int(state.step)
+        published = time.monotonic()
+        while len(self.ready) < self.ahead and self._begin():
+            self._collect()
+        self._begin()
+        if not (self.ahead and self.ready):
+            self._collect()
+        if not self.ready:
+            return None
+        found = self.ready.popleft()
+        now = time.monotonic()
+        times = {"time/publish": published - begun, "time/wait_for_samples": now - published}
+        return found.batch, found.row | times | {"staleness": self.version - found.version}
+
+    def _begin(self) -> bool:
+        """Begin to sample the next tasks, in a thread if there is something to do meanwhile; False if there are none."""
+        tasks = next(self.tasks, None)
+        if tasks is None:
+            return False
+        version = self.version
+        work = lambda: Drawn(*self.sample(tasks), version)
+        if self.ahead:
+            self.running = aside(work)
+        else:
+            self.ready.append(work())
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the batch that is being sampled."""
+        if self.running is not None:
+            running, self.running = self.running, None
+            self.ready.append(running.result())
+
+    def get_state(self) -> dict[str, Any]:
+        """Give the place in the tasks, and the batches that are not learnt: JSON."""
+        self._collect()
+        return {"tasks": self.tasks.get_state(), "ready": [[encode(d.batch), d.row, d.version] for d in self.ready]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state; ValueError if it is damaged, or another `ahead` made it."""
+        ready = [Drawn(decode(batch), dict(row), int(version)) for batch, row, version in state["ready"]]
+        if len(ready) > self.ahead:
+            raise ValueError(
+                f"the checkpoint holds {len(ready)} batches that were sampled ahead, and ahead={self.ahead}"
+            )
+        self.tasks.set_state(state["tasks"])
+        self.ready, self.running = deque(ready), None
+
+
+def encode(batch: Batch) -> str:
+    """Write a batch as text: base64 of numpy's npz."""
+    arrays = {k: v for k, v in batch.items() if k != "packed"}
+    if "packed" in batch:
+        arrays |= {"packed.positions": batch["packed"].positions, "packed.segment_ids": batch["packed"].segment_ids}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def decode(text: str) -> Batch:
+    """Read what `encode` wrote; ValueError if it is damaged."""
+    try:
+        with np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False) as found:
+            arrays = {k: found[k] for k in found.files}
+    except (binascii.Error, zipfile.BadZipFile, OSError, EOFError, KeyError) as e:
+        raise ValueError(f"a batch of the checkpoint is damaged ({type(e).__name__}: {e})") from e
+    packed = [arrays.pop(f"packed.{name}", None) for name in ("positions", "segment_ids")]
+    return arrays if packed[0] is None else arrays | {"packed": Packed(*packed)}

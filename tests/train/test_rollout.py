@@ -1,0 +1,281 @@
+"""Rollouts: samples are functions of seeds and weights, their log-probabilities are the trainer's, a run resumes."""
+
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import train
+from fdel.models import llama
+from fdel.serve import SamplingParams
+from fdel.train import losses
+from fdel.train.rollout import Said, Source, Task, advantages, collate, rollout
+from fdel.train.rollout.source import decode, encode
+from tests.train import small_policy as small
+
+ANY = SamplingParams(max_tokens=6, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return small.weights()
+
+
+@pytest.fixture(scope="module")
+def engine(weights):
+    return small.engine(weights)
+
+
+@pytest.fixture(scope="module")
+def logps():
+    """The trainer's log-probabilities of learnt tokens, at a temperature, [B T]."""
+    return lambda params, batch, temperature: jax.jit(losses.token_logps(llama, small.CFG, temperature=temperature))(
+        params, batch
+    )
+
+
+def key(s):
+    return s.task.number, s.index, s.tokens.tolist(), s.finish
+
+
+# ---- what is drawn -------------------------------------------------------------------------------------------------
+
+
+def test_samples_do_not_depend_on_their_company(engine):
+    every = small.tasks(6)
+    together = rollout(engine, every, ANY, samples=4, seed=3)
+    assert [s.task.number for s in together] == [i for i in range(6) for _ in range(4)]
+    assert [s.index for s in together] == [0, 1, 2, 3] * 6
+    alone = [s for task in reversed(every) for s in rollout(engine, [task], ANY, samples=4, seed=3)]
+    assert sorted(map(key, alone)) == sorted(map(key, together))
+    assert len({s.tokens.tobytes() for s in together if s.task.number == 0}) > 1
+    assert list(map(key, rollout(engine, every, ANY, samples=4, seed=4))) != list(map(key, together))
+
+
+def test_tokens_and_masks(engine):
+    for s in rollout(engine, small.tasks(3), ANY, samples=4):
+        n = len(s.prompt)
+        assert s.tokens[:n].tolist() == list(s.prompt) and not s.drawn[:n].any() and s.drawn[n:].all()
+        assert (s.logps[:n] == 0).all() and (s.logps[n:] < 0).all() and (s.versions[:n] == -1).all()
+        assert s.length == len(s.completion) <= 6
+        assert (s.finish == "stop") == (s.completion[-1] == small.EOS)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.7}])
+def test_log_probabilities_are_the_trainers(engine, weights, logps, packed, how):
+    """In float32 to 1e-5: of what was drawn from, and with the kept mass of the whole distribution."""
+    samples = rollout(engine, small.tasks(8), SamplingParams(max_tokens=6, **how), samples=4)
+    batch = collate(samples, np.ones(32), length=64, packed=packed)
+    found = np.asarray(logps(weights, batch, how["temperature"]))
+    assert batch["mask"].sum() == sum(s.length for s in samples) > 60
+    np.testing.assert_allclose(found[batch["mask"]], (batch["logps"] + batch["kept"])[batch["mask"]], atol=1e-5)
+    assert (np.abs(batch["kept"]).max() > 0.1) == ("top_p" in how)
+
+
+def test_a_deadline_cuts_what_goes_on(engine):
+    endless = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
+    told = []
+    full = rollout(engine, small.tasks(2), endless, samples=2, each=told.append)
+    assert [[s.index for s in group] for group in told] == [[0, 1], [0, 1]]
+    cut = rollout(engine, small.tasks(2), endless, samples=2, deadline=0.0)
+    assert {s.finish for s in full} == {"length"} and {s.finish for s in cut} == {"deadline"}
+    slow = rollout(engine, small.tasks(2), endless, samples=2, deadline=0.3, turn=None)
+    for a, b in zip(slow, full, strict=True):
+        assert a.tokens.tolist() == b.tokens[: len(a.tokens)].tolist()
+    assert rollout(engine, small.tasks(2), endless, samples=2)[0].tokens.tolist() == full[0].tokens.tolist()
+
+
+def test_what_cannot_be_asked(engine):
+    with pytest.raises(ValueError, match="samples=0"):
+        rollout(engine, small.tasks(1), ANY, samples=0)
+    with pytest.raises(ValueError, match="seed=3"):
+        rollout(engine, small.tasks(1), replace(ANY, seed=3))
+    with pytest.raises(ValueError, match="64"):
+        rollout(engine, [Task(0, (1,) * 70)], ANY)
+
+
+# ---- environments --------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_answers(engine, weights, logps):
+    """It hears each generation, its tokens are appended and not learnt, and what follows is drawn after them."""
+
+    def turn(s):
+        turns = int(s.info["turns"])
+        if turns == 3:
+            return Said(done=True, reward=float(len(s.completion)), info={"calls": 1})
+        return Said((6, s.completion[0]), info={"calls": 1})
+
+    ask = SamplingParams(max_tokens=30, temperature=1.0)
+    samples = rollout(engine, small.tasks(8), ask, samples=4, turn=turn)
+    several = [s for s in samples if s.finish == "stop"]
+    assert len(several) > 4
+    for s in several:
+        said = np.flatnonzero(~s.drawn[len(s.prompt) :]) + len(s.prompt)
+        assert len(said) == 4 and (s.tokens[said[::2]] == 6).all() and (s.tokens[said[1::2]] == s.completion[0]).all()
+        assert (s.tokens[said[::2] - 1] == small.EOS).all()
+        assert s.reward == len(s.completion) and s.info["calls"] == 3
+    batch = collate(samples, np.ones(32), length=64)
+    found = np.asarray(logps(weights, batch, 1.0))
+    np.testing.assert_allclose(found[batch["mask"]], batch["logps"][batch["mask"]], atol=1e-5)
+    assert list(map(key, rollout(engine, small.tasks(8), ask, samples=4, turn=turn))) == list(map(key, samples))
+
+
+def test_an_environment_that_waits_or_raises(engine):
+    async def turn(s):
+        if s.index:
+            raise KeyError("lost")
+        return Said(done=True, reward=1.0)
+
+    short = SamplingParams(max_tokens=40, temperature=1.0)
+    first, second = rollout(engine, small.tasks(1), short, samples=2, turn=turn)
+    assert (first.finish, first.reward) == ("stop", 1.0)
+    assert second.finish == "error" and "KeyError" in second.error
+    hangs = rollout(engine, small.tasks(1), short, samples=2, turn=lambda s: time.sleep(30), deadline=0.5)
+    assert {s.finish for s in hangs} == {"deadline"} and all(s.length for s in hangs)
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_learn_the_same(engine, weights):
+    """The loss and its gradient, to rounding; samples that are not learnt and those with an error count for nothing."""
+    samples = rollout(engine, small.tasks(6), ANY, samples=4)
+    samples[3] = replace(samples[3], finish="error")
+    a, learn = np.random.default_rng(0).normal(size=24), np.arange(24) % 5 > 0
+    g = jax.jit(train.grads(losses.policy_gradient(llama, small.CFG, losses.Policy(beta=0.0))))
+    plain, packed = (collate(samples, a, length=64, packed=p, rows=2, learn=learn) for p in (False, True))
+    assert packed["tokens"].shape[0] < plain["tokens"].shape[0] == 24
+    assert plain["mask"].sum() == sum(s.length for i, s in enumerate(samples) if i % 5 and i != 3)
+    (ga, sa), (gb, sb) = g(weights, plain, {}), g(weights, packed, {})
+    np.testing.assert_allclose(sa["loss"], sb["loss"], rtol=1e-5)
+    assert sa["weight"] == sb["weight"] == plain["mask"].sum()
+    for x, y in zip(jax.tree.leaves(ga), jax.tree.leaves(gb), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4 * float(jnp.abs(x).max()))
+
+
+def test_few_shapes():
+    samples = [small_sample(n) for n in (3, 9, 20)]
+    assert collate(samples, np.zeros(3), length=64)["tokens"].shape == (3, 32)
+    assert collate(samples, np.zeros(3), length=24, rows=2)["tokens"].shape == (4, 24)
+    assert collate(samples, np.zeros(3), length=24, rows=2, packed=True)["tokens"].shape == (2, 24)
+    assert collate(samples, np.zeros(3), length=10)["mask"].sum() == 1 + 7 + 8
+    with pytest.raises(ValueError, match="advantages"):
+        collate(samples, np.zeros(2), length=64)
+
+
+def small_sample(n):
+    """A sample of n tokens, all but two of them drawn."""
+    from fdel.train.rollout import Sample
+
+    drawn = np.arange(n) >= 2
+    zeros = np.zeros(n, np.float32)
+    return Sample(Task(0, (1, 2)), 0, np.arange(n, dtype=np.int32), drawn, zeros, zeros, drawn - 1, "stop")
+
+
+# ---- several steps on one batch ------------------------------------------------------------------------------------
+
+
+def test_minibatches_are_steps_one_after_the_other(engine, weights):
+    samples = rollout(engine, small.tasks(4), ANY, samples=4)
+    batch = collate(samples, np.random.default_rng(1).normal(size=16), length=64)
+    optimizer = train.optim.adamw(1e-2)
+    loss = losses.policy_gradient(llama, small.CFG, losses.Policy())
+    inner = train.update(train.normalize(train.grads(loss)), optimizer)
+    old = lambda params, batch, given: {"old": losses.token_logps(llama, small.CFG)(params, batch)}
+    state, metrics = jax.jit(train.minibatches(inner, 2, times=2, first=old, chunks=4))(
+        train.init_state(weights, optimizer), batch
+    )
+    one, by_hand, seen = jax.jit(inner), train.init_state(weights, optimizer), []
+    batch = batch | jax.jit(old)(weights, batch, {})
+    for i in (0, 1, 0, 1):
+        by_hand, m = one(by_hand, jax.tree.map(lambda x, i=i: x[i::2], batch))
+        seen.append(m)
+    assert int(state.step) == int(by_hand.step) == 4
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(by_hand.params), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    assert metrics["clip_ratio/region_mean"] > 0  # the third and fourth step are off the policy that drew
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], np.mean([m[name] for m in seen]), rtol=1e-3, atol=1e-5)
+
+
+# ---- in the loop ---------------------------------------------------------------------------------------------------
+
+
+def learning(engine, ahead=0, trail=None):
+    """What `fit` draws from: GRPO on small tasks, 8 prompts of 4 samples."""
+
+    class Numbers:
+        n = 0
+
+        def __next__(self):
+            self.n += 1
+            if self.n > 6:
+                raise StopIteration
+            return small.tasks(8, 8 * self.n)
+
+        def __iter__(self):
+            return self
+
+        get_state = lambda self: self.n
+
+        def set_state(self, n):
+            self.n = n
+
+    def sample(tasks):
+        samples = rollout(engine, tasks, ANY, samples=4)
+        r = np.array(list(map(small.reward, samples)))
+        if trail is not None:
+            trail.append((tasks[0].number, sorted({int(v) for s in samples for v in s.versions[s.drawn]})))
+        return collate(samples, advantages.grouped(r, 4), length=16), {"reward": float(r.mean())}
+
+    publish = lambda state: engine.update_params(state.params)
+    return Numbers(), lambda tasks: Source(tasks, publish, sample, ahead=ahead)
+
+
+@pytest.fixture(scope="module")
+def step():
+    optimizer = train.optim.adamw(1e-2)
+    options = losses.Policy(correction="token_truncate", correction_clip=(None, 2.0))
+    g = train.normalize(train.grads(losses.policy_gradient(llama, small.CFG, options)))
+    return jax.jit(train.update(g, optimizer), donate_argnums=0), lambda w: train.init_state(w, optimizer)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_run_goes_on_bit_by_bit(engine, step, tmp_path, ahead):
+    """Batches sampled ahead are in the checkpoint; each was drawn by the weights of exactly `ahead` steps before."""
+    learn, start = step
+
+    def run(directory, steps, trail=None):
+        data, prepare = learning(engine, ahead, trail)
+        state = jax.jit(lambda: start(small.weights()))
+        loop = train.Loop(steps=steps, directory=directory, log_every=1, save_every=1, progress_bar=False)
+        return train.fit(learn, state, data, loop, prepare=prepare)
+
+    trail = []
+    whole = run(tmp_path / "whole", 5, trail)
+    assert [number for number, _ in trail] == [8 * (i + 1) for i in range(min(6, 5 + ahead))]
+    run(tmp_path / "cut", 2)
+    again = run(tmp_path / "cut", 5)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, again))
+    rows = [train.metrics.read(tmp_path / name) for name in ("whole", "cut")]
+    uneven = ("time/", "tokens_per_second")
+    even = [[{k: v for k, v in row.items() if not k.startswith(uneven)} for row in r] for r in rows]
+    assert even[0] == even[1] and [row["step"] for row in even[0]] == [1, 2, 3, 4, 5]
+    assert [row["staleness"] for row in even[0]] == [min(i, ahead) for i in range(5)]
+
+
+def test_a_batch_as_text(engine):
+    for packed in (False, True):
+        batch = collate(rollout(engine, small.tasks(2), ANY, samples=2), np.ones(4), length=32, packed=packed)
+        again = decode(encode(batch))
+        assert jax.tree.structure(again) == jax.tree.structure(batch)
+        assert all(
+            (x == y).all() and x.dtype == y.dtype for x, y in zip(*map(jax.tree.leaves, (batch, again)), strict=True)
+        )
+    with pytest.raises(ValueError, match="damaged"):
+        decode(encode(batch)[:40])
