@@ -94,17 +94,16 @@ def fit(
     callbacks: Sequence[Callable[[Event], Any]] = (),
     sharding: Any = None,
     config: Any = None,
-    prepare: Callable[[Any], Any] | None = None,
 ) -> TrainState:
     """Run `state, metrics = step(state, batch, **given)` to `loop.steps`, from the last checkpoint if there is one.
 
     `state` is consumed. A jitted function that makes it (with out_shardings on a mesh) is called if nothing is restored.
     `iter(data)` yields dicts of numpy arrays, this process's rows; `sharding` puts them on the mesh. With
     checkpoints it has `get_state()`, JSON, and `set_state(state)`; with `data.shared`, as in `train.data`, the state is the
-    same on all processes, and another number of them can go on. `evaluate(state)` gives numbers whose names begin with
-    "eval_"; `callbacks` are called at each row, on every process, and end the run by returning True. `config` is JSON,
-    kept in the checkpoints. `prepare(iterator)` makes what batches are drawn from if they depend on the state, as does
-    `rollout.Source`: `draw(state)` gives a batch and its metrics, or None at the end, beside `get_state` and `set_state`.
+    same on all processes, and another number of them can go on. An iterator of batches that depend on the state, as
+    `rollout.Source`, has `draw(state)`, which gives a batch and its metrics, or None at the end. `evaluate(state)` gives
+    numbers whose names begin with "eval_"; `callbacks` are called at each row, on every process, and end the run by
+    returning True. `config` is JSON, kept in the checkpoints.
 
     SIGTERM, or Ctrl-C once: finishes the step, saves, and raises SystemExit with 128 + the signal's number. Raises
     CheckpointError if there are checkpoints but none that can be restored, FloatingPointError after `max_nonfinite` steps
@@ -112,7 +111,7 @@ def fit(
     the extra `train` if it saves.
     """
     _check(loop, evaluate)
-    iterator = (_Plain if prepare is None else prepare)(iter(data))
+    iterator = iter(data)
     state, progress, saver = _begin(loop, state, iterator, config, getattr(data, "shared", False))
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(processes.listen())
@@ -122,12 +121,11 @@ def fit(
         show = stack.enter_context(metrics.bar(loop.steps, progress.step, loop.progress_bar))
         run = _Run(loop, progress, write, show, callbacks)
         killed, now = 0, progress.step
-        while not (run.stopped or killed or now == loop.steps) and (drawn := iterator.draw(state)) is not None:
+        while not (run.stopped or killed or now == loop.steps) and (drawn := _draw(iterator, state)) is not None:
             placed, tokens = _placed(drawn[0], sharding)
             state, reported = step(state, placed, **given)
             run.read(state)  # the step before: the device is busy with this one meanwhile
-            now += 1
-            run.unread = now, {**drawn[1], **reported}, tokens
+            now, run.unread = now + 1, (now + 1, {**drawn[1], **reported}, tokens)
             evaluating = _every(loop.eval_every, now)
             saving = _every(loop.save_every, now) or (evaluating and loop.keep_best > 0)
             if evaluating or saving:
@@ -145,20 +143,6 @@ def fit(
         log.warning("%s: stopped after step %d%s", signal.Signals(killed).name, now, what)
         raise SystemExit(128 + killed)
     return state
-
-
-@dataclass
-class _Plain:
-    """Data as it comes, whatever the state is."""
-
-    iterator: Any
-
-    def draw(self, state: TrainState) -> tuple[Batch, Row] | None:
-        batch = next(self.iterator, None)
-        return None if batch is None else (batch, {})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.iterator, name)
 
 
 @dataclass
@@ -205,6 +189,14 @@ class _Run:
     def notes(self, iterator: Any, config: Any) -> checkpoint.Notes:
         """Collect what a checkpoint of the step that was read last holds besides arrays."""
         return checkpoint.notes(iterator, config, progress=dataclasses.asdict(self.progress), metrics=self.evaluated)
+
+
+def _draw(iterator: Any, state: TrainState) -> tuple[Batch, Row] | None:
+    """Take the next batch, and metrics that come with it; None at the end."""
+    if hasattr(iterator, "draw"):
+        return iterator.draw(state)
+    batch = next(iterator, None)
+    return None if batch is None else (batch, {})
 
 
 def _placed(batch: Batch, sharding: Any) -> tuple[Batch, int]:
@@ -276,8 +268,7 @@ def _begin(
     if not (loop.save_every or loop.keep_best or going_on):
         return fresh(), Progress(), None
     if not hasattr(iterator, "get_state"):
-        kind = type(iterator.iterator if isinstance(iterator, _Plain) else iterator).__name__
-        raise ValueError(f"the data's iterator, {kind}, has no get_state() to save its place with")
+        raise ValueError(f"the data's iterator, {type(iterator).__name__}, has no get_state() to save its place with")
     path.mkdir(parents=True, exist_ok=True)
     checkpoint.clean(path)
     progress = Progress()

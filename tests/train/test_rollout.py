@@ -12,6 +12,7 @@ from fdel import train
 from fdel.models import llama
 from fdel.serve import SamplingParams
 from fdel.train import losses
+from fdel.train.data import Report, Settings, Tasks
 from fdel.train.rollout import Said, Source, Task, advantages, collate, rollout
 from fdel.train.rollout.source import decode, encode
 from tests.train import small_policy as small
@@ -209,23 +210,6 @@ def test_minibatches_are_steps_one_after_the_other(engine, weights):
 def learning(engine, ahead=0, trail=None):
     """What `fit` draws from: GRPO on small tasks, 8 prompts of 4 samples."""
 
-    class Numbers:
-        n = 0
-
-        def __next__(self):
-            self.n += 1
-            if self.n > 6:
-                raise StopIteration
-            return small.tasks(8, 8 * self.n)
-
-        def __iter__(self):
-            return self
-
-        get_state = lambda self: self.n
-
-        def set_state(self, n):
-            self.n = n
-
     def sample(tasks):
         samples = rollout(engine, tasks, ANY, samples=4)
         r = np.array(list(map(small.reward, samples)))
@@ -234,7 +218,9 @@ def learning(engine, ahead=0, trail=None):
         return collate(samples, advantages.grouped(r, 4), length=16), {"reward": float(r.mean())}
 
     publish = lambda state: engine.update_params(state.params)
-    return Numbers(), lambda tasks: Source(tasks, publish, sample, ahead=ahead)
+    rows = tuple(task for i in range(6) for task in small.tasks(8, 8 * i))
+    data = Tasks(rows, Settings(batch=8, shuffle=False), Report())
+    return Source(data, publish, sample, ahead=ahead)
 
 
 @pytest.fixture(scope="module")
@@ -251,14 +237,14 @@ def test_a_run_goes_on_bit_by_bit(engine, step, tmp_path, ahead):
     learn, start = step
 
     def run(directory, steps, trail=None):
-        data, prepare = learning(engine, ahead, trail)
+        data = learning(engine, ahead, trail)
         state = jax.jit(lambda: start(small.weights()))
         loop = train.Loop(steps=steps, directory=directory, log_every=1, save_every=1, progress_bar=False)
-        return train.fit(learn, state, data, loop, prepare=prepare)
+        return train.fit(learn, state, data, loop)
 
     trail = []
     whole = run(tmp_path / "whole", 5, trail)
-    assert [number for number, _ in trail] == [8 * (i + 1) for i in range(min(6, 5 + ahead))]
+    assert [number for number, _ in trail] == [8 * i for i in range(min(6, 5 + ahead))]
     run(tmp_path / "cut", 2)
     again = run(tmp_path / "cut", 5)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, again))

@@ -5,14 +5,26 @@
     state, metrics = step(state, batch)
     engine.update_params(state.params)
 
-`Source` joins these to what `train.fit` draws its batches from.
+`Source` joins these to the data of `train.fit`.
 """
 
 from . import advantages, select
 from .collate import collate
 from .records import Rewards, Sample, Task
-from .run import rollout
+from .run import Adapter, rollout
 from .source import Source
 from .turns import Said, Turn
 
-__all__ = ["rollout", "collate", "Source", "Task", "Sample", "Rewards", "Said", "Turn", "advantages", "select"]
+__all__ = [
+    "rollout",
+    "Adapter",
+    "collate",
+    "Source",
+    "Task",
+    "Sample",
+    "Rewards",
+    "Said",
+    "Turn",
+    "advantages",
+    "select",
+]

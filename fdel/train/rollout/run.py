@@ -76,7 +76,7 @@ class _Trajectory:
 
 
 def rollout(
-    engine: Engine,
+    engine: Any,
     tasks: Sequence[Task],
     ask: SamplingParams,
     *,
@@ -85,21 +85,18 @@ def rollout(
     turn: Turn | None = None,
     deadline: float | None = None,
     each: Callable[[list[Sample]], Any] | None = None,
-    adapter: str = "",
 ) -> list[Sample]:
     """Draw `samples` trajectories for each task, one task's after the other's, as `ask` says; max_tokens are for all turns.
 
     Noise is a function of (seed, task.number, index, turn) and of the tokens so far: the same weights give the same
-    samples, whatever else runs. After a generation that ends with a stop, `turn(sample)` says what the environment answers,
-    as token ids, which are appended as they are; without `turn` the first generation is all. `deadline` seconds after the
-    start whatever goes on is cut, with the tokens that it has. `each` gets each task's samples as soon as all of them have
-    ended. ValueError for what cannot be asked, RuntimeError if the engine is closed meanwhile.
-
-    >>> [s.completion for s in rollout(engine, [Task(0, (4, 5))], SamplingParams(max_tokens=2, temperature=1.0), samples=2)]
-    [[11, 28], [10, 21]]
+    samples, whatever else runs. `engine` is an `Engine`, or an `Adapter` of one. After a generation that ends with a stop,
+    `turn(sample)` says what the environment answers, as token ids, which are appended as they are; without `turn` the
+    first generation is all. `deadline` seconds after the start whatever goes on is cut, with the tokens that it has.
+    `each` gets each task's samples as soon as all of them have ended. ValueError for what cannot be asked, RuntimeError if
+    the engine is closed meanwhile.
     """
     _check(ask, samples)
-    run = _Rollout(engine, ask, seed, turn, adapter)
+    run = _Rollout(engine, ask, seed, turn)
     groups = [[_Trajectory(task, i, list(task.prompt)) for i in range(samples)] for task in tasks]
     untold, end = list(groups), None if deadline is None else time.monotonic() + deadline
     waiting = deque(group for group in groups if group)
@@ -121,6 +118,24 @@ def rollout(
     return [t.sample() for group in groups for t in group]
 
 
+class Adapter:
+    """One adapter of an engine, as `rollout` takes an engine: the policy of LoRA, whose weights alone are handed over."""
+
+    def __init__(self, engine: Engine, name: str):
+        self.engine, self.name = engine, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit_all(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Job]:
+        """Queue outputs of the adapter."""
+        return self.engine.submit_all(prompts, sampling, adapter=self.name)
+
+    def update_params(self, params: Any) -> None:
+        """Replace the adapter's weights."""
+        self.engine.update_params(params, self.name)
+
+
 def _check(ask: SamplingParams, samples: int) -> None:
     if ask.seed is not None or ask.outputs > 1:
         raise ValueError(
@@ -139,11 +154,10 @@ def _fold(*numbers: int) -> int:
 class _Rollout:
     """The trajectories that an engine draws or an environment answers."""
 
-    engine: Engine
+    engine: Any
     ask: SamplingParams
     seed: int
     turn: Turn | None
-    adapter: str
     drawing: dict[_Trajectory, Job] = field(default_factory=dict)
     asking: dict[_Trajectory, Future] = field(default_factory=dict)  # what the environment will say
     ready: deque[_Trajectory] = field(default_factory=deque)  # whose next turn is not queued yet
@@ -168,7 +182,7 @@ class _Rollout:
                 raise
 
     def _submit(self, prompt: Sequence[int], asked: SamplingParams) -> list[Job]:
-        return self.engine.submit_all([prompt], asked, adapter=self.adapter)
+        return self.engine.submit_all([prompt], asked)
 
     def go_on(self) -> None:
         """Take what was drawn and said."""

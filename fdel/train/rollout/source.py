@@ -6,7 +6,7 @@ import io
 import time
 import zipfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
 
 
 class Source:
-    """Batches of samples for `fit(..., prepare=...)`, each drawn by the weights of `ahead` steps before it is learnt.
+    """The data of `fit`: batches of samples, each drawn by the weights of `ahead` steps before it is learnt.
 
     `publish(state)` gives the engine the state's weights. `sample(tasks)` draws samples for them, and makes the batch of a
     step and its metrics. With ahead=0, a step's batch is drawn by the very weights that it changes. With more, the next
@@ -39,13 +39,23 @@ class Source:
     others. Batches that are sampled but not learnt are part of `get_state`: a run that is resumed learns the same ones.
     """
 
-    def __init__(self, tasks: Any, publish: Callable[[TrainState], Any], sample: Learn, *, ahead: int = 0):
+    def __init__(
+        self, tasks: Iterable[Sequence[Task]], publish: Callable[[TrainState], Any], sample: Learn, *, ahead: int = 0
+    ):
         if ahead < 0:
             raise ValueError(f"ahead={ahead}; expected 0 or more steps")
-        self.tasks, self.publish, self.sample, self.ahead = tasks, publish, sample, ahead
+        self.data, self.publish, self.sample, self.ahead = tasks, publish, sample, ahead
+
+    def __iter__(self) -> "Source":
+        """Begin with the first tasks."""
+        self.tasks: Any = iter(self.data)
         self.ready: deque[Drawn] = deque()
         self.running: Future | None = None  # the batch after those that are ready
         self.version = 0
+        return self
+
+    def __next__(self) -> Batch:
+        raise TypeError("what is sampled depends on the weights: take draw(state), as train.fit does")
 
     def draw(self, state: TrainState) -> tuple[Batch, Row] | None:
         """Give the next batch and its metrics, drawn for the state that will learn it; None after the last one."""
@@ -114,7 +124,7 @@ def encode(batch: Batch) -> str:
 def decode(text: str) -> Batch:
     """Read what `encode` wrote; ValueError if it is damaged."""
     try:
-        with np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False) as found:
+        with np.load(io.BytesIO(base64.b64decode(text, validate=True))) as found:
             arrays = {k: found[k] for k in found.files}
     except (binascii.Error, zipfile.BadZipFile, OSError, EOFError, KeyError) as e:
         raise ValueError(f"a batch of the checkpoint is damaged ({type(e).__name__}: {e})") from e
