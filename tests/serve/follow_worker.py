@@ -71,8 +71,16 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     e._core.device.warm_up()
     before = e.stats()["compiled"]
     found = answers(e)
+    e.sleep()
+    e.wake()
+    found.append([g.tokens for g in e.generate(PROMPTS, SAMPLING)] == found[0])
     refused = []
-    for ask in (lambda: e.update_params(model.params), lambda: e.score([1, 2]), lambda: e.remove_adapter("a")):
+    for ask in (
+        lambda: e.update_params(model.params),
+        lambda: e.sleep(weights=True),
+        lambda: e.score([1, 2]),
+        lambda: e.remove_adapter("a"),
+    ):
         try:
             ask()
         except ValueError as error:

@@ -48,11 +48,11 @@ def run(what: str) -> tuple[list[int], list[str], list[str]]:
 def test_two_processes_answer_as_one(model) -> None:
     codes, said, complaints = run("works")
     assert codes == [0, 0], complaints
-    many, few, stays, aborted, preempted, refused, compiled = json.loads(said[0].splitlines()[-1])
+    many, few, stays, aborted, preempted, rested, refused, compiled = json.loads(said[0].splitlines()[-1])
     e = Engine(model, follow_worker.SETTINGS)
     assert [many, few, stays] == follow_worker.answers(e)[:3] and many == few
     assert aborted == "abort" and preempted and compiled == 0
-    assert len(refused) == 3 and all("runs on several processes" in r for r in refused)
+    assert rested and len(refused) == 4 and all("runs on several processes" in r for r in refused)
     assert said[1].splitlines()[-1] == "followed to the end"
 
 

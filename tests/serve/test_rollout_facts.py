@@ -1,14 +1,18 @@
-"""What learning from own samples needs to know of each token: what it was drawn from, and by which weights."""
+"""What learning from own samples needs to know of each token: what it was drawn from, and by which weights; and sleep."""
 
 import dataclasses
+import gc
+import threading
 
+import jax
 import numpy as np
 import pytest
 
-from fdel import serve
+from fdel import params, serve
+from fdel.models import Model, llama
 from fdel.serve.engine.engine import Engine, Settings
 from tests.serve import fake
-from tests.serve.small import CONTEXT, VOCAB, full_forward, make_model, scores
+from tests.serve.small import CFG, CONTEXT, VOCAB, full_forward, make_model, scores
 
 SHAPE = dict(rows=4, pages=9, budget=64, batches=(4,))
 PROMPTS = [[9, 10, 11, 12] * 4, *(np.random.default_rng(n).integers(8, VOCAB, n).tolist() for n in (3, 60, 12))]
@@ -122,3 +126,111 @@ def test_every_adapter_has_numbers_of_its_own(overlap: bool) -> None:
             len(job.reply.tokens) - n
         )
     assert core.versions == {"a": 1}
+
+
+# ---- sleep ---------------------------------------------------------------------------------------------------------
+
+
+def live() -> int:
+    """Bytes of all arrays of this process."""
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
+
+
+def size(*trees) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(trees))
+
+
+def test_sleep_frees_cache_and_rows(model) -> None:
+    """To the byte. What was under way goes on, what comes meanwhile is answered; nothing compiles, nothing changes."""
+    e = Engine(model, Settings(**SHAPE))
+    want = e.generate(PROMPTS, ASKED)
+    scored = e.score(PROMPTS[0])
+    e.pause()  # reads what is in flight
+    e.resume()
+    compiled, awake, held = e.stats()["compiled"], live(), size(e._device.state, e._device.sequences)
+    e.sleep()
+    assert live() == awake - held and held > size(model.params)
+    e.sleep()
+    with pytest.raises(RuntimeError, match="the engine sleeps; call wake"):
+        e.resume()
+    with pytest.raises(RuntimeError, match="the engine sleeps; call wake"):
+        e.start()
+    with pytest.raises(RuntimeError, match="paused"):  # no thread would ever answer
+        e.generate(PROMPTS, ASKED)
+    assert [d.finish_reason for _, d in e.step()] == ["abort"] * len(PROMPTS)
+    jobs = [e.submit(PROMPTS[0], ASKED[0])]
+    assert e.step() == [] and e.score(PROMPTS[0]) == scored
+    e.wake()
+    e.wake()
+    assert live() == awake
+    while not jobs[0].reply.tokens:
+        e.step()
+    jobs += [e.submit(p, s) for p, s in zip(PROMPTS[1:], ASKED[1:], strict=True)]
+    for _ in range(6):
+        e.step()
+    e.sleep()
+    assert not any(job.reply.finish_reason for job in jobs) and all(job.reply.tokens for job in jobs)
+    e.wake()
+    while not all(job.reply.finish_reason for job in jobs):
+        e.step()
+    for job, w in zip(jobs, want, strict=True):
+        assert job.reply.tokens == w.tokens
+        np.testing.assert_allclose(job.reply.logprobs, w.logprobs, atol=1e-5)
+    e.sleep()
+    e.wake()
+    again = e.generate(PROMPTS, ASKED)
+    assert again == want and e.stats()["compiled"] == compiled
+
+
+@pytest.mark.slow
+def test_sleep_without_weights(model) -> None:
+    """Their bytes are free too; others come by `update_params` before `wake`."""
+    given = params.init(llama.spec(CFG), jax.random.key(3))
+    e = Engine(Model(llama, CFG, given), Settings(**SHAPE))
+    e.generate(PROMPTS[:1], ASKED[:1])
+    e.pause()
+    e.resume()
+    awake, held = live(), size(e._device.state, e._device.sequences, e._device.weights.together)
+    e.sleep(weights=True)
+    assert live() == awake - held
+    job = e.submit(PROMPTS[0], ASKED[0])
+    for ask in (e.wake, lambda: e.score([1, 2]), lambda: e.model, lambda: e.update_params(given, "a")):
+        with pytest.raises(RuntimeError, match="there are no weights: the engine sleeps without them"):
+            ask()
+    assert e.update_params(model.params) == 1
+    e.wake()
+    assert live() == awake
+    while not job.reply.finish_reason:
+        e.step()
+    want = Engine(model, Settings(**SHAPE)).generate(PROMPTS[:1], ASKED[:1])[0]
+    assert job.reply.tokens == want.tokens and {*job.reply.versions} == {1}
+    e.update_params(
+        params.lora.add(e.model.params, 2, 4.0, key=jax.random.key(0), spec=params.unstack(llama.spec(CFG))), "a"
+    )
+    with pytest.raises(ValueError, match=r"adapters \(a\) share the base's arrays; remove them"):
+        e.sleep(weights=True)
+    assert not (e._core.asleep or e._paused)
+
+
+def test_requests_wait_for_a_thread_that_sleeps(model) -> None:
+    """Those under way and new ones, and they are told the end if the engine is closed asleep."""
+    want = Engine(model, Settings(**SHAPE)).generate(PROMPTS, ASKED)
+    e = Engine(model, Settings(**SHAPE))
+    e._device.warm_up = lambda **_: None  # compiled as it goes
+    e.start()
+    e.sleep()
+    answers: list = []
+    asking = threading.Thread(target=lambda: answers.extend(e.generate(PROMPTS, ASKED)), daemon=True)
+    asking.start()
+    while len(e._live) < len(PROMPTS):
+        asking.join(0.01)
+    e.update_params(model.params)  # the thread does what was queued, and no step
+    assert not answers and e.stats()["steps"] == 0
+    e.wake()
+    asking.join(60)
+    assert [g.tokens for g in answers] == [g.tokens for g in want]
+    e.sleep()
+    job = e.submit(PROMPTS[0])
+    e.close()
+    assert job.reply.finish_reason == "abort"

@@ -1,4 +1,4 @@
-"""What is changed between the steps of an engine: its weights."""
+"""What is changed between the steps of an engine: its weights, and whether it holds memory for requests."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from fdel.serve.engine.loop import Loop
 
 
 class Changes(Loop):
-    """A loop over a core whose weights can be replaced, which numbers them."""
+    """A loop over a core whose weights can be replaced, which numbers them, and that can sleep."""
 
     _core: Core
 
@@ -37,6 +37,38 @@ class Changes(Loop):
 
         self._between_steps(change)
         return number[0]
+
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the device memory of cache and rows (and of the base's weights) until `wake`; the engine is paused.
+
+        Requests under way and those that come wait for `wake`; keys and values are computed again, no output changes. With
+        `weights`, `update_params` has to come before `wake`, and nothing is scored or embedded before it. Adapters share
+        the base's arrays: ValueError for `weights` while there are any.
+        """
+        if weights:
+            self._core.device.check_free()
+
+        def change() -> Deltas:
+            deltas = self._core.sleep(weights)
+            self._paused = True
+            return deltas
+
+        self._between_steps(change)
+
+    def wake(self) -> None:
+        """Make an empty cache and rows again, and resume; nothing is compiled. An engine that is awake stays as it is.
+
+        RuntimeError if the weights were let go of and `update_params` was not called since.
+        """
+        if self._core.asleep:
+            self._between_steps(self._core.wake)
+            self.resume()
+
+    def resume(self) -> None:
+        """Go on after `pause`. RuntimeError for an engine that sleeps."""
+        if self._core.asleep:
+            raise RuntimeError("the engine sleeps; call wake(), which also resumes")
+        super().resume()
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; requests that still use it fail. The numbers of its weights go on if it is added again."""

@@ -47,13 +47,14 @@ class Core:
         self.device, self.schedule, self.overlap = device, schedule, overlap
         self.jobs: dict[int, Job] = {}
         self.in_flight: list[InFlight] = []
+        self.asleep = False  # the device holds no cache and no rows
         self.counts: Counter = Counter()
         self.versions: Counter = Counter()  # of each adapter's weights, "" the base's: how often they were replaced
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.jobs and not self.in_flight
+        return self.asleep or not (self.jobs or self.in_flight)
 
     def add(self, job: Job) -> None:
         """Queue a request; see `Schedule.add`."""
@@ -105,6 +106,24 @@ class Core:
         deltas = self.drain()
         self.device.weights.pop(adapter, None)
         return deltas
+
+    def sleep(self, weights: bool) -> Deltas:
+        """Free cache and rows, and the base's weights if asked; no step may come before `wake`."""
+        if weights:
+            self.device.weights.check_alone()
+        deltas = self.drain()
+        self._requeue_all()
+        self.device.sleep()
+        self.asleep = True
+        if weights:
+            self.device.weights.release()
+        return deltas
+
+    def wake(self) -> None:
+        """Begin with an empty cache and empty rows."""
+        self.device.weights.check("")
+        self.device.reset()
+        self.asleep = False
 
     # ---- dispatch ----
 

@@ -85,6 +85,8 @@ class Device:
             self._begin()
         elif call.name == "warm_up":
             self._warm_up(**call.static)
+        elif call.name == "sleep":
+            self.state = self.sequences = None
         elif call.name == "admit":
             row, tokens, length, slot, *sampling = call.arrays
             self.sequences = self.programs.admit(self.sequences, row, tokens, length, Sampling(*sampling), slot)
@@ -103,8 +105,17 @@ class Device:
         """Start with an empty cache and empty rows."""
         self.execute(Call("begin"))
 
+    def sleep(self) -> None:
+        """Free cache and rows, which `reset` makes again."""
+        self.execute(Call("sleep"))
+
     def warm_up(self, least: bool = False) -> None:
-        """Compile every program that steps may need, several at a time; or the `least` with which all steps can run."""
+        """Compile every program that steps may need, several at a time; or the `least` with which all steps can run.
+
+        RuntimeError while there is no cache.
+        """
+        if self.writes and self.state is None:
+            raise RuntimeError("the engine sleeps; call wake() before start()")
         self.execute(Call("warm_up", static={"least": int(least)}))
 
     def admit(self, r: Request, sampling: Sampling) -> None:

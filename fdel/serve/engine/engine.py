@@ -117,7 +117,7 @@ class Engine(Changes):
             raise ValueError(f"sampling is a {type(sampling).__name__}; expected SamplingParams")
         if not (isinstance(key, str) and isinstance(salt, str) and whole(priority)):
             raise ValueError(f"{key=}, {salt=}, {priority=}; expected two texts and a whole number")
-        self._device.weights.check(adapter)
+        self._device.weights.check(adapter, there=not self._core.asleep)
         if self.tokenizer is None and sampling.stops:
             raise ValueError("stop strings need a tokenizer; pass tokenizer=text.load(folder), or use stop_token_ids")
         owner = f"{len(key)} {key} {len(salt)} {salt} {adapter}".encode("utf-8", "surrogatepass")

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
-CALLS = ("begin", "warm_up", "admit", "extend", "decode", "end")
+CALLS = ("begin", "warm_up", "admit", "extend", "decode", "sleep", "end")
 
 
 class Extend(NamedTuple):

@@ -92,12 +92,24 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.trees
 
-    def check(self, name: str) -> None:
-        """Raise ValueError for an adapter that is not loaded ("" is the base), RuntimeError for weights that were lost."""
+    def check(self, name: str, *, there: bool = True) -> None:
+        """Raise ValueError for an adapter that is not loaded ("" is the base); RuntimeError for one that is not `there`."""
         if not isinstance(name, str) or name not in self.trees:
             known = ", ".join(filter(None, self.trees))
             raise ValueError(f"adapter {name!r} is not loaded; loaded are: {known or 'none'}")
-        self[name]  # raises if they were lost
+        if there:
+            self[name]  # raises if they are gone
+
+    def check_alone(self) -> None:
+        """Raise ValueError if there are adapters, which hold the base's arrays too."""
+        if adapters := ", ".join(filter(None, self.trees)):
+            raise ValueError(f"adapters ({adapters}) share the base's arrays; remove them, or sleep with weights=False")
+
+    def release(self) -> None:
+        """Let go of the base's arrays, until there is another base."""
+        with self.lock:
+            self.together, self.trees[""] = None, None
+            self.base_arrays.clear()
 
     def __getitem__(self, name: str) -> Any:
         """Parameters of one adapter alone."""
@@ -139,6 +151,8 @@ class Weights:
         With `reshard` they may lie elsewhere, with `cast` be of other floating-point types. ValueError names the first
         array that does not fit, or whose values are not finite, with what was found and expected.
         """
+        if name:
+            self.check("")  # its arrays are compared with the base's
         new = layer_views(params)
         bare: Any = P.lora.unload(new) if name else new
         want, have = dict(P.named_leaves(self.like)), dict(P.named_leaves(bare))
@@ -242,5 +256,6 @@ def _updates(tree: Any) -> list[tuple[str, LowRank]]:
 
 def _there(tree: Any) -> Any:
     if tree is None:
-        raise RuntimeError("the weights were lost when update_params failed half-way; call it again")
+        why = "the engine sleeps without them, or an update failed half-way"
+        raise RuntimeError(f"there are no weights: {why}; call update_params")
     return tree
