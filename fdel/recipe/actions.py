@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import config, fits, parse, serving
+from fdel.recipe import config, fits, parse, samples, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
@@ -49,7 +49,8 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     s = settle(recipe)
     parse.fail(config.dropout(s, config.read(recipe)[1]))
     t, tok = recipe.trainer, build_tokenizer(s)
-    dataset = build_dataset(s, tok, train_dataset)
+    build: Callable[..., Any] = samples.build_tasks if s.method.samples else build_dataset
+    dataset: Any = build(s, tok, train_dataset)
     _tell(f"data: {dataset.report if dataset.batches else 'a stream, whose rows are counted when it was read'}")
     evaluation, mesh = build_evaluation(s, tok, eval_dataset), build_mesh(s)
     if not (known := [n for n in (t.max_training_steps, dataset.total) if n]):
@@ -61,7 +62,9 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     with jax.set_mesh(mesh):
         model = build_model(s, mesh)
         dataset, evaluation = precompute(s, model, tok, mesh, dataset, evaluation)
+        policy = samples.build_policy(s, model, tok) if s.method.samples else None  # first: the step donates the model
         training = build_step(s, model, steps, mesh)
+        batches = dataset if policy is None else samples.build_source(s, policy, training.complete, tok, dataset)
         settings = loop.Loop(
             steps=steps, directory=t.save_directory, log_every=t.log_steps, eval_every=t.evaluation_steps or 0,
             save_every=t.save_steps or steps, keep=t.save_total_limit or 0, keep_best=int(bool(t.metric_for_best_model)),
@@ -71,7 +74,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
             report_to=(*["tensorboard"] * t.use_tensorboard, *["wandb"] * t.use_wandb),
         )  # fmt: skip
         state = loop.fit(
-            training.step, training.state, dataset, settings, given=training.given,
+            training.step, training.state, batches, settings, given=training.given,
             evaluate=build_evaluate(s, training, evaluation, mesh), sharding=params.batch_sharding(mesh),
             config=to_dict(recipe),
         )  # fmt: skip

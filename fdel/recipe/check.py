@@ -221,7 +221,29 @@ def _trainer(s: Settled) -> Iterator[str]:
             remat_policy(s.remat)
     except ValueError as e:
         yield f"trainer.gradient_checkpointing: {str(e).removeprefix('remat=')}"
+    if s.method.samples is not None:
+        yield from _samples(s)
     try:
         s.method.loss(s.keys)
     except ValueError as e:
         yield f"trainer: {str(e).replace('f_divergence=', 'f_divergence_type=').replace('wpo ', 'use_weighting ')}"
+
+
+def _samples(s: Settled) -> Iterator[str]:
+    """Say what does not go together in types that learn from own samples."""
+    k, m, parts = s.keys, s.recipe.mixture, s.recipe.trainer.gradient_accumulation_steps
+    yield from when(
+        (s.rows % k.num_generations,
+         f"trainer.num_generations: {k.num_generations} does not divide the {s.rows} samples of a step"),
+        (s.rows % (parts * k.steps_per_generation),
+         f"trainer.steps_per_generation: {k.steps_per_generation} updates of {parts} parts do not divide the {s.rows} "
+         "samples of a step"),
+        (k.max_completion_length >= s.length,
+         f"trainer.max_completion_length: {k.max_completion_length} tokens leave no room for a prompt in max_length "
+         f"{s.length}; raise that, or lower this"),
+        (m.eval_informs, "mixture.eval_informs: samples are not evaluated apart in this version; remove it"),
+        (m.pack_on_the_fly, "mixture.pack_on_the_fly: tasks are read before the first step; remove it"),
+        (m.save.path, "mixture.save: tasks are read anew; remove it"),
+        (m.mixture_weights or any(x.weight for x in m.informs),
+         "mixture: tasks of all data sets come once in an epoch; remove the weights"),
+    )  # fmt: skip

@@ -73,9 +73,14 @@ def settle(recipe: Recipe | Settled) -> Settled:
         shuffled=m.pack_shuffle and m.shuffle_buffer_size != 0, packed=bool(m.pack_tokens or t.packing),
         lora=lora, format=format, cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
         dtype=dtype, param_dtype=param_dtype or (dtype if lora else None),
-        reference=reference if method.reference else None, precomputed=t.precompute_ref_log_probs,
+        reference=reference if _refers(method, keys) else None, precomputed=t.precompute_ref_log_probs,
         remat="nothing_saveable" if policy is True else None if policy == "none" else policy or None,
         train_rules={**params.TRAIN, **(recipe.sharding.rules or {})},
         serve_rules={**params.SERVE, **(recipe.sharding.rules or {})}, kernels=load.kernels or {},
         trains="train" in actions or not actions or (not actions & {"eval", "serve"} and bool(m.informs)),
     )  # fmt: skip
+
+
+def _refers(method: Method, keys: Any) -> bool:
+    """Tell whether a reference model is compared with."""
+    return method.reference(keys) if callable(method.reference) else method.reference

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fdel import models, params, train
 from fdel.ops.contraction import widen
-from fdel.recipe import build
+from fdel.recipe import build, samples
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
 from fdel.train import debug, losses, parallel
@@ -57,7 +57,7 @@ def build_objective(
     found = s.method.objective(s.keys, model, remat=s.remat, **more)
     rows = build.cast(s, model, found.rows)
     if s.lora:
-        rows = losses.on_adapters(rows, reference=s.method.reference)
+        rows = losses.on_adapters(rows, reference=s.reference is not None)
     n, total, prepare, loss = s.recipe.trainer.gradient_accumulation_steps, found.total, found.prepare, rows
     if total is not None:
         loss = lambda params, batch, given: total(rows(params, batch, given), batch, given)
@@ -77,6 +77,7 @@ def build_step(
     Call it in `jax.set_mesh(mesh)`, by default that of `sharding`. The model's trained parameters are donated.
     """
     s = settle(recipe)
+    steps *= getattr(s.keys, "updates", 1)
     t, mesh = s.recipe.trainer, build.build_mesh(s) if mesh is None else mesh
     spec, teacher, reference = build.spec_of(s, model), build.build_teacher(s, mesh), build.build_reference(s, model)
     trained, frozen = params.lora.split(model.params) if s.lora else (model.params, None)
@@ -101,6 +102,8 @@ def build_step(
     g, jit = (debug.checked(g, model.cfg.vocab), debug.jit) if t.debug else (g, jax.jit)
     step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, seed=t.seed, **apply)
     step = _around(s, step, build.build_schedule(s, steps))
+    if s.method.samples and s.keys.updates > 1:
+        step = samples.several(s, model, step)
     step = jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options())
     state = jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference)
     given = {name: part for name, part in parts.items() if part is not None and name not in reads}

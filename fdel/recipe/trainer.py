@@ -64,8 +64,6 @@ class Common:
         needs="metric_for_best_model")  # fmt: skip
     use_wandb: bool = key(False, "log to Weights & Biases too")
     use_tensorboard: bool = key(False, "write TensorBoard events too")
-    group_size: int | None = key(None, "samples of a prompt", by=methods.LATER)
-    kl_coef: float | None = key(None, "weight of the divergence from the reference", by=methods.LATER)
 
 
 if TYPE_CHECKING:

@@ -20,11 +20,12 @@ FILES = (
     "embedding",
     "diffusion",
     "masked",
+    "samples",
 )
 METHODS: dict[str, Method] = {
     m.name: m for file in FILES for m in importlib.import_module(f"{__name__}.{file}").METHODS
 }
-LATER = ("grpo",)  # known, and not in this version
+LATER = ("ppo", "online_dpo", "xpo", "nash_md", "on_policy_distillation")  # known, and not in this version
 
 __all__ = ["LATER", "METHODS", "Lora", "Method", "Objective", "declared", "read", "types"]
 

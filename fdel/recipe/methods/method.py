@@ -32,7 +32,8 @@ class Method:
     loss: what of it needs no model. ValueError for keys that do not go together.
     data: the fields of `train.data.Settings` that the type decides.
     column: what `content_field` names of a row.
-    reference, teacher: it compares with a reference model, it learns from a teacher.
+    reference, teacher: it compares with a reference model (or its keys say so), it learns from a teacher.
+    samples: it learns from its own samples: `samples(keys, samples, rewards) -> (advantages, which of them are learnt)`.
     head: kind and labels of a head in place of the output projection (`models.heads`); all weights are then trained.
     config: what is said of that head in config.json.
     pooling: how it embeds texts, which is written beside the model as sentence-transformers does.
@@ -47,8 +48,9 @@ class Method:
     loss: Callable[[Any], Any] = lambda k: None
     data: Callable[[Any], dict[str, Any]] = lambda k: {}
     column: str = "prompt"
-    reference: bool = False
+    reference: bool | Callable[[Any], bool] = False
     teacher: bool = False
+    samples: Callable[..., tuple[Any, Any]] | None = None
     head: Callable[[Any], tuple[str, int]] | None = None
     config: Callable[[Any], dict[str, Any]] = lambda k: {}
     pooling: Callable[[Any], Pooling] | None = None
@@ -81,6 +83,15 @@ class Generating(Adapted):
     """Keys of the types whose models write text."""
 
     router_aux_loss_coef: float = key(0.0, "weight of the load balancing of experts")
+
+
+@dataclass(frozen=True)
+class Synced:
+    """Keys of the types whose reference may follow the model."""
+
+    sync_ref_model: bool = key(False, "let the reference follow the model (TR-DPO)")
+    ref_model_mixup_alpha: float = key(0.6, "share of the model in a move of the reference", needs="sync_ref_model")
+    ref_model_sync_steps: int = key(512, "steps between two moves of the reference", needs="sync_ref_model")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fdel import models
-from fdel.recipe.methods.method import Generating, Method, Objective
+from fdel.recipe.methods.method import Generating, Method, Objective, Synced
 from fdel.recipe.parse import key
 from fdel.train import losses
 
@@ -29,15 +29,6 @@ class Referred(Completions):
 
     precompute_ref_log_probs: bool = key(False,
         "compute the reference's log-probabilities once before training, not in every step")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Following(Referred):
-    """Keys of the types whose reference may follow the model."""
-
-    sync_ref_model: bool = key(False, "let the reference follow the model (TR-DPO)")
-    ref_model_mixup_alpha: float = key(0.6, "share of the model in a move of the reference", needs="sync_ref_model")
-    ref_model_sync_steps: int = key(512, "steps between two moves of the reference", needs="sync_ref_model")
 
 
 def preference(
@@ -67,7 +58,7 @@ def preference(
 
 
 @dataclass(frozen=True)
-class Dpo(Following):
+class Dpo(Synced, Referred):
     """Keys of trainer_type dpo, in TRL's variants."""
 
     loss_type: str | tuple[str, ...] = key("sigmoid", "variant of the loss, as in TRL")
@@ -148,7 +139,7 @@ def orpo(k: Orpo) -> Callable:
 
 
 @dataclass(frozen=True)
-class Kto(Following):
+class Kto(Synced, Referred):
     """Keys of trainer_type kto."""
 
     loss_type: str = key("kto", "variant of the loss, as in TRL")

@@ -1,0 +1,196 @@
+"""From a recipe to batches of own samples: tasks, the engine that answers them, rewards, and what is shown of it."""
+
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fdel import models, params, text, train
+from fdel.params import lora
+from fdel.recipe import build, parse, serving
+from fdel.recipe.data import build_settings, build_sources
+from fdel.recipe.methods.samples import RewardFunction
+from fdel.recipe.read import Recipe
+from fdel.recipe.settled import Settled, settle
+from fdel.serve import Engine, SamplingParams
+from fdel.serve.engine import weights
+from fdel.train import data, losses
+from fdel.train.metrics import Row
+from fdel.train.rollout import Adapter, Rewards, Sample, Source, Task, collate, rewards, rollout, run, verify
+from fdel.train.steps import Step
+
+NAME = "policy"  # of the adapter that is learnt
+
+
+class Policy(NamedTuple):
+    """An engine, or its adapter, and what of the trained parameters it is given."""
+
+    engine: Any
+    served: Callable[[Any], Any]
+
+
+def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
+    """Read the tasks, `rows` if they are given: as many of a step as `num_generations` samples of each make its rows."""
+    s = settle(recipe)
+    k, given = s.keys, build_sources(s, s.recipe.mixture.informs) if rows is None else rows
+    room = s.length - k.max_completion_length
+    settings = replace(
+        build_settings(s), batch=s.rows // k.num_generations, length=min(k.max_prompt_length or room, room)
+    )
+    try:
+        return data.tasks(given, settings, tok)
+    except ValueError as e:
+        raise parse.RecipeError(f"mixture.informs: {e}") from e
+
+
+def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -> Policy:
+    """Make the engine that samples `model`, a copy of it in the dtype of the computation; adapters are served as one."""
+    s = settle(recipe)
+    wanted = serving.settings(s)
+    wanted = replace(wanted, max_length=s.length, rows=min(wanted.rows, s.rows))
+    if s.lora:
+        base = weights.placed(model._replace(params=lora.unload(model.params)), s.serve_rules)
+        engine = Engine(base, wanted, tokenizer=tok, adapters={NAME: params.unstack(model.params)})
+        return Policy(Adapter(engine, NAME), lambda trained: trained)
+    served = jax.jit(build.cast(s, model, lambda trained, *_: trained))
+    placed = weights.placed(model._replace(params=served(model.params)), s.serve_rules)
+    return Policy(Engine(placed, wanted, tokenizer=tok), served)
+
+
+def build_source(
+    recipe: Recipe | Settled, policy: Policy, complete: Callable[[Any], Any], tok: text.Tokenizer, tasks: data.Tasks
+) -> Source:
+    """Join what `train.fit` draws batches from; `complete` joins trained parameters with frozen ones."""
+    s = settle(recipe)
+    k, t = s.keys, s.recipe.trainer
+    choose: Any = s.method.samples
+    functions = build_rewards(k.reward_functions)
+    ask = SamplingParams(
+        max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
+        repetition_penalty=k.repetition_penalty,
+    )  # fmt: skip
+    draw = partial(rollout, policy.engine, ask=ask, samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
+    decode = lambda ids: text.decode(tok, ids)
+    told = partial(
+        rewards.score,
+        functions,
+        decode=decode,
+        weights=[f.weight for f in k.reward_functions],
+        timeout=k.reward_timeout,
+    )
+    show = Shown(
+        Path(t.save_directory) / "completions.jsonl", t.log_steps, k.num_completions_to_print * k.log_completions
+    )
+
+    def sample(batch: Sequence[Task]) -> tuple[dict[str, Any], Row]:
+        begun = time.monotonic()
+        samples = draw(batch)
+        drawn = time.monotonic()
+        found = told(samples)
+        rewarded = time.monotonic()
+        advantages, learnt = choose(k, samples, found)
+        show(samples, found, decode)
+        row = {**statistics(samples, found, k.num_generations), **run.metrics(samples)}
+        row |= {"time/rollout": drawn - begun, "time/reward": rewarded - drawn}
+        row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
+        return collate(samples, advantages, length=s.length, rows=s.rows, learn=learnt), row
+
+    def publish(state: train.TrainState) -> None:
+        policy.engine.update_params(policy.served(complete(state.params)), reshard=True)
+
+    return Source(tasks, publish, sample, ahead=k.rollout_ahead)
+
+
+def several(s: Settled, model: models.Model, step: Step) -> Step:
+    """Learn the samples of a step in several updates, whose ratios begin at the log-probabilities before the first."""
+    k, parts = s.keys, s.recipe.trainer.gradient_accumulation_steps
+    logps = build.cast(s, model, losses.token_logps(*model[:2], temperature=k.temperature, remat=None))
+    whole = (lambda p, given: lora.join(p, given["base"])) if s.lora else lambda p, given: p
+    first = lambda p, batch, given: {"old": logps(whole(p, given), batch)}
+    chunks = parts * k.steps_per_generation
+    return train.minibatches(step, k.steps_per_generation, times=k.num_iterations, first=first, chunks=chunks)
+
+
+# ---- rewards -------------------------------------------------------------------------------------------------------
+
+
+def build_rewards(given: Sequence[RewardFunction]) -> dict[str, rewards.Reward]:
+    """Find the reward functions by their names in metrics. RecipeError for one that is not there."""
+    found: dict[str, rewards.Reward] = {}
+    for i, f in enumerate(given):
+        if f.path is not None:
+            function, name = _imported(f.path, f"trainer.reward_functions[{i}].path"), f.path.rpartition(":")[2]
+        else:
+            make, name = getattr(verify, str(f.name)), str(f.name)
+            function = make() if f.column is None else make(f.column)
+        if name in found:
+            raise parse.RecipeError(f"trainer.reward_functions[{i}]: {name} is there twice")
+        found[name] = function
+    return found
+
+
+def _imported(path: str, where: str) -> Any:
+    """Import a function of a file (rewards.py:length) or of a module (package.module:length)."""
+    source, _, name = path.rpartition(":")
+    try:
+        if source.endswith(".py"):
+            spec: Any = importlib.util.spec_from_file_location(Path(source).stem, source)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        return getattr(module, name)
+    except (ImportError, OSError, AttributeError, ValueError) as e:
+        raise parse.RecipeError(f"{where}: {path}: expected FILE.py:FUNCTION or MODULE:FUNCTION ({e})") from e
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+def statistics(samples: Sequence[Sample], found: Rewards, n: int) -> Row:
+    """Compute TRL's metrics of rewards."""
+    mean = lambda x: float(np.nanmean(x)) if not np.isnan(x).all() else 0.0
+    groups = np.where(np.isnan(found.total), 0.0, found.total).reshape(-1, n)
+    row = {"reward": mean(found.total), "reward_std": float(groups.std(1, ddof=min(1, n - 1)).mean())}
+    row["frac_reward_zero_std"] = float((groups.max(1) == groups.min(1)).mean())
+    for name, each in zip(found.names, found.each, strict=True):
+        there = each[~np.isnan(each)]
+        row |= {f"rewards/{name}/mean": mean(each), f"rewards/{name}/std": float(there.std()) if len(there) else 0.0}
+    return row | {f"rewards/{name}/failed": float(n) for name, n in found.failed.items()}
+
+
+class Shown:
+    """Samples of every `every`-th step with their rewards: one line of JSON each, and a few on the terminal."""
+
+    def __init__(self, path: Path, every: int, count: int):
+        self.path, self.every, self.count, self.steps = path, every, count, 0
+
+    def __call__(self, samples: Sequence[Sample], found: Rewards, decode: Callable[[Sequence[int]], str]) -> None:
+        self.steps += 1
+        if (self.steps - 1) % self.every or jax.process_index():
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [self.line(i, s, found, decode) for i, s in enumerate(samples[: max(self.count, 4)])]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        for line in lines[: self.count]:
+            cut = lambda x: " ".join(x.split())[:60]
+            print(f"{line['reward']:8.3f}  {cut(line['prompt']):60}  {cut(line['completion'])}", file=sys.stderr)
+
+    def line(self, i: int, s: Sample, found: Rewards, decode: Callable[[Sequence[int]], str]) -> Mapping[str, Any]:
+        """Describe one sample."""
+        number = lambda x: None if np.isnan(x) else float(x)
+        each = {name: number(x[i]) for name, x in zip(found.names, found.each, strict=True)}
+        return {
+            "task": s.task.number, "prompt": decode(s.prompt), "completion": decode(s.completion), "finish": s.finish,
+            "reward": float(found.total[i]), "rewards": each,
+        }  # fmt: skip
