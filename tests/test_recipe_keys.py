@@ -13,6 +13,7 @@ import pytest
 from fdel import models, ops, params, recipe, train
 from fdel.models import heads, mixtral, roberta
 from fdel.recipe import methods, trainer
+from fdel.recipe.samples import task_settings
 from fdel.train.losses import preference
 
 CFG = mixtral.Config(vocab=64, embed=16, ffn=16, layers=1, heads=2, kv_heads=1, head_dim=8, experts=2,
@@ -24,6 +25,7 @@ LOSSES = {
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
+OF_TYPE |= dict.fromkeys(methods.types(samples=True), {"reward_functions": [{"name": "exact"}]})
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {
@@ -38,8 +40,11 @@ VALUES: dict[str, Any] = {
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
     "fcm_max_ratio": 0.3, "labels": ["one", "other"],
     "problem_type": "multi_label_classification",
-    "total_batch_size": 16, "num_train_epochs": 7, "group_size": 2, "kl_coef": 0.1,
+    "total_batch_size": 16, "num_train_epochs": 7, "num_generations": 4,
     "mask_token_id": 5, "mlm_probability": 0.3, "weighting": "elbo", "max_loss_weight": 2.0,
+    "epsilon": 0.05, "epsilon_high": 0.07, "delta": 1.01, "importance_sampling_level": "sequence_token",
+    "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01,
+    "importance_sampling_mode": "token_mask",
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
@@ -48,7 +53,14 @@ OPTIMIZER = {
 }  # fmt: skip
 NEEDY = {  # keys that only others make sense of; what else says so is tested by name
     "early_stopping_patience": 3, "greater_is_better": True, "ref_model_sync_steps": 7, "ref_model_mixup_alpha": 0.5,
-    "fcm_min_ratio": 0.1,
+    "fcm_min_ratio": 0.1, "use_bias_correction_kl": False, "importance_sampling_cap": 2.0,
+}  # fmt: skip
+# Keys of what is sampled and how it is rewarded: tests/test_recipe_samples.py finds what they do.
+SAMPLING = {
+    "reward_functions", "reward_timeout", "top_p", "top_k", "min_p", "repetition_penalty", "sampling_timeout",
+    "steps_per_generation", "num_iterations", "rollout_ahead", "mask_truncated_completions", "log_completions",
+    "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
+    "difficulty_column", "normalize_advantages",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
@@ -79,6 +91,9 @@ def batch_of(kind: str) -> dict[str, Any]:
         "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
         "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
     }  # fmt: skip
+    if kind in methods.types(samples=True):
+        more = {name: rng.normal(size=(4, 12)).astype(np.float32) for name in ("advantages", "old", "logps")}
+        return rows() | more
     labels = (*shape, 12) if kind in ("prm", "token_classification") else (*shape, 1)
     batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})
     return batch | ({"label": np.arange(4) % 3 > 0, "kl": rows()} if kind in ("kto", "bco") else {})
@@ -116,11 +131,12 @@ def effect(found: recipe.Recipe) -> tuple:
     value = lambda *args: loss(*args)[0]
     gradient = lambda p, *args: jax.grad(value)(p, *args)
     program = gradient if t.gradient_checkpointing else value
-    return recipe.build_settings(found), shown(program, model.params, batch_of(t.trainer_type), given)
+    settings = task_settings if t.trainer_type in methods.types(samples=True) else recipe.build_settings
+    return settings(found), shown(program, model.params, batch_of(t.trainer_type), given)
 
 
 def test_every_key_of_the_trainer_is_looked_at_here():
-    assert {f.name for f in dataclasses.fields(trainer.Trainer)} == {*VALUES, *OPTIMIZER, *NEEDY, *LOOP}
+    assert {f.name for f in dataclasses.fields(trainer.Trainer)} == {*VALUES, *OPTIMIZER, *NEEDY, *LOOP, *SAMPLING}
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from fdel.train.rollout import Adapter, Rewards, Sample, Source, Task, collate, 
 from fdel.train.steps import Step
 
 NAME = "policy"  # of the adapter that is learnt
+DECODE_STEPS = 8
 
 
 class Policy(NamedTuple):
@@ -39,17 +40,21 @@ class Policy(NamedTuple):
 
 
 def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
-    """Read the tasks, `rows` if they are given: as many of a step as `num_generations` samples of each make its rows."""
+    """Read the tasks, `rows` if they are given."""
     s = settle(recipe)
-    k, given = s.keys, build_sources(s, s.recipe.mixture.informs) if rows is None else rows
-    room = s.length - k.max_completion_length
-    settings = replace(
-        build_settings(s), batch=s.rows // k.num_generations, length=min(k.max_prompt_length or room, room)
-    )
+    given = build_sources(s, s.recipe.mixture.informs) if rows is None else rows
     try:
-        return data.tasks(given, settings, tok)
+        return data.tasks(given, task_settings(s), tok)
     except ValueError as e:
         raise parse.RecipeError(f"mixture.informs: {e}") from e
+
+
+def task_settings(recipe: Recipe | Settled) -> data.Settings:
+    """Say how rows become tasks: as many of a step as `num_generations` samples of each make its rows."""
+    s = settle(recipe)
+    k, room = s.keys, s.length - s.keys.max_completion_length
+    length = min(k.max_prompt_length or room, room)
+    return replace(build_settings(s), batch=s.rows // k.num_generations, length=length)
 
 
 def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -> Policy:
@@ -57,6 +62,8 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
     s = settle(recipe)
     wanted = serving.settings(s)
     wanted = replace(wanted, max_length=s.length, rows=min(wanted.rows, s.rows))
+    if not wanted.drafts:  # nobody reads along, so that several tokens may come at a time
+        wanted = replace(wanted, decode_steps=min(DECODE_STEPS, s.keys.max_completion_length))
     if s.lora:
         base = weights.placed(model._replace(params=lora.unload(model.params)), s.serve_rules)
         engine = Engine(base, wanted, tokenizer=tok, adapters={NAME: params.unstack(model.params)})
@@ -67,13 +74,17 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
 
 
 def build_source(
-    recipe: Recipe | Settled, policy: Policy, complete: Callable[[Any], Any], tok: text.Tokenizer, tasks: data.Tasks
+    recipe: Recipe | Settled,
+    policy: Policy,
+    complete: Callable[[Any], Any],
+    tok: text.Tokenizer,
+    tasks: data.Tasks,
+    functions: Mapping[str, rewards.Reward],
 ) -> Source:
     """Join what `train.fit` draws batches from; `complete` joins trained parameters with frozen ones."""
     s = settle(recipe)
     k, t = s.keys, s.recipe.trainer
     choose: Any = s.method.samples
-    functions = build_rewards(k.reward_functions)
     ask = SamplingParams(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,

@@ -66,7 +66,7 @@ def test_tokens_and_masks(engine):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.7}])
+@pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8}])
 def test_log_probabilities_are_the_trainers(engine, weights, logps, packed, how):
     """In float32 to 1e-5: of what was drawn from, and with the kept mass of the whole distribution."""
     samples = rollout(engine, small.tasks(8), SamplingParams(max_tokens=6, **how), samples=4)

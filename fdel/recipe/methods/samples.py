@@ -1,7 +1,7 @@
 """Learning from own samples by a policy loss: GRPO and its kin, RLOO."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class RewardFunction:
 
 
 @dataclass(frozen=True)
-class Sampling(Generating, Synced):
+class Sampling(Generating):
     """Keys of the types that learn from own samples: what is drawn, how it is rewarded, how it is learnt."""
 
     reward_functions: tuple[RewardFunction, ...] = key((), "what rewards samples; at least one")
@@ -65,7 +65,7 @@ class Sampling(Generating, Synced):
 
 
 @dataclass(frozen=True)
-class Grpo(Sampling):
+class Grpo(Synced, Sampling):
     """Keys of trainer_type grpo: TRL's variants of the loss are settings of it."""
 
     loss_type: str = key("dapo", "variant of the loss, as in TRL", choices=tuple(losses.policy.TERMS))

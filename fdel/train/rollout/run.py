@@ -53,9 +53,8 @@ class _Trajectory:
         """Append what a job drew; return why it ended."""
         g = job.reply.generation()
         self.turns += 1
-        n = len(g.tokens)
-        more = {"kept": getattr(g, "kept", [0.0] * n), "versions": getattr(g, "versions", [0] * n)}
-        self.take(g.tokens, drawn=[True] * n, logps=g.sampled_logprobs, **more)
+        columns: dict[str, Sequence] = {"logps": g.sampled_logprobs, "kept": g.kept, "versions": g.versions}
+        self.take(g.tokens, drawn=[True] * len(g.tokens), **columns)
         self.error = g.error
         return g.finish_reason
 
@@ -131,9 +130,9 @@ class Adapter:
         """Queue outputs of the adapter."""
         return self.engine.submit_all(prompts, sampling, adapter=self.name)
 
-    def update_params(self, params: Any) -> None:
-        """Replace the adapter's weights."""
-        self.engine.update_params(params, self.name)
+    def update_params(self, params: Any, **how: bool) -> int:
+        """Replace the adapter's weights; give their version."""
+        return self.engine.update_params(params, self.name, **how)
 
 
 def _check(ask: SamplingParams, samples: int) -> None:

@@ -1,0 +1,234 @@
+"""Run files that learn from own samples: rewards rise, a run that is killed goes on bit by bit, keys do something."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import models, ops, params, recipe, text
+from fdel.models import llama
+from fdel.recipe import methods, samples, settled
+from fdel.train import metrics
+from fdel.train.rollout import Rewards, Sample, Task
+
+CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+EVEN = """def even(completion_ids, **columns):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+"""
+UNEVEN = ("time/", "tokens_per_second", "rollout/tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny model with its tokenizer, tasks, and a reward function."""
+    path = tmp_path_factory.mktemp("samples")
+    weights = params.init(llama.spec(CFG), jax.random.key(0), dtype=jnp.float32)
+    models.save(models.Model(llama, CFG, weights), path / "model")
+    text.save(text.train_bpe(["what is one and one and two", "it is two"] * 3, 300), path / "model")
+    rows = [{"prompt": f"what is {a} and {b}", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "rewards.py").write_text(EVEN)
+    return path
+
+
+def made(folder: Path, out: Path, kind: str = "grpo", devices: int = 1, **keys) -> recipe.Recipe:
+    trainer = {
+        "trainer_type": kind, "reward_functions": [{"path": f"{folder}/rewards.py:even"}, {"name": "exact"}],
+        "num_generations": 4, "max_completion_length": 16, "max_length": 32, "total_batch_size": 32, "learning_rate": 1e-2,
+        "scheduler": "constant", "max_training_steps": 12, "log_steps": 1, "save_directory": str(out), "save_steps": 4,
+    }  # fmt: skip
+    return recipe.from_dict({
+        "model": {"name_or_path": str(folder / "model")}, "trainer": trainer | keys, "actions": ["train"],
+        "mixture": {"informs": [{"type": "json", "data_files": str(folder / "rows.jsonl")}]},
+        "sharding": {"axis_dims": [1, devices, 1, 1, 1]},
+    })  # fmt: skip
+
+
+def rows_of(out: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(UNEVEN)} for row in metrics.read(out)]
+
+
+def column(out: Path, name: str) -> np.ndarray:
+    return np.array([row[name] for row in metrics.read(out)])
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {}, "gfpo": {"num_remains_in_group": 2},
+    "rlvr": {"mask_truncated_completions": False}, "rloo": {},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reward_rises(kind, folder, tmp_path):
+    """The share of even tokens, from about a half."""
+    found = recipe.train(made(folder, tmp_path, kind, **KINDS[kind]))
+    reward, off = column(tmp_path, "reward"), column(tmp_path, "sampling/sampling_logp_difference/mean")
+    assert len(reward) == 12 and reward[0] < 0.6 and reward[-3:].mean() > reward[:3].mean() + 0.1, reward
+    assert (off < 1e-5).all()  # sampler and trainer are one model
+    assert (column(tmp_path, "staleness") == 0).all() and (column(tmp_path, "rewards/exact/failed") == 0).all()
+    shown = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert len(shown) == 48 and {"task", "prompt", "completion", "finish", "reward", "rewards"} == set(shown[0])
+    again = models.load(tmp_path / "model")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, found.model.params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", [{}, {"lora": {"r": 4}, "beta": 0.02}, {"rollout_ahead": 1, "num_iterations": 2}], ids=str
+)
+def test_a_run_that_was_cut_goes_on_bit_by_bit(keys, folder, tmp_path):
+    """All weights, adapters alone, and with samples drawn ahead, which the checkpoint holds."""
+    keys = {"max_training_steps": 6, "save_steps": 3} | keys
+    whole = recipe.train(made(folder, tmp_path / "whole", **keys))
+    recipe.train(made(folder, tmp_path / "cut", **keys | {"max_training_steps": 3}))
+    again = recipe.train(made(folder, tmp_path / "cut", **keys))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.model.params, again.model.params))
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "cut")
+    if "lora" in keys:
+        assert (tmp_path / "whole" / "model" / "adapter_model.safetensors").exists()
+        assert (column(tmp_path / "whole", "kl")[1:] > 0).any()
+    if "rollout_ahead" in keys:
+        assert column(tmp_path / "whole", "staleness").tolist() == [0, *[2] * 5]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on(folder, tmp_path):
+    """kill -9 in the middle of sampling or learning, in a process of its own."""
+    files = {name: tmp_path / f"{name}.yaml" for name in ("whole", "killed")}
+    for name, file in files.items():
+        made(folder, tmp_path / name, max_training_steps=8, save_steps=2).to_yaml(file)
+    env = os.environ | {"XLA_FLAGS": ""}
+    command = lambda name: [sys.executable, "-m", "fdel", "run", str(files[name])]
+    child = subprocess.Popen(command("killed"), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (tmp_path / "killed" / "checkpoints" / "4").is_dir():
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    for name in files:
+        done = subprocess.run(command(name), env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "killed")
+    read = lambda name: (tmp_path / name / "model" / "model.safetensors").read_bytes()
+    assert read("whole") == read("killed")
+
+
+@pytest.mark.slow
+def test_on_eight_devices_it_is_the_same_run(folder, tmp_path):
+    """fsdp=8 trains, and serves with the same mesh, against one device: to float32's rounding over three steps."""
+    for name, devices in (("one", 1), ("eight", 8)):
+        recipe.train(
+            made(folder, tmp_path / name, devices=devices, max_training_steps=3, save_steps=3, learning_rate=1e-3)
+        )
+    for name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
+        one, eight = (column(tmp_path / where, name) for where in ("one", "eight"))
+        np.testing.assert_allclose(one, eight, rtol=2e-3)
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------
+
+
+def sample(i: int, length: int, finish: str = "stop", **row) -> Sample:
+    drawn = np.arange(2 + length) >= 2
+    zeros = np.zeros(len(drawn), np.float32)
+    return Sample(
+        Task(i, (1, 2), row), 0, np.arange(len(drawn), dtype=np.int32), drawn, zeros, zeros, drawn - 1, finish
+    )
+
+
+def test_what_is_learnt():
+    """Each key of advantages, on two groups of four samples."""
+    group = [sample(i // 4, n, "length" if n == 16 else "stop", hard=i / 8) for i, n in enumerate([1, 2, 3, 16] * 2)]
+    rewards = Rewards(np.stack([[1.0, 0, 1, 0, 0, 0, 0, np.nan], np.arange(8.0)]), np.arange(8.0), ("a", "b"))
+    of = lambda kind, **keys: settled.settle(recipe.from_dict(
+        {"trainer": {"trainer_type": kind, "num_generations": 4, **keys, "reward_functions": [{"name": "exact"}] * 2}}
+    ))  # fmt: skip
+    learnt = lambda s: s.method.samples(s.keys, group, rewards)
+    base = learnt(of("grpo"))
+    np.testing.assert_allclose(base[0][:4], (np.arange(4) - 1.5) / (np.std(np.arange(4), ddof=1) + 1e-4))
+    assert base[1].all()
+    for kind, keys in (
+        ("grpo", {"scale_rewards": "none"}), ("grpo", {"scale_rewards": "batch"}),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}), ("gfpo", {"num_remains_in_group": 3}),
+        ("gfpo", {"filter_by": "efficiency", "num_remains_in_group": 2}), ("rlvr", {"difficulty_column": "hard"}),
+        ("rloo", {"normalize_advantages": True}),
+        ("rloo", {"mask_truncated_completions": True}), ("rlvr", {"mask_truncated_completions": False}),
+    ):  # fmt: skip
+        fixed = {"num_remains_in_group": 2} if "filter_by" in keys else {}
+        before, after = learnt(of(kind, **fixed)), learnt(of(kind, **keys))
+        assert not all(np.array_equal(a, b) for a, b in zip(before, after, strict=True)), keys
+    assert learnt(of("gfpo"))[1].sum() == 8 and learnt(of("gfpo", num_remains_in_group=2))[1].tolist() == [
+        True, True, False, False] * 2  # fmt: skip
+
+
+def test_what_is_asked(folder, tmp_path, monkeypatch):
+    """Each key of sampling reaches the engine, the rewards, or what is shown."""
+    seen: dict = {}
+
+    def rollout(engine, tasks, ask, **how):
+        seen.update(dataclasses.asdict(ask), **how)
+        return [sample(i, 3, prompt="p", answer="x") for i in range(8)]
+
+    def score(functions, found, **how):
+        seen.update(functions=list(functions), **how)
+        return Rewards(np.ones((2, 8)), np.ones(8), ("a", "b"))
+
+    monkeypatch.setattr(samples, "rollout", rollout)
+    monkeypatch.setattr(samples.rewards, "score", score)
+    tok = text.load(folder / "model")
+    keys = {"top_p": 0.9, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "temperature": 0.5, "seed": 3,
+            "sampling_timeout": 9.0, "reward_timeout": 8.0, "max_completion_length": 5}  # fmt: skip
+    source = samples.build_source(
+        made(folder, tmp_path, **keys), samples.Policy(None, None), None, tok, (), {"even": None, "exact": None}
+    )
+    source.sample([])
+    wanted = {k: v for k, v in keys.items() if k in ("top_p", "top_k", "min_p", "repetition_penalty", "temperature")}
+    wanted |= {"max_tokens": 5, "samples": 4, "deadline": 9.0, "timeout": 8.0, "weights": [1.0, 1.0]}
+    assert {k: seen[k] for k in wanted} == wanted and seen["functions"] == ["even", "exact"]
+
+
+def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
+    test_what_is_asked(folder, tmp_path, monkeypatch)
+    tok = text.load(folder / "model")
+    for count in (2, 3):
+        found = made(folder, tmp_path / "shown", log_completions=True, num_completions_to_print=count)
+        samples.build_source(found, samples.Policy(None, None), None, tok, (), {"even": None, "exact": None}).sample([])
+        assert len(capsys.readouterr().err.splitlines()) == count
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"reward_functions": []}, "reward_functions: none"),
+        ({"reward_functions": [{"name": "exact", "path": "a.py:f"}]}, r"reward_functions\[0\]: expected a name or a path"),
+        ({"reward_functions": [{"name": "exakt"}]}, "did you mean 'exact'"),
+        ({"num_generations": 5}, "5 does not divide the 32 samples"),
+        ({"steps_per_generation": 3}, "3 updates of 1 parts do not divide the 32"),
+        ({"max_completion_length": 32}, "32 tokens leave no room for a prompt in max_length 32"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),
+        ({"kl_coef": 0.1}, "fdel calls it beta"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(keys, why, folder, tmp_path):
+    with pytest.raises(recipe.RecipeError, match=why):
+        recipe.train(made(folder, tmp_path, **keys))
+
+
+@pytest.mark.parametrize("path", ["nowhere.py:f", "{}/rewards.py:nothing", "json:nothing", "rewards"])
+def test_reward_functions_that_are_not_there(path, folder):
+    given = [methods.samples.RewardFunction(path=path.format(folder))]
+    with pytest.raises(recipe.RecipeError, match="expected FILE.py:FUNCTION or MODULE:FUNCTION"):
+        samples.build_rewards(given)
