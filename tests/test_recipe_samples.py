@@ -109,7 +109,8 @@ def test_a_run_that_was_killed_goes_on(folder, tmp_path):
     files = {name: tmp_path / f"{name}.yaml" for name in ("whole", "killed")}
     for name, file in files.items():
         made(folder, tmp_path / name, max_training_steps=8, save_steps=2).to_yaml(file)
-    env = os.environ | {"XLA_FLAGS": ""}
+    env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = lambda name: [sys.executable, "-m", "fdel", "run", str(files[name])]
     child = subprocess.Popen(command("killed"), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 120
