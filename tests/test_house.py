@@ -66,7 +66,15 @@ OPTIONAL = {
     "tensorboardX",
     "torch",
 }
-OPTIONAL |= {"lm_eval", "openai", "transformers", "wandb"}  # not in the core install
+OPTIONAL |= {
+    "jsonschema",
+    "lm_eval",
+    "math_verify",
+    "openai",
+    "referencing",
+    "transformers",
+    "wandb",
+}  # not in the core install
 DEVICE_WORK = (
     r"jax\.(numpy|random|lax|nn)\.|jax\.(jit|pmap|vmap|grad|device_put|devices|local_devices|default_backend)$"
 )

@@ -69,6 +69,44 @@ def test_one_that_fails_fails_alone():
     hung.set()
 
 
+def test_what_is_computed_late_is_late():
+    """A function that yields, or gives arrays that are not there yet, hangs in its own thread."""
+    hung = threading.Event()
+
+    def later(**_):
+        yield from (1.0, 1.0, 1.0, 1.0 if hung.wait(30) else 0.0)
+
+    begun = time.monotonic()
+    assert score({"later": later}, SAMPLES, timeout=0.2, most_failed=1.0).failed == {"later": 4}
+    assert time.monotonic() - begun < 5
+    hung.set()
+    np.testing.assert_array_equal(score({"later": later}, SAMPLES).total, [1, 1, 1, 1])
+
+
+def test_functions_do_not_see_what_others_change():
+    gone = threading.Event()
+
+    def clears(completions, answer, **_):
+        completions.clear()
+        answer.clear()
+        gone.set()
+        return [0] * 4
+
+    found = score({"clears": clears, "counts": lambda answer, **_: gone.wait(9) and answer}, SAMPLES)
+    np.testing.assert_array_equal(found.total, [0, 1, 2, 3])
+
+
+def test_errors_say_what_was_raised():
+    def asks(**_):
+        raise TimeoutError("no answer from the judge")
+
+    with pytest.raises(RuntimeError, match="asks failed for 4 of 4 samples: TimeoutError: no answer") as e:
+        score({"asks": asks}, SAMPLES)
+    assert e.value.__cause__.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "asks"
+    with pytest.raises(ValueError, match="2 weights for 1 reward functions"):
+        score({"asks": asks}, SAMPLES, weights=[1.0, 2.0])
+
+
 def test_environments_and_errors():
     some = [replace(SAMPLES[0], reward=2.0), replace(SAMPLES[1], finish="error"), *SAMPLES[2:]]
     found = score({"f": lambda **k: [1, 1, 1, None]}, some)

@@ -1,11 +1,12 @@
 """Rewards of samples: functions are called side by side, and one that raises or hangs fails its samples, never the run."""
 
+import inspect
 import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,14 @@ def score(
 
     RuntimeError if more than `most_failed` of a function's samples failed: then something is wrong with it.
     """
+    if weights is not None and len(weights) != len(functions):
+        raise ValueError(f"{len(weights)} weights for {len(functions)} reward functions; expected one for each")
     told = arguments(samples, decode)
-    calls = {name: aside(f, **told) for name, f in functions.items()}
+    calls = {name: aside(_numbers, f, {k: list(v) for k, v in told.items()}) for name, f in functions.items()}
     end = time.monotonic() + timeout
     each, failed = [np.full(len(samples), np.nan) for _ in calls], dict.fromkeys(calls, 0)
     for row, (name, call) in zip(each, calls.items(), strict=True):
-        error = _read(row, call, end - time.monotonic(), timeout)
+        error, cause = _read(row, call, end, timeout)
         if error is not None:
             failed[name] = len(samples) if np.isnan(row).all() else int(np.isinf(row).sum())
             row[np.isinf(row)] = np.nan
@@ -53,7 +56,7 @@ def score(
             if failed[name] > most_failed * len(samples):
                 raise RuntimeError(
                     f"reward function {name} failed for {failed[name]} of {len(samples)} samples: {error}"
-                )
+                ) from cause
     names, weights = tuple(calls), [1.0] * len(calls) if weights is None else list(weights)
     if any(s.reward is not None for s in samples):
         each.append(np.array([np.nan if s.reward is None else s.reward for s in samples]))
@@ -78,16 +81,27 @@ def arguments(samples: Sequence[Sample], decode: Callable[[Sequence[int]], str])
     return {k: v for k, v in columns.items() if k not in ("prompt", *own)} | own
 
 
-def _read(row: np.ndarray, call: Future, left: float, timeout: float) -> str | None:
-    """Write what a function gave into its row, NaN for nothing; say what is wrong with it."""
-    try:
-        given = call.result(max(0.0, left))
-        values = [math.nan if x is None else float(x) for x in given]
-    except TimeoutError:
-        return f"it took more than {timeout:g} s"
-    except BaseException as e:
-        return traceback.format_exception_only(e)[-1].strip()
-    if len(values) != len(row):
-        return f"it gave {len(values)} rewards for {len(row)} samples"
+def _numbers(f: Reward, told: dict[str, Any]) -> Any:
+    """Call a function, in its thread: what it gives may be computed only when it is read."""
+    given = f(**told)
+    return _awaited(given) if inspect.isawaitable(given) else _floats(given)
+
+
+async def _awaited(given: Any) -> list[float]:
+    return _floats(await given)
+
+
+def _floats(given: Iterable[Any]) -> list[float]:
+    return [math.nan if x is None else float(x) for x in given]
+
+
+def _read(row: np.ndarray, call: Future, end: float, timeout: float) -> tuple[str | None, BaseException | None]:
+    """Write what a function gave into its row, NaN for nothing; say what is wrong with it, and what it raised."""
+    if not wait([call], max(0.0, end - time.monotonic())).done:
+        return f"it took more than {timeout:g} s", None
+    if (e := call.exception()) is not None:
+        return traceback.format_exception_only(e)[-1].strip(), e
+    if len(values := call.result()) != len(row):
+        return f"it gave {len(values)} rewards for {len(row)} samples", None
     row[:] = values
-    return "a reward is infinite" if np.isinf(row).any() else None
+    return ("a reward is infinite" if np.isinf(row).any() else None), None

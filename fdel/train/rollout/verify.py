@@ -4,9 +4,11 @@ Each is made with its options: `exact("answer")` compares with the rows' column 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+
+from fdel.train.rollout import mathematics
 
 Verifier = Callable[..., list[float | None]]
 
@@ -16,13 +18,18 @@ def texts(completions: Sequence[Any]) -> list[str]:
     return [x if isinstance(x, str) else "".join(str(m.get("content") or "") for m in x) for x in completions]
 
 
+def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
+    """Give a column of the rows; ValueError for one that they lack."""
+    if name not in columns:
+        raise ValueError(f"rows have no column {name!r} (found {', '.join(sorted(columns))}); name another one")
+    return columns[name]
+
+
 def _verifier(column: str, right: Callable[[str, str], bool]) -> Verifier:
     """Make a reward of a comparison of what was said with what a column has."""
 
     def verify(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        if column not in columns:
-            raise ValueError(f"rows have no column {column!r} (found {', '.join(sorted(columns))}); name another one")
-        pairs = zip(texts(completions), columns[column], strict=True)
+        pairs = zip(texts(completions), column_of(columns, column), strict=True)
         return [None if answer is None else float(right(said, str(answer))) for said, answer in pairs]
 
     return verify
@@ -36,12 +43,31 @@ def exact(column: str = "answer") -> Verifier:
     return _verifier(column, lambda said, answer: said.strip() == answer.strip())
 
 
-def boxed(column: str = "answer") -> Verifier:
+def boxed(column: str = "answer", *, symbolic: bool | None = None) -> Verifier:
     r"""Reward completions whose last \\boxed{...} has the answer: the same number, or else the same text but for spaces.
-    >>> boxed()([r"so \\boxed{\\frac{1}{2}}", r"\\boxed{3}"], answer=["0.5", "4"])
+
+    With `symbolic`, math-verify compares what this leaves unequal, where one is no number: it knows \\frac12, roots, sets,
+    intervals and expressions. None stands for whether it is installed (extra `rewards`); ImportError if it is not, and
+    asked for.
+    >>> boxed(symbolic=False)([r"so \\boxed{\\frac{1}{2}}", r"\\boxed{3}"], answer=["0.5", "4"])
     [1.0, 0.0]
     """
-    return _verifier(column, lambda said, answer: same(last_boxed(said), last_boxed(answer) or answer))
+    if symbolic and not mathematics.there():
+        raise ImportError("boxed(symbolic=True) needs math-verify: pip install 'fdel[rewards]'")
+    ask = mathematics.there() if symbolic is None else symbolic
+
+    def verify(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        answers = [None if x is None else last_boxed(str(x)) or str(x) for x in column_of(columns, column)]
+        pairs = list(zip(map(last_boxed, texts(completions)), answers, strict=True))
+        rewards = [None if answer is None else float(same(said, answer)) for said, answer in pairs]
+        unclear = [(i, (said, answer)) for i, (said, answer) in enumerate(pairs)
+                   if rewards[i] == 0 and said and answer and None in (number(said), number(answer))]  # fmt: skip
+        if ask and unclear:
+            for (i, _), equal in zip(unclear, mathematics.equal([pair for _, pair in unclear]), strict=True):
+                rewards[i] = float(equal)
+        return rewards
+
+    return verify
 
 
 def hashes(column: str = "answer") -> Verifier:
@@ -68,14 +94,15 @@ def think_format() -> Verifier:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Find what stands in the last \\boxed{...} that is closed; None without one."""
-    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for i, c in enumerate(text[start:], start):
-            depth += (c == "{") - (c == "}")
-            if depth == 0:
-                return text[start:i]
-    return None
+    r"""Find what stands in the last \\boxed{...} that is closed; None without one. Braces behind a backslash are text."""
+    best, opened = (-1, -1), list[int]()
+    for m in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):  # once: a text may have thousands that are open
+        if m[0] == "}":
+            start = opened.pop() if opened else -1
+            best = max(best, (start, m.start()))
+        elif m[0][-1] == "{" and m[0] != r"\{":
+            opened.append(m.end() if len(m[0]) > 1 else -1)
+    return None if best[0] < 0 else text[best[0] : best[1]]
 
 
 def same(said: str | None, answer: str) -> bool:
