@@ -111,7 +111,7 @@ def test_data_for_less_than_a_step_says_so_in_words_of_run_files(checkpoint, tmp
 
 UNKNOWN = [
     ({"trainer": {"trainer_type": "xpo"}}, "trainer.trainer_type: found 'xpo'; EasyDeL, TRL has it; here: learning from"),
-    ({"trainer": {"trainer_type": "gspo"}}, "found 'gspo'; EasyDeL has it; here: learning from own samples is not in this"),
+    ({"trainer": {"trainer_type": "dapo"}}, "found 'dapo'; fdel calls it grpo (whose loss_type it is)"),
     ({"trainer": {"trainer_type": "nash-md"}}, "learning from own samples is not in this version"),
     ({"trainer": {"trainer_type": "odpo"}}, "found 'odpo'; known are sft, dpo, cpo,"),
     ({"trainer": {"progress_bar_type": "tqdm"}}, "progress_bar_type: unknown key; EasyDeL has it; here: there is one"),

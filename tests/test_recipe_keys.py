@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
     "fcm_max_ratio": 0.3, "labels": ["one", "other"],
     "problem_type": "multi_label_classification",
-    "total_batch_size": 16, "num_train_epochs": 7, "num_generations": 4,
+    "total_batch_size": 16, "num_train_epochs": 7, "num_generations": 4, "kl_coef": 0.1,
     "mask_token_id": 5, "mlm_probability": 0.3, "weighting": "elbo", "max_loss_weight": 2.0,
     "epsilon": 0.05, "epsilon_high": 0.07, "delta": 1.01, "importance_sampling_level": "sequence_token",
     "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01,

@@ -220,7 +220,7 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"max_completion_length": 32}, "32 tokens leave no room for a prompt in max_length 32"),
         ({"loss_type": "ppo"}, "loss_type"),
         ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),
-        ({"kl_coef": 0.1}, "fdel calls it beta"),
+        ({"kl_coef": 0.1}, "trainer_type grpo does not read it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(keys, why, folder, tmp_path):

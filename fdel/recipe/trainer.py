@@ -64,6 +64,7 @@ class Common:
         needs="metric_for_best_model")  # fmt: skip
     use_wandb: bool = key(False, "log to Weights & Biases too")
     use_tensorboard: bool = key(False, "write TensorBoard events too")
+    kl_coef: float | None = key(None, "weight of the divergence from the reference", by=methods.LATER)
 
 
 if TYPE_CHECKING:

@@ -198,7 +198,7 @@ def test_minibatches_are_steps_one_after_the_other(engine, weights):
         seen.append(m)
     assert int(state.step) == int(by_hand.step) == 4
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(by_hand.params), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+        np.testing.assert_allclose(x, y, atol=3e-4)  # of updates of 1e-2
     assert metrics["clip_ratio/region_mean"] > 0  # the third and fourth step are off the policy that drew
     for name in metrics:
         np.testing.assert_allclose(metrics[name], np.mean([m[name] for m in seen]), rtol=1e-3, atol=1e-5)

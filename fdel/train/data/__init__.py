@@ -13,7 +13,7 @@ from fdel.train.data.encode import Example, encode_rows
 from fdel.train.data.files import File, Source, find
 from fdel.train.data.pipeline import Batches, Data, dataset, in_order, read_ahead, with_columns
 from fdel.train.data.planning import best_fit, first_fit, interleave, order, pack
+from fdel.train.data.prompts import Tasks, tasks
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import Store, build, cache, key
 from fdel.train.data.tables import Table, open_table
-from fdel.train.data.tasks import Tasks, tasks

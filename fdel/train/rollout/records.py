@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from fdel.train.data.tasks import Task
+from fdel.train.data.prompts import Task
 
 FINISHES = ("stop", "length", "deadline", "turns", "error")
 
