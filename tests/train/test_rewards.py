@@ -2,8 +2,11 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from dataclasses import replace
 
 import numpy as np
@@ -102,7 +105,7 @@ def test_errors_say_what_was_raised():
 
     with pytest.raises(RuntimeError, match="asks failed for 4 of 4 samples: TimeoutError: no answer") as e:
         score({"asks": asks}, SAMPLES)
-    assert e.value.__cause__.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "asks"
+    assert traceback.extract_tb(e.value.__cause__.__traceback__)[-1].name == "asks"
     with pytest.raises(ValueError, match="2 weights for 1 reward functions"):
         score({"asks": asks}, SAMPLES, weights=[1.0, 2.0])
 
@@ -115,3 +118,18 @@ def test_environments_and_errors():
     np.testing.assert_array_equal(score({}, some).total, [2, np.nan, np.nan, np.nan])
     with pytest.raises(ValueError, match="no reward function"):
         score({}, SAMPLES)
+
+
+@pytest.mark.slow
+def test_what_hangs_keeps_no_interpreter_from_ending():
+    """Neither a thread that sleeps, nor an event loop that waits."""
+    code = """
+import asyncio, time
+from fdel.train.rollout.rewards import score
+from tests.train.test_rewards import SAMPLES
+async def waits(**_):
+    await asyncio.sleep(100)
+print(score({"waits": waits, "sleeps": lambda **_: time.sleep(100)}, SAMPLES, timeout=0.1, most_failed=1).failed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "{'waits': 4, 'sleeps': 4}\n"

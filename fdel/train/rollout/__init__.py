@@ -5,7 +5,8 @@
     state, metrics = step(state, batch)
     engine.update_params(state.params)
 
-`Source` joins these to the data of `train.fit`.
+`Source` joins these to the data of `train.fit`. Rewards come from functions that `rewards.score` asks: yours, those of
+`verify` (answers), `form` (length, JSON), `programs` (tests) and `judges` (models), in a process by `isolated`.
 """
 
 from . import advantages, select

@@ -43,7 +43,8 @@ def isolated(function: str | Callable[..., Any], *, timeout: float = 50.0, memor
 
     It is named "file.py:name" or "module:name", or is one that a module has by its name. Arguments and rewards pass as
     JSON: texts, numbers, lists, and dicts of these; arrays become lists. `timeout` is in seconds, and had better be less
-    than that of `score`; `memory` in bytes of address space. RuntimeError for a function that raises, dies, is late, or
+    than that of `score`; `memory` in bytes of address space. A function that uses jax had better choose the CPU, for
+    this process holds the accelerators. RuntimeError for a function that raises, dies, is late, or
     gives something else; ValueError here for one that is not found by its name.
     """
     name = function if isinstance(function, str) else _name(function)

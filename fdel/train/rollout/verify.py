@@ -81,6 +81,9 @@ def hashes(column: str = "answer") -> Verifier:
 
 def pattern(regex: str) -> Verifier:
     """Reward completions that a regular expression matches from beginning to end.
+
+    One that backtracks without end stops the whole process, for Python lets no other thread run meanwhile: put it into
+    a function that `isolated` runs.
     >>> pattern("[0-9]+")(["12", "12 apples"])
     [1.0, 0.0]
     """
