@@ -25,7 +25,8 @@ LOSSES = {
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
-OF_TYPE |= dict.fromkeys(methods.types(samples=True), {"reward_functions": [{"name": "exact"}]})
+REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo")
+OF_TYPE |= dict.fromkeys(REWARDED, {"reward_functions": [{"name": "exact"}]})
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {

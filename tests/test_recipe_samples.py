@@ -65,7 +65,7 @@ def column(out: Path, name: str) -> np.ndarray:
 
 KINDS = {
     "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {}, "gfpo": {"num_remains_in_group": 2},
-    "rlvr": {"mask_truncated_completions": False}, "rloo": {},
+    "rlvr": {"mask_truncated_completions": False}, "rloo": {"num_generations": 4},
 }  # fmt: skip
 
 
@@ -82,6 +82,20 @@ def test_the_reward_rises(kind, folder, tmp_path):
     assert len(shown) == 48 and {"task", "prompt", "completion", "finish", "reward", "rewards"} == set(shown[0])
     again = models.load(tmp_path / "model")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, found.model.params))
+    if kind == "rloo":  # the policy leaves the reference
+        assert np.abs(column(tmp_path, "kl"))[0] < 1e-5 and column(tmp_path, "kl")[-1] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_student_learns_on_its_own_samples(folder, tmp_path):
+    """The divergence from a teacher that has been taught falls on what the student writes."""
+    recipe.train(made(folder, tmp_path / "teacher", max_training_steps=8))
+    found = recipe.to_dict(made(folder, tmp_path / "student", "on_policy_distillation", num_generations=2))
+    del found["trainer"]["reward_functions"]
+    recipe.train(recipe.from_dict(found | {"teacher_model": {"name_or_path": str(tmp_path / "teacher" / "model")}}))
+    loss = column(tmp_path / "student", "loss")
+    assert loss[-3:].mean() < 0.6 * loss[:3].mean(), loss
+    assert "reward" not in metrics.read(tmp_path / "student")[0]
 
 
 @pytest.mark.slow
@@ -174,6 +188,11 @@ def test_what_is_learnt():
         True, True, False, False] * 2  # fmt: skip
 
 
+def asked(found: recipe.Recipe, tok: text.Tokenizer):
+    """What batches are drawn from, without a model."""
+    return samples.build_source(found, samples.Policy(None, None, None), None, tok, (), {"even": None, "exact": None})
+
+
 def test_what_is_asked(folder, tmp_path, monkeypatch):
     """Each key of sampling reaches the engine, the rewards, or what is shown."""
     seen: dict = {}
@@ -191,9 +210,7 @@ def test_what_is_asked(folder, tmp_path, monkeypatch):
     tok = text.load(folder / "model")
     keys = {"top_p": 0.9, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "temperature": 0.5, "seed": 3,
             "sampling_timeout": 9.0, "reward_timeout": 8.0, "max_completion_length": 5}  # fmt: skip
-    source = samples.build_source(
-        made(folder, tmp_path, **keys), samples.Policy(None, None), None, tok, (), {"even": None, "exact": None}
-    )
+    source = asked(made(folder, tmp_path, **keys), tok)
     source.sample([])
     wanted = {k: v for k, v in keys.items() if k in ("top_p", "top_k", "min_p", "repetition_penalty", "temperature")}
     wanted |= {"max_tokens": 5, "samples": 4, "deadline": 9.0, "timeout": 8.0, "weights": [1.0, 1.0]}
@@ -205,7 +222,7 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
     tok = text.load(folder / "model")
     for count in (2, 3):
         found = made(folder, tmp_path / "shown", log_completions=True, num_completions_to_print=count)
-        samples.build_source(found, samples.Policy(None, None), None, tok, (), {"even": None, "exact": None}).sample([])
+        asked(found, tok).sample([])
         assert len(capsys.readouterr().err.splitlines()) == count
 
 
@@ -230,6 +247,6 @@ def test_what_cannot_be_is_refused(keys, why, folder, tmp_path):
 
 @pytest.mark.parametrize("path", ["nowhere.py:f", "{}/rewards.py:nothing", "json:nothing", "rewards"])
 def test_reward_functions_that_are_not_there(path, folder):
-    given = [methods.samples.RewardFunction(path=path.format(folder))]
+    given = methods.samples.Grpo(reward_functions=(methods.samples.RewardFunction(path=path.format(folder)),))
     with pytest.raises(recipe.RecipeError, match="expected FILE.py:FUNCTION or MODULE:FUNCTION"):
         samples.build_rewards(given)

@@ -49,7 +49,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     s = settle(recipe)
     parse.fail(config.dropout(s, config.read(recipe)[1]))
     t, tok = recipe.trainer, build_tokenizer(s)
-    functions = samples.build_rewards(s.keys.reward_functions) if s.method.samples else {}  # now, if one is not there
+    functions = samples.build_rewards(s.keys)  # now, if one is not there
     build: Callable[..., Any] = samples.build_tasks if s.method.samples else build_dataset
     dataset: Any = build(s, tok, train_dataset)
     _tell(f"data: {dataset.report if dataset.batches else 'a stream, whose rows are counted when it was read'}")
@@ -65,9 +65,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
         dataset, evaluation = precompute(s, model, tok, mesh, dataset, evaluation)
         policy = samples.build_policy(s, model, tok) if s.method.samples else None  # first: the step donates the model
         training = build_step(s, model, steps, mesh)
-        batches = (
-            dataset if policy is None else samples.build_source(s, policy, training.complete, tok, dataset, functions)
-        )
+        batches = dataset if policy is None else samples.build_source(s, policy, training, tok, dataset, functions)
         settings = loop.Loop(
             steps=steps, directory=t.save_directory, log_every=t.log_steps, eval_every=t.evaluation_steps or 0,
             save_every=t.save_steps or steps, keep=t.save_total_limit or 0, keep_best=int(bool(t.metric_for_best_model)),

@@ -18,14 +18,27 @@ from fdel import models, params, text, train
 from fdel.params import lora
 from fdel.recipe import build, parse, serving
 from fdel.recipe.data import build_settings, build_sources
-from fdel.recipe.methods.samples import RewardFunction
+from fdel.recipe.methods.samples import Rloo
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
 from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine import weights
 from fdel.train import data, losses
+from fdel.train.evaluation import place
 from fdel.train.metrics import Row
-from fdel.train.rollout import Adapter, Rewards, Sample, Source, Task, collate, rewards, rollout, run, verify
+from fdel.train.rollout import (
+    Adapter,
+    Rewards,
+    Sample,
+    Source,
+    Task,
+    advantages,
+    collate,
+    rewards,
+    rollout,
+    run,
+    verify,
+)
 from fdel.train.steps import Step
 
 NAME = "policy"  # of the adapter that is learnt
@@ -33,10 +46,11 @@ DECODE_STEPS = 8
 
 
 class Policy(NamedTuple):
-    """An engine, or its adapter, and what of the trained parameters it is given."""
+    """An engine, or its adapter, what of the trained parameters it is given, and the model without them."""
 
     engine: Any
     served: Callable[[Any], Any]
+    model: models.Model
 
 
 def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
@@ -60,28 +74,24 @@ def task_settings(recipe: Recipe | Settled) -> data.Settings:
 def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -> Policy:
     """Make the engine that samples `model`, a copy of it in the dtype of the computation; adapters are served as one."""
     s = settle(recipe)
-    wanted = serving.settings(s)
+    wanted, bare = serving.settings(s), model._replace(params=None)
     wanted = replace(wanted, max_length=s.length, rows=min(wanted.rows, s.rows))
     if not wanted.drafts:  # nobody reads along, so that several tokens may come at a time
         wanted = replace(wanted, decode_steps=min(DECODE_STEPS, s.keys.max_completion_length))
     if s.lora:
         base = weights.placed(model._replace(params=lora.unload(model.params)), s.serve_rules)
         engine = Engine(base, wanted, tokenizer=tok, adapters={NAME: params.unstack(model.params)})
-        return Policy(Adapter(engine, NAME), lambda trained: trained)
+        return Policy(Adapter(engine, NAME), lambda trained: trained, bare)
     served = jax.jit(build.cast(s, model, lambda trained, *_: trained))
     placed = weights.placed(model._replace(params=served(model.params)), s.serve_rules)
-    return Policy(Engine(placed, wanted, tokenizer=tok), served)
+    return Policy(Engine(placed, wanted, tokenizer=tok), served, bare)
 
 
 def build_source(
-    recipe: Recipe | Settled,
-    policy: Policy,
-    complete: Callable[[Any], Any],
-    tok: text.Tokenizer,
-    tasks: data.Tasks,
+    recipe: Recipe | Settled, policy: Policy, training: Any, tok: text.Tokenizer, tasks: data.Tasks,
     functions: Mapping[str, rewards.Reward],
-) -> Source:
-    """Join what `train.fit` draws batches from; `complete` joins trained parameters with frozen ones."""
+) -> Source:  # fmt: skip
+    """Join what `train.fit` draws batches from, for what is trained; `functions` are those of `build_rewards`."""
     s = settle(recipe)
     k, t = s.keys, s.recipe.trainer
     choose: Any = s.method.samples
@@ -91,34 +101,55 @@ def build_source(
     )  # fmt: skip
     draw = partial(rollout, policy.engine, ask=ask, samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
     decode = lambda ids: text.decode(tok, ids)
-    told = partial(
-        rewards.score,
-        functions,
-        decode=decode,
-        weights=[f.weight for f in k.reward_functions],
-        timeout=k.reward_timeout,
-    )
-    show = Shown(
-        Path(t.save_directory) / "completions.jsonl", t.log_steps, k.num_completions_to_print * k.log_completions
-    )
+    told = build_score(s, functions, decode)
+    divergence = build_divergence(s, policy.model, training) if isinstance(k, Rloo) and k.beta else None
+    count = k.num_completions_to_print * k.log_completions
+    show = Shown(Path(t.save_directory) / "completions.jsonl", t.log_steps, count)
 
     def sample(batch: Sequence[Task]) -> tuple[dict[str, Any], Row]:
         begun = time.monotonic()
         samples = draw(batch)
         drawn = time.monotonic()
         found = told(samples)
-        rewarded = time.monotonic()
-        advantages, learnt = choose(k, samples, found)
+        row = {**statistics(found, k.num_generations), **run.metrics(samples)}
         show(samples, found, decode)
-        row = {**statistics(samples, found, k.num_generations), **run.metrics(samples)}
-        row |= {"time/rollout": drawn - begun, "time/reward": rewarded - drawn}
+        if divergence is not None:
+            kl = divergence(collate(samples, np.zeros(len(samples)), length=s.length, rows=s.rows))
+            found = found._replace(total=advantages.kl_penalty(found.total, kl, k.beta))
+            row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
+        row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        return collate(samples, advantages, length=s.length, rows=s.rows, learn=learnt), row
+        better, learnt = choose(k, samples, found)
+        return collate(samples, better, length=s.length, rows=s.rows, learn=learnt), row
 
     def publish(state: train.TrainState) -> None:
-        policy.engine.update_params(policy.served(complete(state.params)), reshard=True)
+        policy.engine.update_params(policy.served(training.complete(state.params)), reshard=True)
 
     return Source(tasks, publish, sample, ahead=k.rollout_ahead)
+
+
+def build_score(
+    s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str]
+) -> Callable[[Sequence[Sample]], Rewards]:
+    """Build what rewards samples; without functions all rewards are 0."""
+    if not functions:
+        return lambda samples: Rewards(np.zeros((0, len(samples))), np.zeros(len(samples)), ())
+    weights = [f.weight for f in s.keys.reward_functions]
+    return partial(rewards.score, functions, decode=decode, weights=weights, timeout=s.keys.reward_timeout)
+
+
+def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable[[dict[str, Any]], np.ndarray]:
+    """Build `kl(batch)`: log policy / reference of each row's tokens, summed, as they were drawn."""
+    logps = jax.jit(build.cast(s, model, losses.token_logps(*model[:2], temperature=s.keys.temperature)))
+    reference = lora.unload(training.given["base"]) if s.lora else training.given["reference"]
+    mesh = build.build_mesh(s)
+
+    def kl(batch: dict[str, Any]) -> np.ndarray:
+        with jax.set_mesh(mesh):  # samples drawn ahead are looked at in another thread
+            told = np.asarray(logps(reference, place(batch, params.batch_sharding(mesh))))
+        return np.where(batch["mask"], batch["logps"] + batch["kept"] - told, 0).sum(1)
+
+    return kl
 
 
 def several(s: Settled, model: models.Model, step: Step) -> Step:
@@ -134,10 +165,10 @@ def several(s: Settled, model: models.Model, step: Step) -> Step:
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
-def build_rewards(given: Sequence[RewardFunction]) -> dict[str, rewards.Reward]:
-    """Find the reward functions by their names in metrics. RecipeError for one that is not there."""
+def build_rewards(keys: Any) -> dict[str, rewards.Reward]:
+    """Find the reward functions of a trainer type by their names in metrics. RecipeError for one that is not there."""
     found: dict[str, rewards.Reward] = {}
-    for i, f in enumerate(given):
+    for i, f in enumerate(getattr(keys, "reward_functions", ())):
         if f.path is not None:
             function, name = _imported(f.path, f"trainer.reward_functions[{i}].path"), f.path.rpartition(":")[2]
         else:
@@ -167,8 +198,10 @@ def _imported(path: str, where: str) -> Any:
 # ---- what is shown -------------------------------------------------------------------------------------------------
 
 
-def statistics(samples: Sequence[Sample], found: Rewards, n: int) -> Row:
+def statistics(found: Rewards, n: int) -> Row:
     """Compute TRL's metrics of rewards."""
+    if not found.names:
+        return {}
     mean = lambda x: float(np.nanmean(x)) if not np.isnan(x).all() else 0.0
     groups = np.where(np.isnan(found.total), 0.0, found.total).reshape(-1, n)
     row = {"reward": mean(found.total), "reward_std": float(groups.std(1, ddof=min(1, n - 1)).mean())}

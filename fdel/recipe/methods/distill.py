@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fdel import models
 from fdel.recipe.methods.method import Method, Objective, Text, texts
@@ -34,11 +35,12 @@ class Gkd(Text):
 
     beta: float = key(0.5, "from forward (0) to reverse KL (1)")
     temperature: float = key(1.0, "of both models' distributions")
-    lmbda: float = key(0.0, "share of the student's own samples", refuse="samples are not in this version")
+    lmbda: float = key(0.0, "share of the student's own samples",
+        refuse="trainer_type on_policy_distillation learns on samples")  # fmt: skip
 
 
-def divergence(k: Gkd) -> Callable:
-    """Choose gkd's divergence from the teacher. Out of range: ValueError."""
+def divergence(k: Any) -> Callable:
+    """Choose the divergence from the teacher, by beta and temperature. Out of range: ValueError."""
     if not 0 <= k.beta <= 1:
         raise ValueError(f"beta={k.beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
     return partial(losses.generalized_jsd, beta=k.beta, temperature=k.temperature)

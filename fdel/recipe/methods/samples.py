@@ -1,4 +1,4 @@
-"""Learning from own samples by a policy loss: GRPO and its kin, RLOO."""
+"""Learning from own samples: GRPO and its kin and RLOO by rewards, on-policy distillation by a teacher."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fdel import models
+from fdel.recipe.methods.distill import divergence
 from fdel.recipe.methods.method import Generating, Method, Objective, Synced
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -29,10 +30,8 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Sampling(Generating):
-    """Keys of the types that learn from own samples: what is drawn, how it is rewarded, how it is learnt."""
+    """Keys of the types that learn from own samples: what is drawn."""
 
-    reward_functions: tuple[RewardFunction, ...] = key((), "what rewards samples; at least one")
-    reward_timeout: float = key(60.0, "seconds for all rewards of a step; who is late abstains", positive=True)
     num_generations: int = key(8, "samples of each prompt", least=1)
     max_prompt_length: int | None = key(None, "longer prompts are left out; default: max_length less "
         "max_completion_length", positive=True)  # fmt: skip
@@ -44,13 +43,21 @@ class Sampling(Generating):
     repetition_penalty: float = key(1.0, "of sampling", positive=True)
     sampling_timeout: float | None = key(None, "seconds, after which samples of a step are cut where they are; a run "
         "is then not repeated bit by bit", positive=True)  # fmt: skip
-    steps_per_generation: int = key(1, "updates into which the samples of a step are divided", positive=True)
-    num_iterations: int = key(1, "times that the samples of a step are learnt", positive=True)
     rollout_ahead: int = key(0, "steps by which samples are drawn before they are learnt, in a thread meanwhile; "
         "importance_sampling_mode then corrects them", least=0)  # fmt: skip
     mask_truncated_completions: bool = key(False, "learn only samples that ended by themselves")
     log_completions: bool = key(False, "print some samples at each log_steps")
     num_completions_to_print: int = key(4, "how many", needs="log_completions", positive=True)
+
+
+@dataclass(frozen=True)
+class Rewarded(Sampling):
+    """Keys of the types whose samples are rewarded: how they are, and how they are learnt."""
+
+    reward_functions: tuple[RewardFunction, ...] = key((), "what rewards samples; at least one")
+    reward_timeout: float = key(60.0, "seconds for all rewards of a step; who is late abstains", positive=True)
+    steps_per_generation: int = key(1, "updates into which the samples of a step are divided", positive=True)
+    num_iterations: int = key(1, "times that the samples of a step are learnt", positive=True)
     epsilon: float = key(0.2, "ratios are clipped to 1 - epsilon", least=0)
     epsilon_high: float | None = key(None, "and to 1 + epsilon_high; default: epsilon", least=0)
     importance_sampling_mode: str | None = key(None, "weights by trainer / sampler: token_truncate, token_mask, "
@@ -65,7 +72,7 @@ class Sampling(Generating):
 
 
 @dataclass(frozen=True)
-class Grpo(Synced, Sampling):
+class Grpo(Synced, Rewarded):
     """Keys of trainer_type grpo: TRL's variants of the loss are settings of it."""
 
     loss_type: str = key("dapo", "variant of the loss, as in TRL", choices=tuple(losses.policy.TERMS))
@@ -114,14 +121,15 @@ class Rlvr(Grpo):
 
 
 @dataclass(frozen=True)
-class Rloo(Sampling):
+class Rloo(Rewarded):
     """Keys of trainer_type rloo (arXiv:2402.14740)."""
 
     num_generations: int = key(2, "samples of each prompt", least=2)
+    beta: float = key(0.05, "weight of the divergence from the reference, which is taken off the rewards", least=0)
     normalize_advantages: bool = key(False, "scale advantages over the batch")
 
 
-def options(k: Sampling) -> losses.Policy:
+def options(k: Rewarded) -> losses.Policy:
     """Say which policy loss keys ask for; ValueError for keys that do not go together."""
     if not k.reward_functions:
         raise ValueError("reward_functions: none; give at least one, as [{name: boxed}]")
@@ -131,7 +139,7 @@ def options(k: Sampling) -> losses.Policy:
     known = {f.name for f in fields(losses.Policy)} - {"max_completion_length"}
     given: dict[str, Any] = {f.name: getattr(k, f.name) for f in fields(k) if f.name in known}
     if isinstance(k, Rloo):
-        given |= {"loss_type": "grpo", "importance_sampling_level": "sequence_sum"}
+        given |= {"loss_type": "grpo", "importance_sampling_level": "sequence_sum", "beta": 0.0}  # in the rewards
     if isinstance(k, Gfpo) and not k.num_remains_in_group <= k.num_generations:
         raise ValueError(
             f"num_remains_in_group={k.num_remains_in_group} of num_generations={k.num_generations}; lower it"
@@ -141,7 +149,7 @@ def options(k: Sampling) -> losses.Policy:
     return losses.Policy(**given, correction=correction, correction_clip=(None, k.importance_sampling_cap))
 
 
-def objective(k: Sampling, model: models.Model, *, remat: str | None) -> Objective:
+def objective(k: Rewarded, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss."""
     o, coef = options(k), k.router_aux_loss_coef
     rows = losses.policy_outputs(
@@ -185,24 +193,52 @@ def rloo(k: Rloo, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
     return advantages.leave_one_out(rewards.total, k.num_generations, normalize=k.normalize_advantages), None
 
 
-def sampling(name: str, keys: type, chosen: Callable[[Any, Sequence[Sample], Rewards], Chosen], **facts: Any) -> Method:
-    """Declare a type that learns from own samples; `chosen` gives advantages, and which samples are learnt."""
+# ---- distillation --------------------------------------------------------------------------------------------------
 
-    def learnt(k: Any, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
-        found, learn = chosen(k, samples, rewards)
+
+@dataclass(frozen=True)
+class OnPolicyDistillation(Sampling):
+    """Keys of trainer_type on_policy_distillation: the student learns the teacher's distributions on its own samples."""
+
+    num_generations: int = key(1, "samples of each prompt", least=1)
+    beta: float = key(1.0, "from forward (0) to reverse KL (1)")
+
+
+def distil(k: OnPolicyDistillation, model: models.Model, *, remat: str | None, teacher: models.Model) -> Objective:
+    """Compose the loss: the divergence from the teacher at every token that was drawn."""
+    terms, target = losses.Terms(router_aux_loss_coef=k.router_aux_loss_coef), divergence(k)
+    return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=1.0, terms=terms, remat=remat))
+
+
+# ---- the types -----------------------------------------------------------------------------------------------------
+
+
+def learnt(choose: Callable[[Any, Sequence[Sample], Rewards], Chosen]) -> Callable[..., Chosen]:
+    """Leave out of what `choose` gives the samples without a reward, and cut ones if keys say so."""
+
+    def chosen(k: Sampling, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
+        found, learn = choose(k, samples, rewards)
         ended = np.array([s.finish == "stop" for s in samples]) | (not k.mask_truncated_completions)
-        known = ~np.isnan(rewards.total)
-        return found, ended & known & (True if learn is None else learn)
+        return found, ended & ~np.isnan(rewards.total) & (True if learn is None else learn)
 
+    return chosen
+
+
+def sampling(name: str, keys: type, choose: Callable[[Any, Sequence[Sample], Rewards], Chosen]) -> Method:
+    """Declare a type that learns rewards by a policy loss; `choose` gives advantages, and which samples are learnt."""
     data = lambda k: {"kind": "prompt"}
-    return Method(name, keys, 1e-6, objective, options, data, samples=learnt, **facts)
+    refers = lambda k: k.beta > 0
+    return Method(name, keys, 1e-6, objective, options, data, samples=learnt(choose), reference=refers)
 
 
-referred = {"reference": lambda k: k.beta > 0}
 METHODS = (
-    sampling("grpo", Grpo, grpo, **referred),
-    sampling("gspo", Gspo, grpo, **referred),
-    sampling("gfpo", Gfpo, gfpo, **referred),
-    sampling("rlvr", Rlvr, rlvr, **referred),
+    sampling("grpo", Grpo, grpo),
+    sampling("gspo", Gspo, grpo),
+    sampling("gfpo", Gfpo, gfpo),
+    sampling("rlvr", Rlvr, rlvr),
     sampling("rloo", Rloo, rloo),
-)
+    Method(
+        "on_policy_distillation", OnPolicyDistillation, 2e-5, distil, divergence, lambda k: {"kind": "prompt"},
+        teacher=True, samples=learnt(lambda k, samples, rewards: (np.zeros(len(samples)), None)),
+    ),
+)  # fmt: skip
