@@ -17,6 +17,7 @@ import pytest
 from fdel import models, ops, params, recipe, text
 from fdel.models import llama
 from fdel.recipe import methods, samples, settled
+from fdel.recipe.rewards import build_rewards
 from fdel.train import metrics
 from fdel.train.rollout import Rewards, Sample, Task
 
@@ -230,7 +231,7 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
     ("keys", "why"),
     [
         ({"reward_functions": []}, "reward_functions: none"),
-        ({"reward_functions": [{"name": "exact", "path": "a.py:f"}]}, r"reward_functions\[0\]: expected a name or a path"),
+        ({"reward_functions": [{"name": "exact", "path": "a.py:f"}]}, "expected one of name, path and model"),
         ({"reward_functions": [{"name": "exakt"}]}, "did you mean 'exact'"),
         ({"num_generations": 5}, "5 does not divide the 32 samples"),
         ({"steps_per_generation": 3}, "3 updates of 1 parts do not divide the 32"),
@@ -249,4 +250,24 @@ def test_what_cannot_be_is_refused(keys, why, folder, tmp_path):
 def test_reward_functions_that_are_not_there(path, folder):
     given = methods.samples.Grpo(reward_functions=(methods.samples.RewardFunction(path=path.format(folder)),))
     with pytest.raises(recipe.RecipeError, match="expected FILE.py:FUNCTION or MODULE:FUNCTION"):
-        samples.build_rewards(given)
+        build_rewards(given)
+
+
+def test_a_reward_function_in_a_process_of_its_own(folder):
+    given = (methods.samples.RewardFunction(path=f"{folder}/rewards.py:even", isolated=True),)
+    found = build_rewards(methods.samples.Grpo(reward_functions=given))
+    assert found["even"](completion_ids=[[1, 2], [2, 4]]) == [0.5, 1.0]
+
+
+@pytest.mark.slow
+def test_a_reward_model_rewards(folder, tmp_path):
+    """One that `trainer_type: reward` saved; and it is in the metrics by its directory's name."""
+    rows = [{"prompt": "what is one", "chosen": "it is two", "rejected": "one"}] * 8
+    given = recipe.to_dict(made(folder, tmp_path / "judge"))
+    given["trainer"] = {"trainer_type": "reward", "max_length": 32, "total_batch_size": 4, "max_training_steps": 2,
+                        "save_directory": str(tmp_path / "judge")}  # fmt: skip
+    recipe.train(recipe.from_dict(given | {"mixture": {}}), rows)
+    how = {"reward_functions": [{"model": str(tmp_path / "judge" / "model")}], "max_training_steps": 2}
+    recipe.train(made(folder, tmp_path / "run", **how))
+    assert np.isfinite(column(tmp_path / "run", "rewards/model/mean")).all()
+    assert column(tmp_path / "run", "rewards/model/std").min() > 0

@@ -15,6 +15,7 @@ from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
 from fdel.recipe.ref_logps import precompute
+from fdel.recipe.rewards import build_rewards
 from fdel.recipe.schema import Inform
 from fdel.recipe.settled import Settled, settle
 from fdel.recipe.step import build_evaluate, build_step, final_params
@@ -49,7 +50,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     s = settle(recipe)
     parse.fail(config.dropout(s, config.read(recipe)[1]))
     t, tok = recipe.trainer, build_tokenizer(s)
-    functions = samples.build_rewards(s.keys)  # now, if one is not there
+    functions = build_rewards(s.keys)  # now, if one is not there
     build: Callable[..., Any] = samples.build_tasks if s.method.samples else build_dataset
     dataset: Any = build(s, tok, train_dataset)
     _tell(f"data: {dataset.report if dataset.batches else 'a stream, whose rows are counted when it was read'}")

@@ -1,7 +1,5 @@
 """From a recipe to batches of own samples: tasks, the engine that answers them, rewards, and what is shown of it."""
 
-import importlib
-import importlib.util
 import json
 import sys
 import time
@@ -37,7 +35,6 @@ from fdel.train.rollout import (
     rewards,
     rollout,
     run,
-    verify,
 )
 from fdel.train.steps import Step
 
@@ -160,39 +157,6 @@ def several(s: Settled, model: models.Model, step: Step) -> Step:
     first = lambda p, batch, given: {"old": logps(whole(p, given), batch)}
     chunks = parts * k.steps_per_generation
     return train.minibatches(step, k.steps_per_generation, times=k.num_iterations, first=first, chunks=chunks)
-
-
-# ---- rewards -------------------------------------------------------------------------------------------------------
-
-
-def build_rewards(keys: Any) -> dict[str, rewards.Reward]:
-    """Find the reward functions of a trainer type by their names in metrics. RecipeError for one that is not there."""
-    found: dict[str, rewards.Reward] = {}
-    for i, f in enumerate(getattr(keys, "reward_functions", ())):
-        if f.path is not None:
-            function, name = _imported(f.path, f"trainer.reward_functions[{i}].path"), f.path.rpartition(":")[2]
-        else:
-            make, name = getattr(verify, str(f.name)), str(f.name)
-            function = make() if f.column is None else make(f.column)
-        if name in found:
-            raise parse.RecipeError(f"trainer.reward_functions[{i}]: {name} is there twice")
-        found[name] = function
-    return found
-
-
-def _imported(path: str, where: str) -> Any:
-    """Import a function of a file (rewards.py:length) or of a module (package.module:length)."""
-    source, _, name = path.rpartition(":")
-    try:
-        if source.endswith(".py"):
-            spec: Any = importlib.util.spec_from_file_location(Path(source).stem, source)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
-        return getattr(module, name)
-    except (ImportError, OSError, AttributeError, ValueError) as e:
-        raise parse.RecipeError(f"{where}: {path}: expected FILE.py:FUNCTION or MODULE:FUNCTION ({e})") from e
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ class RewardFunction:
     name: str | None = key(None, "of fdel.train.rollout.verify", choices=VERIFIERS)
     path: str | None = key(None, "a Python function of yours, as rewards.py:length; called as TRL does: "
         "f(prompts=..., completions=..., completion_ids=..., column=...) gives a number or None for each")  # fmt: skip
+    isolated: bool = key(False, "run it in a process of its own each time, which is killed if it hangs", needs="path")
+    model: str | None = key(None, "a directory or Hub id of a reward model, as trainer_type reward makes them")
     weight: float = key(1.0, "of its rewards in the sum")
     column: str | None = key(None, "what the answer of a row is called; default: answer", needs="name")
 
@@ -134,8 +136,8 @@ def options(k: Rewarded) -> losses.Policy:
     if not k.reward_functions:
         raise ValueError("reward_functions: none; give at least one, as [{name: boxed}]")
     for i, f in enumerate(k.reward_functions):
-        if (f.name is None) == (f.path is None):
-            raise ValueError(f"reward_functions[{i}]: expected a name or a path, and not both")
+        if sum(x is not None for x in (f.name, f.path, f.model)) != 1:
+            raise ValueError(f"reward_functions[{i}]: expected one of name, path and model")
     known = {f.name for f in fields(losses.Policy)} - {"max_completion_length"}
     given: dict[str, Any] = {f.name: getattr(k, f.name) for f in fields(k) if f.name in known}
     if isinstance(k, Rloo):

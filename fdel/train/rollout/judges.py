@@ -71,7 +71,7 @@ def row_scores(
     return scores
 
 
-def reward_model(scores: Callable[[Sequence[Sequence[int]]], Sequence[float]], ids: Ids) -> Verifier:
+def reward_model(scores: Callable[[Sequence[Sequence[int]]], Any], ids: Ids) -> Verifier:
     """Reward completions by the score of their prompt and them together, which `ids` tokenizes as the model learnt it."""
 
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
