@@ -9,7 +9,8 @@ from typing import Any
 from fdel.train import metrics
 
 COLOURS = ("#1764ab", "#d1495b", "#2e8b57", "#e09f3e", "#6a4c93", "#00798c", "#8d6a4a", "#5c677d")
-FIRST = ("loss", "eval_loss", "mean_token_accuracy", "rewards/margins", "rewards/accuracies", "grad_norm",
+FIRST = ("loss", "eval_loss", "reward", "kl", "entropy", "clip_ratio/region_mean", "frac_reward_zero_std",
+         "completions/mean_length", "mean_token_accuracy", "rewards/margins", "rewards/accuracies", "grad_norm",
          "learning_rate", "tokens_per_second")  # fmt: skip
 
 MOST = 2000  # points of a curve: three times as many as the image has pixels

@@ -247,6 +247,14 @@ def test_the_page_about_losses_runs():
 
 
 @pytest.mark.slow
+def test_the_page_about_samples_runs():
+    turns, learnt = run_page("samples.md")
+    assert turns == "said 1 turns 2"
+    before, after = map(float, learnt.split()[1:])
+    assert after > before + 0.15, learnt
+
+
+@pytest.mark.slow
 def test_the_page_about_loops_runs():
     learnt, margin, evaluated, sharded, steps = run_page("loop.md")
     loss = re.fullmatch(r"loss (\d\.\d{3}), skipped 0, step 40", learnt)

@@ -335,7 +335,10 @@ IMPOSSIBLE = [
     ({"trainer": {"trainer_type": "cpo", "loss_type": "aot"}}, "loss_type='aot'; expected one of sigmoid, simpo"),
     ({"trainer": {"trainer_type": "kto", "loss_type": ["kto", "bco"]}}, "only trainer_type dpo has several"),
     ({"trainer": {"trainer_type": "gkd", "beta": 2}, "teacher_model": {"name_or_path": "t"}}, "beta=2.0; expected a"),
-    ({"trainer": {"trainer_type": "gkd", "lmbda": 0.5}}, "trainer.lmbda: 0.5 cannot be honoured: samples are not"),
+    (
+        {"trainer": {"trainer_type": "gkd", "lmbda": 0.5}},
+        "trainer.lmbda: 0.5 cannot be honoured: trainer_type on_policy_distillation learns",
+    ),
     ({"trainer": {"trainer_type": "reward", "lora": {}}}, "trainer.lora: trainer_type reward does not read it"),
     ({"reference_model": {"name_or_path": "r"}}, "reference_model: trainer_type sft has none"),
     *(
