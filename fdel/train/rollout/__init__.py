@@ -9,7 +9,7 @@
 `verify` (answers), `form` (length, JSON), `programs` (tests) and `judges` (models), in a process by `isolated`.
 """
 
-from . import advantages, select
+from . import advantages, select, turns
 from .collate import collate
 from .records import Rewards, Sample, Task
 from .run import Adapter, rollout

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from fdel.train.rollout.advantages import weighted_sum
+from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Rewards, Sample
-from fdel.train.rollout.run import aside
 
 log = logging.getLogger(__name__)
 

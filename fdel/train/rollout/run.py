@@ -1,8 +1,5 @@
 """Sample an engine's model: each task several times, over one turn or several, until all have ended or time is up."""
 
-import asyncio
-import inspect
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +12,7 @@ import numpy as np
 from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine.reply import Job
 from fdel.serve.engine.schedule import QueueFull
+from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Sample, Task
 from fdel.train.rollout.turns import Said, Turn
 
@@ -243,25 +241,6 @@ class _Rollout:
             self.engine.abort(job)
         if jobs and not self.engine.closed:
             self.engine.wait(lambda: all(job.reply.finish_reason for job in jobs))
-
-
-def aside(f: Callable[..., Any], *args: Any, **named: Any) -> Future:
-    """Call a function, sync or async, in a thread of its own, which keeps no interpreter from ending."""
-    future: Future = Future()
-
-    def call() -> None:
-        try:
-            result = f(*args, **named)
-            future.set_result(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=call, name="fdel-aside", daemon=True).start()
-    return future
-
-
-async def _awaited(x: Any) -> Any:
-    return await x
 
 
 def metrics(samples: Sequence[Sample]) -> Mapping[str, float]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from fdel.ops.batch import Packed
 from fdel.train.metrics import Row
+from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Task
-from fdel.train.rollout.run import aside
 from fdel.train.steps import TrainState
 
 Batch = dict[str, Any]
