@@ -17,15 +17,5 @@ from .source import Source
 from .turns import Said, Turn
 
 __all__ = [
-    "rollout",
-    "Adapter",
-    "collate",
-    "Source",
-    "Task",
-    "Sample",
-    "Rewards",
-    "Said",
-    "Turn",
-    "advantages",
-    "select",
-]
+    "rollout", "Adapter", "collate", "Source", "Task", "Sample", "Rewards", "Said", "Turn", "advantages", "select", "turns",
+]  # fmt: skip
