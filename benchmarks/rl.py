@@ -1,0 +1,161 @@
+"""A GRPO step against TRL's GRPOTrainer on the same checkpoint, in the same run, in turn. CPU, float32.
+
+    python benchmarks/rl.py [--steps 3] [--groups 4] [--trl PYTHONPATH] [--out FILE.md]
+
+The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt of 32, one optimizer step
+of four microbatches, no reference. TRL generates with transformers (it has no engine on CPU); each side's first step,
+which compiles, is not counted. TRL is used if this Python has it, or finds it in `--trl`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from model import CONFIG
+
+SAMPLES, PROMPT, NEW, PARTS = 8, 32, 64, 4
+
+
+def checkpoint(folder: Path) -> None:
+    """Write the model and a tokenizer whose words are the ids."""
+    import jax
+    import jax.numpy as jnp
+    import tokenizers
+
+    from fdel import models, params
+    from fdel.models import llama
+
+    cfg = llama.Config.from_hf({**CONFIG, "eos_token_id": 1, "bos_token_id": 0})
+    models.save(models.Model(llama, cfg, params.init(llama.spec(cfg), jax.random.key(0), dtype=jnp.float32)), folder)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(cfg.vocab)}, unk_token="w2"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "pad_token": "w3", "unk_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def prompts(count: int) -> list[str]:
+    import numpy as np
+
+    return [" ".join(f"w{i}" for i in row) for row in np.random.default_rng(0).integers(4, 32000, (count, PROMPT))]
+
+
+def ours(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
+    """Seconds of each step, by what they were spent on."""
+    import jax
+    import numpy as np
+
+    from fdel import models, text, train
+    from fdel.serve import Engine, SamplingParams, Settings
+    from fdel.train import losses
+    from fdel.train.rollout import Task, advantages, collate, rollout
+
+    model, tok = models.load(folder, dtype=np.float32), text.load(folder)
+    settings = Settings(rows=groups * SAMPLES, max_length=PROMPT + NEW, decode_steps=8)
+    engine = Engine(model, settings, eos=[1])
+    optimizer = train.optim.adamw(1e-6)
+    g = train.grads(losses.policy_gradient(*model[:2], losses.Policy()))
+    step = train.update(train.normalize(train.accumulate(g, PARTS)), optimizer)
+    step = jax.jit(step, donate_argnums=0, compiler_options=train.compiler_options())
+    state, found = train.init_state(model.params, optimizer), []
+    del model
+    ask, every = SamplingParams(max_tokens=NEW, temperature=1.0), prompts(groups * steps)
+    for i in range(steps):
+        at = [time.perf_counter()]
+        texts = every[i * groups : (i + 1) * groups]
+        tasks = [Task(i * groups + j, tuple(text.encode(tok, p))) for j, p in enumerate(texts)]
+        samples = rollout(engine, tasks, ask, samples=SAMPLES)
+        at.append(time.perf_counter())
+        reward = np.array([float(s.completion[0] % 7) for s in samples])
+        state, metrics = step(state, collate(samples, advantages.grouped(reward, SAMPLES), length=PROMPT + NEW))
+        jax.block_until_ready((state, metrics))
+        at.append(time.perf_counter())
+        engine.update_params(state.params)
+        jax.block_until_ready(engine.model.params)
+        at.append(time.perf_counter())
+        spent = dict(zip(("sampling", "learning", "hand-over"), np.diff(at).tolist(), strict=True))
+        found.append(spent | {"step": at[-1] - at[0], "off": float(metrics["sampling/sampling_logp_difference/mean"])})
+    return found
+
+
+def theirs(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
+    """Seconds of each step of TRL."""
+    import torch
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    ends: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            ends.append(time.perf_counter())
+
+        def on_train_end(self, *args, **kwargs):
+            ends.append(time.perf_counter())
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = trl.GRPOConfig(
+        output_dir=str(folder / "out"), per_device_train_batch_size=groups * SAMPLES // PARTS, learning_rate=1e-6,
+        gradient_accumulation_steps=PARTS, num_generations=SAMPLES, max_completion_length=NEW, max_steps=steps, beta=0.0,
+        bf16=False, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, gradient_checkpointing=False,
+        disable_tqdm=True,
+    )  # fmt: skip
+    reward = lambda completion_ids, **_: [float(x[0] % 7) for x in completion_ids]
+    trainer = trl.GRPOTrainer(
+        model, reward_funcs=reward, args=config, callbacks=[Clock()],
+        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts(groups * steps)]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    trainer.train()
+    return [{"step": b - a} for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--steps", type=int, default=3)
+    ask.add_argument("--groups", type=int, default=4)
+    ask.add_argument("--trl", default="")
+    ask.add_argument("--out", type=Path)
+    ask.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    ask.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = ask.parse_args()
+    if args.side:
+        print(json.dumps({"ours": ours, "theirs": theirs}[args.side](args.folder, args.steps, args.groups)))
+        return
+    found: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint(Path(name))
+        for side in ("ours", "theirs"):  # each in a process of its own, with the machine to itself
+            more = ["--side", side, "--folder", name, "--steps", str(args.steps), "--groups", str(args.groups)]
+            env = os.environ | {
+                "PYTHONPATH": os.pathsep.join(filter(None, [args.trl, os.environ.get("PYTHONPATH", "")]))
+            }
+            done = subprocess.run(
+                [sys.executable, __file__, *more], env=env, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                print(f"{side}: left out ({done.stderr.strip().splitlines()[-1]})", file=sys.stderr)
+            else:
+                found[side] = json.loads(done.stdout.splitlines()[-1])[1:]
+    mean = {side: {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]} for side, rows in found.items()}
+    mine = mean["ours"]
+    lines = ["| | step, s | sampling | learning | hand-over |", "| --- | --- | --- | --- | --- |"]
+    share = lambda name: f"{mine[name]:.2f} s ({100 * mine[name] / mine['step']:.1f} %)"
+    lines.append(f"| fdel | {mine['step']:.2f} | {share('sampling')} | {share('learning')} | {share('hand-over')} |")
+    if "theirs" in mean:
+        lines.append(f"| TRL, transformers generates | {mean['theirs']['step']:.2f} | | | |")
+        lines.append(f"\nfdel is {mean['theirs']['step'] / mine['step']:.2f} times as fast.")
+    lines.append(f"\nSampler against trainer, mean |d log p|: {mine['off']:.1e}.")
+    print(text := "\n".join(lines))
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
