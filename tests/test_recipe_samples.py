@@ -271,3 +271,9 @@ def test_a_reward_model_rewards(folder, tmp_path):
     recipe.train(made(folder, tmp_path / "run", **how))
     assert np.isfinite(column(tmp_path / "run", "rewards/model/mean")).all()
     assert column(tmp_path / "run", "rewards/model/std").min() > 0
+
+
+def test_several_processes_are_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(recipe.RecipeError, match="grpo samples in one process"):
+        recipe.train(made(folder, tmp_path))
