@@ -44,35 +44,6 @@ def test_a_digest_is_not_believed() -> None:
     assert pool.match([*TOKENS[:4], 9], b"a")[0] and not pool.match([1, 2, 3, 4, 9], b"a")[0]
 
 
-def test_the_end_of_a_prompt_is_found_to_be_copied() -> None:
-    """By the same tokens and salt alone, while its page is not taken; a copy owns nothing, and a use keeps it longer."""
-    pool = Pool(4, 4)
-    prompt = TOKENS[:10]
-    pages = fill(pool, prompt)
-    digests = pool.match(prompt, b"a")[1]
-    pool.release(pages[:2])
-    assert pool.match_part(prompt, b"a", digests) is None
-    pool.publish_part(pages, prompt, b"a", digests)
-    assert pool.match_part(prompt, b"a", digests) == pages[2]
-    others = [
-        (TOKENS[:9], b"a", digests),
-        (TOKENS[:11], b"a", digests),
-        (prompt, b"a", digests[:1]),
-        (TOKENS[:8], b"a", digests),
-    ]
-    assert [pool.match_part(*other) for other in others] == [None] * 4
-    pool.publish_part(pages[2:], TOKENS[8:10], b"a", [])  # of another prompt: it begins here
-    assert pool.match_part(TOKENS[8:10], b"a", []) == pages[2] and pool.match_part(TOKENS[8:10], b"b", []) is None
-    pool.release(pages)
-    assert pool.available == 4 and list(pool.idle)[0] == pages[2]
-    assert pool.match_part(prompt, b"a", digests) == pages[2] and list(pool.idle)[-1] == pages[2]
-    pool.take(4)
-    assert pool.match_part(prompt, b"a", digests) is None and not pool.cached and not pool.digests
-    off = Pool(4, 4, cache=False)
-    off.publish_part(off.take(1), TOKENS[:2], b"a", [])
-    assert off.match_part(TOKENS[:2], b"a", []) is None and not off.digests
-
-
 def test_the_longest_unused_is_evicted_and_ends_before_beginnings() -> None:
     pool = Pool(6, 4)
     old, new = fill(pool, TOKENS[:12]), fill(pool, TOKENS[5:17])

@@ -2,8 +2,7 @@
 
 A page holds the keys and values of `size` consecutive tokens. A full one is published under a digest of all tokens up to
 its end, so that another sequence that begins with the same tokens shares it instead of computing it again. Only full
-pages are shared and nobody writes to those, so sharing copies nothing. The page that a prompt ends in is published to be
-copied: its owner goes on writing behind the prompt.
+pages are shared and nobody writes to those, so sharing copies nothing.
 """
 
 import secrets
@@ -30,7 +29,7 @@ class Pool:
     free: list[int] = field(init=False)
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # the least recently used first
     cached: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # digest -> (page, its tokens)
-    digests: dict[int, list[bytes]] = field(default_factory=dict)  # of a cached page: when full, and as a prompt's end
+    digests: dict[int, bytes] = field(default_factory=dict)  # of cached pages
 
     def __post_init__(self) -> None:
         self.owners = [0] * self.total
@@ -78,8 +77,7 @@ class Pool:
                 page = self.free.pop()
             else:
                 page, _ = self.idle.popitem(last=False)
-                for digest in self.digests.pop(page):
-                    del self.cached[digest]
+                del self.cached[self.digests.pop(page)]
             self.owners[page] = 1
             pages.append(page)
         return pages
@@ -101,41 +99,13 @@ class Pool:
         """
         data = _bytes(tokens)
         digest = self.digest(before, data, first=first)
-        self._remember(page, digest, data)
+        if self.cache and digest not in self.cached and page not in self.digests:
+            self.cached[digest], self.digests[page] = (page, data), digest
         return digest
 
-    def publish_part(self, pages: Sequence[int], tokens: Sequence[int], salt: bytes, digests: Sequence[bytes]) -> None:
-        """Let others copy the page that tokens end in, if they do not fill it; `digests` are of the full ones before it."""
-        at = len(tokens) // self.size
-        if data := _bytes(tokens[at * self.size :]):
-            before = digests[at - 1] if at else salt
-            self._remember(pages[at], self.digest(before, data, first=at == 0, full=False), data)
-
-    def match_part(self, tokens: Sequence[int], salt: bytes, digests: Sequence[bytes]) -> int | None:
-        """Find a page to copy that begins as the one that tokens end in; `digests` are of the pages that `match` found.
-
-        Nobody owns it for this: copy it before anything is written to pages that are taken from now on.
-        """
-        at = len(tokens) // self.size
-        if not (self.cache and len(digests) == at and (data := _bytes(tokens[at * self.size :]))):
-            return None
-        digest = self.digest(digests[-1] if at else salt, data, first=at == 0, full=False)
-        page, stored = self.cached.get(digest, (-1, b""))
-        if stored != data:
-            return None
-        if page in self.idle:
-            self.idle.move_to_end(page)
-        return page
-
-    def _remember(self, page: int, digest: bytes, data: bytes) -> None:
-        if self.cache and digest not in self.cached:
-            self.cached[digest] = page, data
-            self.digests.setdefault(page, []).append(digest)
-
-    def digest(self, before: bytes, data: bytes, *, first: bool, full: bool = True) -> bytes:
+    def digest(self, before: bytes, data: bytes, *, first: bool) -> bytes:
         """Hash a page's tokens and all before them, with the pool's secret."""
-        person = (b"first" if first else b"next") + (b"" if full else b" part")
-        return blake2b(before + data, digest_size=16, key=self.secret, person=person).digest()
+        return blake2b(before + data, digest_size=16, key=self.secret, person=b"first" if first else b"next").digest()
 
     def forget(self) -> None:
         """Share nothing that was computed so far: weights have changed, or what the pages hold is lost."""
