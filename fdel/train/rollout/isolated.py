@@ -116,7 +116,7 @@ def run(
 
 def ending(code: int) -> str:
     """Say how a process ended: by a signal, if its code is negative, or with a code.
-    >>> isolated.ending(-9)
+    >>> ending(-9)
     'signal SIGKILL'
     """
     try:

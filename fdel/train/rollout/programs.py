@@ -52,7 +52,7 @@ def unit_tests(
 
 def program(text: str) -> str | None:
     """Find the last fenced block of Python, or of no language; all of the text if it has no fence, None if none fits.
-    >>> programs.program("So:\\n```python\\nx = 1\\n```")
+    >>> program("So:\\n```python\\nx = 1\\n```")
     'x = 1\\n'
     """
     found, name, lines = (None if "```" in text else text), None, []

@@ -49,7 +49,7 @@ def boxed(column: str = "answer", *, symbolic: bool | None = None) -> Verifier:
     With `symbolic`, math-verify compares what this leaves unequal, where one is no number: it knows \\frac12, roots, sets,
     intervals and expressions. None stands for whether it is installed (extra `rewards`); ImportError if it is not, and
     asked for.
-    >>> boxed(symbolic=False)([r"so \\boxed{\\frac{1}{2}}", r"\\boxed{3}"], answer=["0.5", "4"])
+    >>> boxed(symbolic=False)([r"so \boxed{\frac{1}{2}}", r"\boxed{3}"], answer=["0.5", "4"])
     [1.0, 0.0]
     """
     if symbolic and not mathematics.there():
