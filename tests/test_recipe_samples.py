@@ -171,7 +171,8 @@ def test_what_is_learnt():
     of = lambda kind, **keys: settled.settle(recipe.from_dict(
         {"trainer": {"trainer_type": kind, "num_generations": 4, **keys, "reward_functions": [{"name": "exact"}] * 2}}
     ))  # fmt: skip
-    learnt = lambda s: s.method.samples(s.keys, group, rewards)
+    put = lambda samples, better, learn: (better, learn)
+    learnt = lambda s: s.method.samples.batch(s.keys, group, rewards, put)
     base = learnt(of("grpo"))
     np.testing.assert_allclose(base[0][:4], (np.arange(4) - 1.5) / (np.std(np.arange(4), ddof=1) + 1e-4))
     assert base[1].all()

@@ -91,7 +91,8 @@ def build_source(
     """Join what `train.fit` draws batches from, for what is trained; `functions` are those of `build_rewards`."""
     s = settle(recipe)
     k, t = s.keys, s.recipe.trainer
-    choose: Any = s.method.samples
+    how: Any = s.method.samples
+    put = partial(collate, length=s.length, rows=s.rows)
     ask = SamplingParams(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,
@@ -111,13 +112,12 @@ def build_source(
         row = {**statistics(found, k.num_generations), **run.metrics(samples)}
         show(samples, found, decode)
         if divergence is not None:
-            kl = divergence(collate(samples, np.zeros(len(samples)), length=s.length, rows=s.rows))
+            kl = divergence(put(samples, np.zeros(len(samples))))
             found = found._replace(total=advantages.kl_penalty(found.total, kl, k.beta))
             row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
         row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        better, learnt = choose(k, samples, found)
-        return collate(samples, better, length=s.length, rows=s.rows, learn=learnt), row
+        return how.batch(k, samples, found, put), row
 
     def publish(state: train.TrainState) -> None:
         policy.engine.update_params(policy.served(training.complete(state.params)), reshard=True)
@@ -149,14 +149,18 @@ def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable
     return kl
 
 
-def several(s: Settled, model: models.Model, step: Step) -> Step:
-    """Learn the samples of a step in several updates, whose ratios begin at the log-probabilities before the first."""
-    k, parts = s.keys, s.recipe.trainer.gradient_accumulation_steps
+def learning(s: Settled, model: models.Model, step: Step) -> Step:
+    """Compute what a step needs once of its samples, then learn them, in one update or several."""
+    k, parts, first = s.keys, s.recipe.trainer.gradient_accumulation_steps, getattr(s.method.samples, "first", None)
+    updates = getattr(k, "updates", 1)
+    if updates == 1 and first is None:
+        return step
+    apart = k.steps_per_generation
     logps = build.cast(s, model, losses.token_logps(*model[:2], temperature=k.temperature, remat=None))
     whole = (lambda p, given: lora.join(p, given["base"])) if s.lora else lambda p, given: p
-    first = lambda p, batch, given: {"old": logps(whole(p, given), batch)}
-    chunks = parts * k.steps_per_generation
-    return train.minibatches(step, k.steps_per_generation, times=k.num_iterations, first=first, chunks=chunks)
+    found: Callable = (lambda p, batch, given: {"old": logps(p, batch)}) if first is None else first(k, logps)
+    before = lambda p, batch, given: found(whole(p, given), batch, given)
+    return train.minibatches(step, apart, times=k.num_iterations, first=before, chunks=parts * apart)
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------

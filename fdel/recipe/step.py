@@ -102,8 +102,7 @@ def build_step(
     g, jit = (debug.checked(g, model.cfg.vocab), debug.jit) if t.debug else (g, jax.jit)
     step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, seed=t.seed, **apply)
     step = _around(s, step, build.build_schedule(s, steps))
-    if getattr(s.keys, "updates", 1) > 1:
-        step = samples.several(s, model, step)
+    step = samples.learning(s, model, step)
     step = jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options())
     state = jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference)
     given = {name: part for name, part in parts.items() if part is not None and name not in reads}

@@ -22,6 +22,21 @@ class Objective(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Samples:
+    """How a trainer type learns from its own samples.
+
+    batch: `batch(keys, samples, rewards, put)` makes a step's batch of what was drawn and its rewards, with the help of
+    `put(samples, advantages, learn=...)`, which is `rollout.collate`.
+    first: `first(keys, logps)` gives `f(params, batch, given)`: columns of the batch that a step computes once, before
+    its updates; `logps(params, batch)` are those of drawn tokens by the whole model. Without it, several
+    updates have "old".
+    """
+
+    batch: Callable[..., Any]
+    first: Callable[..., Callable] | None = None
+
+
+@dataclass(frozen=True)
 class Method:
     """A trainer type. All that is special about it stands here; nothing else tests its name.
 
@@ -33,7 +48,7 @@ class Method:
     data: the fields of `train.data.Settings` that the type decides.
     column: what `content_field` names of a row.
     reference, teacher: it compares with a reference model (or its keys say so), it learns from a teacher.
-    samples: it learns from its own samples: `samples(keys, samples, rewards) -> (advantages, which of them are learnt)`.
+    samples: it learns from its own samples, and how.
     head: kind and labels of a head in place of the output projection (`models.heads`); all weights are then trained.
     config: what is said of that head in config.json.
     pooling: how it embeds texts, which is written beside the model as sentence-transformers does.
@@ -50,7 +65,7 @@ class Method:
     column: str = "prompt"
     reference: bool | Callable[[Any], bool] = False
     teacher: bool = False
-    samples: Callable[..., tuple[Any, Any]] | None = None
+    samples: Samples | None = None
     head: Callable[[Any], tuple[str, int]] | None = None
     config: Callable[[Any], dict[str, Any]] = lambda k: {}
     pooling: Callable[[Any], Pooling] | None = None

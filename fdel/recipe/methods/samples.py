@@ -8,7 +8,7 @@ import numpy as np
 
 from fdel import models
 from fdel.recipe.methods.distill import divergence
-from fdel.recipe.methods.method import Generating, Method, Objective, Synced
+from fdel.recipe.methods.method import Generating, Method, Objective, Samples, Synced
 from fdel.recipe.parse import key
 from fdel.train import losses
 from fdel.train.rollout import Rewards, Sample, advantages, select
@@ -215,22 +215,25 @@ def distil(k: OnPolicyDistillation, model: models.Model, *, remat: str | None, t
 # ---- the types -----------------------------------------------------------------------------------------------------
 
 
-def learnt(choose: Callable[[Any, Sequence[Sample], Rewards], Chosen]) -> Callable[..., Chosen]:
-    """Leave out of what `choose` gives the samples without a reward, and cut ones if keys say so."""
+def weighed(choose: Callable[[Any, Sequence[Sample], Rewards], Chosen]) -> Samples:
+    """Learn each sample by its advantage; `choose` gives advantages, and which samples are learnt.
 
-    def chosen(k: Sampling, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
+    Those without a reward are left out, and cut ones if keys say so.
+    """
+
+    def batch(k: Sampling, samples: Sequence[Sample], rewards: Rewards, put: Callable) -> dict[str, Any]:
         found, learn = choose(k, samples, rewards)
         ended = np.array([s.finish == "stop" for s in samples]) | (not k.mask_truncated_completions)
-        return found, ended & ~np.isnan(rewards.total) & (True if learn is None else learn)
+        return put(samples, found, learn=ended & ~np.isnan(rewards.total) & (True if learn is None else learn))
 
-    return chosen
+    return Samples(batch)
 
 
 def sampling(name: str, keys: type, choose: Callable[[Any, Sequence[Sample], Rewards], Chosen]) -> Method:
     """Declare a type that learns rewards by a policy loss; `choose` gives advantages, and which samples are learnt."""
     data = lambda k: {"kind": "prompt"}
     refers = lambda k: k.beta > 0
-    return Method(name, keys, 1e-6, objective, options, data, samples=learnt(choose), reference=refers)
+    return Method(name, keys, 1e-6, objective, options, data, samples=weighed(choose), reference=refers)
 
 
 METHODS = (
@@ -241,6 +244,6 @@ METHODS = (
     sampling("rloo", Rloo, rloo),
     Method(
         "on_policy_distillation", OnPolicyDistillation, 2e-5, distil, divergence, lambda k: {"kind": "prompt"},
-        teacher=True, samples=learnt(lambda k, samples, rewards: (np.zeros(len(samples)), None)),
+        teacher=True, samples=weighed(lambda k, samples, rewards: (np.zeros(len(samples)), None)),
     ),
 )  # fmt: skip
