@@ -29,11 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in marks or "not gpu" in marks:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_compilation_cache_max_size", 2**31)  # a limit also makes writers take a lock (xdist)
-    # Most of the time of a run is compiling; without LLVM's expensive passes a third less.
-    jax.config.update("jax_disable_most_optimizations", True)
+    programs = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+        "jax_persistent_cache_min_compile_time_secs": 0.5,
+        "jax_compilation_cache_max_size": 2**31,  # a limit also makes writers take a lock (xdist)
+        # Most of the time of a run is compiling; without LLVM's expensive passes a third less.
+        "jax_disable_most_optimizations": True,
+    }
+    for name, value in programs.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for the processes that tests start
     # Without the newer emitters of fusions another third less; jaxlib 0.11 has no such flag, and it ends the process there.
     if jax.__version_info__ < (0, 11):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()

@@ -31,7 +31,7 @@ def free() -> str:
 def run(what: str) -> tuple[list[int], list[str], list[str]]:
     """Start both processes: how they ended, what they printed, what they complained of."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
-    env = dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1", PYTHONPATH=str(ROOT))
+    env = dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     addresses = free(), free()
     command = lambda i: [sys.executable, "-m", "tests.serve.follow_worker", addresses[0], str(i), addresses[1], what]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -463,9 +463,7 @@ def runs():
     spec = importlib.util.spec_from_file_location("benchmark_loop", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as here, for its processes
-        yield module
+    return module
 
 
 @pytest.mark.slow
@@ -504,7 +502,7 @@ def launch(directory, steps, count=2):
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(Path(__file__).parent / "loop_worker.py"), address, str(count)]
     return [
         subprocess.Popen([*command, str(i), str(directory), str(steps)], env=env, text=True, stderr=subprocess.PIPE)

@@ -27,7 +27,7 @@ def launch(count: int, directory: Path) -> list[float]:
         address = f"localhost:{s.getsockname()[1]}"
     devices = 2 if count > 1 else 1
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(WORKER), address, str(count)]
     running = [
         subprocess.Popen(
@@ -160,7 +160,7 @@ def begin(start, directory, count, dims, steps, how="torchrun"):
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(wanted))
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = []
     for i in range(count):
         mine, keys = {}, []
