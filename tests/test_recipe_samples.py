@@ -192,7 +192,9 @@ def test_what_is_learnt():
 
 def asked(found: recipe.Recipe, tok: text.Tokenizer):
     """What batches are drawn from, without a model."""
-    return samples.build_source(found, samples.Policy(None, None, None), None, tok, (), {"even": None, "exact": None})
+    return samples.build_source(
+        found, samples.Policy(None, None, None, recipe.build_mesh(found)), None, tok, (), {"even": None, "exact": None}
+    )
 
 
 def test_what_is_asked(folder, tmp_path, monkeypatch):
@@ -274,7 +276,22 @@ def test_a_reward_model_rewards(folder, tmp_path):
     assert column(tmp_path / "run", "rewards/model/std").min() > 0
 
 
-def test_several_processes_are_refused(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "keys", "why"),
+    [
+        ("grpo", {"rollout_ahead": 1}, "rollout_ahead: several processes sample in step"),
+        ("grpo", {"scale_rewards": "batch"}, "scale_rewards: batch is over the samples of all processes"),
+        ("rloo", {"normalize_advantages": True}, "normalize_advantages: is over the samples of all processes"),
+        (
+            "grpo",
+            {"total_batch_size": 24, "num_generations": 8},
+            "total_batch_size: 3 tasks .* not divisible by 2 processes",
+        ),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else str(x)[:12],
+)
+def test_what_several_processes_cannot_do(kind, keys, why, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(recipe.RecipeError, match="grpo samples in one process"):
-        recipe.train(made(folder, tmp_path))
+    monkeypatch.setattr(samples.processes, "share", lambda mesh: (0, 2))
+    with pytest.raises(recipe.RecipeError, match=why):
+        recipe.train(made(folder, tmp_path, kind, devices=8, **keys))

@@ -125,6 +125,16 @@ def split(params: Tree) -> tuple[Tree, Tree]:
     return trainable, frozen
 
 
+def graft(adapted: Tree, base: Tree) -> Tree:
+    """Put the adapters of a tree on another's arrays, those of the same params without adapters (`unload`).
+    >>> there = params.lora.graft(adapted, weights)
+    >>> there["head"] is weights["head"]
+    True
+    """
+    on = lambda w, b: replace(w, base=b) if isinstance(w, LowRank) else b
+    return jax.tree.map(on, adapted, base, is_leaf=is_weight)
+
+
 def join(trainable: Tree, frozen: Tree) -> Tree:
     """Undo `split`.
     >>> params.count(params.lora.join(*params.lora.split(adapted)))

@@ -1,7 +1,7 @@
 """Place arrays on devices: the mesh, and the rules that map axis names to mesh axes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -230,20 +230,20 @@ def of_parts(w: Quantized, s: NamedSharding) -> Quantized:
     return jax.tree.map(child, w)
 
 
-def reshard(params: Any, spec: Any, mesh: Mesh, rules: Rules = TRAIN) -> Any:
+def reshard(params: Any, spec: Any, mesh: Mesh, rules: Rules = TRAIN, put: Callable = jax.device_put) -> Any:
     """Move parameters to where rules put them on a mesh; what lies there already stays, and is not copied.
 
     `params` may be stacked or listed, quantized (inputs of a matrix are one axis then, divided as the first of them that
-    is) and adapted (low-rank factors are small, and go whole to every device).
+    is) and adapted (low-rank factors are small, and go whole to every device). `put(tree, shardings)` moves a weight.
     """
     at = dict(named_leaves(shardings(spec, mesh, rules))) | dict(named_leaves(shardings(unstack(spec), mesh, rules)))
 
     def one(path: tuple, w: Any) -> Any:
         s = at[path_name(path)]
         if isinstance(w, LowRank):
-            a, b, scale = jax.device_put((w.a, w.b, w.scale), NamedSharding(mesh, PartitionSpec()))
+            a, b, scale = put((w.a, w.b, w.scale), NamedSharding(mesh, PartitionSpec()))
             return replace(w, base=one(path, w.base), a=a, b=b, scale=scale)
-        return jax.device_put(w, of_parts(w, s) if isinstance(w, Quantized) else s)
+        return put(w, of_parts(w, s) if isinstance(w, Quantized) else s)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_weight)
 

@@ -49,9 +49,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     fits.validate(dataclasses.replace(recipe, actions=(), mixture=mixture), jax.device_count())
     s = settle(recipe)
     if s.method.samples and jax.process_count() > 1:
-        raise parse.RecipeError(
-            f"trainer.trainer_type: {s.method.name} samples in one process in this version; start one"
-        )
+        parse.fail([*samples.several_processes(s)])
     parse.fail(config.dropout(s, config.read(recipe)[1]))
     t, tok = recipe.trainer, build_tokenizer(s)
     functions = build_rewards(s.keys)  # now, if one is not there

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import models, params, text, train
 from fdel.params import lora
 from fdel.recipe import build, parse, serving
+from fdel.recipe.check import when
 from fdel.recipe.data import build_settings, build_sources
 from fdel.recipe.methods.samples import Rloo
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
 from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine import weights
-from fdel.train import data, losses
+from fdel.train import data, losses, processes
 from fdel.train.evaluation import place
 from fdel.train.metrics import Row
 from fdel.train.rollout import (
@@ -36,6 +38,7 @@ from fdel.train.rollout import (
     rollout,
     run,
 )
+from fdel.train.rollout.local import local, mean
 from fdel.train.steps import Step
 
 NAME = "policy"  # of the adapter that is learnt
@@ -43,11 +46,12 @@ DECODE_STEPS = 8
 
 
 class Policy(NamedTuple):
-    """An engine, or its adapter, what of the trained parameters it is given, and the model without them."""
+    """An engine, or its adapter, what of the trained parameters it is given, the model without them, and its mesh."""
 
     engine: Any
     served: Callable[[Any], Any]
     model: models.Model
+    mesh: jax.sharding.Mesh
 
 
 def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
@@ -68,20 +72,51 @@ def task_settings(recipe: Recipe | Settled) -> data.Settings:
     return replace(build_settings(s), batch=s.rows // k.num_generations, length=length)
 
 
+def several_processes(s: Settled) -> Iterator[str]:
+    """Say what each process, which knows its own samples alone, cannot do."""
+    k, parts = s.keys, processes.share(build.build_mesh(s))[1]
+    yield from when(
+        (k.rollout_ahead, "trainer.rollout_ahead: several processes sample in step in this version; set it to 0"),
+        (getattr(k, "scale_rewards", "") == "batch",
+         "trainer.scale_rewards: batch is over the samples of all processes, which know their own; use group or none"),
+        (getattr(k, "normalize_advantages", False),
+         "trainer.normalize_advantages: is over the samples of all processes, which know their own; remove it"),
+        (s.rows // k.num_generations % parts,
+         f"trainer.total_batch_size: {s.rows // k.num_generations} tasks of a step are not divisible by {parts} processes"),
+    )  # fmt: skip
+
+
 def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -> Policy:
-    """Make the engine that samples `model`, a copy of it in the dtype of the computation; adapters are served as one."""
+    """Make the engine that samples `model`, a copy of it in the dtype of the computation; adapters are served as one.
+
+    With several processes each has its own, of the whole model on its own devices.
+    """
     s = settle(recipe)
     wanted, bare = serving.settings(s), model._replace(params=None)
     wanted = replace(wanted, max_length=s.length, rows=min(wanted.rows, s.rows))
     if not wanted.drafts:  # nobody reads along, so that several tokens may come at a time
         wanted = replace(wanted, decode_steps=min(DECODE_STEPS, s.keys.max_completion_length))
-    if s.lora:
-        base = weights.placed(model._replace(params=lora.unload(model.params)), s.serve_rules)
-        engine = Engine(base, wanted, tokenizer=tok, adapters={NAME: params.unstack(model.params)})
-        return Policy(Adapter(engine, NAME), lambda trained: trained, bare)
-    served = jax.jit(build.cast(s, model, lambda trained, *_: trained))
-    placed = weights.placed(model._replace(params=served(model.params)), s.serve_rules)
-    return Policy(Engine(placed, wanted, tokenizer=tok), served, bare)
+    several, mesh, here = jax.process_count() > 1, build.build_mesh(s).local_mesh, lambda tree: tree
+    if several:
+        here = partial(params.reshard, spec=build.spec_of(s, model), mesh=mesh, rules=s.serve_rules, put=local)
+    cast = jax.jit(build.cast(s, model, lambda trained, *_: trained))
+    whole = here(model.params if s.lora else cast(model.params))
+    with jax.set_mesh(mesh):  # what it computes with is here alone
+        if not s.lora:
+            engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, tokenizer=tok)
+            return Policy(engine, lambda trained: here(cast(trained)), bare, mesh)
+        adapted = params.unstack(whole)
+        base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
+        on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
+        engine = Engine(base, wanted, tokenizer=tok, adapters={NAME: on_base})
+    frozen, alike = lora.split(on_base)[1], NamedSharding(mesh, PartitionSpec())
+
+    def served(trained: Any) -> Any:
+        here = local(trained, alike) if several else trained
+        with jax.set_mesh(mesh):
+            return lora.join(params.unstack(here), frozen)
+
+    return Policy(Adapter(engine, NAME), served, bare, mesh)
 
 
 def build_source(
@@ -92,7 +127,8 @@ def build_source(
     s = settle(recipe)
     k, t = s.keys, s.recipe.trainer
     how: Any = s.method.samples
-    put = partial(collate, length=s.length, rows=s.rows)
+    mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
+    put = partial(collate, length=s.length, rows=s.rows // parts, most=k.max_completion_length if parts > 1 else None)
     ask = SamplingParams(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,
@@ -105,8 +141,9 @@ def build_source(
     show = Shown(Path(t.save_directory) / "completions.jsonl", t.log_steps, count)
 
     def sample(batch: Sequence[Task]) -> tuple[dict[str, Any], Row]:
-        begun = time.monotonic()
-        samples = draw(batch)
+        begun, n = time.monotonic(), len(batch) // parts
+        with jax.set_mesh(policy.mesh):  # samples may be drawn in another thread
+            samples = draw(batch[mine * n :][:n])
         drawn = time.monotonic()
         found = told(samples)
         row = {**statistics(found, k.num_generations), **run.metrics(samples)}
@@ -117,10 +154,12 @@ def build_source(
             row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
         row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        return how.batch(k, samples, found, put), row
+        return how.batch(k, samples, found, put), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:
-        policy.engine.update_params(policy.served(training.complete(state.params)), reshard=True)
+        new = policy.served(state.params)
+        with jax.set_mesh(policy.mesh):
+            policy.engine.update_params(new, reshard=True)
 
     return Source(tasks, publish, sample, ahead=k.rollout_ahead)
 

@@ -146,16 +146,16 @@ def start(tmp_path_factory):
     return path
 
 
-def begin(start, directory, count, dims, steps, how="torchrun"):
+def begin(start, directory, count, dims, steps, how="torchrun", rows="rows", **keys):
     """Start `fdel run` on `count` processes, four devices in all."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     trainer = {"trainer_type": "sft", "learning_rate": 1e-2, "total_batch_size": 8, "max_length": 16, "log_steps": 1,
                "save_steps": 2, "max_training_steps": steps, "num_train_epochs": 50,
-               "save_directory": str(directory)}  # fmt: skip
+               "save_directory": str(directory), **keys}  # fmt: skip
     wanted = {"model": {"name_or_path": str(start)}, "trainer": trainer, "sharding": {"axis_dims": dims},
-              "mixture": {"informs": [{"type": "jsonl", "data_files": str(start / "rows.jsonl")}]},
+              "mixture": {"informs": [{"type": "jsonl", "data_files": str(start / f"{rows}.jsonl")}]},
               "actions": ["validate", "train"]}  # fmt: skip
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(wanted))
@@ -163,13 +163,13 @@ def begin(start, directory, count, dims, steps, how="torchrun"):
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = []
     for i in range(count):
-        mine, keys = {}, []
+        mine, more = {}, []
         if count > 1 and how == "torchrun":
             mine = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "RANK": str(i)}
         elif count > 1:
             given = {"coordinator": f"localhost:{port}", "processes": count, "process_id": i}
-            keys = [x for k, v in given.items() for x in ("--set", f"distributed.{k}={json.dumps(v)}")]
-        command = [sys.executable, "-m", "fdel", "run", str(file), *keys]
+            more = [x for k, v in given.items() for x in ("--set", f"distributed.{k}={json.dumps(v)}")]
+        command = [sys.executable, "-m", "fdel", "run", str(file), *more]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         running.append(subprocess.Popen(command, env=env | mine, **pipes))
     return running
@@ -201,6 +201,25 @@ def test_a_run_file_on_two_processes_is_that_of_one(start, tmp_path, dims, how):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a, b)
     said = [[x for x in out.splitlines() if "[Gloo]" not in x and "peer ranks" not in x] for out, _ in said]
     assert len(said[0]) == 2 and said[1] == []  # the first speaks for all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{}, {"lora": {"r": 4}}], ids=["all", "adapters"])
+def test_each_process_samples_its_own_tasks(start, tmp_path, lora):
+    """Noise depends on the task alone: two processes draw what one draws, and reward and learn it as one."""
+    (start / "rewards.py").write_text("def even(completion_ids, **_):\n    return [sum(i % 2 == 0 for i in c) / len(c)"
+                                      " for c in completion_ids]\n")  # fmt: skip
+    tasks = [{"prompt": f"one two {i}"} for i in range(8)]
+    (start / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    keys = {"trainer_type": "grpo", "reward_functions": [{"path": f"{start}/rewards.py:even"}], "num_generations": 4,
+            "max_completion_length": 8, "total_batch_size": 16, "max_length": 16, **lora}  # fmt: skip
+    for count in (1, 2):
+        codes, said = ended(begin(start, tmp_path / str(count), count, (1, -1, 1, 1, 1), 2, rows="tasks", **keys))
+        assert codes == [0] * count, [err[-1500:] for _, err in said]
+    one, two = (metrics.read(tmp_path / d) for d in "12")
+    for name in ("reward", "completions/mean_length", "loss", "entropy", "sampling/sampling_logp_difference/mean"):
+        np.testing.assert_allclose([r[name] for r in one], [r[name] for r in two], rtol=1e-3, atol=1e-6)
+    assert one[-1]["sampling/sampling_logp_difference/mean"] < 1e-5
 
 
 @pytest.mark.slow

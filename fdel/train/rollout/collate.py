@@ -23,12 +23,14 @@ def collate(
     rows: int = 1,
     packed: bool = False,
     learn: Sequence[bool] | None = None,
+    most: int | None = None,
 ) -> Batch:
     """Put samples and their advantages into rows: {"tokens", "mask", "logps", "kept", "advantages", "places"}.
 
     All but "places" have the shape [R T], and each number stands at the token that it is about. Every row is one sample,
     with "lengths"; with `packed` rows of `length` tokens hold several, with "packed". T is a power of two, or `length`; R a
     multiple of `rows`, and with `packed` that times a power of two: empty rows fill up, so that few shapes are compiled.
+    With `most`, the tokens of a sample that are learnt at most, T is `length` and the shapes do not depend on the samples.
     `learn` tells which samples are learnt: of the others the mask is False. Samples that ended with an error are not. A
     sample of more than `length` tokens loses its end.
     """
@@ -40,7 +42,7 @@ def collate(
     sizes = np.minimum([len(s.tokens) for s in samples], length)
     pieces, bounds = pack(sizes, length, "best_fit" if packed else None)
     grouped = [pieces[a:b, 0].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    width = length if packed else min(length, power(int(sizes.max())))
+    width = length if packed or most else min(length, power(int(sizes.max())))
     height = rows * power(-(-len(grouped) // rows)) if packed else -(-len(grouped) // rows) * rows
     full: Batch = {k: np.zeros((height, width), t) for k, t in COLUMNS.items()}
     full |= {"tokens": np.zeros((height, width), np.int32), "positions": np.zeros((height, width), np.int32)}
@@ -58,8 +60,8 @@ def collate(
     found: Batch = {k: full[k] for k in ("tokens", *COLUMNS)}
     segments, positions = full["segments"], full["positions"]
     found |= {"packed": Packed(positions, segments)} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
-    most = min(width, power(max(1, int(found["mask"].sum(1).max()))))
-    return found | {"places": learnt_places(found, most)}
+    places = power(max(1, most or int(found["mask"].sum(1).max())))
+    return found | {"places": learnt_places(found, min(width, places))}
 
 
 def power(n: int) -> int:
