@@ -12,6 +12,7 @@ import pytest
 from fdel import models, ops, params, recipe, text
 from fdel.models import llama
 from fdel.recipe import build, config, fits, ref_logps
+from fdel.serve.engine.engine import Engine, Settings
 from fdel.train import losses, metrics
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
@@ -212,15 +213,27 @@ def test_embeddings_learn_and_are_evaluated_on_every_row(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_judged_steps_learn_and_transformers_reads_the_model(tiny, tmp_path):
-    """transformers' token classifier gives the saved model's scores; evaluation has every step of every row."""
+    """Adapters, and a head trained whole: transformers' token classifier gives the merged model's scores.
+
+    Evaluation has every step of every row; an engine of the start with another head serves the adapters, head and all.
+    """
     rng = np.random.default_rng(0)
     good = lambda fine: ("it is four" if fine else "it is " + words(rng, 3), bool(fine))
     solved = [[good(rng.integers(2)) for _ in range(3)] for _ in range(14)]
     data = [{"prompt": "2 + 2 ?", "completions": [s for s, _ in x], "labels": [y for _, y in x]} for x in solved]
     train, held = write(tmp_path / "train.jsonl", data), write(tmp_path / "held.jsonl", data[:5])
     options = {"trainer_type": "prm", "train_on_last_step_only": True, "max_length": 128, "max_training_steps": 8}
-    wanted = made(tiny[0], train, tmp_path / "run", held, **options)
-    model, out, last = recipe.train(wanted)
+    wanted = made(tiny[0], train, tmp_path / "run", held, **options, lora={"r": 4, "merge": True})
+    model, adapters, last = recipe.train(wanted)
+    out = adapters.with_name("merged")
+    start = recipe.build_model(wanted.set("trainer.lora", None).set("trainer.seed", 5))
+    learnt = params.load_peft(models.spec_of(start), start.params, adapters)
+    assert not np.allclose(learnt["token"]["bias"], start.params["token"]["bias"])
+    merged = models.load(out)
+    jax.tree.map(np.testing.assert_array_equal, params.lora.merge(learnt), merged.params)
+    served = Engine(start, Settings(max_length=16), adapters={"judge": learnt})
+    want = Engine(merged, Settings(max_length=16)).classify([5, 6, 7])
+    np.testing.assert_allclose(served.classify([5, 6, 7], adapter="judge"), want, atol=1e-4)
     losses_of = [row["loss"] for row in metrics.read(tmp_path / "run")]
     assert min(losses_of[-3:]) < losses_of[0]
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -251,7 +264,6 @@ IMPOSSIBLE = [
     ({"trainer_type": "embedding", "loss_type": "triplet", "negatives": 0}, "needs negatives of at least 1"),
     ({"trainer_type": "embedding", "margin": 0.5}, "'info_nce' does not read it"),
     ({"trainer_type": "embedding", "negatives": -1}, "expected 0 or more"),
-    ({"trainer_type": "prm", "lora": {}}, "trainer.lora: trainer_type prm does not read it"),
     ({"trainer_type": "sft", "pooling": "mean"}, "trainer.pooling: trainer_type sft does not read it"),
 ]
 

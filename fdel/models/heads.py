@@ -22,6 +22,11 @@ from fdel.params.spec import Param, normal, zeros
 
 MOST = 2**20  # labels
 STEMS = {"gemma3_text": "Gemma3Text"}  # what classes below a head are called, where the language model's differs
+TASKS: dict[str | None, str] = {
+    "sequence": "SEQ_CLS",
+    "token": "TOKEN_CLS",
+    "question": "QUESTION_ANS",
+}  # as PEFT names them
 CAUSAL = "(ForCausalLM|LMHeadModel|ForMaskedLM)$"
 
 
@@ -47,6 +52,7 @@ HEADS = {
     "question": Head("ForQuestionAnswering", "qa_outputs", labels=2),  # logits of a span's first and last token
     "value": Head("", "v_head.summary", labels=1),  # TRL's, beside the output projection
 }
+WHOLE = rf"^({'|'.join(HEADS)})\."  # paths of a head, which is trained whole beside adapters
 # Families whose classes in transformers call the head for tokens "classifier", and those that call the model below the
 # head for questions "transformer".
 CLASSIFIER = frozenset("bloom falcon gpt2 gpt_bigcode gpt_neo gpt_neox mpt".split())

@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA): add them to a params tree, train them alone, merge, drop, or serve several at a time."""
 
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -108,11 +109,12 @@ def choose(params: Tree, slots: Int[Array, " T"]) -> Tree:
     return change(lambda _, w: replace(w, chosen=slots) if isinstance(w, Adapters) else w, params)
 
 
-def split(params: Tree) -> tuple[Tree, Tree]:
+def split(params: Tree, whole: str | None = None) -> tuple[Tree, Tree]:
     """Part params into (trainable, frozen) trees of one structure, with None for what the other holds.
 
-    The factors of adapters are trainable; everything else, their scale included, is frozen. `jax.grad` and optimizers
-    skip None: `jax.grad(lambda t: loss(join(t, frozen)))(trainable)`. Params without an adapter: ValueError.
+    The factors of adapters are trainable, and what has a path that matches the regular expression `whole`, such as a new
+    head (PEFT's modules_to_save); everything else, scales included, is frozen. `jax.grad` and optimizers skip None:
+    `jax.grad(lambda t: loss(join(t, frozen)))(trainable)`. Params without an adapter: ValueError.
     >>> trainable, frozen = params.lora.split(adapted)
     >>> params.count(trainable)
     512
@@ -120,8 +122,11 @@ def split(params: Tree) -> tuple[Tree, Tree]:
     if not any(isinstance(w, LowRank) for _, w in named_leaves(params, is_leaf=is_weight)):
         raise ValueError("params have no adapter, so nothing would be trained; call lora.add first")
     absent: Any = None
-    trainable = change(lambda _, w: replace(w, base=absent, scale=absent) if isinstance(w, LowRank) else None, params)
-    frozen = change(lambda _, w: replace(w, a=absent, b=absent) if isinstance(w, LowRank) else w, params)
+    own = lambda path: whole is not None and re.search(whole, path)
+    learnt = lambda w: replace(w, base=absent, scale=absent) if isinstance(w, LowRank) else None
+    held = lambda w: replace(w, a=absent, b=absent) if isinstance(w, LowRank) else w
+    trainable = change(lambda path, w: w if own(path) else learnt(w), params)
+    frozen = change(lambda path, w: None if own(path) else held(w), params)
     return trainable, frozen
 
 

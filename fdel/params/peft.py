@@ -1,5 +1,7 @@
 """Read and write adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
+What is trained whole, such as a new head, stands there under its own name (modules_to_save).
+
 Each adapted module of the checkpoint has lora_A [r, in] and lora_B [out, r], the factors a and b of a `LowRank` leaf with
 the axes of each side in one, as the Param lays them out. An embedding, to PEFT, maps tokens to channels: it has
 lora_embedding_A [r, vocab] and lora_embedding_B [embed, r], our b and a transposed (https://github.com/huggingface/peft).
@@ -31,11 +33,12 @@ Tree = Any
 
 TABLES = ("embed", "positions")  # leaves whose rows are looked up
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
 # Fields of adapter_config.json that do not change what the tensors mean, and those that may have some values only.
 NEUTRAL = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
@@ -53,13 +56,13 @@ class _Pair(NamedTuple):
 
 
 def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | None = None) -> Tree:
-    """Give params the adapter in directory `path`, in float32; of the base weights nothing is read.
+    """Give params the adapter in directory `path`, in float32; what it has whole takes the place of params' own.
 
-    Layers of a stack without an adapter get one that is zero and stays so in training; lower ranks are padded with
-    zeros. Parts of a fused tensor get their rows of lora_B and a lora_A each. What cannot be applied exactly (another
-    kind of adapter, an initialisation that changes the base, a tensor without a place in the spec), a rank above
-    `max_rank` and values that are not finite: `CheckpointError`. Names, shapes and ranks are checked before any tensor
-    is read.
+    Of the base weights nothing is read. Layers of a stack without an adapter get one that is zero and stays so in
+    training; lower ranks are padded with zeros. Parts of a fused tensor get their rows of lora_B and a lora_A each. What
+    cannot be applied exactly (another kind of adapter, an initialisation that changes the base, a tensor without a place
+    in the spec), a rank above `max_rank` and values that are not finite: `CheckpointError`. Names, shapes and ranks are
+    checked before any tensor is read.
     """
     path = Path(path)
     for name in CONFIG, WEIGHTS:
@@ -68,20 +71,44 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
     problems: list[str] = []
     leaves = list(_adaptable(spec, params))
     modules = sum(math.prod(len(r) for _, r in p.stacked) for _, p, _ in leaves)
-    scale = _scales(path / CONFIG, problems, modules)
+    config = _config_of(path / CONFIG, problems, modules)
+    scale = _scales(config, problems)
     header = safetensors_header(path / WEIGHTS, problems, (1 << 16) + 1024 * modules)
     files = {name: t for name, t in header.items() if ".base_layer." not in name}
+    whole = {} if problems else _whole(spec, params, files, config, problems)
     pairs = {} if problems else _pairs(leaves, files, scale, max_rank, problems)
     arrays = {} if problems else {x: _assemble(p, m, pairs[x], problems) for x, p, m in leaves if x in pairs}
+    fresh = {} if problems else {x: _read(p, t, problems) for x, (p, t) in whole.items()}
     if problems:
         raise CheckpointError(path, problems)
 
     def one(leaf: str, w: Any) -> Any:
         if leaf in arrays and isinstance(w, LowRank):
             raise ValueError(f"{leaf} has an adapter; merge or unload it before another one is loaded")
+        w = jnp.asarray(fresh[leaf], w.dtype) if leaf in fresh else w
         return LowRank(w, *map(jnp.asarray, arrays[leaf])) if leaf in arrays else w
 
     return change(one, params)
+
+
+def _whole(
+    spec: Tree, params: Tree, files: dict[str, Tensor], config: Mapping[str, Any], problems: list[str]
+) -> dict[str, tuple[Param, Tensor]]:
+    """Take the tensors of modules_to_save out of `files`: the declaration and the tensor of each array of `params`."""
+    names = config.get("modules_to_save") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problems.append(f"{CONFIG}: modules_to_save={str(names)[:100]!r}; expected a list of names")
+        return {}
+    out: dict[str, tuple[Param, Tensor]] = {}
+    arrays = {leaf for leaf, w in named_leaves(params, is_leaf=is_weight) if not is_weight(w)}
+    for leaf, p in declarations(params, spec).items():
+        name = f"{PREFIX}{p.hf}"
+        if name in files and leaf in arrays and not p.part and any(f".{m}." in f".{p.hf}." for m in names):
+            t, expected = files.pop(name), layout(p).file_shape
+            if t.shape != expected or not jnp.issubdtype(t.dtype, jnp.floating):
+                problems.append(f"{name} {t.shape} {t.dtype}: expected floating-point numbers {expected}")
+            out[leaf] = p, t
+    return out
 
 
 def _pairs(
@@ -117,13 +144,20 @@ def _pairs(
     return out
 
 
-def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = "") -> None:
+def save_peft(
+    spec: Tree, params: Tree, path: str | Path, *, base_name: str = "", whole: str | None = None,
+    task_type: str = "CAUSAL_LM",
+) -> None:  # fmt: skip
     """Write the adapters of params to directory `path` for PEFT; `base_name` is the path or hub id of the base model.
 
+    Arrays whose path matches the regular expression `whole` are written as they are, their modules as modules_to_save.
     The adapters of the parts of a fused tensor become one of the sum of their ranks: lora_A one above the other, and in
     lora_B only the rows of a part are not zero in its columns. Params without an adapter: ValueError.
     """
     leaves = dict(named_leaves(params, is_leaf=is_weight))
+    kept = {
+        p.hf: (p, leaves[leaf]) for leaf, p in declarations(params, spec).items() if whole and re.search(whole, leaf)
+    }
     parts: dict[tuple[str, bool], list[tuple[np.ndarray, np.ndarray, float]]] = {}
     for leaf, p, m in _adaptable(spec, params):
         if isinstance(w := leaves.pop(leaf), LowRank):
@@ -132,7 +166,7 @@ def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = ""
     lost = [leaf for leaf, w in leaves.items() if isinstance(w, LowRank)]
     if lost or not parts:
         raise ValueError(f"PEFT has no place for adapters of {', '.join(lost)}" if lost else "params have no adapter")
-    out: dict[str, np.ndarray] = {}
+    out = {f"{PREFIX}{name}": _written(p, np.asarray(w)) for name, (p, w) in kept.items()}
     ranks, alphas = {}, {}
     for (module, table), group in parts.items():
         scale = group[0][2]
@@ -144,29 +178,34 @@ def save_peft(spec: Tree, params: Tree, path: str | Path, *, base_name: str = ""
     every = {name.removesuffix(".weight") for _, p in named_leaves(spec) for name in hf_names(p)}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = _config(ranks, alphas, every) | {"base_model_name_or_path": base_name}
+    config = _config(ranks, alphas, every) | {"base_model_name_or_path": base_name, "task_type": task_type}
+    config |= {"modules_to_save": sorted({name.partition(".")[0] for name in kept})} if kept else {}
     (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     save_file(out, path / WEIGHTS, {"format": "pt"})
 
 
-def _scales(file: Path, problems: list[str], modules: int) -> Callable[[str, int], float]:
-    """Read adapter_config.json, of a model with so many modules: a function of (module, rank) that gives its scale."""
+def _config_of(file: Path, problems: list[str], modules: int) -> dict[str, Any]:
+    """Read adapter_config.json, of a model with so many modules."""
     most = (1 << 16) + 512 * modules
     if (size := file.stat().st_size) > most:
-        problems.append(f"{file.name}: {size:,} bytes; expected {most:,} at most")
-        return lambda module, rank: 1.0
+        raise CheckpointError(file.parent, [f"{file.name}: {size:,} bytes; expected {most:,} at most"])
     config = json_object(file, file.read_bytes(), problems)
     refused = {k: v for k, v in config.items() if v and k not in NEUTRAL and v not in ALLOWED.get(k, ())}
     problems += [f"{file.name}: {k}={str(v)[:100]!r} is not supported" for k, v in refused.items()]
+    return config
+
+
+def _scales(config: Mapping[str, Any], problems: list[str]) -> Callable[[str, int], float]:
+    """Make a function of (module, rank) that gives its scale."""
     alphas = config.get("alpha_pattern") or {}
     alphas = alphas if isinstance(alphas, dict) else {"alpha_pattern": alphas}
     each = {"lora_alpha": config.get("lora_alpha"), **alphas}
     wrong = [k for k, v in each.items() if type(v) not in (int, float) or not abs(v) < 1e30]
-    problems += [f"{file.name}: {k[:100]!r}: {str(each[k])[:100]!r}; expected a finite number" for k in wrong]
+    problems += [f"{CONFIG}: {k[:100]!r}: {str(each[k])[:100]!r}; expected a finite number" for k in wrong]
     try:
         patterns = Patterns(alphas)
     except ValueError as e:
-        problems.append(f"{file.name}: alpha_pattern: {e}")
+        problems.append(f"{CONFIG}: alpha_pattern: {e}")
     root = math.sqrt if config.get("use_rslora") else float
     return lambda module, rank: patterns.get(module, config["lora_alpha"]) / root(rank)
 
@@ -187,7 +226,7 @@ def _modules(p: Param) -> Iterator[tuple[tuple[int, ...], str]]:
 
 def _tensor_names(module: str, table: bool) -> tuple[str, str]:
     kind = "lora_embedding_{}" if table else "lora_{}.weight"
-    return f"base_model.model.{module}.{kind.format('A')}", f"base_model.model.{module}.{kind.format('B')}"
+    return f"{PREFIX}{module}.{kind.format('A')}", f"{PREFIX}{module}.{kind.format('B')}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,6 +260,20 @@ def _assemble(p: Param, m: Matrix, pairs: Sequence[_Pair], problems: list[str]) 
     return a, b, scale
 
 
+def _read(p: Param, t: Tensor, problems: list[str]) -> np.ndarray:
+    """Read a tensor that takes an array's place. Notes what is not finite."""
+    x = layout(p).read(t.read().astype(np.float32))
+    problems += [] if np.isfinite(x).all() else [f"{PREFIX}{p.hf} holds values that are not finite"]
+    return x
+
+
+def _written(p: Param, x: np.ndarray) -> np.ndarray:
+    """Lay an array out as its tensor is."""
+    file = np.zeros(layout(p).file_shape, x.dtype)
+    layout(p).write(file, x)
+    return file
+
+
 def _parts(p: Param, m: Matrix, w: LowRank) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, float]]]:
     """What an adapter is in the file: (module, (lora_A, lora_B, scale)); layers whose scale is zero have none."""
     a, b, scale = np.asarray(w.a), np.asarray(w.b), np.asarray(w.scale)
@@ -240,7 +293,7 @@ def _config(ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[st
     short = {last(x) for x in ranks} - {last(x) for x in every - set(ranks)}
     differing = lambda values, usual: {re.escape(k): v for k, v in values.items() if v != usual}
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none", "use_rslora": False,
+        "peft_type": "LORA", "inference_mode": True, "bias": "none", "use_rslora": False,
         "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "init_lora_weights": True,
         "rank_pattern": differing(ranks, rank), "alpha_pattern": differing(alphas, alpha),
         "target_modules": sorted({last(x) if last(x) in short else x for x in ranks}),

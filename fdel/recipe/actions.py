@@ -105,7 +105,9 @@ def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -
     out = Path(s.recipe.trainer.save_directory) / "model"
     if s.lora:
         if first:
-            params.save_peft(spec_of(s, model), model.params, out, base_name=str(s.recipe.model.name_or_path))
+            task = models.heads.TASKS.get(models.heads.kind_of(model.params), "CAUSAL_LM")
+            how = {"base_name": str(s.recipe.model.name_or_path), "whole": models.heads.WHOLE, "task_type": task}
+            params.save_peft(spec_of(s, model), model.params, out, **how)
         if s.lora.merge:
             merged = out.with_name("merged")
             models.save(model._replace(params=params.dequantize(params.lora.merge(model.params))), merged)
@@ -113,15 +115,15 @@ def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -
                 text.save(tok, merged)
     else:
         models.save(model, out)
-    if first and s.method.head:  # transformers finds the last token of a padded row by pad_token_id
-        config = json.loads((out / "config.json").read_text())
-        if config.get("pad_token_id") is None:
+    whole = out.with_name("merged") if s.lora and s.lora.merge else out
+    if first and s.method.head and (file := whole / "config.json").is_file():
+        config = json.loads(file.read_text())
+        if config.get("pad_token_id") is None:  # by which transformers finds the last token of a padded row
             config["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
-            (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if first:
         text.save(tok, out)
         if s.method.pooling:
-            whole = out.with_name("merged") if s.lora and s.lora.merge else out
             models.pooling.write(s.method.pooling(s.keys), whole, getattr(model.cfg, "width", model.cfg.embed))
     everywhere(True)  # who goes on finds it complete
     return out

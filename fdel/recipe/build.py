@@ -55,18 +55,16 @@ def build_model(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Mo
         source = json.dumps(json.loads(model.cfg.source) | more)
         model = model._replace(cfg=dataclasses.replace(model.cfg, source=source))
     spec = spec_of(s, model)
-    if s.method.head and models.heads.kind_of(model.params):
-        return model  # is one already: its training goes on
-    if s.method.head:
+    if s.method.head and not models.heads.kind_of(model.params):  # else it is one already: its training goes on
         inner = {k: v for k, v in model.params.items() if k in spec["model"]}
         head = {k: v for k, v in spec.items() if k != "model"}
         new = params.init(head, jax.random.key(seed), dtype=inner["embed"].dtype)
-        return model._replace(params={"model": inner} | new)
+        model = model._replace(params={"model": inner} | new)
     if s.format:
         group = r.quantization.model.group_size
         model = model._replace(params=params.quantize(model.params, s.format, spec=spec, group=group))
     if lora := s.lora:
-        where = config.lora_targets(lora, spec)
+        where = config.lora_targets(lora, adaptable(s, model))
         how: dict[str, Any] = {"where": where, "spec": spec, "rslora": lora.use_rslora}
         add = lambda p, key: params.lora.add(p, lora.r, lora.lora_alpha, key=key, **how)
         model = model._replace(params=jax.jit(add, donate_argnums=0)(model.params, jax.random.key(seed)))
@@ -81,6 +79,12 @@ def spec_of(s: Settled, model: models.Model) -> Any:
     if s.method.head is None:
         return models.spec_of(model)
     return models.heads.spec(model.family, model.cfg, *s.method.head(s.keys))
+
+
+def adaptable(s: Settled, model: models.Model) -> Any:
+    """The spec tree of what adapters may adapt: all but a head, which is trained whole."""
+    spec = spec_of(s, model)
+    return {"model": spec["model"]} if s.method.head else spec
 
 
 def build_teacher(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Model | None:
@@ -181,12 +185,15 @@ def build_schedule(recipe: Recipe | Settled, steps: int) -> optax.Schedule:
 
 
 def build_optimizer(recipe: Recipe | Settled, spec: Any, steps: int) -> optax.GradientTransformation:
-    """Build the optimizer of a run of `steps` steps; `spec` is that of the parameters. All adapters decay."""
+    """Build the optimizer of a run of `steps` steps; `spec` is that of the parameters.
+
+    All adapters decay, and of a head that is trained beside them what has two axes.
+    """
     s = settle(recipe)
     t = s.recipe.trainer
     options: dict[str, Any] = {"weight_decay": t.weight_decay, "clip": t.clip_grad}
     if t.optimizer == "adamw":
         options |= {"b1": t.adam_beta1, "b2": t.adam_beta2, "eps": t.adam_epsilon, "moments": t.moments}
     if s.lora:
-        options["mask"] = None
+        options["mask"] = (lambda p: jax.tree.map(lambda x: x.ndim > 1, p)) if s.method.head else None
     return train.optimizer(t.optimizer, build_schedule(s, steps), spec=spec, **options)

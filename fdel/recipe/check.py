@@ -103,8 +103,6 @@ def _models(s: Settled) -> Iterator[str]:
          f"teacher_model: missing; trainer_type {kind} learns from one"),
         ({"fp16", "float16"} & {load.dtype, load.param_dtype},
          "loader: fp16 needs scaled losses (train.precision.scaled), which no recipe has; use bf16"),
-        (s.format and s.method.head,
-         f"quantization.model: trainer_type {kind} trains all weights, which cannot be quantized; remove it"),
         (s.lora and differ,
          "loader.param_dtype: with adapters, the frozen weights are kept in loader.dtype; give one of the two"),
         (s.lora and t.sync_ref_model,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from fdel import models, params
-from fdel.recipe import check, config, parse, serving
+from fdel.recipe import build, check, config, parse, serving
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
 from fdel.recipe.step import build_objective
@@ -119,7 +119,7 @@ def _trained(s: Settled, model: models.Model, sizes: Mapping[str, int] | None) -
     if s.lora:
         if config.from_scratch(recipe.model):
             yield "model: adapters of random weights learn little; train all weights, or give a checkpoint with weights"
-        config.lora_targets(s.lora, spec)
+        config.lora_targets(s.lora, build.adaptable(s, model))
     reference = _model(s, "reference_model") if recipe.reference_model else None
     if reference and (reference.family, reference.cfg) != (model.family, model.cfg) and not recipe.base_config.values:
         yield "reference_model: its config.json differs from the model's; give one of its kind"

@@ -80,7 +80,7 @@ def build_step(
     steps *= getattr(s.keys, "updates", 1)
     t, mesh = s.recipe.trainer, build.build_mesh(s) if mesh is None else mesh
     spec, teacher, reference = build.spec_of(s, model), build.build_teacher(s, mesh), build.build_reference(s, model)
-    trained, frozen = params.lora.split(model.params) if s.lora else (model.params, None)
+    trained, frozen = params.lora.split(model.params, models.heads.WHOLE) if s.lora else (model.params, None)
     optimizer = build.build_optimizer(s, spec, steps)
 
     def fresh(trained: Any, reference: Any) -> train.TrainState:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fdel.models import gpt2, llama
+from fdel.models import gpt2, heads, llama, roberta
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
 from fdel.ops.weights import LowRank, Quantized, dense
@@ -22,6 +22,7 @@ from fdel.params.peft import load_peft, save_peft
 from fdel.params.quantize import quantize
 from fdel.params.spec import Param, named_leaves, normal, stack, unstack
 from fdel.params.tensor import CheckpointError
+from fdel.train import losses
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)
@@ -149,6 +150,8 @@ SIZES = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 1}
 LLAMA = SIZES | {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "head_dim": 6}  # fmt: skip
 GPT2 = SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+ROBERTA = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+           "max_position_embeddings": 12, "pad_token_id": 1}  # fmt: skip
 EINSUMS = {
     "q": "td,nhd->tnh", "k": "td,nhd->tnh", "v": "td,nhd->tnh", "o": "tnh,dnh->td", "gate": "td,fd->tf",
     "up": "td,fd->tf", "down": "tf,df->td", "head": "td,vd->tv",
@@ -267,6 +270,38 @@ def test_to_peft(family: str, where: str, rslora: bool, tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == "org/base"
     assert config["r"] == (6 if "v" in where else 9 if family == "gpt2" else 3) or where == "layers"
     assert all("." not in name for name in config["target_modules"]) or family == "gpt2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "roberta"])
+def test_a_head_that_is_trained_whole(name: str, tmp_path: Path) -> None:
+    """PEFT's logits from the files, and ours from PEFT's; the head of two layers too (1e-5; seen 1e-6)."""
+    torch, transformers = (pytest.importorskip(x, reason="needs the torch extra") for x in ("torch", "transformers"))
+    peft = pytest.importorskip("peft", reason="needs the torch extra")
+    torch.manual_seed(0)
+    kind, sizes = ("Llama", LLAMA | {"pad_token_id": 30}) if name == "llama" else ("Roberta", ROBERTA)
+    config = getattr(transformers, kind + "Config")(**sizes, num_labels=3)
+    model = getattr(transformers, kind + "ForSequenceClassification")(config).eval()
+    torch.nn.utils.vector_to_parameters(torch.randn(sum(p.numel() for p in model.parameters())) / 4, model.parameters())
+    family = {"llama": llama, "roberta": roberta}[name]
+    cfg = family.Config.from_hf(config.to_dict())
+    spec = heads.spec(family, cfg, "sequence", 3)
+    base = params_of(spec, model)
+    trained, frozen = lora.split(randomised(add(base, 2, 4, r"\.(q|v)$", spec)), heads.WHOLE)
+    trained["sequence"] = jax.tree.map(lambda x: jnp.array(RNG.standard_normal(x.shape), x.dtype), trained["sequence"])
+    assert jax.tree.structure(frozen["sequence"]).num_leaves == 0
+    ours = lora.join(trained, frozen)
+    save_peft(spec, ours, tmp_path, whole=heads.WHOLE, task_type="SEQ_CLS")
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+    tokens = RNG.integers(2, 30, (3, 5))
+    with torch.no_grad():
+        want = adapted(torch.tensor(tokens)).logits.numpy()
+    score = jax.jit(losses.score_rows(family, cfg))
+    np.testing.assert_allclose(score(ours, {"tokens": tokens}), want, atol=1e-5)
+    adapted.save_pretrained(tmp_path / "peft")
+    back = load_peft(spec, base, tmp_path / "peft")
+    np.testing.assert_allclose(score(back, {"tokens": tokens}), want, atol=1e-5)
+    chex.assert_trees_all_equal(load_peft(spec, base, tmp_path), ours)
 
 
 def test_onto_a_quantised_base(tmp_path: Path) -> None:

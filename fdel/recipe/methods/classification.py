@@ -6,14 +6,14 @@ from functools import partial
 from typing import Any
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective
+from fdel.recipe.methods.method import Adapted, Method, Objective
 from fdel.recipe.parse import key
 from fdel.train import losses
 from fdel.train.losses.classes import PROBLEMS
 
 
 @dataclass(frozen=True)
-class Tagger:
+class Tagger(Adapted):
     """Keys of trainer_type token_classification."""
 
     labels: tuple[str, ...] | None = key(None, "names of the labels, in the order of their numbers in the data")

@@ -49,7 +49,7 @@ class Method:
     column: what `content_field` names of a row.
     reference, teacher: it compares with a reference model (or its keys say so), it learns from a teacher.
     samples: it learns from its own samples, and how.
-    head: kind and labels of a head in place of the output projection (`models.heads`); all weights are then trained.
+    head: kind and labels of a head in place of the output projection (`models.heads`), which is trained whole.
     config: what is said of that head in config.json.
     pooling: how it embeds texts, which is written beside the model as sentence-transformers does.
     extra: what the state keeps beside the parameters, by name; the loss is given it, and `keep(step)` renews it.
@@ -90,7 +90,7 @@ class Lora:
 class Adapted:
     """Keys of the types that can train adapters."""
 
-    lora: Lora | None = key(None, "train adapters only; {} has all defaults")
+    lora: Lora | None = key(None, "train adapters, and a new head; {} has all defaults")
 
 
 @dataclass(frozen=True)

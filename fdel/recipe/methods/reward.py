@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective
+from fdel.recipe.methods.method import Adapted, Method, Objective
 from fdel.recipe.parse import key
 from fdel.train import losses
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(Adapted):
     """Keys of trainer_type reward."""
 
     center_rewards_coefficient: float = key(0.0, "keeps rewards around 0")
 
 
 @dataclass(frozen=True)
-class Prm:
+class Prm(Adapted):
     """Keys of trainer_type prm."""
 
     step_separator: str = key("\n", "text after each step, at whose end it is judged")
