@@ -336,8 +336,8 @@ IMPOSSIBLE = [
     ({"trainer": {"trainer_type": "kto", "loss_type": ["kto", "bco"]}}, "only trainer_type dpo has several"),
     ({"trainer": {"trainer_type": "gkd", "beta": 2}, "teacher_model": {"name_or_path": "t"}}, "beta=2.0; expected a"),
     (
-        {"trainer": {"trainer_type": "gkd", "lmbda": 0.5}},
-        "trainer.lmbda: 0.5 cannot be honoured: trainer_type on_policy_distillation learns",
+        {"trainer": {"trainer_type": "gkd", "top_k": 5}, "teacher_model": {"name_or_path": "t"}},
+        "trainer: top_k: nothing is sampled with lmbda=0",
     ),
     ({"reference_model": {"name_or_path": "r"}}, "reference_model: trainer_type sft has none"),
     *(

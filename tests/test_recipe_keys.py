@@ -14,6 +14,7 @@ from fdel import models, ops, params, recipe, train
 from fdel.models import heads, mixtral, roberta
 from fdel.recipe import methods, trainer
 from fdel.recipe.samples import task_settings
+from fdel.recipe.settled import settle
 from fdel.train.losses import preference
 
 CFG = mixtral.Config(vocab=64, embed=16, ffn=16, layers=1, heads=2, kv_heads=1, head_dim=8, experts=2,
@@ -92,7 +93,7 @@ def batch_of(kind: str) -> dict[str, Any]:
         "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
         "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
     }  # fmt: skip
-    if kind in methods.types(samples=True):
+    if methods.METHODS[kind].samples and kind != "gkd":
         more = {name: rng.normal(size=(4, 12)).astype(np.float32) for name in ("advantages", "old", "logps")}
         return rows() | more
     labels = (*shape, 12) if kind in ("prm", "token_classification") else (*shape, 1)
@@ -132,7 +133,7 @@ def effect(found: recipe.Recipe) -> tuple:
     value = lambda *args: loss(*args)[0]
     gradient = lambda p, *args: jax.grad(value)(p, *args)
     program = gradient if t.gradient_checkpointing else value
-    settings = task_settings if t.trainer_type in methods.types(samples=True) else recipe.build_settings
+    settings = task_settings if settle(found).sampling else recipe.build_settings
     return settings(found), shown(program, model.params, batch_of(t.trainer_type), given)
 
 
@@ -154,7 +155,7 @@ def test_a_key_of_the_loss_has_an_effect_or_is_refused(kind, loss):
             assert effect(found)[1] != shown_gradient(base), name
         elif effect(found) == before:
             idle.append(name)
-    assert idle == ["beta"] * (kind == "rloo") and "lmbda" in refused  # rloo's is in its rewards
+    assert idle == ["beta"] * (kind == "rloo") and ("lmbda" in refused) == (kind != "gkd")  # rloo's is in its rewards
 
 
 def shown_gradient(base: recipe.Recipe) -> str:

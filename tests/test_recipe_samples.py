@@ -35,7 +35,8 @@ def folder(tmp_path_factory) -> Path:
     weights = params.init(llama.spec(CFG), jax.random.key(0), dtype=jnp.float32)
     models.save(models.Model(llama, CFG, weights), path / "model")
     text.save(text.train_bpe(["what is one and one and two", "it is two"] * 3, 300), path / "model")
-    rows = [{"prompt": f"what is {a} and {b}", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    rows = [{"prompt": f"what is {a} and {b}", "answer": str(a + b), "completion": " it is two"}
+            for a in range(4) for b in range(4)]  # fmt: skip
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "rewards.py").write_text(EVEN)
     return path
@@ -87,16 +88,38 @@ def test_the_reward_rises(kind, folder, tmp_path):
         assert np.abs(column(tmp_path, "kl"))[0] < 1e-5 and column(tmp_path, "kl")[-1] > 1e-3
 
 
+@pytest.fixture(scope="module")
+def taught(folder):
+    """A teacher that has learnt something."""
+    recipe.train(made(folder, folder / "teacher", max_training_steps=8))
+    return folder / "teacher" / "model"
+
+
 @pytest.mark.slow
-def test_a_student_learns_on_its_own_samples(folder, tmp_path):
-    """The divergence from a teacher that has been taught falls on what the student writes."""
-    recipe.train(made(folder, tmp_path / "teacher", max_training_steps=8))
-    found = recipe.to_dict(made(folder, tmp_path / "student", "on_policy_distillation", num_generations=2))
-    del found["trainer"]["reward_functions"]
-    recipe.train(recipe.from_dict(found | {"teacher_model": {"name_or_path": str(tmp_path / "teacher" / "model")}}))
-    loss = column(tmp_path / "student", "loss")
-    assert loss[-3:].mean() < 0.6 * loss[:3].mean(), loss
-    assert "reward" not in metrics.read(tmp_path / "student")[0]
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [("on_policy_distillation", {"num_generations": 2}), ("gkd", {"lmbda": 0.5, "total_batch_size": 16})],
+)
+def test_a_student_learns_on_its_own_samples(kind, keys, folder, taught, tmp_path):
+    """The divergence from a teacher falls on what the student writes; gkd learns rows of the data between."""
+
+    def run(out: Path, **more: int) -> models.Model:
+        found = recipe.to_dict(made(folder, out, kind, **keys, **more))
+        del found["trainer"]["reward_functions"]
+        found["trainer"].pop("num_generations") if "num_generations" not in keys else None
+        return recipe.train(recipe.from_dict(found | {"teacher_model": {"name_or_path": str(taught)}})).model
+
+    whole = run(tmp_path / "whole")
+    loss, own = column(tmp_path / "whole", "loss"), np.ones(12)
+    assert "reward" not in metrics.read(tmp_path / "whole")[0]
+    if kind == "gkd":
+        own = column(tmp_path / "whole", "own_samples")
+        assert 3 <= own.sum() <= 9
+        run(tmp_path / "cut", max_training_steps=4)
+        again = run(tmp_path / "cut")
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.params, again.params))
+    for kept in (loss[own == 1], loss[own == 0]):
+        assert not len(kept) or kept[-2:].mean() < 0.6 * kept[:2].mean(), loss
 
 
 @pytest.mark.slow

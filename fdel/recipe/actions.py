@@ -21,6 +21,7 @@ from fdel.recipe.settled import Settled, settle
 from fdel.recipe.step import build_evaluate, build_step, final_params
 from fdel.train import loop, metrics, processes
 from fdel.train.evaluation import everywhere
+from fdel.train.rollout import Mixed
 
 
 class Result(NamedTuple):
@@ -48,13 +49,13 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     mixture = dataclasses.replace(recipe.mixture, **memory)
     fits.validate(dataclasses.replace(recipe, actions=(), mixture=mixture), jax.device_count())
     s = settle(recipe)
-    if s.method.samples and jax.process_count() > 1:
+    if s.sampling and jax.process_count() > 1:
         parse.fail([*samples.several_processes(s)])
     parse.fail(config.dropout(s, config.read(recipe)[1]))
     t, tok = recipe.trainer, build_tokenizer(s)
     functions = build_rewards(s.keys)  # now, if one is not there
-    build: Callable[..., Any] = samples.build_tasks if s.method.samples else build_dataset
-    dataset: Any = build(s, tok, train_dataset)
+    tasks: Any = samples.build_tasks(s, tok, train_dataset) if s.sampling else None
+    dataset: Any = tasks if s.sampling == 1 else build_dataset(s, tok, train_dataset)
     _tell(f"data: {dataset.report if dataset.batches else 'a stream, whose rows are counted when it was read'}")
     evaluation, mesh = build_evaluation(s, tok, eval_dataset), build_mesh(s)
     if not (known := [n for n in (t.max_training_steps, dataset.total) if n]):
@@ -66,9 +67,11 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     with jax.set_mesh(mesh):
         model = build_model(s, mesh)
         dataset, evaluation = precompute(s, model, tok, mesh, dataset, evaluation)
-        policy = samples.build_policy(s, model, tok) if s.method.samples else None  # first: the step donates the model
+        policy = samples.build_policy(s, model, tok) if s.sampling else None  # first: the step donates the model
         training = build_step(s, model, steps, mesh)
-        batches = dataset if policy is None else samples.build_source(s, policy, training, tok, dataset, functions)
+        batches = dataset if policy is None else samples.build_source(s, policy, training, tok, tasks, functions)
+        if 0 < s.sampling < 1:
+            batches = Mixed(dataset, batches, s.sampling, seed=t.seed)
         settings = loop.Loop(
             steps=steps, directory=t.save_directory, log_every=t.log_steps, eval_every=t.evaluation_steps or 0,
             save_every=t.save_steps or steps, keep=t.save_total_limit or 0, keep_best=int(bool(t.metric_for_best_model)),

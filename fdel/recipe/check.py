@@ -219,7 +219,7 @@ def _trainer(s: Settled) -> Iterator[str]:
             remat_policy(s.remat)
     except ValueError as e:
         yield f"trainer.gradient_checkpointing: {str(e).removeprefix('remat=')}"
-    if s.method.samples is not None:
+    if s.sampling:
         yield from _samples(s)
     try:
         s.method.loss(s.keys)
@@ -240,7 +240,8 @@ def _samples(s: Settled) -> Iterator[str]:
         (k.max_completion_length >= s.length,
          f"trainer.max_completion_length: {k.max_completion_length} tokens leave no room for a prompt in max_length "
          f"{s.length}; raise that, or lower this"),
-        (m.eval_informs, "mixture.eval_informs: samples are not evaluated apart in this version; remove it"),
+        (m.eval_informs and s.sampling == 1,
+         "mixture.eval_informs: samples are not evaluated apart in this version; remove it"),
         (m.pack_on_the_fly, "mixture.pack_on_the_fly: tasks are read before the first step; remove it"),
         (m.save.path, "mixture.save: tasks are read anew; remove it"),
         (m.mixture_weights or any(x.weight for x in m.informs),

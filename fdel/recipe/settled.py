@@ -39,6 +39,7 @@ class Settled:
     remat: str | None  # what a backward pass saves of a layer; None: everything
     train_rules: params.Rules  # where axes of weights lie
     serve_rules: params.Rules
+    sampling: float  # share of the steps that learn own samples; the others learn rows of the data
     trains: bool  # its actions say so, or there are none that want another thing, and data
     kernels: Mapping[str, str]  # implementations of operations, by their names
 
@@ -77,6 +78,7 @@ def settle(recipe: Recipe | Settled) -> Settled:
         remat="nothing_saveable" if policy is True else None if policy == "none" else policy or None,
         train_rules={**params.TRAIN, **(recipe.sharding.rules or {})},
         serve_rules={**params.SERVE, **(recipe.sharding.rules or {})}, kernels=load.kernels or {},
+        sampling=method.samples.share(keys) if method.samples else 0.0,
         trains="train" in actions or not actions or (not actions & {"eval", "serve"} and bool(m.informs)),
     )  # fmt: skip
 

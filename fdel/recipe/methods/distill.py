@@ -1,4 +1,4 @@
-"""Learning from a teacher's distributions: distillation, and GKD on given texts."""
+"""Learning from a teacher's distributions on given texts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,16 +29,6 @@ class Distillation(Text):
         refuse="a softmax sums to 1 already; remove it")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Gkd(Text):
-    """Keys of trainer_type gkd."""
-
-    beta: float = key(0.5, "from forward (0) to reverse KL (1)")
-    temperature: float = key(1.0, "of both models' distributions")
-    lmbda: float = key(0.0, "share of the student's own samples",
-        refuse="trainer_type on_policy_distillation learns on samples")  # fmt: skip
-
-
 def divergence(k: Any) -> Callable:
     """Choose the divergence from the teacher, by beta and temperature. Out of range: ValueError."""
     if not 0 <= k.beta <= 1:
@@ -60,14 +50,6 @@ def distillation(k: Distillation, model: models.Model, *, remat: str | None, tea
     return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=k.alpha, terms=terms, remat=remat))
 
 
-def gkd(k: Gkd, model: models.Model, *, remat: str | None, teacher: models.Model) -> Objective:
-    """Compose the loss by the teacher's divergence alone."""
-    terms = losses.Terms(router_aux_loss_coef=k.router_aux_loss_coef)
-    target = divergence(k)
-    return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=1.0, terms=terms, remat=remat))
-
-
 METHODS = (
     Method("distillation", Distillation, 2e-5, distillation, data=texts, column="text", teacher=True, keeps_dropout=True),
-    Method("gkd", Gkd, 2e-5, gkd, divergence, texts, column="text", teacher=True),
 )  # fmt: skip

@@ -30,10 +30,12 @@ class Samples:
     first: `first(keys, logps)` gives `f(params, batch, given)`: columns of the batch that a step computes once, before
     its updates; `logps(params, batch)` are those of drawn tokens by the whole model. Without it, several
     updates have "old".
+    share: of the steps that learn samples; the others learn rows of the data.
     """
 
     batch: Callable[..., Any]
     first: Callable[..., Callable] | None = None
+    share: Callable[[Any], float] = lambda k: 1.0
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 Columns, as in TRL: `text` | `messages` | `prompt` and `completion` | `input_ids` (with `labels`, `completion_mask` or
 `assistant_masks`) for "sft"; `chosen` and `rejected`, `prompt` or what both have in common, `margin` for "pairs"; `prompt`,
-`completion`, `label`, or a pair, for "unpaired"; `prompt` for "prompt". Texts, or lists of messages; `tools` and
-`chat_template_kwargs` go to the template. Texts alone: `anchor` (or `query`), `positive` and `negative` for "embedding";
-`prompt`, `completions` and `labels`, both lists, for "process"; `text`, `messages` or `prompt`, with `label` (or `labels`),
-for "labelled"; `tokens` (words) and `labels`, both lists, for "tagged". Labels are names or their numbers.
+`completion`, `label`, or a pair, for "unpaired"; `prompt`, or the messages before a last reply, for "prompt". Texts, or
+lists of messages; `tools` and `chat_template_kwargs` go to the template. Texts alone: `anchor` (or `query`), `positive` and
+`negative` for "embedding"; `prompt`, `completions` and `labels`, both lists, for "process"; `text`, `messages` or `prompt`,
+with `label` (or `labels`), for "labelled"; `tokens` (words) and `labels`, both lists, for "tagged". Labels are names or
+their numbers.
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
     if settings.kind == "sft":
         yield (_sft(row, tok, settings.learn),), {}
     elif settings.kind == "prompt":
+        row = {"prompt": _asked_of(row), **row}
         yield (_join(_column(row, "prompt"), None, row, tok),), {"row": row}
     elif settings.kind == "embedding":
         yield tuple(map(Draft, _documents(row))), {}
@@ -76,6 +78,14 @@ def _column(row: Row, name: str) -> Any:
         found = ", ".join(k for k, v in row.items() if v is not None)
         raise ValueError(f"no column {name!r} (found {found}); rename one")
     return row[name]
+
+
+def _asked_of(row: Row) -> Any:
+    """The messages before the last reply, of a row that has no prompt."""
+    messages = row.get("messages")
+    if not messages:
+        return None
+    return messages[:-1] if messages[-1].get("role") == "assistant" else messages
 
 
 def _label(value: Any) -> bool:

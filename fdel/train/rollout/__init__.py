@@ -13,9 +13,10 @@ from . import advantages, select, turns
 from .collate import collate
 from .records import Rewards, Sample, Task
 from .run import Adapter, rollout
-from .source import Source
+from .source import Mixed, Source
 from .turns import Said, Turn
 
 __all__ = [
-    "rollout", "Adapter", "collate", "Source", "Task", "Sample", "Rewards", "Said", "Turn", "advantages", "select", "turns",
+    "rollout", "Adapter", "collate", "Source", "Mixed", "Task", "Sample", "Rewards", "Said", "Turn", "advantages", "select",
+    "turns",
 ]  # fmt: skip

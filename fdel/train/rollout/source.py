@@ -45,6 +45,7 @@ class Source:
         if ahead < 0:
             raise ValueError(f"ahead={ahead}; expected 0 or more steps")
         self.data, self.publish, self.sample, self.ahead = tasks, publish, sample, ahead
+        self.shared = ahead == 0  # the place is the same on all processes
 
     def __iter__(self) -> "Source":
         """Begin with the first tasks."""
@@ -109,6 +110,50 @@ class Source:
             )
         self.tasks.set_state(state["tasks"])
         self.ready, self.running = deque(ready), None
+
+
+class Mixed:
+    """The data of `fit`: in a share of the steps batches of own samples, in the others given ones (GKD, arXiv:2306.13649).
+
+    Which it is depends on `seed` and the number of the step alone. Ends with either.
+    """
+
+    def __init__(self, given: Iterable[Batch], source: Source, share: float, *, seed: int = 0):
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share}; expected a number from 0, no samples, to 1, samples alone")
+        if source.ahead:
+            raise ValueError(f"ahead={source.ahead}: samples are learnt in some steps; draw them in these")
+        self.given, self.source, self.share, self.seed = given, source, share, seed
+        self.shared = source.shared and getattr(given, "shared", False)
+
+    def __iter__(self) -> "Mixed":
+        """Begin with the first step."""
+        self.rows: Any = iter(self.given)
+        self.samples, self.number = iter(self.source), 0
+        return self
+
+    def __next__(self) -> Batch:
+        raise TypeError("what is sampled depends on the weights: take draw(state), as train.fit does")
+
+    def draw(self, state: TrainState) -> tuple[Batch, Row] | None:
+        """Give the next batch and its metrics; None after the last one."""
+        own = np.random.default_rng((self.seed, self.number)).random() < self.share
+        self.number += 1
+        if own:
+            drawn = self.samples.draw(state)
+            return None if drawn is None else (drawn[0], {**drawn[1], "own_samples": 1.0})
+        batch = next(self.rows, None)
+        return None if batch is None else (batch, {"own_samples": 0.0})
+
+    def get_state(self) -> dict[str, Any]:
+        """Give the places in both: JSON."""
+        return {"number": self.number, "rows": self.rows.get_state(), "samples": self.samples.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.number = int(state["number"])
+        self.rows.set_state(state["rows"])
+        self.samples.set_state(state["samples"])
 
 
 def encode(batch: Batch) -> str:
