@@ -733,7 +733,7 @@ def test_the_command_line_prints_checks_and_writes(tmp_path, capsys):
     keys = capsys.readouterr().out.splitlines()
     assert len(keys) > 150 and max(map(len, keys)) <= 120 and all(f"{s}:" in " ".join(keys) for s in KEPT)
     at = next(i for i, line in enumerate(keys) if line.startswith("trainer.lora: train adapters"))
-    assert "r rank (a whole number; 16)" in [" ".join(line.split()) for line in keys[at : at + 3]]
+    assert "r rank (a whole number; 16)" in [" ".join(line.split()) for line in keys[at : at + 8]]
     assert read.load(out) == wanted
 
 

@@ -318,3 +318,19 @@ def test_what_several_processes_cannot_do(kind, keys, why, folder, tmp_path, mon
     monkeypatch.setattr(samples.processes, "share", lambda mesh: (0, 2))
     with pytest.raises(recipe.RecipeError, match=why):
         recipe.train(made(folder, tmp_path, kind, devices=8, **keys))
+
+
+def test_adapters_alone_are_handed_over(folder, tmp_path):
+    """The sampler holds the frozen weights once; an update brings the factors."""
+    s = settled.settle(made(folder, tmp_path, lora={"r": 4}))
+    with jax.set_mesh(recipe.build_mesh(s)):
+        model = recipe.build_model(s)
+        policy = samples.build_policy(s, model, text.load(folder / "model"))
+        trained, _ = params.lora.split(model.params)
+        new = policy.served(jax.tree.map(lambda x: x + 1, trained))
+        policy.engine.update_params(new, reshard=True)
+    held = policy.engine.engine._device.weights
+    base, adapted = held[""], held[samples.NAME]
+    assert held.slot(samples.NAME) == 0  # one call is for both
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (base, params.lora.unload(adapted))), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, adapted, new)
