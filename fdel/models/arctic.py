@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "arctic", "ArcticForCausalLM"
 NAMES = ("w1", "w3", "w2")
@@ -41,7 +40,7 @@ def spec(cfg: Config) -> dict:
         moe["residual_norm"] = builders.norm(name + "residual_layernorm.weight", cfg.embed)
     ffn = {MOE: moe, DENSE: builders.glu(name + "block_sparse_moe.mlp.", cfg.embed, cfg.ffn, NAMES)}
     layer = lambda kind: builders.prenorm(name, cfg.embed) | builders.gqa(name + "self_attn.", cfg) | ffn[kind]
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")
@@ -50,21 +49,16 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     turn, mask = sublayers.rotate(ops.rotation(cfg.rope, batch)), ops.Mask(cfg.head_dim**-0.5, window=cfg.window)
     norm, act = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps), ops.ACTIVATIONS[cfg.act]
 
-    def block(kind):
-        def apply(x, carry, p, layer):
-            a, carry = sublayers.attention(norm(x, p["attn_norm"]), carry, p, layer, batch, mask, turn)
-            before, x = x, x + a
-            if kind == DENSE:
-                return x + ops.glu(norm(x, p["mlp_norm"]), p, act), carry
-            if cfg.parallel:
-                x = x + ops.glu(norm(x, p["residual_norm"]), p["residual"], act)
-            h = norm(before if cfg.parallel else x, p["mlp_norm"])
-            y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.top_k > 1)
-            return x + y, carry
+    def block(x, carry, p, layer):
+        a, carry = sublayers.attention(norm(x, p["attn_norm"]), carry, p, layer, batch, mask, turn)
+        before, x = x, x + a
+        h = norm(before if "residual" in p else x, p["mlp_norm"])
+        if "residual" in p:
+            x = x + ops.glu(norm(x, p["residual_norm"]), p["residual"], act)
+        y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.top_k > 1)
+        return x + y, carry
 
-        return apply
-
-    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
+    return sublayers.walk(params, tokens, cfg, block, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

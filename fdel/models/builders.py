@@ -13,7 +13,7 @@ from fdel import ops
 from fdel.ops import Pages, Slots, State
 from fdel.ops.carry import begin
 from fdel.ops.paged import heads_per_row
-from fdel.params.spec import Param, normal, ones, parts, stack, zeros
+from fdel.params.spec import Param, layers, normal, ones, parts, stack, zeros
 
 STD = 0.02  # initial standard deviation of weight matrices, GPT-2's
 
@@ -71,11 +71,21 @@ def gqa(
     return tree
 
 
-def glu(name: str, embed: int, ffn: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict:
-    """Gated feed-forward: gate, up [ffn embed], down [embed ffn]."""
-    d, f = ("embed", embed), ("ffn", ffn)
-    gate, up, down = (f"{name}{n}.weight" for n in names)
-    return {"gate": matrix(gate, d, f), "up": matrix(up, d, f), "down": matrix(down, f, d)}
+def qk_norm(name: str, cfg: Any, norm: Callable[[str, int, str], Param] = norm) -> dict[str, Param]:
+    """Scales of the norms of each head's queries and keys, {name}q_norm.weight and {name}k_norm.weight."""
+    return {f"{i}_norm": norm(f"{name}{i}_norm.weight", cfg.head_dim, "head_dim") for i in "qk"}
+
+
+def glu(
+    name: str, embed: int, ffn: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *, biased: bool = False,
+) -> dict[str, Param]:  # fmt: skip
+    """Gated feed-forward: gate, up [ffn embed], down [embed ffn], named {name}{names}.weight, and their biases."""
+    d, f, tree = ("embed", embed), ("ffn", ffn), {}
+    for part, called, a, b in ("gate", names[0], d, f), ("up", names[1], d, f), ("down", names[2], f, d):
+        tree[part] = matrix(f"{name}{called}.weight", a, b)
+        tree |= {f"{part}_bias": bias(f"{name}{called}.bias", b[1], b[0])} if biased else {}
+    return tree
 
 
 def layer_norm(part: str, name: str, size: int, axis: str = "embed") -> dict[str, Param]:
@@ -97,10 +107,18 @@ def fused(name: str, a: tuple[str, int], **sides: tuple[str, tuple[int, ...]]) -
     }  # fmt: skip
 
 
-def grouped_qkv(name: str, cfg: Any, *, biased: bool = False) -> dict[str, Param]:
-    """Projections q, k and v in one tensor: for each head of keys its queries, it and its values, [queries key value]."""
+def fused_qkv(name: str, o: str, cfg: Any) -> dict[str, Param]:
+    """Projections q, k and v one below the other in the tensor {name}.weight, and o."""
+    heads, kv = (cfg.heads, cfg.head_dim), ("kv_heads head_dim", (cfg.kv_heads, cfg.head_dim))
+    tree = fused(f"{name}.weight", ("embed", cfg.embed), q=("heads head_dim", heads), k=kv, v=kv)
+    return tree | {"o": heads_in(f"{o}.weight", *heads, cfg.embed)}
+
+
+def grouped_qkv(name: str, o: str, cfg: Any, *, biased: bool = False) -> dict[str, Param]:
+    """Projections q, k and v in one tensor, and o: for each head of keys its queries, it and its values side by side."""
     group, h = cfg.heads // cfg.kv_heads, cfg.head_dim
-    tree = {}
+    tree = {"o": heads_in(f"{o}.weight", cfg.heads, h, cfg.embed)}
+    tree |= {"o_bias": bias(f"{o}.bias", cfg.embed)} if biased else {}
     for part, cut in parts(q=group * h, k=h, v=h).items():
         axis, n = ("heads", cfg.heads) if part == "q" else ("kv_heads", cfg.kv_heads)
         layout = f"(heads//{group} [heads%{group} head_dim])" if part == "q" else "(kv_heads [head_dim])"
@@ -127,14 +145,27 @@ def gate_up(name: str, embed: int, ffn: int, down: str) -> dict[str, Param]:
     return tree | {"down": matrix(down, ("ffn", ffn), ("embed", embed))}
 
 
-def top(
-    cfg: Any, layers: Any, embed: str = "model.embed_tokens.weight", norm_name: str = "model.norm.weight",
-    *, norm: Callable[[str, int], Param] = norm, head: str = "lm_head.weight",
+def decoder(
+    cfg: Any, layer: Any, embed: str = "model.embed_tokens", last: str = "model.norm",
+    *, norm: Callable[[str, int], Param] = norm, head: str = "lm_head", norm_bias: bool = False, head_bias: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arrays around the layers: embed and (unless tied) head, [vocab embed], and the scale of the last norm."""
-    table = Param("vocab embed", (cfg.vocab, cfg.embed), normal(STD), embed)
-    tree = {"embed": table, "layers": layers, "norm": norm(norm_name, cfg.embed)}
-    return tree if cfg.tied else tree | {"head": replace(table, hf=head)}
+    """Declare every array: the layers, and what stands around them.
+
+    `layer` is the spec of one layer, or a function of its kind where `cfg.kinds` differ. Around them are embed and (unless
+    tied) head, [vocab embed], and the scale of the last norm: {embed}.weight, {head}.weight, {last}.weight, and biases.
+    """
+    kinds = getattr(cfg, "kinds", ()) or (None,) * cfg.layers
+    table = Param("vocab embed", (cfg.vocab, cfg.embed), normal(STD), f"{embed}.weight")
+    tree = {"embed": table, "layers": layers(layer if callable(layer) else lambda kind: layer, kinds)}
+    tree["norm"] = norm(f"{last}.weight", cfg.embed)
+    tree |= {} if cfg.tied else {"head": replace(table, hf=f"{head}.weight")}
+    tree |= {"norm_bias": bias(f"{last}.bias", cfg.embed)} if norm_bias else {}
+    return tree | ({"head_bias": bias(f"{head}.bias", cfg.vocab, "vocab")} if head_bias else {})
+
+
+def without_mask(name: str, cfg: Any) -> str | None:
+    """Leave out the causal mask that older files carry: `rename` of a family."""
+    return None if name.endswith((".bias", ".masked_bias")) and name.split(".")[-2] in ("attn", "attention") else name
 
 
 def conv(name: str, channels: int, kernel: int) -> Param:
@@ -189,6 +220,19 @@ def moe(name: str, embed: int, ffn: int, experts: int, names: tuple[str, str, st
     return {"router": router, "experts": stack(parts, "experts", range(experts))}
 
 
+def fused_experts(name: str, embed: int, ffn: int, experts: int, *, inputs_first: bool = False) -> dict[str, Param]:
+    """Gated feed-forwards of all experts in {name}gate_up_proj, gate before up, and {name}down_proj.
+
+    The file has matrices [out in], or [in out] with `inputs_first`.
+    """
+    axes = "experts embed [ffn]", "experts ffn embed"
+    both, down = axes if inputs_first else (axes[1].replace("ffn", "[ffn]"), "")
+    up = lambda cut: Param(axes[1], (experts, ffn, embed), normal(STD), name + "gate_up_proj", both, cut)
+    tree = {part: up(cut) for part, cut in parts(gate=ffn, up=ffn).items()}
+    shape = (experts, embed, ffn)
+    return tree | {"down": Param("experts embed ffn", shape, normal(STD), name + "down_proj", down)}
+
+
 def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
     """Spec of a paged cache of `ops.mla`: latents and rotary keys, common to all heads; values are a part of them."""
     axes = "layers pages groups page latent"
@@ -216,8 +260,12 @@ def hidden(*taps: str) -> Callable[[Callable[..., tuple[Array, ops.Carry]]], Cal
 
 
 def head(params: Any, cfg: Any) -> ops.Head:
-    """Give the output projection, for `ops.logits` and the chunked losses; that of a tied model is its embedding."""
-    return ops.Head(params["head"] if "head" in params else params["embed"], bias=params.get("head_bias"))
+    """Give the output projection, for `ops.logits` and the chunked losses; that of a tied model is its embedding.
+
+    A Config may have `logit_scale`, the factor on its results, and `softcap`, their bound.
+    """
+    weight, scale = params["head"] if "head" in params else params["embed"], getattr(cfg, "logit_scale", 1.0)
+    return ops.Head(weight, getattr(cfg, "softcap", None), scale, params.get("head_bias"))
 
 
 def forward(hidden: Callable[..., tuple], head: Callable[[Any, Any], ops.Head] = head) -> Callable[..., tuple]:

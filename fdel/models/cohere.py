@@ -1,11 +1,10 @@
 """Command R (Cohere, 2024): attention and feed-forward in parallel on one LayerNorm without bias, scaled logits."""
 
-from dataclasses import replace
 from typing import Any
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import Param, layers, ones
+from fdel.params.spec import Param, ones
 
 MODEL_TYPE, ARCHITECTURE = "cohere", "CohereForCausalLM"
 
@@ -38,40 +37,27 @@ def spec(cfg: Any) -> dict:
         for part, axis, n in ("q", "heads", cfg.heads), ("k", "kv_heads", cfg.kv_heads):
             file = f"{name}self_attn.{part}_norm.weight"
             layer[f"{part}_norm"] = Param(f"{axis} head_dim", (n, cfg.head_dim), ones, file, inputs=0)
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds or (None,) * cfg.layers))
+    return builders.decoder(cfg, layer)
 
 
-def walk(params, tokens, cfg: Any, batch: ops.Batch, carry: ops.Carry, remat: str | None, ways: dict):
-    """Embed, apply every layer, normalise; ways: kind of layer -> (its rotation or None, its window)."""
-    norm = lambda x, w: ops.layer_norm(x, w, None, cfg.norm_eps)
+def block(cfg: Any, batch: ops.Batch, rot: Any, window: int | None = None):
+    """Make the block of layers that attend within `window`; `rot` None: without positions."""
+    mask, norm = ops.Mask(cfg.head_dim**-0.5, window=window), lambda x, w: ops.layer_norm(x, w, None, cfg.norm_eps)
 
-    def block(rot, window):
-        mask = ops.Mask(cfg.head_dim**-0.5, window=window)
-        rotate = sublayers.rotate(rot, interleaved=True) if rot else None
+    def apply(x, carry, p, layer):
+        h = norm(x, p["norm"])
+        change = sublayers.normed(norm, p, rot, interleaved=True)
+        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
+        return x + a + ops.glu(h, p, ops.ACTIVATIONS[cfg.act]), carry
 
-        def apply(x, carry, p, layer):
-            h = norm(x, p["norm"])
-            change = sublayers.normed(norm, p, rot, interleaved=True) if cfg.qk_norm else rotate
-            a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
-            return x + a + ops.glu(h, p, ops.ACTIVATIONS[cfg.act]), carry
-
-        return apply
-
-    blocks = {kind: block(*way) for kind, way in ways.items()}
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds or (None,) * cfg.layers, remat=remat)
-    return norm(x, params["norm"]), carry
+    return apply
 
 
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    return walk(params, tokens, cfg, batch, carry, remat, {None: (ops.rotation(cfg.rope, batch), None)})
+    norm = lambda x: ops.layer_norm(x, params["norm"], None, cfg.norm_eps)
+    return sublayers.walk(params, tokens, cfg, block(cfg, batch, ops.rotation(cfg.rope, batch)), carry, remat, norm)
 
 
-def head(params, cfg: Any) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), scale=cfg.logit_scale)
-
-
-state_spec, forward = builders.kv_state, builders.forward(hidden, head)
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

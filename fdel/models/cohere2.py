@@ -1,7 +1,7 @@
 """Command R7B and Command A (arXiv:2504.00698): Command R where three layers of four attend in a window, with positions."""
 
 from fdel import ops
-from fdel.models import builders, cohere, config
+from fdel.models import builders, cohere, config, sublayers
 from fdel.models.config import FULL, SLIDING
 
 MODEL_TYPE, ARCHITECTURE = "cohere2", "Cohere2ForCausalLM"
@@ -28,8 +28,9 @@ class Config(config.Decoder):
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    ways = {SLIDING: (ops.rotation(cfg.rope, batch), cfg.window), FULL: (None, None)}
-    return cohere.walk(params, tokens, cfg, batch, carry, remat, ways)
+    rot, norm = ops.rotation(cfg.rope, batch), lambda x: ops.layer_norm(x, params["norm"], None, cfg.norm_eps)
+    blocks = {SLIDING: cohere.block(cfg, batch, rot, cfg.window), FULL: cohere.block(cfg, batch, None)}
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat, norm)
 
 
-spec, state_spec, head, forward = cohere.spec, builders.kv_state, cohere.head, builders.forward(hidden, cohere.head)
+spec, state_spec, head, forward = cohere.spec, builders.kv_state, builders.head, builders.forward(hidden)

@@ -54,11 +54,18 @@ def given_head_dim(d: dict) -> int:
     return d.get("head_dim") or head_dim(d)
 
 
-def rotary(dim: Callable[[dict], int] = given_head_dim, theta: float = 10000.0, partial: float = 1.0) -> Any:
-    """Declare the field `rope` of heads of dim(config dict) channels; theta and partial: what files without them mean."""
+Default = float | Callable[[dict], float]
+
+
+def rotary(dim: Callable[[dict], int] = given_head_dim, theta: Default = 10000.0, partial: Default = 1.0) -> Any:
+    """Declare the field `rope` of heads of dim(config dict) channels.
+
+    theta and partial: what files without them mean, a number or a function of the config dict.
+    """
 
     def read(d: dict) -> Rope:
-        return rope(d | {"partial_rotary_factor": d.get("partial_rotary_factor", partial)}, dim(d), theta=theta)
+        base, share = (x(d) if callable(x) else x for x in (theta, partial))
+        return rope(d | {"partial_rotary_factor": d.get("partial_rotary_factor", share)}, dim(d), theta=base)
 
     written = lambda r: {} if partial == 1 else {"partial_rotary_factor": r.partial}
     return computed(read, lambda r: {"rope_parameters": rope_to_hf(r) | written(r)})
@@ -76,7 +83,7 @@ def config(cls: type) -> Any:
     cls.__annotations__["source"] = str
     cls.source = dataclasses.field(default="{}", compare=False, repr=False)  # type: ignore[attr-defined]
     defaults = getattr(cls, "DEFAULTS", {})
-    for f in dataclasses.fields(cls.__base__) if defaults and cls.__base__ is not object else ():  # type: ignore[arg-type]
+    for f in dataclasses.fields(cls.__base__) if defaults and dataclasses.is_dataclass(cls.__base__) else ():
         if f.name not in cls.__annotations__ and f.metadata.get("key") in defaults:
             cls.__annotations__[f.name] = f.type
             setattr(cls, f.name, dataclasses.field(default=defaults[f.metadata["key"]], metadata=f.metadata))
@@ -218,12 +225,14 @@ def to_hf(cfg: Any) -> dict[str, Any]:
     return out
 
 
-def layer_types(d: Mapping[str, Any], default: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
+def layer_types(
+    d: Mapping[str, Any], default: list[str], known: tuple[str, ...], key: str = "layer_types"
+) -> tuple[str, ...]:
     """Read the kind of each layer, one per layer and each of `known`; `default` where config.json leaves it out."""
-    kinds, n = d.get("layer_types") or default, len(default)
+    kinds, n = d.get(key) or default, len(default)
     if not isinstance(kinds, list) or len(kinds) != n or any(k not in known for k in kinds):
         found = f"found {show(kinds)}, expected {n} values out of {', '.join(known)}"
-        raise ConfigError(f"config field 'layer_types': {found}")
+        raise ConfigError(f"config field {key!r}: {found}")
     return tuple(kinds)
 
 
@@ -240,6 +249,19 @@ def pattern(every: int, key: str = "sliding_window_pattern") -> Any:
         )
 
     return computed(read, lambda kinds: {"layer_types": list(kinds)})
+
+
+def ropes(read: Callable[[dict], tuple[Rope, Rope]]) -> Any:
+    """Declare `rope` where layers that attend in a window have parameters of their own: those, and those of the others."""
+    written = lambda pair: dict(zip((SLIDING, FULL), map(rope_to_hf, pair), strict=True))
+    return computed(read, lambda pair: {"rope_parameters": written(pair)})
+
+
+class MultiHead:
+    """Sizes of heads that divide the hidden size, each with keys and values of its own."""
+
+    head_dim = property(lambda self: self.embed // self.heads)
+    kv_heads = property(lambda self: self.heads)
 
 
 @config

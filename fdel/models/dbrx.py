@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config, keys, sublayers
-from fdel.params.spec import Param, normal, stack
+from fdel.params.spec import Param, normal
 
 MODEL_TYPE, ARCHITECTURE = "dbrx", "DbrxForCausalLM"
 NORM_EPS = 1e-5
@@ -17,11 +17,6 @@ def act(d: dict) -> str:
         found = f"found {keys.show(name)}, understood are {', '.join(ops.ACTIVATIONS)}"
         raise keys.ConfigError(f"config field 'ffn_config.ffn_act_fn.name': {found}")
     return name
-
-
-def rotary(d: dict) -> ops.Rope:
-    """Read rotary parameters; published files have the base among those of attention."""
-    return config.rope(d, d["d_model"] // d["n_heads"], theta=d.get("attn_config.rope_theta") or 10000.0)
 
 
 @config.config
@@ -46,30 +41,27 @@ class Config:
     act: str = config.computed(act, lambda name: {"ffn_config.ffn_act_fn": {"name": name}})
     max_positions: int = config.hf("max_seq_len", 2048)
     tied: bool = config.hf("tie_word_embeddings", False, choices=(False,))
-    rope: ops.Rope = config.computed(rotary, lambda r: {"rope_parameters": config.rope_to_hf(r)})
+    rope: ops.Rope = config.rotary(
+        lambda d: d["d_model"] // d["n_heads"], lambda d: d.get("attn_config.rope_theta") or 10000.0
+    )
 
     head_dim = property(lambda self: self.embed // self.heads)
 
 
 def spec(cfg: Config) -> dict:
     """Declare every array."""
-    name, d, h = "transformer.blocks.{layers}.", cfg.embed, cfg.head_dim
-    heads, kv = ("heads head_dim", (cfg.heads, h)), ("kv_heads head_dim", (cfg.kv_heads, h))
-    weight, axes, shape = normal(builders.STD), "experts ffn embed", (cfg.experts, cfg.ffn, d)
-    matrix = lambda part: Param(axes, shape, weight, f"{name}ffn.experts.mlp.{part}", "(experts ffn) embed")
-    down = Param(
-        "experts embed ffn", (cfg.experts, d, cfg.ffn), weight, f"{name}ffn.experts.mlp.w2", "(experts ffn) embed"
-    )
+    name, d = "transformer.blocks.{layers}.", cfg.embed
+    weight, n, f, file = normal(builders.STD), cfg.experts, cfg.ffn, name + "ffn.experts.mlp."
+    up = lambda part: Param("experts ffn embed", (n, f, d), weight, file + part, "(experts ffn) embed")
+    down = Param("experts embed ffn", (n, d, f), weight, file + "w2", "(experts ffn) embed")
     layer = {
         "attn_norm": builders.norm(name + "norm_attn_norm.norm_1.weight", d),
-        **builders.fused(name + "norm_attn_norm.attn.Wqkv.weight", ("embed", d), q=heads, k=kv, v=kv),
-        "o": builders.heads_in(name + "norm_attn_norm.attn.out_proj.weight", cfg.heads, h, d),
+        **builders.fused_qkv(name + "norm_attn_norm.attn.Wqkv", name + "norm_attn_norm.attn.out_proj", cfg),
         "mlp_norm": builders.norm(name + "norm_attn_norm.norm_2.weight", d),
         "router": builders.matrix(name + "ffn.router.layer.weight", ("embed", d), ("experts", cfg.experts)),
-        "experts": {"gate": matrix("w1"), "up": matrix("v1"), "down": down},
+        "experts": {"gate": up("w1"), "up": up("v1"), "down": down},
     }
-    layers = stack(layer, "layers", range(cfg.layers))
-    return builders.top(cfg, layers, "transformer.wte.weight", "transformer.norm_f.weight")
+    return builders.decoder(cfg, layer, "transformer.wte", "transformer.norm_f")
 
 
 @builders.hidden("attention", "router")

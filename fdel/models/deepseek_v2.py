@@ -4,16 +4,11 @@ from functools import partial
 
 from fdel import ops
 from fdel.models import builders, config, deepseek_v3, sublayers
-from fdel.models.deepseek_v3 import DENSE, MOE, head, kinds_to_hf, rename, state_spec
+from fdel.models.deepseek_v3 import head, rename, state_spec
 
 MODEL_TYPE, ARCHITECTURE = "deepseek_v2", "DeepseekV2ForCausalLM"
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 __all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "rename", "spec", "state_spec"]
-
-
-def kinds(d: dict) -> tuple[str, ...]:
-    """Read the feed-forward of each layer: the first first_k_dense_replace are dense."""
-    return tuple(DENSE if i < d.get("first_k_dense_replace", 0) else MOE for i in range(d["num_hidden_layers"]))
 
 
 @config.config
@@ -23,7 +18,7 @@ class Config(deepseek_v3.Config):
     DEFAULTS = dict(
         vocab_size=102400, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
         max_position_embeddings=2048, qk_rope_head_dim=64, moe_intermediate_size=1407, n_routed_experts=64,
-        n_shared_experts=2, routed_scaling_factor=1.0, norm_topk_prob=False,
+        n_shared_experts=2, routed_scaling_factor=1.0, norm_topk_prob=False, first_k_dense_replace=0,
     )  # fmt: skip
     ONLY = deepseek_v3.Config.ONLY | dict(
         scoring_func="softmax", topk_method=config.ANY, norm_topk_prob=False, rope_interleave=True
@@ -32,7 +27,6 @@ class Config(deepseek_v3.Config):
     method: str = config.hf("topk_method", GREEDY, choices=(GREEDY, LIMITED))
     groups: int | None = config.hf("n_group", None)
     topk_groups: int | None = config.hf("topk_group", None)
-    kinds: tuple[str, ...] = config.computed(kinds, kinds_to_hf)
 
 
 def moe_spec(cfg: Config, name: str) -> dict:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.ops.rope import yarn_mscale
-from fdel.params.spec import Param, layers, parts, zeros
+from fdel.params.spec import Param, parts, zeros
 
 MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
 DENSE, MOE = "dense", "moe"
@@ -27,7 +27,24 @@ def kinds_to_hf(kinds: tuple[str, ...]) -> dict:
 
 
 @config.config
-class Config(config.Decoder):
+class Routed(config.Decoder):
+    """Sizes and constants of the experts, and which layers have them."""
+
+    moe_ffn: int = config.hf("moe_intermediate_size", 2048)
+    experts: int = config.hf("n_routed_experts", 256)
+    shared: int = config.hf("n_shared_experts", 1)
+    top_k: int = config.hf("num_experts_per_tok", 8)
+    groups: int = config.hf("n_group", 8)
+    topk_groups: int = config.hf("topk_group", 4)
+    normalize: bool = config.hf("norm_topk_prob", True)
+    route_scale: float = config.hf("routed_scaling_factor", 2.5)
+    attn_bias: bool = config.hf("attention_bias", False)
+    predictors: int = config.computed(lambda d: 0, lambda n: {"num_nextn_predict_layers": n}, default=0)
+    kinds: tuple[str, ...] = config.computed(kinds, kinds_to_hf)
+
+
+@config.config
+class Config(Routed):
     """Sizes and constants; heads of keys and their sizes are those of latent attention."""
 
     DEFAULTS = dict(
@@ -39,26 +56,15 @@ class Config(config.Decoder):
         scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, head_dim=config.ANY,
         num_key_value_heads=lambda c: c.heads, qk_head_dim=lambda c: c.nope_dim + c.rope_dim,
     )  # fmt: skip
-    moe_ffn: int = config.hf("moe_intermediate_size", 2048)
     q_latent: int | None = config.hf("q_lora_rank", 1536)
     latent: int = config.hf("kv_lora_rank", 512)
     nope_dim: int = config.hf("qk_nope_head_dim", 128)
     rope_dim: int = config.hf("qk_rope_head_dim", 64)
     v_dim: int = config.hf("v_head_dim", 128)
-    experts: int = config.hf("n_routed_experts", 256)
-    shared: int = config.hf("n_shared_experts", 1)
-    top_k: int = config.hf("num_experts_per_tok", 8)
-    groups: int = config.hf("n_group", 8)
-    topk_groups: int = config.hf("topk_group", 4)
-    normalize: bool = config.hf("norm_topk_prob", True)
-    route_scale: float = config.hf("routed_scaling_factor", 2.5)
-    attn_bias: bool = config.hf("attention_bias", False)
     interleaved: bool = config.hf("rope_interleave", True)
     rope: ops.Rope = config.rotary(lambda d: d["qk_rope_head_dim"])
-    predictors: int = config.computed(lambda d: 0, lambda n: {"num_nextn_predict_layers": n}, default=0)
     head_dim: int = config.computed(lambda d: d["qk_rope_head_dim"], lambda n: {}, default=0)  # unused
     kv_heads: int = config.computed(lambda d: d["num_attention_heads"], lambda n: {}, default=0)
-    kinds: tuple[str, ...] = config.computed(kinds, kinds_to_hf)
 
     @property
     def scale(self) -> float:
@@ -117,7 +123,7 @@ def spec(cfg: Config, moe_spec: Callable[[Any, str], dict] = moe_spec) -> dict:
     name = "model.layers.{layers}."
     ffn = {DENSE: builders.glu(name + "mlp.", cfg.embed, cfg.ffn), MOE: moe_spec(cfg, name + "mlp.")}
     layer = lambda kind: builders.prenorm(name, cfg.embed) | attention_spec(cfg, name + "self_attn.") | ffn[kind]
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops.State:
@@ -156,21 +162,15 @@ def attention(h, carry, p, layer, cfg, batch, rot, mask, attend=ops.mla):
 
 def walk(params, tokens, cfg, batch: ops.Batch, carry: ops.Carry, remat: str | None, moe=sublayers.sigmoid_experts):
     """Compute the final normalised hidden states, [... T embed]; `moe` is the feed-forward of layers with experts."""
-    rot, mask, act = ops.rotation(cfg.rope, batch), ops.Mask(cfg.scale), ops.ACTIVATIONS[cfg.act]
+    rot, mask = ops.rotation(cfg.rope, batch), ops.Mask(cfg.scale)
 
-    def block(kind):
-        def apply(x, carry, p, layer):
-            h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
-            a, carry = attention(h, carry, p, layer, cfg, batch, rot, mask)
-            h = ops.rms_norm(x + a, p["mlp_norm"], cfg.norm_eps)
-            if kind == DENSE:
-                return x + a + ops.glu(h, p, act), carry
-            y, carry = moe(h, carry, p, cfg, batch)
-            return x + a + y, carry
+    def block(x, carry, p, layer):
+        h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
+        a, carry = attention(h, carry, p, layer, cfg, batch, rot, mask)
+        y, carry = moe(ops.rms_norm(x + a, p["mlp_norm"], cfg.norm_eps), carry, p, cfg, batch)
+        return x + a + y, carry
 
-        return apply
-
-    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
+    return sublayers.walk(params, tokens, cfg, block, carry, remat)
 
 
 hidden = builders.hidden("attention", "router")(walk)

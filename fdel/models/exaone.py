@@ -1,7 +1,6 @@
 """EXAONE 3 and 3.5 (arXiv:2408.03541, 2412.04862): Llama under other names."""
 
 from fdel.models import builders, config, llama
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "exaone", "ExaoneForCausalLM"
 
@@ -27,8 +26,7 @@ def spec(cfg: Config) -> dict:
         "mlp_norm": builders.norm(name + "ln_2.weight", cfg.embed),
         **builders.glu(name + "mlp.", cfg.embed, cfg.ffn, ("c_fc_0", "c_fc_1", "c_proj")),
     }
-    layers = stack(layer, "layers", range(cfg.layers))
-    return builders.top(cfg, layers, "transformer.wte.weight", "transformer.ln_f.weight")
+    return builders.decoder(cfg, layer, "transformer.wte", "transformer.ln_f")
 
 
 hidden, state_spec, head, forward = llama.hidden, llama.state_spec, llama.head, llama.forward

@@ -3,7 +3,6 @@
 from fdel import ops
 from fdel.models import builders, config, olmo2, sublayers
 from fdel.models.config import FULL, SLIDING
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "exaone4", "Exaone4ForCausalLM"
 
@@ -33,16 +32,7 @@ class Config(config.Decoder):
 
 def spec(cfg: Config) -> dict:
     """Declare every array."""
-    name = "model.layers.{layers}."
-    layer = {
-        **builders.gqa(name + "self_attn.", cfg),
-        "q_norm": builders.norm(name + "self_attn.q_norm.weight", cfg.head_dim, "head_dim"),
-        "k_norm": builders.norm(name + "self_attn.k_norm.weight", cfg.head_dim, "head_dim"),
-        "attn_norm": builders.norm(name + "post_attention_layernorm.weight", cfg.embed),
-        **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
-        "mlp_norm": builders.norm(name + "post_feedforward_layernorm.weight", cfg.embed),
-    }
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
+    return olmo2.spec(cfg, per_head=True)
 
 
 @builders.hidden("attention")

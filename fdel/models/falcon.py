@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "falcon", "FalconForCausalLM"
 
@@ -45,7 +44,7 @@ class Config:
 
 def spec(cfg: Config) -> dict:
     """Declare every array; a layer without `mlp_norm` has one LayerNorm for attention and feed-forward."""
-    name = "transformer.h.{layers}."
+    name, attn = "transformer.h.{layers}.", "transformer.h.{layers}.self_attention."
     norm = lambda part, file: builders.layer_norm(part, name + file, cfg.embed)
     if cfg.new and cfg.norms != 1:
         norms = norm("attn_norm", "ln_attn") | norm("mlp_norm", "ln_mlp")
@@ -55,14 +54,10 @@ def spec(cfg: Config) -> dict:
         norms = norm("attn_norm", "input_layernorm") | norm("mlp_norm", "post_attention_layernorm")
     layer = {
         **norms,
-        **builders.grouped_qkv(name + "self_attention.query_key_value", cfg, biased=cfg.biased),
-        "o": builders.heads_in(name + "self_attention.dense.weight", cfg.heads, cfg.head_dim, cfg.embed),
+        **builders.grouped_qkv(attn + "query_key_value", attn + "dense", cfg, biased=cfg.biased),
         **builders.mlp(name + "mlp.", cfg.embed, cfg.ffn, ("dense_h_to_4h", "dense_4h_to_h"), biased=cfg.biased),
     }
-    layer |= {"o_bias": builders.bias(name + "self_attention.dense.bias", cfg.embed)} if cfg.biased else {}
-    layers = stack(layer, "layers", range(cfg.layers))
-    tree = builders.top(cfg, layers, "transformer.word_embeddings.weight", "transformer.ln_f.weight")
-    return tree | {"norm_bias": builders.bias("transformer.ln_f.bias", cfg.embed)}
+    return builders.decoder(cfg, layer, "transformer.word_embeddings", "transformer.ln_f", norm_bias=True)
 
 
 @builders.hidden("attention")

@@ -1,12 +1,11 @@
 """Falcon-H1 (arXiv:2507.22448): attention and a Mamba-2 mixer side by side in every layer, each step with a multiplier."""
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from fdel import ops
 from fdel.models import builders, config, mamba2, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "falcon_h1", "FalconH1ForCausalLM"
 MIXER = {
@@ -29,6 +28,18 @@ def mixer(d: dict) -> mamba2.Config:
         raise config.ConfigError(f"mamba_* (under Mamba-2's names): {e}") from e
 
 
+def scales(key: str, count: int) -> Any:
+    """Declare a field of so many multipliers, each 1 where config.json leaves them out."""
+
+    def read(d: dict) -> tuple[float, ...]:
+        found = tuple(map(float, d.get(key) or [1.0] * count))
+        if len(found) != count:
+            raise config.ConfigError(f"config field {key!r}: found {len(found)} numbers, expected {count}")
+        return found
+
+    return config.computed(read, lambda v: {key: list(v)})
+
+
 @config.config
 class Config(config.Decoder):
     """Sizes and constants."""
@@ -48,26 +59,14 @@ class Config(config.Decoder):
     mlp_bias: bool = config.hf("mlp_bias", False)
     out_bias: bool = config.hf("projectors_bias", False)
     embed_scale: float = config.hf("embedding_multiplier", 1.0)
-    head_scale: float = config.hf("lm_head_multiplier", 1.0)
+    logit_scale: float = config.hf("lm_head_multiplier", 1.0)
     key_scale: float = config.hf("key_multiplier", 1.0)
     attn_in: float = config.hf("attention_in_multiplier", 1.0)
     attn_out: float = config.hf("attention_out_multiplier", 1.0)
     mixer_in: float = config.hf("ssm_in_multiplier", 1.0)
     mixer_out: float = config.hf("ssm_out_multiplier", 1.0)
-    mlp_scales: tuple[float, float] = config.computed(
-        lambda d: scales(d, "mlp_multipliers", 2), lambda v: {"mlp_multipliers": list(v)}
-    )
-    mixer_scales: tuple[float, ...] = config.computed(
-        lambda d: scales(d, "ssm_multipliers", 5), lambda v: {"ssm_multipliers": list(v)}
-    )
-
-
-def scales(d: dict, key: str, count: int) -> tuple[float, ...]:
-    """Read so many multipliers, each 1 where config.json leaves them out."""
-    found = tuple(map(float, d.get(key) or [1.0] * count))
-    if len(found) != count:
-        raise config.ConfigError(f"config field {key!r}: found {len(found)} numbers, expected {count}")
-    return found
+    mlp_scales: tuple[float, ...] = scales("mlp_multipliers", 2)
+    mixer_scales: tuple[float, ...] = scales("ssm_multipliers", 5)
 
 
 def spec(cfg: Config) -> dict:
@@ -79,13 +78,9 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
         "ssm": {k: p for k, p in mixer.items() if cfg.mixer_norm or k != "mixer_norm"},
         "mlp_norm": builders.norm(name + "pre_ff_layernorm.weight", cfg.embed),
-        **builders.glu(name + "feed_forward.", cfg.embed, cfg.ffn),
+        **builders.glu(name + "feed_forward.", cfg.embed, cfg.ffn, biased=cfg.mlp_bias),
     }
-    if cfg.mlp_bias:
-        layer["gate_bias"] = builders.bias(name + "feed_forward.gate_proj.bias", cfg.ffn, "ffn")
-        layer["up_bias"] = builders.bias(name + "feed_forward.up_proj.bias", cfg.ffn, "ffn")
-        layer["down_bias"] = builders.bias(name + "feed_forward.down_proj.bias", cfg.embed)
-    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)), norm_name="model.final_layernorm.weight")
+    return builders.decoder(cfg, layer, last="model.final_layernorm")
 
 
 def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int) -> ops.State:
@@ -111,14 +106,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         h = ops.glu(ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps), p, act)
         return x + h * cfg.mlp_scales[1], carry
 
-    x = ops.embed(params["embed"], tokens) * cfg.embed_scale
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, scale=cfg.embed_scale)
 
 
-def head(params, cfg: Config) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), scale=cfg.head_scale)
-
-
-forward = builders.forward(hidden, head)
+head, forward = builders.head, builders.forward(hidden)

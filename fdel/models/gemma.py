@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import jax.numpy as jnp
-
 from fdel import ops
 from fdel.models import builders, config, llama, sublayers
 
@@ -33,19 +31,12 @@ def spec(cfg: Config) -> dict:
     return llama.spec(cfg, norm=builders.bias)
 
 
-def embed(params, tokens, cfg):
-    """Embed tokens and scale them; the constant is rounded to the weights' dtype, as in the original."""
-    x = ops.embed(params["embed"], tokens)
-    return x * jnp.asarray(cfg.embed**0.5, x.dtype)
-
-
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     norm, change = partial(ops.rms_norm, offset=1.0), sublayers.rotate(ops.rotation(cfg.rope, batch))
-    block = llama.block(cfg, batch, change, norm=norm)
-    x, carry = ops.layers(block, embed(params, tokens, cfg), carry, params["layers"], remat=remat)
-    return norm(x, params["norm"], cfg.norm_eps), carry
+    block, last = llama.block(cfg, batch, change, norm=norm), lambda x: norm(x, params["norm"], cfg.norm_eps)
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, last, scale=cfg.embed**0.5)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -6,7 +6,6 @@ from typing import Any
 from fdel import ops
 from fdel.models import builders, config, gemma, sublayers
 from fdel.models.config import FULL, SLIDING
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "gemma2", "Gemma2ForCausalLM"
 
@@ -43,8 +42,7 @@ def layer_spec(cfg: Any) -> dict:
 
 def spec(cfg: Config) -> dict:
     """Declare every array."""
-    layer = layer_spec(cfg)
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds), norm=builders.bias)
+    return builders.decoder(cfg, layer_spec(cfg), norm=builders.bias)
 
 
 def block(cfg: Any, batch: ops.Batch, rope: ops.Rope, mask: ops.Mask):
@@ -52,8 +50,8 @@ def block(cfg: Any, batch: ops.Batch, rope: ops.Rope, mask: ops.Mask):
     rot, norm = ops.rotation(rope, batch), lambda x, w: ops.rms_norm(x, w, cfg.norm_eps, offset=1.0)
 
     def apply(x, carry, p, layer):
-        change = sublayers.normed(norm, p, rot) if "q_norm" in p else sublayers.rotate(rot)
-        a, carry = sublayers.attention(norm(x, p["attn_norm"]), carry, p, layer, batch, mask, change)
+        h, change = norm(x, p["attn_norm"]), sublayers.normed(norm, p, rot)
+        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
         x = x + norm(a, p["attn_post_norm"])
         h = ops.glu(norm(x, p["mlp_norm"]), p, ops.ACTIVATIONS[cfg.act])
         return x + norm(h, p["mlp_post_norm"]), carry
@@ -63,8 +61,8 @@ def block(cfg: Any, batch: ops.Batch, rope: ops.Rope, mask: ops.Mask):
 
 def walk(params, tokens, cfg: Any, blocks: Any, carry: ops.Carry, remat: str | None):
     """Embed, apply every layer, normalise."""
-    x, carry = ops.layers(blocks, gemma.embed(params, tokens, cfg), carry, params["layers"], cfg.kinds, remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps, offset=1.0), carry
+    norm = lambda x: ops.rms_norm(x, params["norm"], cfg.norm_eps, offset=1.0)
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat, norm, scale=cfg.embed**0.5)
 
 
 @builders.hidden("attention")
@@ -76,9 +74,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     return walk(params, tokens, cfg, blocks, carry, remat)
 
 
-def head(params, cfg: Any) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), softcap=cfg.softcap)
-
-
-state_spec, forward = builders.kv_state, builders.forward(hidden, head)
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

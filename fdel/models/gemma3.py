@@ -3,7 +3,6 @@
 from fdel import ops
 from fdel.models import builders, config, gemma2
 from fdel.models.config import FULL, SLIDING
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
 
@@ -37,17 +36,15 @@ class Config(config.Decoder):
     softcap: float | None = config.hf("final_logit_softcapping", None)
     window: int = config.hf("sliding_window", 4096)
     kinds: tuple[str, ...] = config.computed(kinds, lambda k: {"layer_types": list(k)})
-    rope: tuple[ops.Rope, ops.Rope] = config.computed(
-        lambda d: (local_rope(d), config.rope(d, d["head_dim"], theta=1e6, layer_type=FULL)),
-        lambda r: {"rope_parameters": {SLIDING: config.rope_to_hf(r[0]), FULL: config.rope_to_hf(r[1])}},
+    rope: tuple[ops.Rope, ops.Rope] = config.ropes(
+        lambda d: (local_rope(d), config.rope(d, d["head_dim"], theta=1e6, layer_type=FULL))
     )
 
 
 def spec(cfg: Config) -> dict:
     """Declare every array; norm scales are stored around zero."""
-    norm = lambda part: builders.bias(f"model.layers.{{layers}}.self_attn.{part}.weight", cfg.head_dim, "head_dim")
-    layer = gemma2.layer_spec(cfg) | {part: norm(part) for part in ("q_norm", "k_norm")}
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds), norm=builders.bias)
+    layer = gemma2.layer_spec(cfg) | builders.qk_norm("model.layers.{layers}.self_attn.", cfg, builders.bias)
+    return builders.decoder(cfg, layer, norm=builders.bias)
 
 
 @builders.hidden("attention")
@@ -61,4 +58,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     return gemma2.walk(params, tokens, cfg, blocks, carry, remat)
 
 
-state_spec, head, forward = builders.kv_state, gemma2.head, builders.forward(hidden, gemma2.head)
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

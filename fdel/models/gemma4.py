@@ -11,7 +11,7 @@ from fdel import ops
 from fdel.models import builders, config
 from fdel.models.config import FULL, SLIDING
 from fdel.models.keys import mapping
-from fdel.params.spec import Param, layers, normal, ones, parts
+from fdel.params.spec import Param, ones
 
 MODEL_TYPE, ARCHITECTURE = "gemma4_text", "Gemma4ForCausalLM"
 OWN, SHARED = "own", "shared"  # keys and values: of this layer, or those of the last layer of its type that has some
@@ -27,9 +27,8 @@ def kinds(d: dict) -> tuple[tuple[str, str], ...]:
     types = config.layer_types(d, [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(n)], (FULL, SLIDING))
     types = (*types[:-1], FULL)
     if shared and set(types[: n - shared]) != set(types):
-        raise config.ConfigError(
-            f"config field 'num_kv_shared_layers': found {shared}, a type of layer has no keys then"
-        )
+        found = f"found {shared}, a type of layer has no keys then"
+        raise config.ConfigError(f"config field 'num_kv_shared_layers': {found}")
     return tuple((t, SHARED if i >= n - shared else OWN) for i, t in enumerate(types))
 
 
@@ -65,18 +64,14 @@ class Config(config.Decoder):
     kinds: tuple[tuple[str, str], ...] = config.computed(
         kinds, lambda k: {"layer_types": [t for t, _ in k], "num_kv_shared_layers": sum(s == SHARED for _, s in k)}
     )
-    rope: Any = config.computed(
-        lambda d: (rope(d, SLIDING), rope(d, FULL)),
-        lambda r: {"rope_parameters": {SLIDING: config.rope_to_hf(r[0]), FULL: config.rope_to_hf(r[1])}},
-    )
+    rope: Any = config.ropes(lambda d: (rope(d, SLIDING), rope(d, FULL)))
 
     @classmethod
     def from_hf(cls, d: Mapping[str, Any]) -> "Config":
         """Read the dict of a config.json, whose per_layer_config, if it has one, says how full layers differ."""
         if isinstance(d, Mapping) and d.get("per_layer_config") is not None:
-            other = [
-                mapping("per_layer_config", x) for x in mapping("per_layer_config", d["per_layer_config"]).values()
-            ]
+            layers = mapping("per_layer_config", d["per_layer_config"]).values()
+            other = [mapping("per_layer_config", x) for x in layers]
             if any(x != other[0] or not x.keys() <= {"head_dim", "num_key_value_heads"} for x in other):
                 raise config.ConfigError("config field 'per_layer_config': full layers that differ are not understood")
             own = {"head_dim": d.get("head_dim", 256)} | dict(*other[:1])
@@ -86,9 +81,7 @@ class Config(config.Decoder):
         sizes = (cfg.experts, cfg.top_k, cfg.moe_ffn) if cfg.moe else (1,)
         if not all(sizes) or cfg.heads % cfg.attention(FULL).kv_heads:
             found = f"found experts, top_k_experts and their size = {sizes}, {cfg.full_kv_heads} global heads of keys"
-            raise config.ConfigError(
-                f"config fields: {found}; expected sizes that fit {cfg.heads} heads and each other"
-            )
+            raise config.ConfigError(f"config fields: {found}; expected what fits {cfg.heads} heads and each other")
         return cfg
 
     def attention(self, kind: str) -> "Config":
@@ -102,24 +95,20 @@ class Config(config.Decoder):
 def attention_spec(cfg: Config, kind: tuple[str, str], name: str) -> dict:
     """Declare the attention of a layer; some have neither keys nor values of their own, some no values."""
     own = cfg.attention(kind[0])
-    norm = lambda side: {f"{side}_norm": builders.norm(f"{name}{side}_norm.weight", own.head_dim, "head_dim")}
-    tree = builders.gqa(name, own, biased=cfg.attn_bias) | norm("q") | norm("k")
+    tree = builders.gqa(name, own, biased=cfg.attn_bias) | builders.qk_norm(name, own)
     lacks = "kv" if kind[1] == SHARED else "v" if cfg.shared_kv and kind[0] == FULL else ""
     return {k: p for k, p in tree.items() if k[0] not in lacks}
 
 
 def moe_spec(cfg: Any, name: str) -> dict:
     """Declare the experts beside the feed-forward; the file holds gate and up of an expert in one tensor."""
-    d, f, n = cfg.embed, cfg.moe_ffn, cfg.experts
-    both, axes = name + "experts.gate_up_proj", "experts [ffn] embed"
-    up = lambda cut: Param("experts ffn embed", (n, f, d), normal(0.02), both, axes, cut)
-    down = Param("experts embed ffn", (n, d, f), normal(0.02), name + "experts.down_proj")
+    d, n = cfg.embed, cfg.experts
     norm = lambda part: builders.norm(f"{name}{part}.weight", d)
     return {
         "router": builders.matrix(name + "router.proj.weight", ("embed", d), ("experts", n)),
         "router_scale": builders.norm(name + "router.scale", d),
         "expert_scale": builders.norm(name + "router.per_expert_scale", n, "experts"),
-        "experts": {part: up(cut) for part, cut in parts(gate=f, up=f).items()} | {"down": down},
+        "experts": builders.fused_experts(name + "experts.", d, cfg.moe_ffn, n),
         "moe_norm": norm("pre_feedforward_layernorm_2"), "moe_post_norm": norm("post_feedforward_layernorm_2"),
         "dense_post_norm": norm("post_feedforward_layernorm_1"),
     }  # fmt: skip
@@ -144,7 +133,7 @@ def spec(cfg: Config) -> dict:
             "mlp_post_norm": norm("post_feedforward_layernorm"), "scale": Param("", (), ones, name + "layer_scalar", "1"),
         }  # fmt: skip
 
-    tree, every = builders.top(cfg, layers(layer, cfg.kinds)), ("latent", cfg.layers * cfg.input_dim)
+    tree, every = builders.decoder(cfg, layer), ("latent", cfg.layers * cfg.input_dim)
     if not cfg.input_dim:
         return tree
     return tree | {
@@ -239,9 +228,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     return norm(x, params["norm"]), carry
 
 
-def head(params, cfg: Config) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), softcap=cfg.softcap)
-
-
-forward = builders.forward(hidden, head)
+head, forward = builders.head, builders.forward(hidden)

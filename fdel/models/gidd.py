@@ -1,13 +1,12 @@
 """GIDD (arXiv:2503.04482, 2512.10858): denoises masked and random tokens, bidirectional, with scaled linear maps."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.config import ANY
-from fdel.params.spec import Param, stack, zeros
+from fdel.params.spec import Param, zeros
 
 MODEL_TYPE, ARCHITECTURE = "gidd", "GiddForDiffusionLM"
 FANS = ("fan_in", "fan_out")
@@ -40,7 +39,7 @@ class Config(config.Decoder):
         **dict.fromkeys(("init_scale", "emb_init_scale", "head_init_scale", "attn_performer"), ANY),
     }  # fmt: skip
     act: str = config.act(default="relu2")
-    softcap: float = config.hf("attn_soft_cap", 30.0)
+    score_cap: float = config.hf("attn_soft_cap", 30.0)
     resid_scale: float = config.hf("resid_scale", 4.0)
     qk_norm: bool = config.hf("use_qk_norm", True)
     slot: bool = config.hf("attention_bias", False)
@@ -50,6 +49,8 @@ class Config(config.Decoder):
     noise_type: float = config.hf("noise_type", 0.0)
     min_log_snr: float = config.hf("min_log_snr", -9.0)
     max_log_snr: float = config.hf("max_log_snr", 9.0)
+
+    logit_scale = property(lambda self: 1.0 if self.tied else self.head_scaling)
 
 
 def spec(cfg: Config) -> dict:
@@ -66,7 +67,7 @@ def spec(cfg: Config) -> dict:
         layer[f"{part}_norm"] = Param(*heads, f"{name}self_attn.{part}_norm.weight", "(heads head_dim)")
     for part in "kv" if cfg.slot else "":
         layer[f"{part}_slot"] = Param(*heads, f"{name}self_attn.{part}_bias")
-    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)), norm=builders.bias)
+    return builders.decoder(cfg, layer, norm=builders.bias)
 
 
 def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops.State:
@@ -77,7 +78,7 @@ def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops
 @builders.hidden()
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    rot, mask = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5, causal=False, softcap=cfg.softcap)
+    rot, mask = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5, causal=False, softcap=cfg.score_cap)
     turn, add = sublayers.rotate(rot), cfg.resid_scale / cfg.layers
     norm = lambda x, weight: ops.rms_norm(x, weight, cfg.norm_eps, offset=1.0)
     whole = lambda x, weight: norm(x.reshape(*x.shape[:-2], -1), weight.reshape(-1)).reshape(x.shape)
@@ -102,9 +103,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params["norm"]))
 
 
-def head(params, cfg: Config) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), scale=1.0 if cfg.tied else cfg.head_scaling)
-
-
-forward = builders.forward(hidden, head)
+head, forward = builders.head, builders.forward(hidden)

@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, glm, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "glm4", "Glm4ForCausalLM"
 
@@ -26,7 +25,7 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=False),
         **builders.gate_up(name + "mlp.gate_up_proj.weight", cfg.embed, cfg.ffn, name + "mlp.down_proj.weight"),
     }
-    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention")

@@ -2,7 +2,6 @@
 
 from fdel.models import config, deepseek_v3
 from fdel.models.deepseek_v3 import DENSE, MOE, forward, head, hidden, rename, spec, state_spec
-from fdel.models.keys import ConfigError, show
 
 MODEL_TYPE, ARCHITECTURE = "glm4_moe_lite", "Glm4MoeLiteForCausalLM"
 SPARSE = "sparse"  # in config.json
@@ -12,10 +11,8 @@ __all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", 
 def kinds(d: dict) -> tuple[str, ...]:
     """Read the feed-forward of each layer: mlp_layer_types, or the first first_k_dense_replace are dense."""
     n, first = d["num_hidden_layers"], d.get("first_k_dense_replace", 1)
-    listed = d.get("mlp_layer_types") or [DENSE if i < first else SPARSE for i in range(n)]
-    if not isinstance(listed, list) or len(listed) != n or any(k not in (DENSE, SPARSE) for k in listed):
-        found = f"found {show(listed)}, expected {n} values out of {DENSE}, {SPARSE}"
-        raise ConfigError(f"config field 'mlp_layer_types': {found}")
+    default = [DENSE if i < first else SPARSE for i in range(n)]
+    listed = config.layer_types(d, default, (DENSE, SPARSE), "mlp_layer_types")
     return tuple(DENSE if k == DENSE else MOE for k in listed)
 
 

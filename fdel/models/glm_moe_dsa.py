@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from fdel import ops
 from fdel.models import builders, config, deepseek_v3, glm4_moe_lite, sublayers
 from fdel.models.deepseek_v3 import DENSE, rename
-from fdel.models.keys import ConfigError, show
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "glm_moe_dsa", "GlmMoeDsaForCausalLM"
 FULL, SHARED = "full", "shared"  # layers with an indexer, and those that take the choice of the one before
@@ -20,14 +18,12 @@ def kinds(d: dict) -> tuple[tuple[str, str], ...]:
     """Read (indexer, feed-forward) of each layer: indexer_types, a pattern, or every index_topk_freq-th has an indexer."""
     n, pattern, offset = d["num_hidden_layers"], d.get("index_topk_pattern"), d.get("index_skip_topk_offset", 2)
     every = max(d.get("index_topk_freq", 1), 1)
-    found = d.get("indexer_types")
-    if found is None and pattern is not None:
-        found = [{"F": FULL, "S": SHARED}.get(c, c) for c in pattern]
-    if found is None:
-        found = [SHARED if max(i - offset + 1, 0) % every else FULL for i in range(n)]
-    if len(found) != n or any(k not in (FULL, SHARED) for k in found) or found[:1] != [FULL]:
-        said = f"found {show(found)}, expected {n} values out of {FULL}, {SHARED}, the first {FULL}"
-        raise ConfigError(f"config field 'indexer_types': {said}")
+    found = [SHARED if max(i - offset + 1, 0) % every else FULL for i in range(n)]
+    if d.get("indexer_types") is None and pattern is not None:
+        d = d | {"indexer_types": [{"F": FULL, "S": SHARED}.get(c, c) for c in pattern]}
+    found = config.layer_types(d, found, (FULL, SHARED), "indexer_types")
+    if found[:1] != (FULL,):
+        raise config.ConfigError(f"config field 'indexer_types': found {config.show(found)}, expected {FULL} first")
     return tuple(zip(found, glm4_moe_lite.kinds(d), strict=True))
 
 
@@ -74,7 +70,7 @@ def spec(cfg: Config) -> dict:
         builders.prenorm(name, cfg.embed) | deepseek_v3.attention_spec(cfg, name + "self_attn.") | index[kind[0]]
         | (builders.glu(name + "mlp.", cfg.embed, cfg.ffn) if kind[1] == DENSE else moe)
     )  # fmt: skip
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops.State:
@@ -96,7 +92,7 @@ def index(h, p, cfg: Config, rot):
 @builders.hidden("router")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    rot, mask, act = ops.rotation(cfg.rope, batch), ops.Mask(cfg.scale), ops.ACTIVATIONS[cfg.act]
+    rot, mask = ops.rotation(cfg.rope, batch), ops.Mask(cfg.scale)
     full = {kind for kind in cfg.kinds if kind[0] == FULL}
     norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps)
 
@@ -112,10 +108,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
                 return ops.sparse_mla(batch, carry, 0, layer, q, kv, w_k, w_v, carry.kept, scale=mask.scale)
 
             a, carry = deepseek_v3.attention(h, carry, p, layer, cfg, batch, rot, mask, attend)
-            h = norm(x + a, p["mlp_norm"])
-            y, carry = (
-                (ops.glu(h, p, act), carry) if kind[1] == DENSE else sublayers.sigmoid_experts(h, carry, p, cfg, batch)
-            )
+            y, carry = sublayers.sigmoid_experts(norm(x + a, p["mlp_norm"]), carry, p, cfg, batch)
             return x + a + y, carry
 
         return apply

@@ -4,13 +4,13 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.params.spec import Param, normal, parts, stack, zeros
+from fdel.params.spec import Param, normal, parts, zeros
 
 MODEL_TYPE, ARCHITECTURE = "gpt2", "GPT2LMHeadModel"
 
 
 @config.config
-class Config:
+class Config(config.MultiHead):
     """Sizes and constants; `hf(...)` names each one's key in config.json."""
 
     ONLY = dict.fromkeys(("reorder_and_upcast_attn", "n_ctx"), config.ANY)
@@ -24,9 +24,6 @@ class Config:
     act: str = config.act("activation_function", "gelu_new")
     scaled: bool = config.hf("scale_attn_weights", True)
     tied: bool = config.hf("tie_word_embeddings", True)
-
-    head_dim = property(lambda self: self.embed // self.heads)
-    kv_heads = property(lambda self: self.heads)  # of keys and values: all of them
 
 
 def spec(cfg: Config) -> dict:
@@ -49,17 +46,15 @@ def spec(cfg: Config) -> dict:
         axes = "heads head_dim embed", (n, h, d)
         layer[part] = Param(*axes, weight, fused + "weight", "embed [heads head_dim]", cut)
         layer[part + "_bias"] = Param("heads head_dim", (n, h), zeros, fused + "bias", "[heads head_dim]", cut)
-    layers = stack(layer, "layers", range(cfg.layers))
-    top = builders.top(cfg, layers, "transformer.wte.weight", "transformer.ln_f.weight")
     positions = Param("positions embed", (cfg.max_positions, d), normal(0.01), "transformer.wpe.weight")
-    return top | {"positions": positions, "norm_bias": builders.bias("transformer.ln_f.bias", d)}
+    tree = builders.decoder(cfg, layer, "transformer.wte", "transformer.ln_f", norm_bias=True)
+    return tree | {"positions": positions}
 
 
 def rename(name: str, cfg: Config) -> str | None:
     """Map file names to spec names: the first GPT-2 files lack the prefix and carry the causal mask."""
-    if name.endswith((".attn.bias", ".attn.masked_bias")):
-        return None
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+    name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+    return builders.without_mask(name, cfg)
 
 
 @builders.hidden("attention")

@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "gptj", "GPTJForCausalLM"
 
@@ -17,7 +16,7 @@ def rotary(d: dict) -> ops.Rope:
 
 
 @config.config
-class Config:
+class Config(config.MultiHead):
     """Sizes and constants; `hf(...)` names each one's key in config.json."""
 
     ONLY = {"scale_attn_weights": True}
@@ -32,9 +31,6 @@ class Config:
     tied: bool = config.hf("tie_word_embeddings", False)
     rope: ops.Rope = config.computed(rotary, lambda r: {"rotary_dim": r.dim})
 
-    head_dim = property(lambda self: self.embed // self.heads)
-    kv_heads = property(lambda self: self.heads)  # of keys and values: all of them
-
 
 def spec(cfg: Config) -> dict:
     """Declare every array."""
@@ -44,15 +40,7 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "attn.", cfg, names=("q_proj", "k_proj", "v_proj", "out_proj")),
         **builders.mlp(name + "mlp.", cfg.embed, cfg.ffn, ("fc_in", "fc_out")),
     }
-    layers = stack(layer, "layers", range(cfg.layers))
-    tree = builders.top(cfg, layers, "transformer.wte.weight", "transformer.ln_f.weight")
-    tree |= {"norm_bias": builders.bias("transformer.ln_f.bias", cfg.embed)}
-    return tree | {"head_bias": builders.bias("lm_head.bias", cfg.vocab, "vocab")}
-
-
-def rename(name: str, cfg: Config) -> str | None:
-    """Leave out the causal mask that older files carry."""
-    return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
+    return builders.decoder(cfg, layer, "transformer.wte", "transformer.ln_f", norm_bias=True, head_bias=True)
 
 
 @builders.hidden("attention")
@@ -70,3 +58,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)
+rename = builders.without_mask

@@ -2,16 +2,8 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "gpt_neox", "GPTNeoXForCausalLM"
-
-
-def rotary(d: dict) -> ops.Rope:
-    """Read the rotary parameters, of a quarter of each head by default; older files have names of their own."""
-    theta = d.get("rope_theta", d.get("rotary_emb_base", 10000.0))
-    partial = d.get("partial_rotary_factor", d.get("rotary_pct", 0.25))
-    return config.rope(d | {"rope_theta": theta, "partial_rotary_factor": partial}, d["head_dim"])
 
 
 @config.config
@@ -26,8 +18,8 @@ class Config(config.Decoder):
     act: str = config.act(default="gelu")
     attn_bias: bool = config.hf("attention_bias", True)
     parallel: bool = config.hf("use_parallel_residual", True)
-    rope: ops.Rope = config.computed(
-        rotary, lambda r: {"rope_parameters": config.rope_to_hf(r) | {"partial_rotary_factor": r.partial}}
+    rope: ops.Rope = config.rotary(  # of a quarter of each head by default; older files have names of their own
+        theta=lambda d: d.get("rotary_emb_base", 10000.0), partial=lambda d: d.get("rotary_pct", 0.25)
     )
 
 
@@ -36,20 +28,12 @@ def spec(cfg: Config) -> dict:
     name, d = "gpt_neox.layers.{layers}.", cfg.embed
     layer = {
         **builders.layer_norm("attn_norm", name + "input_layernorm", d),
-        **builders.grouped_qkv(name + "attention.query_key_value", cfg, biased=cfg.attn_bias),
-        "o": builders.heads_in(name + "attention.dense.weight", cfg.heads, cfg.head_dim, d),
+        **builders.grouped_qkv(name + "attention.query_key_value", name + "attention.dense", cfg, biased=cfg.attn_bias),
         **builders.layer_norm("mlp_norm", name + "post_attention_layernorm", d),
         **builders.mlp(name + "mlp.", d, cfg.ffn, ("dense_h_to_4h", "dense_4h_to_h")),
     }
-    layer |= {"o_bias": builders.bias(name + "attention.dense.bias", d)} if cfg.attn_bias else {}
-    names = "gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.weight"
-    tree = builders.top(cfg, stack(layer, "layers", range(cfg.layers)), *names, head="embed_out.weight")
-    return tree | {"norm_bias": builders.bias("gpt_neox.final_layer_norm.bias", d)}
-
-
-def rename(name: str, cfg: Config) -> str | None:
-    """Leave out the causal mask that older files carry."""
-    return None if name.endswith((".attention.bias", ".attention.masked_bias")) else name
+    names = "gpt_neox.embed_in", "gpt_neox.final_layer_norm"
+    return builders.decoder(cfg, layer, *names, head="embed_out", norm_bias=True)
 
 
 @builders.hidden("attention")
@@ -68,3 +52,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)
+rename = builders.without_mask

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.config import FULL, SLIDING
-from fdel.params.spec import Param, layers, normal, zeros
+from fdel.params.spec import Param, normal, zeros
 
 MODEL_TYPE, ARCHITECTURE = "gpt_oss", "GptOssForCausalLM"
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -65,7 +65,7 @@ def spec(cfg: Config) -> dict:
         "sinks": builders.bias(name + "self_attn.sinks", cfg.heads, "heads"),
         **moe_spec(cfg, name + "mlp."),
     }
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")

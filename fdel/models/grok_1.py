@@ -1,12 +1,7 @@
 """Grok-1 (xAI, 2024): sandwich norms, capped attention scores, scaled embeddings and logits, two of eight experts."""
 
-from dataclasses import replace
-
-import jax.numpy as jnp
-
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "grok-1", "Grok1ModelForCausalLM"
 
@@ -32,16 +27,16 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     norm = lambda part: builders.norm(f"{name}{part}_norm.weight", cfg.embed)
-    experts = builders.moe(name + "moe_block.", cfg.embed, cfg.ffn, cfg.experts, ("linear", "linear_v", "linear_1"))
+    names = "linear", "linear_v", "linear_1"
     layer = {
         "attn_norm": norm("pre_attn"),
         **builders.gqa(name + "attn.", cfg),
         "attn_post_norm": norm("post_attn"),
         "mlp_norm": norm("pre_moe"),
-        **experts,
+        **builders.moe(name + "moe_block.", cfg.embed, cfg.ffn, cfg.experts, names),
         "mlp_post_norm": norm("post_moe"),
     }
-    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")
@@ -56,15 +51,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         y, carry = sublayers.softmax_experts(norm(x, p["mlp_norm"]), carry, p, cfg, batch, normalize=False)
         return x + norm(y, p["mlp_post_norm"]), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x = x * jnp.asarray(cfg.embed_scale, x.dtype)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, scale=cfg.embed_scale)
 
 
-def head(params, cfg: Config) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), scale=cfg.logit_scale)
-
-
-state_spec, forward = builders.kv_state, builders.forward(hidden, head)
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

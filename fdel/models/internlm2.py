@@ -1,7 +1,6 @@
 """InternLM2 (arXiv:2403.17297): Llama under other names; each head of keys beside its queries and values in one tensor."""
 
 from fdel.models import builders, config, llama
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "internlm2", "InternLM2ForCausalLM"
 
@@ -21,14 +20,11 @@ def spec(cfg: Config) -> dict:
     name = "model.layers.{layers}."
     layer = {
         "attn_norm": builders.norm(name + "attention_norm.weight", cfg.embed),
-        **builders.grouped_qkv(name + "attention.wqkv", cfg, biased=cfg.attn_bias),
-        "o": builders.heads_in(name + "attention.wo.weight", cfg.heads, cfg.head_dim, cfg.embed),
+        **builders.grouped_qkv(name + "attention.wqkv", name + "attention.wo", cfg, biased=cfg.attn_bias),
         "mlp_norm": builders.norm(name + "ffn_norm.weight", cfg.embed),
         **builders.glu(name + "feed_forward.", cfg.embed, cfg.ffn, ("w1", "w3", "w2")),
     }
-    layer |= {"o_bias": builders.bias(name + "attention.wo.bias", cfg.embed)} if cfg.attn_bias else {}
-    layers = stack(layer, "layers", range(cfg.layers))
-    return builders.top(cfg, layers, "model.tok_embeddings.weight", "model.norm.weight", head="output.weight")
+    return builders.decoder(cfg, layer, "model.tok_embeddings", "model.norm", head="output")
 
 
 hidden, state_spec, head, forward = llama.hidden, llama.state_spec, llama.head, llama.forward

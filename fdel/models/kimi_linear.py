@@ -11,7 +11,7 @@ from fdel import ops
 from fdel.models import builders, config, deepseek_v3, sublayers
 from fdel.models.keys import mapping
 from fdel.models.qwen3_next import FULL, LINEAR
-from fdel.params.spec import Param, layers
+from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "kimi_linear", "KimiLinearForCausalLM"
 DENSE, SPARSE = "dense", "sparse"
@@ -32,8 +32,8 @@ def kinds(d: dict) -> tuple[tuple[str, str], ...]:
     others = d.get("kda_layers")
     attends = (lambda i: i + 1 in full) if full is not None and others is not None else (lambda i: i and i % 4 == 0)
     mixers = config.layer_types(d, [FULL if attends(i) else LINEAR for i in range(n)], (LINEAR, FULL))
-    default, given = [DENSE if i < dense else SPARSE for i in range(n)], {"layer_types": d.get("mlp_layer_types")}
-    return tuple(zip(mixers, config.layer_types(given, default, (DENSE, SPARSE)), strict=True))
+    ffns = [DENSE if i < dense else SPARSE for i in range(n)]
+    return tuple(zip(mixers, config.layer_types(d, ffns, (DENSE, SPARSE), "mlp_layer_types"), strict=True))
 
 
 @config.config
@@ -107,7 +107,7 @@ def spec(cfg: Config) -> dict:
             "mlp": builders.glu(name + "mlp.", cfg.embed, cfg.ffn) if dense else moe,
         }
 
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 def rename(name: str, cfg: Config) -> str:
@@ -142,7 +142,7 @@ def delta(h, carry, p, layer, cfg: Config, batch):
 @builders.hidden("attention", "router")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    mask, act = ops.Mask(cfg.scale), ops.ACTIVATIONS[cfg.act]
+    mask = ops.Mask(cfg.scale)
 
     def block(kind):
         def apply(x, carry, p, layer):
@@ -153,8 +153,6 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
             else:
                 a, carry = delta(h, carry, p["mixer"], place, cfg, batch)
             h = ops.rms_norm(x + a, p["mlp_norm"], cfg.norm_eps)
-            if kind[1] == DENSE:
-                return x + a + ops.glu(h, p["mlp"], act), carry
             y, carry = sublayers.sigmoid_experts(h, carry, p["mlp"], cfg, batch)
             return x + a + y, carry
 

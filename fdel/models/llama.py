@@ -5,7 +5,7 @@ from typing import Any
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import Param, layers
+from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "llama", "LlamaForCausalLM"
 
@@ -25,13 +25,9 @@ def spec(cfg: Any, norm: Callable[[str, int], Param] = builders.norm) -> dict:
         "attn_norm": norm(name + "input_layernorm.weight", cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=cfg.o_bias),
         "mlp_norm": norm(name + "post_attention_layernorm.weight", cfg.embed),
-        **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
+        **builders.glu(name + "mlp.", cfg.embed, cfg.ffn, biased=cfg.mlp_bias),
     }
-    if cfg.mlp_bias:
-        layer["gate_bias"] = builders.bias(name + "mlp.gate_proj.bias", cfg.ffn, "ffn")
-        layer["up_bias"] = builders.bias(name + "mlp.up_proj.bias", cfg.ffn, "ffn")
-        layer["down_bias"] = builders.bias(name + "mlp.down_proj.bias", cfg.embed)
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds or (None,) * cfg.layers), norm=norm)
+    return builders.decoder(cfg, layer, norm=norm)
 
 
 def block(

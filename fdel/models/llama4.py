@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import Param, layers, normal
 
 MODEL_TYPE, ARCHITECTURE = "llama4_text", "Llama4ForCausalLM"
 FULL, CHUNKED = config.FULL, "chunked_attention"
@@ -54,13 +53,7 @@ class Config(config.Decoder):
 def moe_spec(cfg: Config, name: str) -> dict:
     """Declare router, experts and the shared expert; the file holds matrices [in, out], gate beside up."""
     e, f, d = cfg.experts, cfg.ffn, cfg.embed
-    expert = lambda axes, shape, *where: Param(f"experts {axes}", (e, *shape), normal(builders.STD), *where)
-    fused = name + "experts.gate_up_proj", "experts embed [ffn]"
-    experts = {
-        "gate": expert("ffn embed", (f, d), *fused, (0, 2 * f)),
-        "up": expert("ffn embed", (f, d), *fused, (f, 2 * f)),
-        "down": expert("embed ffn", (d, f), name + "experts.down_proj", "experts ffn embed"),
-    }
+    experts = builders.fused_experts(name + "experts.", d, f, e, inputs_first=True)
     router = builders.matrix(name + "router.weight", ("embed", d), ("experts", e))
     return {"router": router, "experts": experts, "shared": builders.glu(name + "shared_expert.", d, f)}
 
@@ -77,7 +70,7 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
         **ffn[kind[2]],
     }
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")
@@ -115,8 +108,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         return apply
 
     blocks = {kind: block(*kind) for kind in sorted(set(cfg.kinds))}
-    x, carry = ops.layers(blocks, ops.embed(params["embed"], tokens), carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

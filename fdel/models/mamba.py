@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from fdel import ops
-from fdel.models import builders, config
+from fdel.models import builders, config, mamba2, sublayers
 from fdel.models.mamba2 import rename
-from fdel.params.spec import Param, stack
+from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "mamba", "MambaForCausalLM"
 __all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "rename", "spec", "state_spec"]
@@ -21,29 +21,19 @@ def rank(d: dict) -> int:
 
 
 @config.config
-class Config:
-    """Sizes and constants; `hf(...)` names each one's key in config.json."""
+class Config(mamba2.Recurrent):
+    """Sizes and constants."""
 
+    DEFAULTS = dict(vocab_size=50280, hidden_size=768, num_hidden_layers=32, state_size=16, tie_word_embeddings=True)
     ONLY = {
         **{f"time_step_{i}": config.ANY for i in ("min", "max", "floor", "scale", "init_scheme")},
         **dict.fromkeys("use_mambapy use_associative_scan fused_add_norm pad_vocab_size_multiple".split(), config.ANY),
         **dict.fromkeys(("intermediate_size", "d_inner"), lambda c: c.inner),
         "d_model": lambda c: c.embed, "n_layer": lambda c: c.layers,
     }  # fmt: skip
-    vocab: int = config.hf("vocab_size", 50280)
-    embed: int = config.hf("hidden_size", 768)
-    layers: int = config.hf("num_hidden_layers", 32)
-    state: int = config.hf("state_size", 16)
     expand: int = config.hf("expand", 2)
-    kernel: int = config.hf("conv_kernel", 4)
     latent: int = config.computed(rank, lambda v: {"time_step_rank": v})
-    norm_eps: float = config.hf("layer_norm_epsilon", 1e-5)
     mixer_eps: float | None = None  # of norms without weights inside the mixer, which Falcon Mamba has
-    act: str = config.act()
-    tied: bool = config.hf("tie_word_embeddings", True)
-    bias: bool = config.hf("use_bias", False)
-    conv_bias: bool = config.hf("use_conv_bias", True)
-    float32_residual: bool = config.hf("residual_in_fp32", True)
 
     inner = property(lambda self: self.expand * self.embed)  # channels of the mixer
 
@@ -70,8 +60,7 @@ def spec(cfg: Config) -> dict:
         layer["out_bias"] = builders.bias(mixer + "out_proj.bias", cfg.embed)
     if cfg.conv_bias:
         layer["conv_bias"] = builders.bias(mixer + "conv1d.bias", cfg.inner, "channels")
-    stacked = stack(layer, "layers", range(cfg.layers))
-    return builders.top(cfg, stacked, "backbone.embeddings.weight", "backbone.norm_f.weight")
+    return builders.decoder(cfg, layer, "backbone.embeddings", "backbone.norm_f")
 
 
 def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:
@@ -99,11 +88,9 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         )
         return x + ops.linear("...i,di->...d", y * jax.nn.silu(z), p["out"], p.get("out_bias")), carry
 
-    x = ops.embed(params["embed"], tokens)
-    if cfg.float32_residual:
-        x = x.astype(jnp.float32)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps).astype(params["norm"].dtype), carry
+    norm = lambda x: ops.rms_norm(x, params["norm"], cfg.norm_eps).astype(params["norm"].dtype)
+    dtype = jnp.float32 if cfg.float32_residual else None
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, norm, dtype=dtype)
 
 
 head, forward = builders.head, builders.forward(hidden)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from fdel import ops
-from fdel.models import builders, config
-from fdel.params.spec import Param, stack
+from fdel.models import builders, config, sublayers
+from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "mamba2", "Mamba2ForCausalLM"
 
@@ -20,29 +20,35 @@ def limits(d: dict) -> tuple[float, float]:
 
 
 @config.config
-class Config:
-    """Sizes and constants; `hf(...)` names each one's key in config.json."""
+class Recurrent:
+    """The fields that Mamba and Mamba-2 have; `hf(...)` names each one's key in config.json."""
 
-    DEFAULTS = {"expand": 2}
-    ONLY = {
-        **dict.fromkeys(("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"), config.ANY),
-        "norm_before_gate": config.ANY, "expand": lambda c: c.inner / c.embed, "intermediate_size": lambda c: c.inner,
-    }  # fmt: skip
     vocab: int = config.hf("vocab_size", 32768)
     embed: int = config.hf("hidden_size", 4096)
     layers: int = config.hf("num_hidden_layers", 64)
-    heads: int = config.hf("num_heads", 128)
-    head_dim: int = config.hf("head_dim", 64)
     state: int = config.hf("state_size", 128)
-    groups: int = config.hf("n_groups", 8)
     kernel: int = config.hf("conv_kernel", 4)
-    chunk: int = config.hf("chunk_size", 256)
     norm_eps: float = config.hf("layer_norm_epsilon", 1e-5)
     act: str = config.act()
     tied: bool = config.hf("tie_word_embeddings", False)
     bias: bool = config.hf("use_bias", False)
     conv_bias: bool = config.hf("use_conv_bias", True)
     float32_residual: bool = config.hf("residual_in_fp32", True)
+
+
+@config.config
+class Config(Recurrent):
+    """Sizes and constants."""
+
+    DEFAULTS = {"expand": 2}
+    ONLY = {
+        **dict.fromkeys(("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"), config.ANY),
+        "norm_before_gate": config.ANY, "expand": lambda c: c.inner / c.embed, "intermediate_size": lambda c: c.inner,
+    }  # fmt: skip
+    heads: int = config.hf("num_heads", 128)
+    head_dim: int = config.hf("head_dim", 64)
+    groups: int = config.hf("n_groups", 8)
+    chunk: int = config.hf("chunk_size", 256)
     limits: tuple[float, float] = config.computed(
         limits, lambda v: {"time_step_limit": [{"__float__": "Infinity"} if x == math.inf else x for x in v]}
     )
@@ -81,12 +87,9 @@ def mixer_spec(cfg: Config, name: str, *, out_bias: bool) -> dict:
 def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "backbone.layers.{layers}."
-    layer = {
-        "norm": builders.norm(name + "norm.weight", cfg.embed),
-        **mixer_spec(cfg, name + "mixer.", out_bias=cfg.bias),
-    }
-    stacked = stack(layer, "layers", range(cfg.layers))
-    return builders.top(cfg, stacked, "backbone.embeddings.weight", "backbone.norm_f.weight")
+    norm = {"norm": builders.norm(name + "norm.weight", cfg.embed)}
+    layer = norm | mixer_spec(cfg, name + "mixer.", out_bias=cfg.bias)
+    return builders.decoder(cfg, layer, "backbone.embeddings", "backbone.norm_f")
 
 
 def rename(name: str, cfg: Config) -> str:
@@ -138,11 +141,9 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         y, carry = mix(h, carry, p, layer, cfg, batch)
         return x + y, carry
 
-    x = ops.embed(params["embed"], tokens)
-    if cfg.float32_residual:
-        x = x.astype(jnp.float32)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return ops.rms_norm(x, params["norm"], cfg.norm_eps).astype(params["norm"].dtype), carry
+    norm = lambda x: ops.rms_norm(x, params["norm"], cfg.norm_eps).astype(params["norm"].dtype)
+    dtype = jnp.float32 if cfg.float32_residual else None
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, norm, dtype=dtype)
 
 
 head, forward = builders.head, builders.forward(hidden)

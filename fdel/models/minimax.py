@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel import ops
-from fdel.models import builders, config, sublayers
+from fdel.models import builders, config, mixtral, sublayers
 from fdel.models.qwen3_next import FULL, LINEAR
-from fdel.params.spec import Param, layers, normal, ones, parts
+from fdel.params.spec import Param, normal, ones, parts
 
 MODEL_TYPE, ARCHITECTURE = "minimax", "MiniMaxForCausalLM"
 DERIVED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")  # tensors that follow from the config
@@ -29,18 +29,10 @@ def factors(part: str):
 
 
 @config.config
-class Config(config.Decoder):
-    """Sizes and constants."""
+class Config(mixtral.Config):
+    """Sizes and constants, Mixtral's first."""
 
-    DEFAULTS = dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=1e6,
-    )  # fmt: skip
     ONLY = {"block_size": config.ANY}
-    experts: int = config.hf("num_local_experts", 8)
-    top_k: int = config.hf("num_experts_per_tok", 2)
-    window: int | None = config.hf("sliding_window", None)
-    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training only, see `losses.forward`
     kinds: tuple[str, ...] = config.computed(kinds, lambda k: {"layer_types": list(k)})
     full: tuple[float, float] = factors("full_attn")
     linear: tuple[float, float] = factors("linear_attn")
@@ -79,7 +71,7 @@ def spec(cfg: Config) -> dict:
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
 
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 def rename(name: str, cfg: Config) -> str | None:

@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "mixtral", "MixtralForCausalLM"
 
@@ -29,7 +28,7 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "self_attn.", cfg),
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
-    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")

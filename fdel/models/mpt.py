@@ -5,13 +5,12 @@ import jax.numpy as jnp
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.config import ANY
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "mpt", "MptForCausalLM"
 
 
 @config.config
-class Config:
+class Config(config.MultiHead):
     """Sizes and constants; `hf(...)` names each one's key in config.json."""
 
     NESTED = ("attn_config",)
@@ -31,25 +30,18 @@ class Config:
     scale: float | None = config.hf("attn_config.softmax_scale", None)
 
     ffn = property(lambda self: 4 * self.embed)
-    head_dim = property(lambda self: self.embed // self.heads)
-    kv_heads = property(lambda self: self.heads)  # of keys and values: all of them
 
 
 def spec(cfg: Config) -> dict:
     """Declare every array."""
-    name, heads = "transformer.blocks.{layers}.", (cfg.heads, cfg.head_dim)
+    name = "transformer.blocks.{layers}."
     layer = {
         "attn_norm": builders.norm(name + "norm_1.weight", cfg.embed),
-        **builders.fused(
-            name + "attn.Wqkv.weight", ("embed", cfg.embed), q=("heads head_dim", heads),
-            k=("kv_heads head_dim", heads), v=("kv_heads head_dim", heads),
-        ),
-        "o": builders.heads_in(name + "attn.out_proj.weight", *heads, cfg.embed),
+        **builders.fused_qkv(name + "attn.Wqkv", name + "attn.out_proj", cfg),
         "mlp_norm": builders.norm(name + "norm_2.weight", cfg.embed),
         **builders.mlp(name + "ffn.", cfg.embed, cfg.ffn, ("up_proj", "down_proj"), biased=False),
-    }  # fmt: skip
-    layers = stack(layer, "layers", range(cfg.layers))
-    return builders.top(cfg, layers, "transformer.wte.weight", "transformer.norm_f.weight")
+    }
+    return builders.decoder(cfg, layer, "transformer.wte", "transformer.norm_f")
 
 
 @builders.hidden("attention")

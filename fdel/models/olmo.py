@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "olmo", "OlmoForCausalLM"
 
@@ -25,7 +24,7 @@ def spec(cfg: Config) -> dict:
     layer = builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias) | builders.glu(
         name + "mlp.", cfg.embed, cfg.ffn
     )
-    tree = builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+    tree = builders.decoder(cfg, layer)
     del tree["norm"]
     return tree
 
@@ -41,9 +40,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         x = x + a
         return x + ops.glu(norm(x), p, ops.ACTIVATIONS[cfg.act]), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, norm)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -4,7 +4,7 @@ from typing import Any
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import Param, layers, ones
+from fdel.params.spec import Param, ones
 
 MODEL_TYPE, ARCHITECTURE = "olmo2", "Olmo2ForCausalLM"
 
@@ -20,18 +20,20 @@ class Config(config.Decoder):
     attn_bias: bool = config.hf("attention_bias", False)
 
 
-def spec(cfg: Any) -> dict:
-    """Declare every array."""
+def spec(cfg: Any, *, per_head: bool = False) -> dict:
+    """Declare every array; `per_head`: queries and keys are normalised in each head alone, else over all of them."""
     name = "model.layers.{layers}."
     layer = builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias) | builders.glu(
         name + "mlp.", cfg.embed, cfg.ffn
     )
     for part, file in ("attn", "attention"), ("mlp", "feedforward"):
         layer[f"{part}_norm"] = builders.norm(f"{name}post_{file}_layernorm.weight", cfg.embed)
+    if per_head:
+        return builders.decoder(cfg, layer | builders.qk_norm(name + "self_attn.", cfg))
     for part, axis, n in ("q", "heads", cfg.heads), ("k", "kv_heads", cfg.kv_heads):
         axes, file = f"{axis} head_dim", f"{name}self_attn.{part}_norm.weight"
         layer[f"{part}_norm"] = Param(axes, (n, cfg.head_dim), ones, file, f"({axes})")
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds or (None,) * cfg.layers))
+    return builders.decoder(cfg, layer)
 
 
 def block(cfg: Any, batch: ops.Batch, rot: Any, window: int | None = None, *, per_head: bool = False):

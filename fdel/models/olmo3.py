@@ -22,9 +22,7 @@ class Config(config.Decoder):
     attn_bias: bool = config.hf("attention_bias", False)
     window: int = config.hf("sliding_window", 4096)
     kinds: tuple[str, ...] = config.pattern(4)
-    rope: tuple[ops.Rope, ops.Rope] = config.computed(
-        ropes, lambda r: {"rope_parameters": {SLIDING: config.rope_to_hf(r[0]), FULL: config.rope_to_hf(r[1])}}
-    )
+    rope: tuple[ops.Rope, ops.Rope] = config.ropes(ropes)
 
 
 @builders.hidden("attention")

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.config import ANY
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "openelm", "OpenELMForCausalLM"
 EPS = 1e-6  # of RMSNorm
@@ -25,9 +24,8 @@ def kinds(d: dict) -> tuple[tuple[int, int, int], ...]:
     units = [max(by, int(m * size + by / 2) // by * by) for m in read[2]]
     units = [u + by if u < 0.9 * m * size else u for u, m in zip(units, read[2], strict=True)]
     if any(heads % kv for heads, kv in zip(*read[:2], strict=True)):
-        raise config.ConfigError(
-            f"config field 'num_query_heads': found {config.show(read[0])}, no multiples of num_kv_heads"
-        )
+        found = f"found {config.show(read[0])}, no multiples of num_kv_heads"
+        raise config.ConfigError(f"config field 'num_query_heads': {found}")
     return tuple(zip(*read[:2], units, strict=True))
 
 
@@ -58,9 +56,7 @@ class Config:
         return config.to_hf(self) | {"ffn_multipliers": [units / self.embed for *_, units in self.kinds]}
 
     heads = property(lambda self: max(heads for heads, *_ in self.kinds))
-    kv_heads = property(
-        lambda self: max(kv for _, kv, _ in self.kinds)
-    )  # of the cache: layers with fewer leave some empty
+    kv_heads = property(lambda self: max(kv for _, kv, _ in self.kinds))  # of the cache, empty in layers with fewer
 
 
 def spec(cfg: Config) -> dict:
@@ -70,18 +66,16 @@ def spec(cfg: Config) -> dict:
     def layer(kind: tuple[int, int, int]) -> dict:
         heads, kv, units = kind
         sides = {"q": ("heads head_dim", (heads, h))} | {i: ("kv_heads head_dim", (kv, h)) for i in "kv"}
-        norms = {f"{i}_norm": builders.norm(f"{name}attn.{i}_norm.weight", h, "head_dim") for i in "qk"}
         return {
             "attn_norm": builders.norm(name + "attn_norm.weight", d),
             **builders.fused(name + "attn.qkv_proj.weight", ("embed", d), **sides),
-            **(norms if cfg.qk_norm else {}),
+            **(builders.qk_norm(name + "attn.", cfg) if cfg.qk_norm else {}),
             "o": builders.heads_in(name + "attn.out_proj.weight", heads, h, d),
             "mlp_norm": builders.norm(name + "ffn_norm.weight", d),
             **builders.gate_up(name + "ffn.proj_1.weight", d, units, name + "ffn.proj_2.weight"),
         }
 
-    names = "transformer.token_embeddings.weight", "transformer.norm.weight"
-    return builders.top(cfg, layers(layer, cfg.kinds), *names)
+    return builders.decoder(cfg, layer, "transformer.token_embeddings", "transformer.norm")
 
 
 def attend(batch, carry, layer, q, k, v, mask, kv_heads):
@@ -103,7 +97,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     def block(x, carry, p, layer):
         h = norm(x, p["attn_norm"])
         q, k, v = (ops.einsum("...d,nhd->...nh", h, p[i]) for i in "qkv")
-        q, k = (sublayers.normed(norm, p, rot) if cfg.qk_norm else sublayers.rotate(rot))(q, k)
+        q, k = sublayers.normed(norm, p, rot)(q, k)
         a, carry = attend(batch, carry, layer, q, k, v, mask, cfg.kv_heads)
         x = x + ops.einsum("...nh,dnh->...d", a, p["o"])
         return x + ops.glu(norm(x, p["mlp_norm"]), p, ops.ACTIVATIONS[cfg.act]), carry

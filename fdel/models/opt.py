@@ -13,7 +13,7 @@ OFFSET, EPS = 2, 1e-5  # rows of the table of positions before the first positio
 
 
 @config.config
-class Config:
+class Config(config.MultiHead):
     """Sizes and constants; `hf(...)` names each one's key in config.json."""
 
     vocab: int = config.hf("vocab_size", 50272)
@@ -29,9 +29,6 @@ class Config:
     no_last_norm: bool = config.hf("_remove_final_layer_norm", False)
     biased: bool = config.hf("enable_bias", True)
     affine: bool = config.hf("layer_norm_elementwise_affine", True)
-
-    head_dim = property(lambda self: self.embed // self.heads)
-    kv_heads = property(lambda self: self.heads)  # of keys and values: all of them
 
 
 def spec(cfg: Config) -> dict:

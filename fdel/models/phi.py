@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "phi", "PhiForCausalLM"
 
@@ -30,9 +29,7 @@ def spec(cfg: Config) -> dict:
     }
     for part in "qk" if cfg.qk_norm else "":
         layer |= builders.layer_norm(f"{part}_norm", f"{name}self_attn.{part}_layernorm", cfg.head_dim, "head_dim")
-    tree = builders.top(cfg, stack(layer, "layers", range(cfg.layers)), norm_name="model.final_layernorm.weight")
-    tree |= {"norm_bias": builders.bias("model.final_layernorm.bias", d)}
-    return tree | {"head_bias": builders.bias("lm_head.bias", cfg.vocab, "vocab")}
+    return builders.decoder(cfg, layer, last="model.final_layernorm", norm_bias=True, head_bias=True)
 
 
 @builders.hidden("attention")

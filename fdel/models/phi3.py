@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, llama
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "phi3", "Phi3ForCausalLM"
 ORIGINAL = "original_max_position_embeddings"
@@ -31,17 +30,13 @@ class Config(config.Decoder):
 
 def spec(cfg: Config) -> dict:
     """Declare every array."""
-    name, heads, kv = "model.layers.{layers}.", (cfg.heads, cfg.head_dim), (cfg.kv_heads, cfg.head_dim)
+    name = "model.layers.{layers}."
     layer = {
         **builders.prenorm(name, cfg.embed),
-        **builders.fused(
-            name + "self_attn.qkv_proj.weight", ("embed", cfg.embed),
-            q=("heads head_dim", heads), k=("kv_heads head_dim", kv), v=("kv_heads head_dim", kv),
-        ),
-        "o": builders.heads_in(name + "self_attn.o_proj.weight", *heads, cfg.embed),
+        **builders.fused_qkv(name + "self_attn.qkv_proj", name + "self_attn.o_proj", cfg),
         **builders.gate_up(name + "mlp.gate_up_proj.weight", cfg.embed, cfg.ffn, name + "mlp.down_proj.weight"),
-    }  # fmt: skip
-    return builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
+    }
+    return builders.decoder(cfg, layer)
 
 
 hidden, state_spec, head, forward = llama.hidden, llama.state_spec, llama.head, llama.forward

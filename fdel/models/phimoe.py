@@ -3,27 +3,21 @@
 from functools import partial
 
 from fdel import ops
-from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
+from fdel.models import builders, config, mixtral, sublayers
 
 MODEL_TYPE, ARCHITECTURE = "phimoe", "PhimoeForCausalLM"
 
 
 @config.config
-class Config(config.Decoder):
-    """Sizes and constants."""
+class Config(mixtral.Config):
+    """Sizes and constants, Mixtral's first."""
 
-    DEFAULTS = dict(
-        vocab_size=32064, hidden_size=4096, intermediate_size=6400, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=1e6,
-    )  # fmt: skip
-    experts: int = config.hf("num_local_experts", 16)
+    DEFAULTS = mixtral.Config.DEFAULTS | dict(vocab_size=32064, intermediate_size=6400, num_local_experts=16)
     top_k: int = config.hf("num_experts_per_tok", 2, choices=(2,))
     band: float = config.hf("router_jitter_noise", 0.01)  # which experts share a weight, see `ops.route_sparsemixer`
     jitter: float = config.hf("input_jitter_noise", 0.0)  # of training only, see `losses.forward`
     attn_bias: bool = config.hf("attention_bias", False)
     head_bias: bool = config.hf("lm_head_bias", False)
-    window: int | None = config.hf("sliding_window", None)
 
 
 def spec(cfg: Config) -> dict:
@@ -35,9 +29,7 @@ def spec(cfg: Config) -> dict:
         **builders.layer_norm("mlp_norm", name + "post_attention_layernorm", cfg.embed),
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
-    top = builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
-    top["norm_bias"] = builders.bias("model.norm.bias", cfg.embed)
-    return top | ({"head_bias": builders.bias("lm_head.bias", cfg.vocab, "vocab")} if cfg.head_bias else {})
+    return builders.decoder(cfg, layer, norm_bias=True, head_bias=cfg.head_bias)
 
 
 @builders.hidden("attention", "router")

@@ -3,9 +3,8 @@
 from fdel import ops
 from fdel.models import builders, config, qwen3_moe, sublayers
 from fdel.models.config import FULL, SLIDING
-from fdel.models.qwen3 import window
+from fdel.models.qwen3 import window, window_field
 from fdel.models.qwen3_next import ffn_spec, kinds_to_hf
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "qwen2_moe", "Qwen2MoeForCausalLM"
 
@@ -32,7 +31,7 @@ class Config(config.Decoder):
     top_k: int = config.hf("num_experts_per_tok", 4)
     normalize: bool = config.hf("norm_topk_prob", False)
     attn_bias: bool = config.hf("qkv_bias", True)
-    window: int | None = config.computed(window, lambda w: {"sliding_window": w, "use_sliding_window": w is not None})
+    window: int | None = window_field()
     kinds: tuple[tuple[str, str], ...] = config.computed(kinds, kinds_to_hf)
 
 
@@ -44,29 +43,27 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias, o_biased=False),
         **ffn_spec(cfg, kind[1], name + "mlp."),
     }
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    turn, act = sublayers.rotate(ops.rotation(cfg.rope, batch)), ops.ACTIVATIONS[cfg.act]
+    turn, windows = sublayers.rotate(ops.rotation(cfg.rope, batch)), {FULL: None, SLIDING: cfg.window}
 
-    def block(attention, ffn):
-        mask = ops.Mask(cfg.head_dim**-0.5, window=cfg.window if attention == SLIDING else None)
+    def block(attention):
+        mask = ops.Mask(cfg.head_dim**-0.5, window=windows[attention])
 
         def apply(x, carry, p, layer):
             h = ops.rms_norm(x, p["attn_norm"], cfg.norm_eps)
             a, carry = sublayers.attention(h, carry, p, layer, batch, mask, turn)
-            h = ops.rms_norm(x + a, p["mlp_norm"], cfg.norm_eps)
-            if ffn == qwen3_moe.DENSE:
-                return x + a + ops.glu(h, p["ffn"], act), carry
+            h, p = ops.rms_norm(x + a, p["mlp_norm"], cfg.norm_eps), p.get("ffn", p)
             y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
             return x + a + y, carry
 
         return apply
 
-    return sublayers.walk(params, tokens, cfg, {kind: block(*kind) for kind in sorted(set(cfg.kinds))}, carry, remat)
+    return sublayers.walk(params, tokens, cfg, {kind: block(kind[0]) for kind in sorted(set(cfg.kinds))}, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -5,7 +5,6 @@ from typing import Any
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.config import FULL, SLIDING
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
 
@@ -43,8 +42,7 @@ def attention_spec(cfg, name: str) -> dict:
     return {
         **builders.prenorm(name, cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
-        "q_norm": builders.norm(name + "self_attn.q_norm.weight", cfg.head_dim, "head_dim"),
-        "k_norm": builders.norm(name + "self_attn.k_norm.weight", cfg.head_dim, "head_dim"),
+        **builders.qk_norm(name + "self_attn.", cfg),
     }
 
 
@@ -52,7 +50,7 @@ def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
     layer = attention_spec(cfg, name) | builders.glu(name + "mlp.", cfg.embed, cfg.ffn)
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 def attention(x, carry, p, layer, cfg, batch, rot, mask):

@@ -19,5 +19,3 @@ class Config(qwen3_5.Config):
     moe_ffn: int = config.hf("moe_intermediate_size", 512)
     shared_ffn: int = config.hf("shared_expert_intermediate_size", 512)
     kinds: tuple[tuple[str, str], ...] = qwen3_5.kinds("moe")
-
-    normalize = True  # the weights of the experts that are chosen sum to one

@@ -3,7 +3,6 @@
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.qwen3 import attention, attention_spec, window_field
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_moe", "Qwen3MoeForCausalLM"
 DENSE, MOE = "dense", "moe"
@@ -54,7 +53,7 @@ def spec(cfg: Config) -> dict:
         DENSE: builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
         MOE: builders.moe(name + "mlp.", cfg.embed, cfg.moe_ffn, cfg.experts),
     }
-    return builders.top(cfg, layers(lambda kind: attention_spec(cfg, name) | ffn[kind], cfg.kinds))
+    return builders.decoder(cfg, lambda kind: attention_spec(cfg, name) | ffn[kind])
 
 
 @builders.hidden("attention", "router")
@@ -62,23 +61,14 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     rot = ops.rotation(cfg.rope, batch)
     mask = ops.Mask(cfg.head_dim**-0.5, window=cfg.window)
-    act = ops.ACTIVATIONS[cfg.act]
 
-    def dense(h, carry, p):
-        return ops.glu(h, p, act), carry
+    def block(x, carry, p, layer):
+        x, carry = attention(x, carry, p, layer, cfg, batch, rot, mask)
+        h = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
+        y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
+        return x + y, carry
 
-    def moe(h, carry, p):
-        return sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
-
-    def block(ffn):
-        def apply(x, carry, p, layer):
-            x, carry = attention(x, carry, p, layer, cfg, batch, rot, mask)
-            y, carry = ffn(ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps), carry, p)
-            return x + y, carry
-
-        return apply
-
-    return sublayers.walk(params, tokens, cfg, {DENSE: block(dense), MOE: block(moe)}, carry, remat)
+    return sublayers.walk(params, tokens, cfg, block, carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

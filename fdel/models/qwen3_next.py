@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import Param, layers, normal, ones, parts
+from fdel.params.spec import Param, normal, ones, parts
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_next", "Qwen3NextForCausalLM"
 LINEAR, FULL = "linear_attention", config.FULL
@@ -41,6 +41,7 @@ class Hybrid(config.Decoder):
     kernel: int = config.hf("linear_conv_kernel_dim", 4)
     attn_bias: bool = config.hf("attention_bias", False)
 
+    normalize = True  # the weights of the experts that are chosen sum to one
     rep = property(lambda self: self.value_heads // self.key_heads)  # value heads per key head
     channels = property(lambda self: 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim)
 
@@ -99,10 +100,7 @@ def full_spec(cfg: Any, name: str) -> dict:
             key: replace(spec[side], hf_axes=axes, part=part)
             for key, part in ((side, query["q"]), (side.replace("q", "q_gate"), query["gate"]))
         }
-    return spec | {
-        "q_norm": builders.bias(name + "q_norm.weight", cfg.head_dim, "head_dim"),
-        "k_norm": builders.bias(name + "k_norm.weight", cfg.head_dim, "head_dim"),
-    }  # fmt: skip
+    return spec | builders.qk_norm(name, cfg, builders.bias)
 
 
 def ffn_spec(cfg, kind: str, name: str) -> dict:
@@ -128,7 +126,7 @@ def spec(cfg: Any, linear: Callable[[Any, str], dict] = linear_spec) -> dict:
         **ffn_spec(cfg, kind[1], name + "mlp."),
     }
 
-    return builders.top(cfg, layers(layer, cfg.kinds), norm=builders.bias)
+    return builders.decoder(cfg, layer, norm=builders.bias)
 
 
 def rename(name: str, cfg: Any) -> str | None:
@@ -176,7 +174,7 @@ def gated_attention(h, carry, p, layer, batch, mask, change):
 @builders.hidden("attention", "router")
 def hidden(params, tokens, cfg, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    rot, mask, act = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5), ops.ACTIVATIONS[cfg.act]
+    rot, mask = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5)
     norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps, offset=1.0)
     index = lambda mixer, layer: ops.pool_index(tuple(m for m, _ in cfg.kinds), {mixer}, layer)
 
@@ -186,24 +184,17 @@ def hidden(params, tokens, cfg, batch: ops.Batch, carry: ops.Carry, remat: str |
     def full(h, carry, p, layer):
         return gated_attention(h, carry, p, index(FULL, layer), batch, mask, sublayers.normed(norm, p, rot))
 
-    def dense(h, carry, p):
-        return ops.glu(h, p["ffn"], act), carry
-
-    def moe(h, carry, p):
-        return sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
-
-    def block(kind):
-        mixer, ffn = linear if kind[0] == LINEAR else full, moe if kind[1] == "moe" else dense
-
+    def block(mixer):
         def apply(x, carry, p, layer):
             y, carry = mixer(norm(x, p["mixer_in_norm"]), carry, p, layer)
             x = x + y
-            y, carry = ffn(norm(x, p["ffn_norm"]), carry, p)
+            h, p = norm(x, p["ffn_norm"]), p.get("ffn", p)
+            y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
             return x + y, carry
 
         return apply
 
-    blocks = {kind: block(kind) for kind in sorted(set(cfg.kinds))}
+    blocks = {kind: block(linear if kind[0] == LINEAR else full) for kind in sorted(set(cfg.kinds))}
     return sublayers.walk(params, tokens, cfg, blocks, carry, remat, lambda x: norm(x, params["norm"]))
 
 

@@ -16,7 +16,7 @@ HEADS = {
 
 
 @config.config
-class Config:
+class Config(config.MultiHead):
     """Sizes and constants; `hf(...)` names each one's key in config.json."""
 
     ONLY = {"position_embedding_type": "absolute", "tie_word_embeddings": True}
@@ -32,8 +32,6 @@ class Config:
     act: str = config.act(default="gelu")
     causal: bool = config.hf("is_decoder", False)
 
-    head_dim = property(lambda self: self.embed // self.heads)
-    kv_heads = property(lambda self: self.heads)  # of keys and values: all of them
     max_positions = property(lambda self: self.rows - self.pad - 1)  # the first rows are padding's
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config
-from fdel.params.spec import Param, ones, stack
+from fdel.params.spec import Param, ones
 
 MODEL_TYPE, ARCHITECTURE = "rwkv", "RwkvForCausalLM"
 KVR = ("key", "value", "receptance")
@@ -55,10 +55,8 @@ def spec(cfg: Config) -> dict:
         "gate": builders.matrix(name + "feed_forward.receptance.weight", d, ("channels", cfg.embed)),
         "down": builders.matrix(name + "feed_forward.value.weight", ("ffn", cfg.ffn), d),
     }
-    stacked = stack(layer, "layers", range(cfg.layers))
-    top = builders.top(cfg, stacked, "rwkv.embeddings.weight", "rwkv.ln_out.weight", head="head.weight")
-    top |= builders.layer_norm("embed_norm", "rwkv.blocks.0.pre_ln", cfg.embed)
-    return top | {"norm_bias": builders.bias("rwkv.ln_out.bias", cfg.embed)}
+    tree = builders.decoder(cfg, layer, "rwkv.embeddings", "rwkv.ln_out", head="head", norm_bias=True)
+    return tree | builders.layer_norm("embed_norm", "rwkv.blocks.0.pre_ln", cfg.embed)
 
 
 def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:

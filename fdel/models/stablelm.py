@@ -36,8 +36,7 @@ def spec(cfg: Config) -> dict:
         for part, axis, n in ("q", "heads", cfg.heads), ("k", "kv_heads", cfg.kv_heads):
             file = f"{name}self_attn.{part}_layernorm.norms.{{{axis}}}.weight"
             layer[f"{part}_norm"] = stack(builders.norm(file, cfg.head_dim, "head_dim"), axis, range(n))
-    tree = builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
-    return tree | {"norm_bias": builders.bias("model.norm.bias", d)}
+    return builders.decoder(cfg, layer, norm_bias=True)
 
 
 @builders.hidden("attention")
@@ -49,8 +48,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
     def block(x, carry, p, layer):
         h = norm(x, p, "attn_norm")
-        change = sublayers.normed(of_head, p, rot) if cfg.qk_norm else sublayers.rotate(rot)
-        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
+        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, sublayers.normed(of_head, p, rot))
         h = h if cfg.parallel else norm(x + a, p, "mlp_norm")
         return x + a + ops.glu(h, p, ops.ACTIVATIONS[cfg.act]), carry
 

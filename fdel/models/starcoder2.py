@@ -2,7 +2,6 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.params.spec import stack
 
 MODEL_TYPE, ARCHITECTURE = "starcoder2", "Starcoder2ForCausalLM"
 
@@ -35,8 +34,7 @@ def spec(cfg: Config) -> dict:
         **builders.layer_norm("mlp_norm", name + "post_attention_layernorm", d),
         **builders.mlp(name + "mlp.", d, cfg.ffn, ("c_fc", "c_proj"), biased=cfg.biased),
     }
-    tree = builders.top(cfg, stack(layer, "layers", range(cfg.layers)))
-    return tree | {"norm_bias": builders.bias("model.norm.bias", d)}
+    return builders.decoder(cfg, layer, norm_bias=True)
 
 
 @builders.hidden("attention")
@@ -50,9 +48,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         x = x + a
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, ops.ACTIVATIONS[cfg.act]), carry
 
-    x = ops.embed(params["embed"], tokens)
-    x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x, params, "norm"), carry
+    return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params, "norm"))
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

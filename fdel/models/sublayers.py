@@ -18,14 +18,17 @@ Layer = Any  # an index, traced where layers are stacked
 
 def walk(
     params: Any, tokens: Array, cfg: Any, block: Any, carry: Carry, remat: str | None,
-    norm: Callable[[Array], Array] | None = None,
+    norm: Callable[[Array], Array] | None = None, *, scale: float | None = None, dtype: Any = None,
 ) -> tuple[Float[Array, "... D"], Carry]:  # fmt: skip
     """Embed tokens, apply every layer (`ops.layers`: one block, or one of each of `cfg.kinds`), and normalise at the end.
 
-    `norm(x)` is the last norm; by default the root mean square, with the scale params["norm"].
+    `norm(x)` is the last norm; by default the root mean square, with the scale params["norm"]. `scale` multiplies the
+    embeddings, rounded to their dtype as the references do; `dtype` is that of the residual stream, if it is another.
     """
     norm = norm or (lambda x: ops.rms_norm(x, params["norm"], cfg.norm_eps))
     x, kinds = ops.embed(params["embed"], tokens), getattr(cfg, "kinds", ())
+    x = x if scale is None else x * jnp.asarray(scale, x.dtype)
+    x = x if dtype is None else x.astype(dtype)
     x, carry = ops.layers(block, x, carry, params["layers"], kinds, remat=remat)
     return norm(x), carry
 
@@ -63,9 +66,9 @@ def normed(
     norm: Callable[[Array, Any], Array], p: Mapping[str, Any], rot: tuple[Array, Array] | None = None,
     interleaved: bool = False,
 ) -> Callable[[Array, Array], tuple[Array, Array]]:  # fmt: skip
-    """Give the `change` that applies norm(x, scale) with p["q_norm"] and p["k_norm"], then turns by `rot` if given."""
+    """Give the `change` that applies norm(x, scale) with p["q_norm"] and p["k_norm"], then turns by `rot`, if given."""
     turn = (lambda q, k: (q, k)) if rot is None else rotate(rot, interleaved)
-    return lambda q, k: turn(norm(q, p["q_norm"]), norm(k, p["k_norm"]))
+    return (lambda q, k: turn(norm(q, p["q_norm"]), norm(k, p["k_norm"]))) if "q_norm" in p else turn
 
 
 def softmax_experts(
@@ -76,8 +79,11 @@ def softmax_experts(
     """Route to `cfg.top_k` experts by softmax (`builders.moe`); beside them a shared one, gated where p has a gate.
 
     `gated` is given to `ops.moe`, `options` to `route`: normalize, groups, topk_groups. The router may have a bias.
+    Where p has no router, of a dense layer, this is its gated feed-forward.
     """
     act = ops.ACTIVATIONS[cfg.act]
+    if "router" not in p:
+        return ops.glu(h, p, act), carry
     logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
     logits = logits + p["router_bias"].astype(jnp.float32) if "router_bias" in p else logits
     weights, experts = route(logits, cfg.top_k, **options)
@@ -94,8 +100,13 @@ def softmax_experts(
 def sigmoid_experts(
     h: Float[Array, "... D"], carry: Carry, p: Mapping[str, Any], cfg: Any, batch: ops.Batch
 ) -> tuple[Float[Array, "... D"], Carry]:
-    """Route by sigmoid within groups, with a bias of selection, beside shared experts (arXiv:2412.19437, section 2.1.2)."""
+    """Route by sigmoid within groups, with a bias of selection, beside shared experts (arXiv:2412.19437, section 2.1.2).
+
+    Where p has no router, of a dense layer, this is its gated feed-forward.
+    """
     act = ops.ACTIVATIONS[cfg.act]
+    if "router" not in p:
+        return ops.glu(h, p, act), carry
     logits = ops.einsum("...d,ed->...e", h.astype(jnp.float32), p["router"])
     weights, experts = ops.route_sigmoid(
         logits, cfg.top_k, bias=p["router_bias"], groups=cfg.groups, topk_groups=cfg.topk_groups,

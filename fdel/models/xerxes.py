@@ -1,13 +1,8 @@
 """Xerxes (EasyDeL, github.com/erfanzar/EasyDeL): sandwich norms and experts, or queries and keys normalised and neither."""
 
-from dataclasses import replace
-
-import jax.numpy as jnp
-
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.config import FULL, SLIDING
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "xerxes", "XerxesForCausalLM"
 NEAR, CAP = 4096, 30.0  # window of every other layer, bound of the logits
@@ -35,6 +30,7 @@ class Config(config.Decoder):
 
     plain = property(lambda self: self.qk_norm and not self.routed)
     sandwich = property(lambda self: not self.plain or self.mlp_norm)
+    softcap = property(lambda self: None if self.plain else CAP)
     scaled = property(lambda self: not self.qk_norm or self.mlp_norm)  # embeddings by the root of their size
 
     @property
@@ -50,51 +46,36 @@ def spec(cfg: Config) -> dict:
     name = "model.layers.{layers}."
     norm = lambda part: builders.norm(f"{name}{part}_layernorm.weight", cfg.embed)
     first = {"attn_norm": norm("input"), **builders.gqa(name + "self_attn.", cfg)}
-    if cfg.qk_norm:
-        first |= {
-            f"{i}_norm": builders.norm(f"{name}self_attn.{i}_norm.weight", cfg.head_dim, "head_dim") for i in "qk"
-        }
+    first |= builders.qk_norm(name + "self_attn.", cfg) if cfg.qk_norm else {}
     if cfg.sandwich:
         first |= {"attn_post_norm": norm("post_attention"), "mlp_post_norm": norm("post_feedforward")}
     first["mlp_norm"] = norm("pre_feedforward" if cfg.sandwich else "post_attention")
     ffn = builders.glu(name + "mlp.", cfg.embed, cfg.ffn)
     layer = first | (builders.moe(name + "mlp.", cfg.embed, cfg.ffn, cfg.experts) if cfg.routed else ffn)
-    return builders.top(cfg, layers(lambda kind: layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    rot, act = ops.rotation(cfg.rope, batch), ops.ACTIVATIONS[cfg.act]
-    norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps)
+    rot, norm = ops.rotation(cfg.rope, batch), lambda x, w: ops.rms_norm(x, w, cfg.norm_eps)
     after = lambda x, p, part: norm(x, p[part]) if cfg.sandwich else x
 
     def block(window):
         mask = ops.Mask(cfg.head_dim**-0.5, window=window)
 
         def apply(x, carry, p, layer):
-            change = sublayers.normed(norm, p, rot) if cfg.qk_norm else sublayers.rotate(rot)
-            a, carry = sublayers.attention(norm(x, p["attn_norm"]), carry, p, layer, batch, mask, change)
+            h, change = norm(x, p["attn_norm"]), sublayers.normed(norm, p, rot)
+            a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
             x = x + after(a, p, "attn_post_norm")
-            h = norm(x, p["mlp_norm"])
-            if cfg.routed:
-                y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=True)
-            else:
-                y = ops.glu(h, p, act)
+            y, carry = sublayers.softmax_experts(norm(x, p["mlp_norm"]), carry, p, cfg, batch, normalize=True)
             return x + after(y, p, "mlp_post_norm"), carry
 
         return apply
 
     blocks = {FULL: block(None), SLIDING: block(NEAR if cfg.every is None else cfg.window)}
-    x = ops.embed(params["embed"], tokens)
-    x = x * jnp.asarray(cfg.embed**0.5, x.dtype) if cfg.scaled else x
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    scale = cfg.embed**0.5 if cfg.scaled else None
+    return sublayers.walk(params, tokens, cfg, blocks, carry, remat, scale=scale)
 
 
-def head(params, cfg: Config) -> ops.Head:
-    """The output projection, for `ops.logits` and the chunked losses."""
-    return replace(builders.head(params, cfg), softcap=None if cfg.plain else CAP)
-
-
-state_spec, forward = builders.kv_state, builders.forward(hidden, head)
+state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -3,7 +3,6 @@
 from fdel import ops
 from fdel.models import builders, config, qwen3_moe, sublayers
 from fdel.models.deepseek_v3 import DENSE, MOE, attention, attention_spec, state_spec
-from fdel.params.spec import layers
 
 MODEL_TYPE, ARCHITECTURE = "xerxes2", "Xerxes2ForCausalLM"
 __all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "spec", "state_spec"]
@@ -17,13 +16,8 @@ class Config(config.Decoder):
         vocab_size=256128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
         max_position_embeddings=16384,
     )  # fmt: skip
-    ONLY = dict(
-        rope_scaling=None,
-        head_dim=config.ANY,
-        num_key_value_heads=config.ANY,
-        layer_types=config.ANY,
-        hidden_act="silu",
-    )
+    ONLY = dict.fromkeys(("head_dim", "num_key_value_heads", "layer_types"), config.ANY)
+    ONLY |= dict(rope_scaling=None, hidden_act="silu")
     moe_ffn: int = config.hf("moe_intermediate_size", 8192)
     experts: int = config.hf("num_experts", 128)
     top_k: int = config.hf("num_experts_per_tok", 8)
@@ -62,33 +56,23 @@ def spec(cfg: Config) -> dict:
         **ffn[kind],
         "mlp_post_norm": norm("post_feedforward"),
     }
-    return builders.top(cfg, layers(layer, cfg.kinds))
+    return builders.decoder(cfg, layer)
 
 
 @builders.hidden("attention", "router")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    rot, mask, act = (
-        ops.rotation(cfg.rope, batch),
-        ops.Mask((cfg.nope_dim + cfg.rope_dim) ** -0.5),
-        ops.ACTIVATIONS[cfg.act],
-    )
+    rot, mask = ops.rotation(cfg.rope, batch), ops.Mask((cfg.nope_dim + cfg.rope_dim) ** -0.5)
     norm = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps)
 
-    def block(kind):
-        def apply(x, carry, p, layer):
-            a, carry = attention(norm(x, p["attn_norm"]), carry, p, layer, cfg, batch, rot, mask)
-            x = x + norm(a, p["attn_post_norm"])
-            h = norm(x, p["mlp_norm"])
-            if kind == DENSE:
-                y = ops.glu(h, p, act)
-            else:
-                y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
-            return x + norm(y, p["mlp_post_norm"]), carry
+    def block(x, carry, p, layer):
+        a, carry = attention(norm(x, p["attn_norm"]), carry, p, layer, cfg, batch, rot, mask)
+        x = x + norm(a, p["attn_post_norm"])
+        h = norm(x, p["mlp_norm"])
+        y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
+        return x + norm(y, p["mlp_post_norm"]), carry
 
-        return apply
-
-    return sublayers.walk(params, tokens, cfg, {kind: block(kind) for kind in (DENSE, MOE)}, carry, remat)
+    return sublayers.walk(params, tokens, cfg, block, carry, remat)
 
 
 head, forward = builders.head, builders.forward(hidden)
