@@ -47,6 +47,7 @@ def computed(remat, impl=None) -> dict[str, int]:
     return {t: len(re.findall(rf"name={t}\b", program)) for t in TARGETS}
 
 
+@pytest.mark.slow
 def test_names_of_easydel_mean_the_same() -> None:
     """The same program by either name; what is saved in any case adds nothing."""
     program = lambda names: str(jax.make_jaxpr(gradient(f"save_only_these_names:{names}", moe=True))(weights()))

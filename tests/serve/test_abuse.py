@@ -376,6 +376,7 @@ def test_many_inputs_take_turns(running, monkeypatch, path):
     assert len(seen) < 400
 
 
+@pytest.mark.slow
 @rows("t20")
 def test_long_texts_keep_nobody_waiting(running):
     """A child tokenizes them, and those that cannot fit not at all: the server answers others meanwhile."""

@@ -121,6 +121,7 @@ def test_best_of_returns_the_likeliest(client):
     assert [c.text for c in best] == [c.text for c in likely] and [c.index for c in best] == [0, 1]
 
 
+@pytest.mark.slow
 def test_structured_output(client):
     properties = {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}

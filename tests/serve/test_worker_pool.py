@@ -221,6 +221,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_templates_are_bounded(name, monkeypatch):
     monkeypatch.setitem(worker_pool.CPU, "chat", 1.0)
@@ -250,6 +251,7 @@ def test_a_tokenizer_that_panics(tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_large_bodies_are_counted():
     """By values, not by bytes; those of JSON inside of strings as well."""
 
@@ -291,6 +293,7 @@ def test_the_reason_is_told(monkeypatch):
 # ---- what is left of it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_child_takes_over():
     """From one that was killed at work or at rest, and from the process that forks."""
 
