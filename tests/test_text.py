@@ -133,6 +133,17 @@ def test_same_as_transformers(pair, kind: str, words: str, special: bool) -> Non
         assert text.decode(ours, ids, skip_special=skip) == expected
 
 
+@pytest.mark.parametrize("kind", ["RobertaProcessing", "BertProcessing"])
+def test_pairs_are_joined_as_transformers_joins_them(pair, tmp_path: Path, kind: str) -> None:
+    """A cross-encoder's: <s> a </s></s> b </s>, or [CLS] a [SEP] b [SEP]."""
+    backend, named = build("unigram")
+    backend.post_processor = getattr(processors, kind)(("</s>", 2), ("<s>", 1))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **named).save_pretrained(tmp_path)
+    ours, theirs = text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    got = text.encode(ours, CORPUS[:2])
+    assert got == theirs(*CORPUS[:2])["input_ids"] and got.count(2) == (3 if kind[0] == "R" else 2) and got[0] == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "bos", "eos"), [("byte_level", False, False), ("llama", True, False), ("unigram", False, True)]
 )

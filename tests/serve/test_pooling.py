@@ -6,17 +6,21 @@ https://docs.vllm.ai/en/latest/models/pooling_models.html
 import base64
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 
 from fdel import models, params, text
 from fdel.models import heads, llama
 from fdel.models.pooling import Dense, Pooling, read, write
 from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.server.openai import APIError
 from fdel.serve.server.openai.schema import SCHEMAS
+from fdel.serve.server.pooling import _without_types
 from fdel.serve.server.served import served_model
 from tests.serve import small, wire
 from tests.serve.wire import call
@@ -54,12 +58,13 @@ def ask(running, engines):
         yield lambda path, name, **body: call(running, "POST", path, {"model": name, **body})[:2]
 
 
-def outputs(engines, name: str, ids: list[int]) -> np.ndarray:
-    """What the head says of each token, or hidden states: by `hidden` alone."""
+def outputs(engines, name: str, ids: list[int], *more: list[int]) -> np.ndarray:
+    """What the head says of each token, or hidden states: by `hidden` alone; of several texts, padded."""
     model = engines[0]["base" if name == "mean" else name]
-    padded = np.array([ids + [0] * (64 - len(ids))])  # what follows a token changes nothing
+    padded = np.array([t + [0] * (64 - len(t)) for t in (ids, *more)])  # what follows a token changes nothing
     x = llama.hidden(heads.inner(model.params), padded, model.cfg)[0]
-    return np.asarray(x if heads.kind_of(model.params) is None else heads.outputs(model.params, x))[0, : len(ids)]
+    x = np.asarray(x if heads.kind_of(model.params) is None else heads.outputs(model.params, x))
+    return x if more else x[0, : len(ids)]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -80,6 +85,23 @@ def test_a_classifier_names_the_class_of_each_text(ask, engines):
     status, said = ask("/v1/classify", "sequences", input=text.encode(tok, TEXTS[0]), use_activation=False)
     want = outputs(engines, "sequences", text.encode(tok, TEXTS[0]))[-1]
     np.testing.assert_allclose(said["data"][0]["probs"], want, atol=1e-4)
+
+
+def test_texts_of_one_request_are_computed_together(ask, engines, monkeypatch):
+    """Nine texts in three rows of at most 64 tokens, each as if it were alone (1e-4); answers stand in their order."""
+    rng, rows = np.random.default_rng(0), []
+    said = [rng.integers(8, 280, n).tolist() for n in (3, 40, 9, 21, 1, 5, 30, 8, 10)]
+    for name, path in (("sequences", "/classify"), ("mean", "/pooling")):
+        device = engines[1][name]._device
+        monkeypatch.setattr(
+            device, "row", lambda texts, row=device.row: rows.append(sum(map(len, texts))) or row(texts)
+        )
+        got = [d.get("probs", d.get("data")) for d in ask(path, name, input=said, use_activation=False)[1]["data"]]
+        for x, ids, y in zip(outputs(engines, name, *said), said, got, strict=True):
+            pooled = np.concatenate([x[: len(ids)].mean(0), x[0]])
+            want = x[len(ids) - 1] if name == "sequences" else pooled / np.linalg.norm(pooled)
+            np.testing.assert_allclose(y, want, atol=1e-4)
+    assert rows == [40, 61, 26] * 2
 
 
 def test_a_conversation_gets_its_reward(ask, engines):
@@ -108,6 +130,24 @@ def test_a_reward_model_scores_pairs(ask, engines, path):
         status, said = ask(path, "sequence", text_1=PAIR[0], text_2=second)
         np.testing.assert_allclose([r["score"] for r in said["data"]], want, atol=1e-5)
     assert status == 200 and want[0] != want[1]
+
+
+def test_types_of_tokens_are_not_read():
+    """A RoBERTa with two of them, whose tokenizer numbers the second text 1 as BERT's do, would score something else."""
+    served = lambda types, tok: SimpleNamespace(  # what is looked at
+        name="x", tokenizer=tok, engine=SimpleNamespace(model=SimpleNamespace(cfg=SimpleNamespace(types=types)))
+    )
+
+    def joined(kind: str, **config) -> text.Tokenizer:
+        tok = wire.tokenizer()
+        tok.backend.post_processor = getattr(tokenizers.processors, kind)(("<|im_end|>", 2), ("<|im_start|>", 1))
+        return dataclasses.replace(tok, config=config)
+
+    with pytest.raises(APIError, match="by token types, which are not read here"):
+        _without_types(served(2, joined("BertProcessing")))
+    _without_types(served(1, joined("BertProcessing")))
+    _without_types(served(2, joined("BertProcessing", model_input_names=["input_ids"])))
+    _without_types(served(2, joined("RobertaProcessing")))
 
 
 def test_pooling_gives_what_stands_at_each_token(ask, engines):

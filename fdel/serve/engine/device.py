@@ -4,13 +4,16 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from fdel import ops
 from fdel.models import Model
+from fdel.ops.platform import target
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import NOWHERE, Call, Out
 from fdel.serve.engine.request import TOP, check_prompt, length_limit
@@ -67,6 +70,9 @@ class Device:
         self.table = np.full((self.rows, width), NOWHERE, np.int32)
         self.known = [0] * self.rows  # pages of each row that the table has
         self.lengths = sizes(PAGE, self.length, 2)  # to which sequences are padded that are scored as a whole
+        self.apart = (
+            target() == "gpu"
+        )  # whose kernel knows one sequence per row: texts that are alone have their own program
         self.usable = {"extend": list(self.blocks), "decode": list(self.batches)}  # the sizes that plans may have
         self.uncompiled: list[tuple[str, int, list[Callable[[], Any]]]] = []  # program, size, and what compiles it
         self.state: Any = None  # an `ops.State` for each model
@@ -213,6 +219,16 @@ class Device:
         padded[0, : len(tokens)] = tokens
         return padded, np.array([len(tokens)], np.int32)
 
+    def row(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, ops.Packed]:
+        """Put texts behind each other into a row as long as programs are compiled for, in which each sees itself alone.
+
+        ValueError as in `padded`.
+        """
+        texts = [check_prompt(t, self.model.cfg.vocab, self.length + 1, "the text") for t in texts]
+        size = sum(map(len, texts))
+        tokens, batch = ops.pack(texts, next(n for n in self.lengths if n >= size))
+        return tokens, replace(batch, single=self.apart and len(texts) == 1)
+
     # ---- compiling ----
 
     def complete(self) -> None:
@@ -257,8 +273,10 @@ class Device:
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         arrays = jax.tree.map(shape, (self.state, self.sequences))
         args: tuple = (row, one, one[0])
-        ways: list[dict[str, int]] = [{}]
-        if name == "score":
+        ways: list[dict[str, Any]] = [{}]
+        if name == "embed":
+            args, ways = (row, one[0]), [{"batch": ops.Packed(row, row, single=s)} for s in {False, self.apart}]
+        elif name == "score":
             args, ways = (*args, np.zeros((3, n), np.int32), one[0]), [{"top": TOP}]
         elif name == "extend":
             args, ways = (*arrays, self._blank(packing.Extend, n), self.unmasked[n]), [{"block": BLOCK}]

@@ -17,6 +17,7 @@ from fdel.ops import cpu
 from fdel.serve.engine.changes import Changes
 from fdel.serve.engine.core import Core
 from fdel.serve.engine.device import BLOCK, Device
+from fdel.serve.engine.packing import together
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.reply import Delta, DeltaQueue, Generation, Job, MaskSource, Reply, Score, best
 from fdel.serve.engine.request import TOP, SamplingParams, check_prompt, end_ids, fit, noise, stop_ids, whole
@@ -236,11 +237,17 @@ class Engine(Changes):
 
         A prompt of `pooling` is text, which the tokens begin with already.
         """
+        return self.embed_all([tokens], pool, adapter=adapter)[0]
+
+    def embed_all(
+        self, texts: Sequence[Sequence[int]], pool: str | Pooling | None = None, *, adapter: str = ""
+    ) -> list[Float[np.ndarray, " D"]]:
+        """Embed texts, several at a time in one row."""
         how = Pooling((pool,), normalize=False) if isinstance(pool, str) else pool or self.pooling
         how = how or default_pooling(self._device.model)
         if self.head is not None:
             raise ValueError(f"this model has a head for a {self.head} and embeds no text; use classify")
-        return how(self._outputs(tokens, adapter))
+        return [how(x) for x in self._outputs(texts, adapter)]
 
     @property
     def head(self) -> str | None:
@@ -252,17 +259,30 @@ class Engine(Changes):
 
         ValueError for a model without one.
         """
+        return self.classify_all([tokens], adapter=adapter)[0]
+
+    def classify_all(self, texts: Sequence[Sequence[int]], *, adapter: str = "") -> list[Float[np.ndarray, "..."]]:
+        """Classify texts, several at a time in one row."""
         if self.head is None:
             raise ValueError("this model has no head that classifies; use embed, score or generate")
         pool = heads.of(self._device.model.family, self.head).pool
-        x = self._outputs(tokens, adapter)
-        return x if pool == "every" else x[0 if pool == "first" else -1]
+        found = self._outputs(texts, adapter)
+        return found if pool == "every" else [x[0 if pool == "first" else -1] for x in found]
 
-    def _outputs(self, tokens: Sequence[int], adapter: str) -> Float[np.ndarray, "T N"]:
-        """Compute a whole sequence: what its head says of each token, or its final hidden states."""
-        params, slot = self._device.model_of(adapter)
-        rows = self._device.padded(tokens)
-        return np.asarray(self._device.programs.embed(params, *rows, slot))[0, : len(tokens)].astype(np.float32)
+    def together(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Tell which texts, by their numbers, are computed at once."""
+        return together(texts, self._device.lengths[-1])
+
+    def _outputs(self, texts: Sequence[Sequence[int]], adapter: str) -> list[Float[np.ndarray, "T N"]]:
+        """Compute whole sequences: what the head says of each token, or final hidden states."""
+        (params, slot), out = self._device.model_of(adapter), dict[int, np.ndarray]()
+        for group in self.together(texts):
+            tokens, batch = self._device.row([texts[i] for i in group])
+            x = np.asarray(self._device.programs.embed(params, tokens, slot, batch=batch))[0].astype(np.float32)
+            ends = np.cumsum([len(texts[i]) for i in group])
+            for i, end in zip(group, ends, strict=True):
+                out[i] = x[end - len(texts[i]) : end]
+        return [out[i] for i in range(len(texts))]
 
     def stats(self) -> dict[str, float]:
         """Count what the engine has done and holds; counters only grow."""

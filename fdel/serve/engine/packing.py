@@ -33,6 +33,9 @@ from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+TOGETHER = (
+    512  # tokens of several texts that are computed in one row: in longer ones attention would take the most time
+)
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
 CALLS = ("begin", "warm_up", "admit", "extend", "decode", "sleep", "end")
 
@@ -175,3 +178,17 @@ def unpack_call(message: bytes) -> Call:
     if name not in CALLS:
         raise ValueError(f"a message {name!r}; expected one of {', '.join(CALLS)}: is this another version?")
     return found
+
+
+def together(texts: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
+    """Group texts, by their numbers, that are computed in one row of at most `longest` tokens; the longest ones first.
+    >>> together([[1] * 9, [2] * 300, [3] * 250, [4] * 40], 400)
+    [[1], [2, 3, 0]]
+    """
+    room, groups = -1, list[list[int]]()
+    for i in sorted(range(len(texts)), key=lambda i: -len(texts[i])):
+        if len(texts[i]) > room:
+            groups, room = [*groups, []], min(TOGETHER, longest)
+        groups[-1].append(i)
+        room -= len(texts[i])
+    return groups

@@ -37,7 +37,7 @@ class Programs(NamedTuple):
     extend: Callable[..., tuple[States, Rows, Out]]  # (params, state, Rows, packed plan, masks, block=)
     decode: Callable[..., tuple[States, Rows, Out]]  # (params, state, Rows, packed plan, masks, drafts=, steps=)
     score: Callable[..., tuple[Array, Array, Array]]  # (params, tokens[B T], lengths, slot, targets[3 N], count, top=)
-    embed: Callable[..., Array]  # (the model's params, tokens[B T], lengths, slot of the adapter)
+    embed: Callable[..., Array]  # (the model's params, tokens[B T], slot of the adapter, batch= an ops.Packed)
     traces: Counter  # how often each was traced, and so compiled
 
 
@@ -88,15 +88,16 @@ def programs(
         one = lambda state, rows: _decode(nets, params, state, rows, lines, masks, drafts)
         return one(state, rows) if steps == 1 else _repeat(one, state, rows, steps)
 
-    def embed(params, tokens: Array, lengths: Array, slot: Array) -> Float[Array, "B T D"]:
+    def embed(params, tokens: Array, slot: Array, batch: ops.Packed) -> Float[Array, "B T D"]:
         params = P.lora.choose(params, slot[None])
-        x = family.hidden(heads.inner(params), tokens, cfg, ops.packed(tokens, lengths))[0]
+        x = family.hidden(heads.inner(params), tokens, cfg, batch)[0]
         return x if heads.kind_of(params) is None else heads.outputs(params, x)
 
     def score(
         params, tokens: Array, lengths: Array, slot: Array, targets: Array, count: Array, *, top: int
     ) -> tuple[Array, Array, Array]:
-        x, head = embed(params, tokens, lengths, slot), family.head(P.lora.choose(params, slot[None]), cfg)
+        x = embed(params, tokens, slot, ops.packed(tokens, lengths))
+        head = family.head(P.lora.choose(params, slot[None]), cfg)
         return _score(x, head, targets, count, top)
 
     def jit(f: Callable, donate: tuple = (), static: tuple = (), out: Any = replicated) -> Callable:

@@ -38,17 +38,20 @@ def _unit(v: np.ndarray) -> np.ndarray:
     return v / max(float(np.linalg.norm(v)), 1e-12)
 
 
-async def _each(call: Call, served: ServedModel, ids: Prompts, ask: Callable[..., np.ndarray]) -> list[np.ndarray]:
-    """Ask the engine about each text; others take their turns between, and a client may leave."""
+async def _each(call: Call, served: ServedModel, ids: Prompts, ask: Callable[..., list]) -> list[np.ndarray]:
+    """Ask the engine about all texts, row by row; others take their turns between, and a client may leave."""
     served.check_lengths(ids)
     call.admit(sum(map(len, ids)))
-    one = lambda x: lambda: ask(x, adapter=served.adapter)
-    return [await call.in_thread(one(x)) for x in ids]
+    one = lambda group: lambda: ask([ids[i] for i in group], adapter=served.adapter)
+    found: dict[int, np.ndarray] = {}
+    for group in served.engine.together(ids):
+        found |= zip(group, await call.in_thread(one(group)), strict=True)
+    return [found[i] for i in range(len(ids))]
 
 
 async def _vectors(call: Call, served: ServedModel, ids: Prompts) -> list[np.ndarray]:
     """Embed texts; of unit length where the model's files do not say otherwise."""
-    found = await _each(call, served, ids, served.engine.embed)
+    found = await _each(call, served, ids, served.engine.embed_all)
     return list(map(_unit, found)) if served.engine.pooling is None else found
 
 
@@ -61,7 +64,7 @@ def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
         if served.engine.head is None:
             texts = list(dict.fromkeys(t for pair in asked.pairs for t in pair))
             ids = await call.encode(served, _prompted(served, texts))
-            vectors = dict(zip(texts, map(_unit, await _each(call, served, ids, served.engine.embed)), strict=True))
+            vectors = dict(zip(texts, map(_unit, await _each(call, served, ids, served.engine.embed_all)), strict=True))
             values = [float(vectors[a] @ vectors[b]) for a, b in asked.pairs]
         else:
             labels = len(_classifier(served))
@@ -69,6 +72,7 @@ def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
                 raise APIError(
                     f"{served.name} has {labels} labels; a score needs a model of one: ask /classify", param="model"
                 )
+            _without_types(served)
             ids = await call.workers.encode(call.holder, served.base, asked.pairs)
             values = [float(p[0]) for p in await _classes(call, served, ids, asked.activation)]
         meta, used = body.meta("score", asked.model), sum(map(len, ids))
@@ -83,6 +87,16 @@ def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
 score_pairs, rerank = ranker(openai.parse_score), ranker(openai.parse_rerank)
 
 
+def _without_types(served: ServedModel) -> None:
+    """Refuse pairs for a model that tells its texts apart by types of tokens, which no family here reads."""
+    tok, types = served.tokenizer, getattr(served.engine.model.cfg, "types", 1)
+    given = "token_type_ids" in tok.config.get("model_input_names", ["token_type_ids"])
+    if types > 1 and given and any(tok.backend.encode("a", "a").type_ids):
+        raise APIError(
+            f"{served.name} numbers the texts of a pair by token types, which are not read here", param="model"
+        )
+
+
 def _classifier(served: ServedModel) -> list[str]:
     """Name the labels of a model that classifies sequences; APIError for another."""
     if served.engine.head != "sequence":
@@ -94,7 +108,7 @@ def _classifier(served: ServedModel) -> list[str]:
 
 async def _classes(call: Call, served: ServedModel, ids: Prompts, activation: bool) -> list[np.ndarray]:
     """Give what the model's head says of each text, as probabilities or (activation False) as logits."""
-    logits = await _each(call, served, ids, served.engine.classify)
+    logits = await _each(call, served, ids, served.engine.classify_all)
     plain = not activation or served.engine.head in ("question", "value")
     return logits if plain else [heads.probabilities(served.engine.model.cfg, x) for x in logits]
 

@@ -1,7 +1,7 @@
 """Rewards by models: a reward model scores texts, a judge is asked about them in words, one by one or two at a time.
 
 reward_model(row_scores(models.load("reward"), length=1024), text_ids(tokenizer))
-reward_model(lambda rows: [engine.classify(row)[0] for row in rows], text_ids(tokenizer))
+reward_model(lambda rows: [x[0] for x in engine.classify_all(rows)], text_ids(tokenizer))
 judge(ask_engine(engine, tokenizer, SamplingParams(max_tokens=8)), RATE, rating(1, 10))
 judge(ask_endpoint("http://127.0.0.1:8000/v1", "judge"), RATE, rating(1, 10))
 """
