@@ -224,9 +224,9 @@ class Device:
 
         ValueError as in `padded`.
         """
-        texts = [check_prompt(t, self.model.cfg.vocab, self.length + 1, "the text") for t in texts]
-        size = sum(map(len, texts))
-        tokens, batch = ops.pack(texts, next(n for n in self.lengths if n >= size))
+        listed = [check_prompt(t, self.model.cfg.vocab, self.length + 1, "the text") for t in texts]
+        size = sum(map(len, listed))
+        tokens, batch = ops.pack(listed, next(n for n in self.lengths if n >= size))
         return tokens, replace(batch, single=self.apart and len(texts) == 1)
 
     # ---- compiling ----
@@ -275,7 +275,10 @@ class Device:
         args: tuple = (row, one, one[0])
         ways: list[dict[str, Any]] = [{}]
         if name == "embed":
-            args, ways = (row, one[0]), [{"batch": ops.Packed(row, row, single=s)} for s in {False, self.apart}]
+            args, ways = (
+                (row, one[0]),
+                [{"batch": replace(ops.pack([[0]], n)[1], single=s)} for s in {False, self.apart}],
+            )
         elif name == "score":
             args, ways = (*args, np.zeros((3, n), np.int32), one[0]), [{"top": TOP}]
         elif name == "extend":
