@@ -134,7 +134,7 @@ def load(
     """
     directory = P.resolve(path, revision=revision)
     module, cfg, d = _read(directory, family)
-    spec = _spec(module, cfg, d, directory)
+    cfg, spec = _spec(module, cfg, d, directory)
     spec = spec if stacked else P.unstack(spec)
     rules = P.TRAIN if rules is None else rules
     shardings = None if mesh is None else P.shardings(spec, mesh, rules)
@@ -146,9 +146,11 @@ def load(
     return Model(module, cfg, P.load(spec, directory, dtype=dtype, shardings=shardings, ignore=ignore, **how))
 
 
-def _spec(module: ModuleType, cfg: Any, d: Mapping[str, Any], path: str | Path) -> Any:
-    """Declare the arrays of a checkpoint directory, those of its head among them; stacked."""
-    return heads.spec(module, cfg, *heads.read(d, module, scan(Path(path), [])))
+def _spec(module: ModuleType, cfg: Any, d: Mapping[str, Any], path: str | Path) -> tuple[Any, Any]:
+    """Give the Config for the files of a directory, and declare their arrays, those of a head among them; stacked."""
+    names = scan(Path(path), [])
+    cfg = module.of_file(cfg, names) if hasattr(module, "of_file") else cfg
+    return cfg, heads.spec(module, cfg, *heads.read(d, module, names))
 
 
 def _reading(module: ModuleType, cfg: Any, d: Mapping[str, Any], spec: Any) -> dict[str, Any]:
@@ -168,7 +170,8 @@ def _reading(module: ModuleType, cfg: Any, d: Mapping[str, Any], spec: Any) -> d
 def stored(path: str | Path) -> Any:
     """Declare the arrays of a checkpoint directory as its files have them: those in few bits as `Quantized` of Param."""
     module, cfg, d = _read(path, None)
-    spec = P.unstack(_spec(module, cfg, d, path))
+    cfg, spec = _spec(module, cfg, d, path)
+    spec = P.unstack(spec)
     return opened(spec, path, **_reading(module, cfg, d, spec))[0]
 
 

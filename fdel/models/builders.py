@@ -213,10 +213,17 @@ def step_init(key, shape, dtype):
     return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
 
 
-def moe(name: str, embed: int, ffn: int, experts: int, names: tuple[str, str, str] | None = None) -> dict:
-    """Router [experts embed], named {name}gate.weight, and gated feed-forwards stacked along an axis `experts`."""
-    parts = glu(name + "experts.{experts}.", embed, ffn, *([names] if names else []))
+def moe(
+    name: str, embed: int, ffn: int, experts: int, names: tuple[str, str, str] | None = None, *, fused: bool = False
+) -> dict[str, Any]:
+    """Router [experts embed], named {name}gate.weight, and gated feed-forwards stacked along an axis `experts`.
+
+    `fused`: the file has them as `fused_experts` does.
+    """
     router = matrix(name + "gate.weight", ("embed", embed), ("experts", experts))
+    if fused:
+        return {"router": router, "experts": fused_experts(name + "experts.", embed, ffn, experts)}
+    parts = glu(name + "experts.{experts}.", embed, ffn, *([names] if names else []))
     return {"router": router, "experts": stack(parts, "experts", range(experts))}
 
 

@@ -273,6 +273,7 @@ class Decoder:
     attn_bias = mlp_bias = False  # what llama.py reads, and the files of some families say
     o_bias = window = None
     kinds = tuple[Any, ...]()
+    fused = False  # whether the file has all experts of a layer in one tensor, see `builders.moe`
     vocab: int = hf("vocab_size")
     embed: int = hf("hidden_size")
     ffn: int = hf("intermediate_size")

@@ -36,7 +36,8 @@ class Config(Protocol):
 class Family(Protocol):
     """A module with these names is a model family.
 
-    It may also have `rename(name, cfg) -> str | None`: the spec's name of a tensor in a file, or None to leave it out.
+    It may also have `rename(name, cfg) -> str | None`: the spec's name of a tensor in a file, or None to leave it out; and
+    `of_file(cfg, names) -> Config`: the Config for a file with tensors of these names, where config.json does not tell.
     """
 
     __name__: str

@@ -1,10 +1,24 @@
 """Qwen3.5-MoE, text (Qwen, 2026): Qwen3.5 with routed experts beside a gated shared one in every layer."""
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from fdel.models import config, qwen3_5
 from fdel.models.qwen3_5 import forward, head, hidden, rename, spec, state_spec
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"
-__all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "rename", "spec", "state_spec"]
+__all__ = [
+    "ARCHITECTURE",
+    "MODEL_TYPE",
+    "Config",
+    "forward",
+    "head",
+    "hidden",
+    "of_file",
+    "rename",
+    "spec",
+    "state_spec",
+]
 
 
 @config.config
@@ -19,3 +33,10 @@ class Config(qwen3_5.Config):
     moe_ffn: int = config.hf("moe_intermediate_size", 512)
     shared_ffn: int = config.hf("shared_expert_intermediate_size", 512)
     kinds: tuple[tuple[str, str], ...] = qwen3_5.kinds("moe")
+    fused: bool = config.computed(lambda d: False, lambda v: {}, default=False, compare=False)  # see of_file
+
+
+def of_file(cfg: Config, names: Collection[str]) -> Config:
+    """Give the Config for a file with tensors of these names: published ones have all experts of a layer in one."""
+    experts = [name for name in names if name.endswith("mlp.experts.gate_up_proj") and not name.startswith("mtp.")]
+    return replace(cfg, fused=bool(experts))

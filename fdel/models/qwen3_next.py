@@ -108,7 +108,7 @@ def ffn_spec(cfg, kind: str, name: str) -> dict:
     if kind == "dense":
         return {"ffn": builders.glu(name, cfg.embed, cfg.ffn)}
     return {
-        **builders.moe(name, cfg.embed, cfg.moe_ffn, cfg.experts),
+        **builders.moe(name, cfg.embed, cfg.moe_ffn, cfg.experts, fused=cfg.fused),
         "shared": builders.glu(name + "shared_expert.", cfg.embed, cfg.shared_ffn),
         "shared_gate": Param("embed", (cfg.embed,), normal(0.02), name + "shared_expert_gate.weight", "1 embed"),
     }

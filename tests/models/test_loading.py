@@ -90,6 +90,29 @@ def test_the_text_of_a_published_kimi_equals_transformers(tmp_path):
     assert suite.error(suite.full(models.load(tmp_path, dtype=jnp.float32), TOKENS), want) < 2e-5
 
 
+def test_experts_of_a_published_qwen3_5_in_one_tensor_are_written_as_transformers_does(tmp_path):
+    """Beside a tower, whose model is left out: the logits to 2e-5, the tensors of transformers' own copy bit by bit."""
+    oracle = tiny.build("qwen3_5_moe")
+    plain = {name: x.contiguous() for name, x in oracle.state_dict().items()}
+    assert sum(name.endswith(".mlp.experts.gate_up_proj") for name in plain) == oracle.config.num_hidden_layers
+    oracle.config.save_pretrained(tmp_path / "text")
+    safetensors.torch.save_file(plain, tmp_path / "text" / "model.safetensors", {"format": "pt"})
+    transformers.Qwen3_5MoeForCausalLM.from_pretrained(tmp_path / "text").save_pretrained(tmp_path / "theirs")
+    around = {name.replace("model.", "model.language_model.", 1): x for name, x in plain.items()}
+    around |= {"model.visual.blocks.0.norm1.weight": torch.zeros(3)}
+    around |= {"mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 6, 3)}
+    safetensors.torch.save_file(around, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    outer = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    model = models.load(tmp_path)
+    with torch.no_grad():
+        assert suite.error(suite.full(model, TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy()) < 2e-5
+    models.save(model, tmp_path / "ours")
+    ours, theirs = (safetensors.torch.load_file(tmp_path / x / "model.safetensors") for x in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(x, ours[name]) for name, x in theirs.items())
+
+
 # ---- classifiers and reward models -------------------------------------------------------------------------------------
 
 
