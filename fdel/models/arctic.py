@@ -13,8 +13,7 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=1e6,
+        vocab=32000, embed=4096, ffn=14336, layers=32, heads=32, max_positions=4096, norm_eps=1e-5, rope_theta=1e6,
     )  # fmt: skip
     # How training divided and dropped tokens; a forward pass here keeps them all.
     ONLY = dict.fromkeys(

@@ -13,10 +13,7 @@ MODEL_TYPE, ARCHITECTURE = "cohere", "CohereForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=256000, hidden_size=8192, intermediate_size=22528, num_hidden_layers=40, num_attention_heads=64,
-        max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=256000, embed=8192, ffn=22528, layers=40, heads=64, max_positions=8192, tied=True)
     ONLY = {"model_max_length": config.ANY}
     norm_eps: float = config.hf("layer_norm_eps", 1e-5)
     attn_bias: bool = config.hf("attention_bias", False)

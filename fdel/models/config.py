@@ -76,14 +76,19 @@ def config(cls: type) -> Any:
     """Make a family's Config of a class with fields: frozen, with `from_hf` and `to_hf` unless it has them.
 
     Its field `source` keeps the text of the original config.json, so that saving loses none of its other keys. The class
-    may have DEFAULTS, what transformers assumes for keys that a file leaves out, over the defaults of inherited fields;
+    may have DEFAULTS, what transformers assumes for keys that a file leaves out, over the defaults of inherited fields,
+    each called as its field, or without one as in config.json;
     ONLY, keys of which it understands one value: that, or what a function of the Config gives, or `ANY`; and NESTED, the
     keys of objects whose own keys are read and written as "object.key".
     """
     cls.__annotations__["source"] = str
     cls.source = dataclasses.field(default="{}", compare=False, repr=False)  # type: ignore[attr-defined]
-    defaults = getattr(cls, "DEFAULTS", {})
-    for f in dataclasses.fields(cls.__base__) if defaults and dataclasses.is_dataclass(cls.__base__) else ():
+    inherited = dataclasses.fields(cls.__base__) if dataclasses.is_dataclass(cls.__base__) else ()
+    keys = {f.name: f.metadata.get("key", f.name) for f in inherited}
+    keys |= {name: f.metadata["key"] for name, f in vars(cls).items() if "key" in getattr(f, "metadata", ())}
+    defaults = {keys.get(name, name): value for name, value in getattr(cls, "DEFAULTS", {}).items()}
+    cls.DEFAULTS = defaults  # type: ignore[attr-defined]
+    for f in inherited:
         if f.name not in cls.__annotations__ and f.metadata.get("key") in defaults:
             cls.__annotations__[f.name] = f.type
             setattr(cls, f.name, dataclasses.field(default=defaults[f.metadata["key"]], metadata=f.metadata))

@@ -16,9 +16,8 @@ class Config(deepseek_v3.Config):
     """Sizes and constants, under V3's names."""
 
     DEFAULTS = dict(
-        vocab_size=102400, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        max_position_embeddings=2048, qk_rope_head_dim=64, moe_intermediate_size=1407, n_routed_experts=64,
-        n_shared_experts=2, routed_scaling_factor=1.0, norm_topk_prob=False, first_k_dense_replace=0,
+        vocab=102400, embed=4096, ffn=11008, layers=32, heads=32, max_positions=2048, rope_dim=64, moe_ffn=1407,
+        experts=64, shared=2, route_scale=1.0, normalize=False, first_k_dense_replace=0,
     )  # fmt: skip
     ONLY = deepseek_v3.Config.ONLY | dict(
         scoring_func="softmax", topk_method=config.ANY, norm_topk_prob=False, rope_interleave=True

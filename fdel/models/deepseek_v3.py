@@ -47,10 +47,7 @@ class Routed(config.Decoder):
 class Config(Routed):
     """Sizes and constants; heads of keys and their sizes are those of latent attention."""
 
-    DEFAULTS = dict(
-        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
-        max_position_embeddings=4096, qk_rope_head_dim=64,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=129280, embed=7168, ffn=18432, layers=61, heads=128, max_positions=4096, rope_dim=64)
     # Of older keys, the values that transformers implements are understood.
     ONLY = dict(
         scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, head_dim=config.ANY,

@@ -9,7 +9,7 @@ MODEL_TYPE, ARCHITECTURE = "exaone", "ExaoneForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants; what an absent key means is the published class's (configuration_exaone.py)."""
 
-    DEFAULTS = dict(vocab_size=102400, hidden_size=2048, num_attention_heads=32, tie_word_embeddings=True)
+    DEFAULTS = dict(vocab=102400, embed=2048, heads=32, tied=True)
     ONLY = {"num_hidden_layers": lambda c: c.layers}
     ffn: int = config.hf("intermediate_size", lambda d: 4 * d["hidden_size"])
     layers: int = config.hf("num_layers", lambda d: d.get("num_hidden_layers", 32))

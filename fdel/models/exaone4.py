@@ -22,10 +22,7 @@ def kinds(d: dict) -> tuple[str, ...]:
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=102400, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, rms_norm_eps=1e-5,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=102400, embed=4096, ffn=16384, layers=32, heads=32, kv_heads=32, norm_eps=1e-5)
     window: int | None = config.hf("sliding_window", 4096)
     kinds: tuple[str, ...] = config.computed(kinds, lambda k: {"layer_types": list(k)})
 

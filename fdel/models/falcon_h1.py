@@ -45,9 +45,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=128000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=8192, mamba_d_ssm=1024, mamba_n_heads=128,
-        mamba_n_groups=1, mamba_d_state=256, mamba_expand=2,
+        vocab=128000, embed=4096, ffn=14336, layers=32, heads=32, kv_heads=8, norm_eps=1e-5, max_positions=8192,
+        mamba_d_ssm=1024, mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_expand=2,
     )  # fmt: skip
     ONLY = {"num_logits_to_keep": config.ANY}
     mixer: mamba2.Config = config.computed(

@@ -14,8 +14,7 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True,
+        vocab=256000, embed=3072, ffn=24576, layers=28, heads=16, kv_heads=16, head_dim=256, max_positions=8192, tied=True,
     )  # fmt: skip
     ONLY = {"hidden_activation": lambda c: c.act}
     act: str = config.act(default=GELU)

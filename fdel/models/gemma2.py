@@ -15,8 +15,7 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True,
+        vocab=256000, embed=2304, ffn=9216, layers=26, heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True,
     )  # fmt: skip
     ONLY = {"hidden_act": lambda c: c.act, "sliding_window_size": lambda c: c.window}
     act: str = config.act("hidden_activation", gemma.GELU)

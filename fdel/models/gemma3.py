@@ -27,8 +27,7 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, tie_word_embeddings=True,
+        vocab=262208, embed=2304, ffn=9216, layers=26, heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
     )  # fmt: skip
     attn_bias: bool = config.hf("attention_bias", False)
     query_scale: int = config.hf("query_pre_attn_scalar", 256)

@@ -43,8 +43,7 @@ class Config(config.Decoder):
     """Sizes and constants. `experts`, `top_k` and `moe_ffn` are of a branch beside the feed-forward, None without one."""
 
     DEFAULTS = dict(
-        vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, tie_word_embeddings=True,
+        vocab=262144, embed=2304, ffn=9216, layers=30, heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
     )  # fmt: skip
     ONLY = {"use_bidirectional_attention": "vision"}  # which is that of images
     act: str = config.act("hidden_activation", "gelu_pytorch_tanh")

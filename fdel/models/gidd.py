@@ -29,10 +29,7 @@ def factor(key: str, default: str | float):
 class Config(config.Decoder):
     """Sizes and constants; the last fields are of the noise that it was trained on, see `ops.diffusion`."""
 
-    DEFAULTS = dict(
-        vocab_size=131072, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-        max_position_embeddings=1024,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=131072, embed=768, ffn=3072, layers=12, heads=12, max_positions=1024)
     ONLY = {
         "is_causal": False, "num_key_value_heads": lambda c: c.heads, "head_dim": lambda c: c.embed // c.heads,
         "hidden_act": "relu2",

@@ -11,8 +11,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
+        vocab=151552, embed=4096, ffn=13696, layers=40, heads=32, kv_heads=2, head_dim=128, max_positions=131072,
+        norm_eps=1.5625e-7,
     )  # fmt: skip
     attn_bias: bool = config.hf("attention_bias", True)
     rope: ops.Rope = config.rotary(partial=0.5)

@@ -13,9 +13,8 @@ class Config(deepseek_v3.Routed):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96,
-        num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5,
-        moe_intermediate_size=1408, n_routed_experts=128, n_group=1, topk_group=1, routed_scaling_factor=1.0,
+        vocab=151552, embed=4096, ffn=10944, layers=46, heads=96, kv_heads=8, max_positions=131072, norm_eps=1e-5,
+        partial_rotary_factor=0.5, moe_ffn=1408, experts=128, groups=1, topk_groups=1, route_scale=1.0,
         first_k_dense_replace=1,
     )  # fmt: skip
     ONLY = dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, num_mtp_layers=config.ANY)

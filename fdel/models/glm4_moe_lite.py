@@ -26,9 +26,8 @@ class Config(deepseek_v3.Config):
     """Sizes and constants, under DeepSeek-V3's names."""
 
     DEFAULTS = dict(
-        vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47, num_attention_heads=20,
-        max_position_embeddings=202752, qk_rope_head_dim=64, moe_intermediate_size=1536, n_routed_experts=64,
-        routed_scaling_factor=1.8, q_lora_rank=768, v_head_dim=256, qk_nope_head_dim=192, n_group=1, topk_group=1,
-        num_experts_per_tok=4, rms_norm_eps=1e-5,
+        vocab=154880, embed=2048, ffn=10240, layers=47, heads=20, max_positions=202752, rope_dim=64, moe_ffn=1536,
+        experts=64, route_scale=1.8, q_latent=768, v_dim=256, nope_dim=192, groups=1, topk_groups=1, top_k=4,
+        norm_eps=1e-5,
     )  # fmt: skip
     kinds: tuple[str, ...] = config.computed(kinds, kinds_to_hf)

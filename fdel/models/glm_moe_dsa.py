@@ -32,9 +32,8 @@ class Config(glm4_moe_lite.Config):
     """Sizes and constants, under DeepSeek-V3's names."""
 
     DEFAULTS = dict(
-        vocab_size=154880, hidden_size=6144, intermediate_size=12288, num_hidden_layers=78, num_attention_heads=64,
-        max_position_embeddings=202752, qk_rope_head_dim=64, moe_intermediate_size=2048, n_routed_experts=256,
-        q_lora_rank=2048, v_head_dim=256, qk_nope_head_dim=192, n_group=1, topk_group=1, rms_norm_eps=1e-5,
+        vocab=154880, embed=6144, ffn=12288, layers=78, heads=64, max_positions=202752, rope_dim=64, moe_ffn=2048,
+        experts=256, q_latent=2048, v_dim=256, nope_dim=192, groups=1, topk_groups=1, norm_eps=1e-5,
         first_k_dense_replace=3,
     )  # fmt: skip
     ONLY = deepseek_v3.Config.ONLY | {

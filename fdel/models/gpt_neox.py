@@ -10,9 +10,7 @@ MODEL_TYPE, ARCHITECTURE = "gpt_neox", "GPTNeoXForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=50432, hidden_size=6144, intermediate_size=24576, num_hidden_layers=44, num_attention_heads=64,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=50432, embed=6144, ffn=24576, layers=44, heads=64)
     ONLY = {"num_key_value_heads": lambda c: c.heads, "head_dim": lambda c: c.embed // c.heads}
     norm_eps: float = config.hf("layer_norm_eps", 1e-5)
     act: str = config.act(default="gelu")

@@ -23,8 +23,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, max_position_embeddings=131072,
+        vocab=201088, embed=2880, ffn=2880, layers=36, heads=64, kv_heads=8, head_dim=64, norm_eps=1e-5,
+        max_positions=131072,
     )  # fmt: skip
     # Other names of keys that stand beside these in published files.
     ONLY = dict(

@@ -11,8 +11,7 @@ class Config(config.Decoder):
     """Sizes and constants; names and defaults are those of the published conversion, hpcai-tech/grok-1."""
 
     DEFAULTS = dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=32768, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        vocab=32000, embed=4096, ffn=32768, layers=32, heads=32, kv_heads=32, max_positions=4096, norm_eps=1e-5, tied=True,
     )  # fmt: skip
     act: str = config.act(default="gelu_pytorch_tanh")
     experts: int = config.hf("num_experts", 8)

@@ -9,9 +9,7 @@ MODEL_TYPE, ARCHITECTURE = "internlm2", "InternLM2ForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants; what an absent key means is the published class's (configuration_internlm2.py)."""
 
-    DEFAULTS = dict(
-        vocab_size=103168, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=103168, embed=4096, ffn=11008, layers=32, heads=32)
     attn_bias: bool = config.hf("bias", True)
 
 

@@ -10,8 +10,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=128512, hidden_size=4096, intermediate_size=10240, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        vocab=128512, embed=4096, ffn=10240, layers=48, heads=32, kv_heads=2, head_dim=128, max_positions=32768,
+        norm_eps=1e-5,
     )  # fmt: skip
     attn_bias: bool = config.hf("attention_bias", lambda d: d.get("qkv_bias", False))
     mlp_bias: bool = config.hf("mlp_bias", lambda d: d.get("bias", False))

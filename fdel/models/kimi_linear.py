@@ -41,9 +41,8 @@ class Config(deepseek_v3.Config):
     """Sizes and constants: attention and experts are DeepSeek-V3's."""
 
     DEFAULTS = dict(
-        vocab_size=163840, hidden_size=2304, intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32,
-        rms_norm_eps=1e-5, max_position_embeddings=1048576, moe_intermediate_size=1024, n_group=1, topk_group=1,
-        routed_scaling_factor=2.446, q_lora_rank=None,
+        vocab=163840, embed=2304, ffn=9216, layers=27, heads=32, norm_eps=1e-5, max_positions=1048576, moe_ffn=1024,
+        groups=1, topk_groups=1, route_scale=2.446, q_latent=None,
     )  # fmt: skip
     ONLY = deepseek_v3.Config.ONLY | dict(
         moe_router_activation_func="sigmoid", mla_use_nope=True, use_grouped_topk=config.ANY, rope_theta=config.ANY,

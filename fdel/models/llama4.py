@@ -31,8 +31,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=202048, hidden_size=5120, intermediate_size=8192, num_hidden_layers=48, num_attention_heads=40,
-        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=5e5,
+        vocab=202048, embed=5120, ffn=8192, layers=48, heads=40, kv_heads=8, head_dim=128, norm_eps=1e-5,
+        max_positions=131072, rope_theta=5e5,
     )  # fmt: skip
     ONLY = dict(for_llm_compressor=False)
     dense_ffn: int = config.hf("intermediate_size_mlp", 16384)

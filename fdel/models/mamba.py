@@ -24,7 +24,7 @@ def rank(d: dict) -> int:
 class Config(mamba2.Recurrent):
     """Sizes and constants."""
 
-    DEFAULTS = dict(vocab_size=50280, hidden_size=768, num_hidden_layers=32, state_size=16, tie_word_embeddings=True)
+    DEFAULTS = dict(vocab=50280, embed=768, layers=32, state=16, tied=True)
     ONLY = {
         **{f"time_step_{i}": config.ANY for i in ("min", "max", "floor", "scale", "init_scheme")},
         **dict.fromkeys("use_mambapy use_associative_scan fused_add_norm pad_vocab_size_multiple".split(), config.ANY),

@@ -28,8 +28,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=131072, hidden_size=4096, intermediate_size=14336, num_hidden_layers=34, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5,
+        vocab=131072, embed=4096, ffn=14336, layers=34, heads=32, kv_heads=8, head_dim=128, max_positions=262144,
+        norm_eps=1e-5,
     )  # fmt: skip
     window: int | None = config.hf("sliding_window", None)
     rope: ops.Rope = config.computed(

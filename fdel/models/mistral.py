@@ -9,10 +9,7 @@ MODEL_TYPE, ARCHITECTURE = "mistral", "MistralForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=131072,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=32000, embed=4096, ffn=14336, layers=32, heads=32, kv_heads=8, max_positions=131072)
     window: int | None = config.hf("sliding_window", 4096)
 
 

@@ -11,8 +11,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=1e6,
+        vocab=32000, embed=4096, ffn=14336, layers=32, heads=32, kv_heads=8, norm_eps=1e-5, max_positions=131072,
+        rope_theta=1e6,
     )  # fmt: skip
     experts: int = config.hf("num_local_experts", 8)
     top_k: int = config.hf("num_experts_per_tok", 2)

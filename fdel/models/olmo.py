@@ -10,9 +10,7 @@ MODEL_TYPE, ARCHITECTURE = "olmo", "OlmoForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=50304, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=50304, embed=4096, ffn=11008, layers=32, heads=32)
     norm_eps: float = 1e-5
     attn_bias: bool = config.hf("attention_bias", False)
     clip: float | None = config.hf("clip_qkv", None)

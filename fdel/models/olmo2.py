@@ -13,10 +13,7 @@ MODEL_TYPE, ARCHITECTURE = "olmo2", "Olmo2ForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=50304, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        rms_norm_eps=1e-5,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=50304, embed=4096, ffn=11008, layers=32, heads=32, norm_eps=1e-5)
     attn_bias: bool = config.hf("attention_bias", False)
 
 

@@ -10,9 +10,7 @@ MODEL_TYPE, ARCHITECTURE = "phi", "PhiForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=51200, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=51200, embed=2048, ffn=8192, layers=24, heads=32)
     norm_eps: float = config.hf("layer_norm_eps", 1e-5)
     act: str = config.act(default="gelu_new")
     qk_norm: bool = config.hf("qk_layernorm", False)

@@ -18,10 +18,7 @@ def rotary(d: dict) -> ops.Rope:
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
-        max_position_embeddings=4096, rms_norm_eps=1e-5,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=32064, embed=3072, ffn=8192, layers=32, heads=32, max_positions=4096, norm_eps=1e-5)
     ONLY = {"full_attn_mod": 1, "interpolate_factor": 1}
     original: int = config.hf(ORIGINAL, 4096)
     window: int | None = config.hf("sliding_window", None)

@@ -12,7 +12,7 @@ MODEL_TYPE, ARCHITECTURE = "phimoe", "PhimoeForCausalLM"
 class Config(mixtral.Config):
     """Sizes and constants, Mixtral's first."""
 
-    DEFAULTS = mixtral.Config.DEFAULTS | dict(vocab_size=32064, intermediate_size=6400, num_local_experts=16)
+    DEFAULTS = mixtral.Config.DEFAULTS | dict(vocab=32064, ffn=6400, experts=16)
     top_k: int = config.hf("num_experts_per_tok", 2, choices=(2,))
     band: float = config.hf("router_jitter_noise", 0.01)  # which experts share a weight, see `ops.route_sparsemixer`
     jitter: float = config.hf("input_jitter_noise", 0.0)  # of training only, see `losses.forward`

@@ -11,10 +11,7 @@ MODEL_TYPE, ARCHITECTURE = "qwen2", "Qwen2ForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, max_position_embeddings=32768,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=151936, embed=4096, ffn=22016, layers=32, heads=32, kv_heads=32, max_positions=32768)
     attn_bias, o_bias = True, False
     window: int | None = qwen3.window_field()
     kinds: tuple[str, ...] = config.computed(qwen3.kinds, lambda k: {"layer_types": list(k)})

@@ -21,10 +21,7 @@ def kinds(d: dict) -> tuple[tuple[str, str], ...]:
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16,
-        num_key_value_heads=16, max_position_embeddings=32768,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=151936, embed=2048, ffn=5632, layers=24, heads=16, kv_heads=16, max_positions=32768)
     moe_ffn: int = config.hf("moe_intermediate_size", 1408)
     shared_ffn: int = config.hf("shared_expert_intermediate_size", 5632)
     experts: int = config.hf("num_experts", 60)

@@ -31,7 +31,7 @@ def window_field() -> Any:
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768}
+    DEFAULTS = dict(head_dim=128, max_positions=32768)
     attn_bias: bool = config.hf("attention_bias", False)
     window: int | None = window_field()
     kinds: tuple[str, ...] = config.computed(kinds, lambda k: {"layer_types": list(k)})

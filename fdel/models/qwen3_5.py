@@ -25,8 +25,8 @@ class Config(qwen3_next.Hybrid):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25,
+        vocab=248320, embed=4096, ffn=12288, layers=32, heads=16, kv_heads=4, head_dim=256, max_positions=32768,
+        partial_rotary_factor=0.25,
     )  # fmt: skip
     ONLY = dict(
         attn_output_gate=True, mamba_ssm_dtype="float32", mtp_num_hidden_layers=config.ANY,

@@ -4,28 +4,15 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from fdel.models import config, qwen3_5
-from fdel.models.qwen3_5 import forward, head, hidden, rename, spec, state_spec
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"
-__all__ = [
-    "ARCHITECTURE",
-    "MODEL_TYPE",
-    "Config",
-    "forward",
-    "head",
-    "hidden",
-    "of_file",
-    "rename",
-    "spec",
-    "state_spec",
-]
 
 
 @config.config
 class Config(qwen3_5.Config):
     """Sizes and constants."""
 
-    DEFAULTS = qwen3_5.Config.DEFAULTS | dict(hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2)
+    DEFAULTS = qwen3_5.Config.DEFAULTS | dict(embed=2048, layers=40, kv_heads=2)
     ONLY = qwen3_5.Config.ONLY | {"intermediate_size": config.ANY}
     ffn: int = config.computed(lambda d: 0, lambda n: {}, default=0)  # of dense layers, of which there are none
     experts: int = config.hf("num_experts", 256)
@@ -40,3 +27,7 @@ def of_file(cfg: Config, names: Collection[str]) -> Config:
     """Give the Config for a file with tensors of these names: published ones have all experts of a layer in one."""
     experts = [name for name in names if name.endswith("mlp.experts.gate_up_proj") and not name.startswith("mtp.")]
     return replace(cfg, fused=bool(experts))
+
+
+spec, hidden, state_spec = qwen3_5.spec, qwen3_5.hidden, qwen3_5.state_spec
+head, forward, rename = qwen3_5.head, qwen3_5.forward, qwen3_5.rename

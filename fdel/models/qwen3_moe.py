@@ -29,10 +29,7 @@ def kinds_to_hf(kinds: tuple[str, ...]) -> dict:
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=32,
-        num_key_value_heads=4, max_position_embeddings=32768,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=151936, embed=2048, ffn=6144, layers=24, heads=32, kv_heads=4, max_positions=32768)
     moe_ffn: int = config.hf("moe_intermediate_size", 768)
     experts: int = config.hf("num_experts", experts)
     top_k: int = config.hf("num_experts_per_tok", 8)

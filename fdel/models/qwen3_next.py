@@ -51,8 +51,8 @@ class Config(Hybrid):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
-        num_key_value_heads=2, head_dim=256, max_position_embeddings=32768, partial_rotary_factor=0.25,
+        vocab=151936, embed=2048, ffn=5632, layers=48, heads=16, kv_heads=2, head_dim=256, max_positions=32768,
+        partial_rotary_factor=0.25,
     )  # fmt: skip
     experts: int = config.hf("num_experts", 512)
     top_k: int = config.hf("num_experts_per_tok", 10)

@@ -10,8 +10,7 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=155136, hidden_size=4096, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=80,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=524288,
+        vocab=155136, embed=4096, ffn=27648, layers=64, heads=80, kv_heads=8, head_dim=128, max_positions=524288,
     )  # fmt: skip
     attn_bias: bool = config.hf("attention_bias", True)
     o_bias: bool = config.hf("attention_out_bias", False)

@@ -28,8 +28,8 @@ class Config(config.Decoder):
     """Sizes and constants."""
 
     DEFAULTS = dict(
-        vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True, sliding_window=None,
+        vocab=128256, embed=2048, ffn=11008, layers=36, heads=16, kv_heads=4, max_positions=32768, tied=True,
+        sliding_window=None,
     )  # fmt: skip
     attn_bias: bool = config.hf("attention_bias", False)
     mlp_bias: bool = config.hf("mlp_bias", False)

@@ -11,10 +11,7 @@ MODEL_TYPE, ARCHITECTURE = "stablelm", "StableLmForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=50304, hidden_size=2560, intermediate_size=6912, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, max_position_embeddings=4096,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=50304, embed=2560, ffn=6912, layers=32, heads=32, kv_heads=32, max_positions=4096)
     norm_eps: float = config.hf("layer_norm_eps", 1e-5)
     attn_bias: bool = config.hf("use_qkv_bias", False)
     qk_norm: bool = config.hf("qk_layernorm", False)

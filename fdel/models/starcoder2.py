@@ -10,10 +10,7 @@ MODEL_TYPE, ARCHITECTURE = "starcoder2", "Starcoder2ForCausalLM"
 class Config(config.Decoder):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab_size=49152, hidden_size=3072, intermediate_size=12288, num_hidden_layers=30, num_attention_heads=24,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=49152, embed=3072, ffn=12288, layers=30, heads=24, kv_heads=2, max_positions=4096, tied=True)
     # Published files say so; transformers reads none of these.
     ONLY = dict(
         activation_function=config.ANY, attention_softmax_in_fp32=config.ANY, layer_norm_epsilon=config.ANY,

@@ -13,9 +13,8 @@ class Config(config.Decoder):
     """Sizes and constants; names and defaults are EasyDeL's."""
 
     DEFAULTS = dict(
-        vocab_size=256128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=144, max_position_embeddings=16384,
-    )  # fmt: skip
+        vocab=256128, embed=4096, ffn=16384, layers=32, heads=32, kv_heads=8, head_dim=144, max_positions=16384
+    )
     ONLY = {"layer_types": config.ANY}  # follows from the others
     act: str = config.computed(
         lambda d: "silu" if d.get("swish_run") else "gelu_pytorch_tanh", lambda a: {"swish_run": a == "silu"}

@@ -12,10 +12,7 @@ __all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", 
 class Config(config.Decoder):
     """Sizes and constants; names and defaults are EasyDeL's."""
 
-    DEFAULTS = dict(
-        vocab_size=256128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32, num_attention_heads=32,
-        max_position_embeddings=16384,
-    )  # fmt: skip
+    DEFAULTS = dict(vocab=256128, embed=4096, ffn=16384, layers=32, heads=32, max_positions=16384)
     ONLY = dict.fromkeys(("head_dim", "num_key_value_heads", "layer_types"), config.ANY)
     ONLY |= dict(rope_scaling=None, hidden_act="silu")
     moe_ffn: int = config.hf("moe_intermediate_size", 8192)
