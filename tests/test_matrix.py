@@ -92,5 +92,6 @@ def test_a_drawn_combination(i):
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(slope), strict=True):
         np.testing.assert_allclose(a, b, atol=max(1e-4 * np.abs(b).max(), 1e-6), rtol=0)
     norm = optax.tree.norm(slope)
-    moved = jax.tree.map(lambda p, g: p - 1e-2 / norm * g, trained, slope)
-    assert run(moved, batch)[0] < want, (name, loss_name, float(norm))
+    moved = jax.tree.map(lambda p, g: p - 1e-3 / norm * g, trained, slope)  # so little that routers choose alike
+    if loss_name != "dft":  # whose weights have no gradient, so that its value is not what falls
+        assert run(moved, batch)[0] < want, (name, loss_name, float(norm))

@@ -89,7 +89,7 @@ def test_every_family_equals_naive(pair, name: str) -> None:
             got = e.generate(prompts, serve.SamplingParams(max_tokens=8, ignore_eos=True))
             assert tokens(got) == tokens(want)
             for g, w in zip(got, want, strict=True):
-                np.testing.assert_allclose(g.logprobs, w.logprobs, atol=1e-5)
+                np.testing.assert_allclose(g.logprobs, w.logprobs, atol=2e-5)
             assert got[0].cached == again * shared and e.stats()["free pages"] == total
         assert e.stats()["preempted"] == ((budget, total) == (64, 3) and name != "gpt2")
 
