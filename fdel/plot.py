@@ -1,7 +1,10 @@
 """`fdel plot`: the curves of runs, as a self-contained HTML page and as a PNG (extra `plot`)."""
 
+import contextlib
 import html
+import json
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,11 @@ from typing import Any
 from fdel.train import metrics
 
 COLOURS = ("#1764ab", "#d1495b", "#2e8b57", "#e09f3e", "#6a4c93", "#00798c", "#8d6a4a", "#5c677d")
-FIRST = ("loss", "eval_loss", "reward", "kl", "entropy", "clip_ratio/region_mean", "frac_reward_zero_std",
-         "completions/mean_length", "mean_token_accuracy", "rewards/margins", "rewards/accuracies", "grad_norm",
+SAMPLED = ("reward", "completions/mean_length", "kl", "entropy", "clip_ratio/region_mean", "frac_reward_zero_std")
+FIRST = ("loss", "eval_loss", "mean_token_accuracy", "rewards/margins", "rewards/accuracies", "grad_norm",
          "learning_rate", "tokens_per_second")  # fmt: skip
 
+ROWS, LETTERS = 64, 4000  # of a table of completions, and of one text there
 MOST = 2000  # points of a curve: three times as many as the image has pixels
 
 Points = list[tuple[float, float]]
@@ -23,20 +27,26 @@ def read(runs: Sequence[Path], names: Sequence[str] = ()) -> Curves:
     """Read the curves of runs (directories, or metrics.jsonl files): of all metrics, or of those that are named.
 
     A run is called by its directory, by its whole path if two have the same name.
-    The best-known ones come first. Numbers that are not finite are gaps. A name that no run has is a ValueError.
+    The best-known ones come first, in runs that learn from samples those of samples. Numbers that are not finite are gaps.
+    A name that no run has is a ValueError.
     """
     curves: Curves = {}
-    labels = [(run.parent if run.suffix else run).resolve().name for run in runs]
-    for run, label in zip(runs, labels, strict=True):
-        label = label if labels.count(label) == 1 else str(run)
+    for run, label in zip(runs, labels(runs), strict=True):
         for row in metrics.read(run):
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float) and math.isfinite(value):
                     curves.setdefault(name, {}).setdefault(label, []).append((row["step"], value))
     if missing := sorted(set(names) - set(curves)):
         raise ValueError(f"no run has {', '.join(missing)}; there are {', '.join(sorted(curves)) or 'no rows at all'}")
-    order = names or sorted(curves, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), n))
+    first = (*SAMPLED, *FIRST) if "reward" in curves else FIRST
+    order = names or sorted(curves, key=lambda n: (first.index(n) if n in first else len(first), n))
     return {name: curves[name] for name in order}
+
+
+def labels(runs: Sequence[Path]) -> list[str]:
+    """Name runs by their directories, by whole paths where two have the same name."""
+    names = [(run.parent if run.suffix else run).resolve().name for run in runs]
+    return [name if names.count(name) == 1 else str(run) for name, run in zip(names, runs, strict=True)]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -73,8 +83,45 @@ def svg(title: str, runs: Mapping[str, Points], colours: Mapping[str, str] | Non
     return "\n".join(parts) + "</svg>\n"
 
 
-def page(curves: Curves) -> str:
-    """Write the HTML report: every metric's curves, and its last, lowest and highest number in each run."""
+def completions(run: Path) -> list[dict[str, Any]]:
+    """Read the samples of the last step that a run has shown, from completions.jsonl beside metrics.jsonl."""
+    file = (run.parent if run.suffix else run) / "completions.jsonl"
+    rows: list[Any] = []
+    if file.is_file():
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in deque(lines, ROWS):
+                with contextlib.suppress(ValueError, RecursionError):  # the last one may be half written
+                    rows.append(json.loads(line))
+    rows = [row for row in rows if isinstance(row, dict)]
+    return [row for row in rows if row.get("step") == rows[-1].get("step")]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write samples with their rewards as an HTML table."""
+    names = list(dict.fromkeys(n for row in rows for n in _rewards(row)))
+    number = lambda x: f"{x:.4g}" if isinstance(x, int | float) else ""
+    said = lambda row, key: html.escape(str(row.get(key, ""))[:LETTERS])
+    head = "".join(f"<th>{html.escape(n)}</th>" for n in ("reward", *names, "finish", "prompt", "completion"))
+    body = "".join(
+        f"<tr>{''.join(f'<td>{number(x)}</td>' for x in (row.get('reward'), *map(_rewards(row).get, names)))}"
+        + "".join(f'<td class="said">{said(row, key)}</td>' for key in ("finish", "prompt", "completion"))
+        + "</tr>"
+        for row in rows
+    )
+    step = f"step {html.escape(str(rows[0]['step'])[:20])}" if "step" in rows[0] else "the last ones"
+    return f"<h2>Completions, {step}</h2><table><tr>{head}</tr>{body}</table>"
+
+
+def _rewards(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = row.get("rewards")
+    return found if isinstance(found, dict) else {}
+
+
+def page(curves: Curves, samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> str:
+    """Write the HTML report: every metric's curves, and its last, lowest and highest number in each run.
+
+    Below them stand the `samples` of runs, by the name of the run.
+    """
     runs = list(dict.fromkeys(run for by_run in curves.values() for run in by_run))
     colours = dict(zip(runs, COLOURS * len(runs), strict=False))
     legend = "".join(f'<li style="color:{colours[run]}">{html.escape(run)}</li>' for run in runs)
@@ -90,11 +137,12 @@ def page(curves: Curves) -> str:
     style = (
         "body{font-family:sans-serif;margin:2em}main{display:grid;gap:2em;"
         "grid-template-columns:repeat(auto-fill,minmax(420px,1fr))}td,th{padding:2px 10px;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}"
+        "td:first-child,th:first-child{text-align:left}.said{white-space:pre-wrap;text-align:left;vertical-align:top}"
     )
+    told = "".join(f"<section><h1>{html.escape(run)}</h1>{table(x)}</section>" for run, x in (samples or {}).items())
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(", ".join(runs))}</title>'
-        f"<style>{style}</style></head><body><ul>{legend}</ul><main>{''.join(sections)}</main></body></html>\n"
+        f"<style>{style}</style></head><body><ul>{legend}</ul><main>{''.join(sections)}</main>{told}</body></html>\n"
     )
 
 
@@ -131,5 +179,6 @@ def main(runs: Sequence[Path], out: Path, names: Sequence[str] = ()) -> list[Pat
         if path.suffix == ".png":
             png(curves, path)
         else:
-            path.write_text(page(curves), "utf-8")
+            found = {label: x for run, label in zip(runs, labels(runs), strict=True) if (x := completions(run))}
+            path.write_text(page(curves, found), "utf-8")
     return paths

@@ -63,6 +63,39 @@ def test_one_file_of_one_metric(runs, tmp_path):
     assert out.read_text().count("<svg") == 1 and "<title>first</title>" in out.read_text()
 
 
+def test_a_run_of_samples_shows_the_last_ones(runs, tmp_path):
+    """With their rewards, as text and nothing else; curves of samples come first."""
+    for name in (
+        "clip_ratio/region_mean",
+        "frac_reward_zero_std",
+        "reward",
+        "kl",
+        "entropy",
+        "completions/mean_length",
+    ):
+        with (runs[0] / "metrics.jsonl").open("a") as f:
+            f.write("\n" + json.dumps({"step": 11, name: 0.5}))
+    line = lambda step, said, reward: {"step": step, "task": 1, "prompt": "2 <b>+</b> 2?", "completion": said,
+        "finish": "stop", "reward": reward, "rewards": {"exact": reward, "<x>": None}}  # fmt: skip
+    lines = [line(3, "old", 0.0), line(5, "<script>alert(1)</script>\nfour & more", 1.0), line(5, "f" * 5000, 0.25)]
+    text = "".join(json.dumps(x) + "\n" for x in lines)
+    (runs[0] / "completions.jsonl").write_text(text + '{"step": 5, "comp')
+    out = tmp_path / "page.html"
+    assert cli.main(["plot", *map(str, runs), "--out", str(out)]) == 0
+    page = out.read_text()
+    titles = re.findall(r'font-size="14">([^<]*)<', page)
+    assert titles[:7] == [*plot.SAMPLED, "loss"]
+    found = page[page.index("<h1>first</h1>") :]
+    assert "Completions, step 5" in found and "old" not in found and found.count("<h1>") == 1 and "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\nfour &amp; more" in found and "2 &lt;b&gt;+&lt;/b&gt; 2?" in found
+    assert "<th>reward</th><th>exact</th><th>&lt;x&gt;</th><th>finish</th>" in found and "f" * 4001 not in found
+    assert "<tr><td>0.25</td><td>0.25</td><td></td>" in found
+    (runs[0] / "completions.jsonl").write_text("[1]\n{}\n" + '{"rewards": [1], "reward": "a"}\n')
+    assert len(plot.completions(runs[0] / "metrics.jsonl")) == 2 and "the last ones" in plot.table(
+        plot.completions(runs[0])
+    )
+
+
 def test_runs_of_one_name_are_told_apart(runs, tmp_path):
     other = tmp_path / "elsewhere" / "first"
     other.mkdir(parents=True)

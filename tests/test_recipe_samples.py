@@ -81,7 +81,8 @@ def test_the_reward_rises(kind, folder, tmp_path):
     assert (off < 1e-5).all()  # sampler and trainer are one model
     assert (column(tmp_path, "staleness") == 0).all() and (column(tmp_path, "rewards/exact/failed") == 0).all()
     shown = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
-    assert len(shown) == 48 and {"task", "prompt", "completion", "finish", "reward", "rewards"} == set(shown[0])
+    assert len(shown) == 48 and {"step", "task", "prompt", "completion", "finish", "reward", "rewards"} == set(shown[0])
+    assert [line["step"] for line in shown] == [i // 4 + 1 for i in range(48)]
     again = models.load(tmp_path / "model")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, found.model.params))
     if kind == "rloo":  # the policy leaves the reference

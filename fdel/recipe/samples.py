@@ -157,6 +157,7 @@ def build_source(
         return how.batch(k, samples, found, put), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:
+        show.step = int(state.step) + 1
         new = policy.served(state.params)
         with jax.set_mesh(policy.mesh):
             policy.engine.update_params(new, reshard=True)
@@ -224,6 +225,7 @@ class Shown:
 
     def __init__(self, path: Path, every: int, count: int):
         self.path, self.every, self.count, self.steps = path, every, count, 0
+        self.step = 1  # of the run, in which they are drawn
 
     def __call__(self, samples: Sequence[Sample], found: Rewards, decode: Callable[[Sequence[int]], str]) -> None:
         self.steps += 1
@@ -242,6 +244,6 @@ class Shown:
         number = lambda x: None if np.isnan(x) else float(x)
         each = {name: number(x[i]) for name, x in zip(found.names, found.each, strict=True)}
         return {
-            "task": s.task.number, "prompt": decode(s.prompt), "completion": decode(s.completion), "finish": s.finish,
-            "reward": float(found.total[i]), "rewards": each,
+            "step": self.step, "task": s.task.number, "prompt": decode(s.prompt), "completion": decode(s.completion),
+            "finish": s.finish, "reward": float(found.total[i]), "rewards": each,
         }  # fmt: skip
