@@ -1,11 +1,13 @@
 """Gemma 2 (arXiv:2408.00118): Gemma with sandwich norms, capped scores and logits, every second layer in a window."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fdel import ops
 from fdel.models import builders, config, gemma, sublayers
 from fdel.models.config import FULL, SLIDING
+from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "gemma2", "Gemma2ForCausalLM"
 
@@ -27,21 +29,18 @@ class Config(config.Decoder):
     kinds: tuple[str, ...] = config.pattern(2)
 
 
-def layer_spec(cfg: Any) -> dict:
-    """Declare a layer; norm scales are stored around zero."""
+def spec(cfg: Any, more: Mapping[str, Param] | None = None) -> dict:
+    """Declare every array, `more` in each layer; norm scales are stored around zero."""
     name = "model.layers.{layers}."
     norms = {"attn_norm": "input", "attn_post_norm": "post_attention", "mlp_norm": "pre_feedforward",
              "mlp_post_norm": "post_feedforward"}  # fmt: skip
-    return {
+    layer = {
         **{part: builders.bias(f"{name}{file}_layernorm.weight", cfg.embed) for part, file in norms.items()},
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
         **builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
+        **(more or {}),
     }
-
-
-def spec(cfg: Config) -> dict:
-    """Declare every array."""
-    return builders.decoder(cfg, layer_spec(cfg), norm=builders.bias)
+    return builders.decoder(cfg, layer, norm=builders.bias)
 
 
 def block(cfg: Any, batch: ops.Batch, rope: ops.Rope, mask: ops.Mask):
@@ -67,9 +66,8 @@ def walk(params, tokens, cfg: Any, blocks: Any, carry: ops.Carry, remat: str | N
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    mask = ops.Mask(cfg.query_scale**-0.5, softcap=cfg.score_cap)
-    masks = {FULL: mask, SLIDING: replace(mask, window=cfg.window)}
-    blocks = {kind: block(cfg, batch, cfg.rope, m) for kind, m in masks.items()}
+    mask = partial(ops.Mask, cfg.query_scale**-0.5, softcap=cfg.score_cap)
+    blocks = {kind: block(cfg, batch, cfg.rope, mask(window=w)) for kind, w in ((FULL, None), (SLIDING, cfg.window))}
     return walk(params, tokens, cfg, blocks, carry, remat)
 
 

@@ -42,8 +42,7 @@ class Config(config.Decoder):
 
 def spec(cfg: Config) -> dict:
     """Declare every array; norm scales are stored around zero."""
-    layer = gemma2.layer_spec(cfg) | builders.qk_norm("model.layers.{layers}.self_attn.", cfg, builders.bias)
-    return builders.decoder(cfg, layer, norm=builders.bias)
+    return gemma2.spec(cfg, builders.qk_norm("model.layers.{layers}.self_attn.", cfg, builders.bias))
 
 
 @builders.hidden("attention")

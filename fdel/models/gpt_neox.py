@@ -49,5 +49,4 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     return sublayers.walk(params, tokens, cfg, block, carry, remat, lambda x: norm(x, params, "norm"))
 
 
-state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)
-rename = builders.without_mask
+state_spec, head, forward, rename = builders.kv_state, builders.head, builders.forward(hidden), builders.without_mask

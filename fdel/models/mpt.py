@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
-from fdel.models.config import ANY
 
 MODEL_TYPE, ARCHITECTURE = "mpt", "MptForCausalLM"
 
@@ -16,8 +15,8 @@ class Config(config.MultiHead):
     NESTED = ("attn_config",)
     ONLY = {
         "attn_config.alibi": True, "attn_config.alibi_bias_max": 8, "attn_config.attn_type": "multihead_attention",
-        "attn_config.attn_impl": ANY, "no_bias": True, "expansion_ratio": 4, "embedding_fraction": 1,
-        **dict.fromkeys(("learned_pos_emb", "norm_type", "init_device", "init_config", "tokenizer_name"), ANY),
+        "attn_config.attn_impl": config.ANY, "no_bias": True, "expansion_ratio": 4, "embedding_fraction": 1,
+        **dict.fromkeys(("learned_pos_emb", "norm_type", "init_device", "init_config", "tokenizer_name"), config.ANY),
     }  # fmt: skip
     vocab: int = config.hf("vocab_size", 50368)
     embed: int = config.hf("d_model", 2048)
@@ -28,7 +27,6 @@ class Config(config.MultiHead):
     tied: bool = config.hf("tie_word_embeddings", True)
     clip: float | None = config.hf("attn_config.clip_qkv", None)
     scale: float | None = config.hf("attn_config.softmax_scale", None)
-
     ffn = property(lambda self: 4 * self.embed)
 
 
@@ -52,8 +50,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     alibi, clip = jnp.asarray(ops.alibi_slopes(cfg.heads)), cfg.clip or None
 
     def block(x, carry, p, layer):
-        h = norm(x, p, "attn_norm")
-        a, carry = sublayers.attention(h, carry, p, layer, batch, mask, alibi=alibi, clip=clip)
+        a, carry = sublayers.attention(norm(x, p, "attn_norm"), carry, p, layer, batch, mask, alibi=alibi, clip=clip)
         x = x + a
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, ops.ACTIVATIONS["gelu"]), carry
 
