@@ -157,7 +157,7 @@ def build_source(
         return how.batch(k, samples, found, put), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:
-        show.step = int(state.step) + 1
+        show.step = int(state.step) // getattr(k, "updates", 1) + 1
         new = policy.served(state.params)
         with jax.set_mesh(policy.mesh):
             policy.engine.update_params(new, reshard=True)
