@@ -76,10 +76,10 @@ def config(cls: type) -> Any:
     """Make a family's Config of a class with fields: frozen, with `from_hf` and `to_hf` unless it has them.
 
     Its field `source` keeps the text of the original config.json, so that saving loses none of its other keys. The class
-    may have DEFAULTS, what transformers assumes for keys that a file leaves out, over the defaults of inherited fields,
-    each called as its field, or without one as in config.json;
-    ONLY, keys of which it understands one value: that, or what a function of the Config gives, or `ANY`; and NESTED, the
-    keys of objects whose own keys are read and written as "object.key".
+    may have DEFAULTS, what transformers assumes for what a file leaves out, over the defaults of inherited fields: by the
+    field's name, or by the key where a function reads it; ONLY, keys of which it understands one value: that, or what a
+    function of the Config gives, or `ANY`; and NESTED, the keys of objects whose own keys are read and written as
+    "object.key".
     """
     cls.__annotations__["source"] = str
     cls.source = dataclasses.field(default="{}", compare=False, repr=False)  # type: ignore[attr-defined]
