@@ -10,7 +10,8 @@ from fdel.serve.engine.core import Core, Job
 from fdel.serve.engine.packing import Drawn, Out, pack_drawn
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.reply import Reply
-from fdel.serve.engine.schedule import Chunk, Request, Schedule
+from fdel.serve.engine.schedule import Schedule
+from fdel.serve.engine.work import Chunk, Request
 
 SIZE, VOCAB, EOS = 4, 50, 0
 
@@ -55,8 +56,12 @@ class FakeDevice:
     def group(self, adapter: str) -> str:
         return adapter
 
-    def admit(self, r: Request, sampling: object) -> None:
-        self.rows[r.row] = [list(r.tokens), r.limit, False]
+    def admit(self, r: Request, sampling: object, running: bool) -> None:
+        self.rows[r.row] = [list(r.tokens), r.limit, running]
+
+    def copy(self, copies: list) -> None:
+        for source, target in copies:
+            self.pages |= {(target, i): self.pages[source, i] for i in range(SIZE) if (source, i) in self.pages}
 
     def _fail(self, found: list[str | None]) -> None:
         """Break as the rows' faults say, and stay broken until `reset`."""

@@ -21,7 +21,7 @@ PROMPTS = [np.random.default_rng(7).integers(8, small.VOCAB, n).tolist() for n i
 SAMPLING = [
     serve.SamplingParams(max_tokens=10, ignore_eos=True),
     serve.SamplingParams(max_tokens=10, ignore_eos=True),
-    serve.SamplingParams(max_tokens=10, temperature=1.0, seed=1),
+    serve.SamplingParams(max_tokens=10, temperature=1.0, seed=1, n=2),
     serve.SamplingParams(max_tokens=10, allowed_tokens=list(range(20, 60)), ignore_eos=True),
 ]
 SCARCE = 3  # pages, so that a request is preempted

@@ -1,4 +1,4 @@
-"""What learning from own samples needs to know of each token: what it was drawn from, and by which weights; and sleep."""
+"""What learning from own samples needs: what each token was drawn from, and by which weights; sleep; groups of samples."""
 
 import dataclasses
 import gc
@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from fdel import params, serve
+from fdel import ops, params, serve
 from fdel.models import Model, llama
+from fdel.serve.engine import packing, step
 from fdel.serve.engine.engine import Engine, Settings
 from tests.serve import fake
 from tests.serve.small import CFG, CONTEXT, VOCAB, full_forward, make_model, scores
@@ -234,3 +235,56 @@ def test_requests_wait_for_a_thread_that_sleeps(model) -> None:
     job = e.submit(PROMPTS[0])
     e.close()
     assert job.reply.finish_reason == "abort"
+
+
+# ---- several outputs of one prompt -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(drafts=3),
+        dict(decode_steps=8),
+        pytest.param(dict(kv_cache_dtype="int8"), marks=pytest.mark.slow),
+        pytest.param(dict(drafts=3, model=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_group_computes_its_prompt_once(model, options: dict) -> None:
+    """All but the last token, by each output, also of the last page; nothing else changes (log-probabilities: to 1e-5)."""
+    options = dict(options)
+    more = dict(draft=make_model(5)) if options.pop("model", False) else {}
+    e, alone = (Engine(model, Settings(**SHAPE, **options, cache=c), **more) for c in (None, False))
+    e._device.warm_up()
+    compiled = e.stats()["compiled"]
+    group = serve.SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=3, n=4, ignore_eos=True)
+    for n in (1, 2, 40, 64, 65, 100):
+        prompt, before = np.random.default_rng(n).integers(8, VOCAB, n).tolist(), e.stats()
+        got, want = e.generate([prompt], group), alone.generate([prompt], group)
+        assert e.stats()["prompt tokens"] - before["prompt tokens"] == n + 3
+        assert [g.cached for g in got] == [0, *3 * [n - 1]] and len({tuple(g.tokens) for g in got}) == 4
+        for g, w in zip(got, want, strict=True):
+            assert g.tokens == w.tokens
+            for name in ("logprobs", "sampled_logprobs", "kept"):
+                np.testing.assert_allclose(getattr(g, name), getattr(w, name), atol=1e-5)
+    assert e.stats()["compiled"] == compiled
+    rest = alone.stats()
+    assert rest["found"] == 0 and rest["prompt tokens"] == 4 * (1 + 2 + 40 + 64 + 65 + 100)
+
+
+def test_pages_are_copied_in_all_pools_and_in_place() -> None:
+    """One after the other, of every kind of state; without an array of the cache's size beside it."""
+    r = np.random.default_rng(0)
+    make = lambda *shape: r.normal(size=shape).astype(np.float32)
+    pool = lambda layers, heads: ops.Pages(make(layers, 200, heads, 4, 3), None, make(layers, 200, heads, 1, 4))
+    state = ops.State((pool(2, 1), pool(1, 2))), ops.State(ops.Pages(make(1, 200, 1, 4, 2), make(1, 200, 1, 4, 2)))
+    copies = [[3, 7], [7, 1], [0, 199]]
+    want = [x.copy() for x in jax.tree.leaves(state)]
+    for x in want:
+        for source, target in copies:
+            x[:, target] = x[:, source]
+    program = jax.jit(step.copy, donate_argnums=0).lower(state, packing.pack_copies(copies, 5)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < size(state) / 20
+    for got, x in zip(jax.tree.leaves(program(state, packing.pack_copies(copies, 5))), want, strict=True):
+        np.testing.assert_array_equal(got, x)

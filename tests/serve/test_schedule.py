@@ -9,7 +9,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fdel.serve.engine.schedule import FEW, NO_ROW
+from fdel.serve.engine.schedule import FEW
+from fdel.serve.engine.work import NO_ROW
 from tests.serve.fake import VOCAB, make_core, make_job, run, solo
 
 PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 9, 9, 9, 9, 2], [8, 8, 8, 8, 8, 8, 8]]
@@ -38,7 +39,9 @@ class Serving(RuleBasedStateMachine):
           key=st.sampled_from("ab"), fault=st.sampled_from([None] * 8 + ["raise", "read", "nan"]))  # fmt: skip
     def add(self, prompt, room, priority, key, fault) -> None:
         id = len(self.jobs)
-        leader = self.jobs[id - 1].request if id % 5 == 4 else None
+        leader = self.jobs[id - 1].request if id % 5 >= 3 and not hasattr(self.jobs[id - 1], "poisoned") else None
+        if leader:  # another output of the same request
+            prompt, key, fault, leader = leader.tokens[: leader.prompt], leader.key, None, leader.after or leader
         prompt = [*prompt, VOCAB + id] if fault else prompt
         job = self.jobs[id] = make_job(id, prompt, room, priority=priority, key=key, salt=key.encode(), after=leader)
         if fault:
@@ -269,6 +272,36 @@ def test_a_prefix_is_found_and_siblings_wait_for_it() -> None:
     assert [j.request.cached for j in (leader, *others, stranger)] == [0, 12, 12, 0]
     assert core.counts["prompt tokens"] == 13 + 1 + 1 + 13
     assert len({tuple(j.reply.tokens) for j in (leader, *others, stranger)}) == 1
+
+
+@pytest.mark.parametrize("options", [dict(), dict(drafts=2), dict(steps=3), dict(overlap=False)], ids=str)
+def test_outputs_of_one_prompt_copy_its_last_page(options: dict) -> None:
+    """The first computes it; each other one computes the last token alone, in no call for prompts."""
+    core = make_core(pages=40, rows=8, budget=40, **options)
+    jobs: list = []
+    for prompt in ([1, 2, 3], list(range(5, 16))):
+        leader = make_job(len(jobs), prompt, 9)
+        jobs += [leader, *(make_job(len(jobs) + i, prompt, 9, after=leader.request) for i in (1, 2, 3))]
+    for job in jobs:
+        core.add(job)
+    run(core)
+    assert [j.request.cached for j in jobs] == [0, 2, 2, 2, 0, 10, 10, 10]
+    assert core.counts["prompt tokens"] == 3 + 3 + 11 + 3
+    assert sum(prompts for prompts, _ in core.device.calls) == 3 + 11
+    assert all(job.reply.tokens == solo(job.request.tokens[: job.request.prompt], job.request.limit) for job in jobs)
+
+
+def test_nobody_waits_where_nothing_is_shared() -> None:
+    """Without a cache, or for prompts of one token: all outputs begin in the first step."""
+    for prompt, cache in (([1, 2, 3], False), ([4], True)):
+        core = make_core(pages=40, rows=4, budget=40)
+        core.schedule.pool.cache = cache
+        jobs = [make_job(0, prompt, 3)]
+        jobs += [make_job(i, prompt, 3, after=jobs[0].request) for i in (1, 2, 3)]
+        for job in jobs:
+            core.add(job)
+        run(core)
+        assert core.device.calls[0] == (4 * len(prompt), 0) and not any(job.request.cached for job in jobs)
 
 
 def test_limits_are_named() -> None:

@@ -15,7 +15,8 @@ import numpy as np
 
 from fdel.serve.engine.packing import Token, unpack_out
 from fdel.serve.engine.reply import Delta, Job, accept, allowed, describe, join
-from fdel.serve.engine.schedule import Chunk, Request, Schedule, StepPlan
+from fdel.serve.engine.schedule import Schedule
+from fdel.serve.engine.work import Chunk, Request, StepPlan
 
 T = TypeVar("T")
 Deltas = list[tuple[Job, Delta]]
@@ -147,7 +148,9 @@ class Core:
             if r.adapter not in self.device.weights:
                 deltas += self.end(r.id, "error", f"adapter {r.adapter!r} is not loaded any more")
         calls: list[tuple[list[Request], Callable[[], None]]] = []
-        calls += [([r], partial(self._admit, r)) for r in plan.admitted if not r.done]
+        calls += [([r], partial(self._admit, r, r in plan.decodes)) for r in plan.admitted if not r.done]
+        if copies := [c for c in plan.copies if not c[0].done]:
+            calls.append(([r for r, *_ in copies], lambda: self.device.copy([pages for _, *pages in copies])))
         for chunks in self._groups([c for c in plan.chunks if not c.request.done], lambda c: c.request):
             calls.append(([c.request for c in chunks], partial(self._extend, chunks, masks)))
         for requests in self._groups([r for r in plan.decodes if not r.done], lambda r: r):
@@ -185,10 +188,11 @@ class Core:
                 deltas += self.end(r.id, "stop")
         return masks
 
-    def _admit(self, r: Request) -> None:
+    def _admit(self, r: Request, running: bool) -> None:
         reply = self.jobs[r.id].reply
         reply.begun = reply.begun or time.monotonic()
-        self.device.admit(r, self.jobs[r.id].sampling_row)
+        self.device.admit(r, self.jobs[r.id].sampling_row, running)
+        self.counts["prompt tokens"] += running  # its newest, which no chunk computes
 
     def _extend(self, chunks: Sequence[Chunk], masks: Masks) -> None:
         out, lines = self.device.extend(chunks, masks)

@@ -18,10 +18,10 @@ from fdel.serve.engine import packing
 from fdel.serve.engine.packing import NOWHERE, Call, Out
 from fdel.serve.engine.request import TOP, check_prompt, length_limit
 from fdel.serve.engine.sampling import Sampling, sampling_rows
-from fdel.serve.engine.schedule import Chunk, Request
 from fdel.serve.engine.settings import LENGTH, Settings
 from fdel.serve.engine.step import PAGE, compute_dtype, programs
 from fdel.serve.engine.weights import Weights, owned
+from fdel.serve.engine.work import Chunk, Request
 
 BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 COMMON_PAGES = 1024 // PAGE  # pages of a row by default, if a sequence may have more
@@ -84,8 +84,8 @@ class Device:
     def execute(self, call: Call) -> Out | None:
         """Change the arrays, by host arrays alone: the one way to do it, so that other processes can do the same.
 
-        "extend" and "decode" take a packed plan, and masks if there are any; "admit" the row, its tokens, their number,
-        the slot of its adapter, and the leaves of its `Sampling`.
+        "extend" and "decode" take a packed plan, and masks if there are any; "copy" packed copies; "admit" the row, its
+        tokens, their number, whether decode can continue it, the slot of its adapter, and the leaves of its `Sampling`.
         """
         if call.name == "begin":
             self._begin()
@@ -94,8 +94,10 @@ class Device:
         elif call.name == "sleep":
             self.state = self.sequences = None
         elif call.name == "admit":
-            row, tokens, length, slot, *sampling = call.arrays
-            self.sequences = self.programs.admit(self.sequences, row, tokens, length, Sampling(*sampling), slot)
+            *known, slot = call.arrays[:5]
+            self.sequences = self.programs.admit(self.sequences, *known, Sampling(*call.arrays[5:]), slot)
+        elif call.name == "copy":
+            self.state = self.programs.copy(self.state, *call.arrays)
         else:
             plan, *masks = call.arrays
             weights = (self.weights.call(call.adapter), *self.small)
@@ -124,14 +126,18 @@ class Device:
             raise RuntimeError("the engine sleeps; call wake() before start()")
         self.execute(Call("warm_up", static={"least": int(least)}))
 
-    def admit(self, r: Request, sampling: Sampling) -> None:
-        """Give a request its row."""
+    def admit(self, r: Request, sampling: Sampling, running: bool) -> None:
+        """Give a request its row; it is `running` if all but its newest token are in the cache, so that decode is next."""
         self.table[r.row], self.known[r.row] = NOWHERE, 0
         tokens = np.zeros(self.table.shape[1] * PAGE, np.int32)
         tokens[: len(r.tokens)] = r.tokens
         slot = np.int32(self.weights.slot(r.adapter))
-        arrays = np.int32(r.row), tokens, np.int32(len(r.tokens)), slot, *jax.tree.leaves(sampling)
-        self.execute(Call("admit", arrays))
+        known = np.int32(r.row), tokens, np.int32(len(r.tokens)), np.bool_(running)
+        self.execute(Call("admit", [*known, slot, *jax.tree.leaves(sampling)]))
+
+    def copy(self, copies: Sequence[Sequence[int]]) -> None:
+        """Copy pages: from which to which, in their order."""
+        self.execute(Call("copy", [packing.pack_copies(copies, self.rows)]))
 
     def group(self, adapter: str) -> str:
         """Name the calls that an adapter's requests can be in: equal for all that share the base's arrays."""
@@ -263,8 +269,10 @@ class Device:
         Device.execute(self, Call("decode", [self._blank(packing.Decode, self.batches[-1])], static=static))
         one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
         tokens, nowhere = np.zeros(self.table.shape[1] * PAGE, np.int32), np.int32(self.rows)
-        self.sequences = self.programs.admit(self.sequences, nowhere, tokens, np.int32(0), one, np.int32(-1))
-        jax.block_until_ready(self.sequences)
+        known = nowhere, tokens, np.int32(0), np.bool_(False)
+        self.sequences = self.programs.admit(self.sequences, *known, one, np.int32(-1))
+        Device.execute(self, Call("copy", [packing.pack_copies([], self.rows)]))
+        jax.block_until_ready((self.state, self.sequences))
 
     def _compilers(self, name: str, n: int) -> list[Callable[[], Any]]:
         """What compiles a size: a function for each program. The jitted function's next call of that size finds it."""

@@ -22,9 +22,10 @@ from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.reply import Delta, DeltaQueue, Generation, Job, MaskSource, Reply, Score, best
 from fdel.serve.engine.request import TOP, SamplingParams, check_prompt, end_ids, fit, noise, stop_ids, whole
 from fdel.serve.engine.sampling import sampling_rows
-from fdel.serve.engine.schedule import QueueFull, Request, Schedule
+from fdel.serve.engine.schedule import QueueFull, Schedule
 from fdel.serve.engine.settings import Settings, recurrent, unsupported
 from fdel.serve.engine.step import PAGE
+from fdel.serve.engine.work import Request
 from fdel.serve.output_text import OutputText, special_stops
 
 COUNTED = ("steps", "prompt tokens", "generated tokens", "stop", "length", "abort", "error", "faults", "drafting steps")

@@ -15,6 +15,8 @@ sequence (`Extend`) or a sequence that decodes (`Decode`); its columns are the f
 Spare lines name a row and pages that do not exist: they read zeros, write nothing and draw nothing. **Masks** are
 uint32[lines, ceil(V / 32)], one bit per token of the vocabulary, the lowest first; read where `masked` is 1.
 
+**Copies** of pages are int32[rows, 2], from which to which, in their order; spare ones name pages that do not exist.
+
 **What a call drew** (`Out.drawn`) is one int32 array too, of 1 + 4k columns: how many tokens; k tokens; the float32 bits of
 their k log-probabilities, k sampled ones and k `kept` (see `Sampled`). What stands behind them means nothing.
 
@@ -37,7 +39,7 @@ TOGETHER = (
     512  # tokens of several texts that are computed in one row: in longer ones attention would take the most time
 )
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
-CALLS = ("begin", "warm_up", "admit", "extend", "decode", "sleep", "end")
+CALLS = ("begin", "warm_up", "admit", "extend", "decode", "copy", "sleep", "end")
 
 
 class Extend(NamedTuple):
@@ -89,6 +91,13 @@ def unpack_plan(kind: type[Plan], packed: Array) -> Plan:
     """Take a plan apart again."""
     columns: list[Any] = [packed[:, i] for i in range(len(kind._fields) - 1)]
     return kind._make([*columns, packed[:, len(columns) :]])
+
+
+def pack_copies(copies: Sequence[Sequence[int]], rows: int) -> Int[np.ndarray, "rows 2"]:
+    """Pack copies of pages, at most one for each row."""
+    packed = np.full((rows, 2), NOWHERE, np.int32)
+    packed[: len(copies)] = np.reshape(copies, (-1, 2))
+    return packed
 
 
 class Drawn(NamedTuple):

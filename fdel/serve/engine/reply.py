@@ -12,7 +12,7 @@ import numpy as np
 from fdel.serve.engine.packing import Token
 from fdel.serve.engine.request import SamplingParams
 from fdel.serve.engine.rows import NGRAM
-from fdel.serve.engine.schedule import Request
+from fdel.serve.engine.work import Request
 
 T = TypeVar("T")
 NOTHING = "no token is left to draw"  # how the error of a request begins that bans every token

@@ -11,65 +11,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fdel.serve.engine.pages import Pool
+from fdel.serve.engine.work import NO_ROW, Chunk, Request, StepPlan
 
 FEW = 8  # sequences of one key that decode; beside more of them short chunks cost too much throughput
-NO_ROW = -1  # where a request stands that does not run
 
 
 class QueueFull(RuntimeError):
     """Too many outputs wait."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One output of a prompt. Plans run ahead of what is read: `unread` steps will add a token each, `most` at most."""
-
-    id: int
-    tokens: list[int]  # prompt and output, as far as they are known here
-    prompt: int  # tokens of the prompt
-    limit: int  # the most tokens of prompt and output
-    priority: int = 0  # the highest first
-    key: str = ""  # whose share it uses
-    salt: bytes = b""  # who may share its pages
-    adapter: str = ""
-    after: "Request | None" = None  # the first output of the same prompt: wait until that is cached
-    arrival: int = 0
-    row: int = NO_ROW  # its row on the device, while it runs
-    pages: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of its published pages
-    computed: int = 0  # tokens of the prompt, or of what is computed again, that plans have covered
-    stored: int = 0  # tokens whose keys and values are certainly in its pages
-    cached: int | None = None  # tokens of the prompt that were in the cache when it was admitted first
-    in_flight: int = 0  # steps that hold it and are not committed
-    unread: int = 0
-    most: int = 0
-    decoding: bool = False  # all known tokens are computed or planned
-    done: bool = False
-    failed_at: int = 0  # tokens that it may have had when a step with it raised; with more it leaves quarantine
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who keeps its pages: the highest priority, then the oldest."""
-        return -self.priority, self.arrival
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Known tokens `start` to `start + count` of a request; after the `last` one a token is drawn."""
-
-    request: Request
-    start: int
-    count: int
-    last: bool
-
-
-@dataclass
-class StepPlan:
-    """What one step does: give rows to new requests, compute chunks, and continue sequences by a token."""
-
-    admitted: list[Request] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    decodes: list[Request] = field(default_factory=list)
 
 
 @dataclass
@@ -169,6 +117,8 @@ class Schedule:
             request = prefilling.pop(0) if prefilling else self._admit(plan)
             if request is None:
                 break
+            if request.decoding:
+                continue
             count = min(len(request.tokens) - request.computed, room, blocks * self.block)
             last = request.computed + count == len(request.tokens)
             plan.chunks.append(Chunk(request, request.computed, count, last))
@@ -197,10 +147,25 @@ class Schedule:
             r.pages += self.pool.take(more)
         return True
 
+    def _first_pages(self, r: Request) -> int:
+        """Count the pages that r needs to begin: for its known tokens, one more, and drafts."""
+        return self.pool.needed(min(len(r.tokens) + max(1, self.width - 1), r.limit))
+
+    def _end_of_prompt(self, r: Request, pages: int) -> int | None:
+        """Find the page in which r's prompt ends but for its last token, if another output of its request holds it.
+
+        All `pages` before it are shared. Separate requests share these alone: what they draw first stays that of prefill.
+        """
+        whole, rest = divmod(r.prompt - 1, self.pool.size)
+        if r.after is None or not (self.pool.cache and rest and pages == whole and len(r.tokens) == r.prompt):
+            return None
+        return next((o.pages[pages] for o in self.running if r.after in (o, o.after) and o.stored >= o.prompt), None)
+
     def _next(self) -> Request | None:
         # One in quarantine does not wait for another that may itself have to wait until the first has left it.
-        cached = lambda leader: leader is None or leader.done or leader.stored >= leader.prompt
-        free = lambda r: self._runnable(r) and (bool(self.quarantine) or cached(r.after))
+        shared = lambda r: self.pool.cache and r.prompt > 1 and not self.quarantine
+        comes = lambda leader: leader is not None and not leader.done and leader.stored < leader.prompt
+        free = lambda r: self._runnable(r) and not (shared(r) and comes(r.after))
         ready = (r for r in self.waiting if r.in_flight == 0 and free(r))
         return min(ready, key=lambda r: (-r.priority, self.served.get(r.key, 0), r.arrival), default=None)
 
@@ -213,7 +178,7 @@ class Schedule:
         if lowest.priority >= max(r.priority for r in self.waiting) and most < 2 + min(rows[k] for k in keys):
             return
         best = self._next()
-        if best is None or (self.free and self.pool.available >= self.pool.needed(len(best.tokens) + 1)):
+        if best is None or (self.free and self.pool.available >= self._first_pages(best)):
             return
         greedy = {k for k, n in rows.items() if n == most > rows[best.key] + 1 and not self.quarantine}
         greedy = {k for k in greedy if self.served[k] > self.served.get(best.key, 0)}  # else it would be next again
@@ -222,12 +187,13 @@ class Schedule:
             self.preempt(victim)
 
     def _admit(self, plan: StepPlan) -> Request | None:
-        """Start the next waiting request if there are a row and pages for all its known tokens and one more."""
+        """Start the next waiting request if there are a row and pages; an output that lacks its newest token alone decodes."""
         r = self._next() if self.free else None
         if r is None:
             return None
         pages, digests = self.pool.match(r.tokens, r.salt)
-        more = self.pool.needed(min(len(r.tokens) + 1, r.limit)) - len(pages)
+        end = self._end_of_prompt(r, len(pages))
+        more = self._first_pages(r) - len(pages)
         # A page for each running sequence that will grow stays free: else the newcomer would soon be preempted again.
         growing = sum(self.pool.needed(other.limit) > len(other.pages) for other in self.running)
         if more + growing > self.pool.available:
@@ -237,11 +203,18 @@ class Schedule:
         insort(self.running, r, key=lambda r: r.rank)
         r.row, r.pages, r.digests = self.free.pop(), pages + self.pool.take(more), digests
         r.computed = r.stored = len(pages) * self.pool.size
+        if end is not None:
+            plan.copies.append((r, end, r.pages[len(pages)]))
+            r.computed = r.stored = r.prompt - 1
         if r.cached is None:
             r.cached = r.computed
         self.counts["looked up"] += len(r.tokens)
         self.counts["found"] += r.computed
         plan.admitted.append(r)
+        if r.after is not None and 0 < r.computed == len(r.tokens) - 1:
+            r.computed, r.decoding = len(r.tokens), True
+            plan.decodes.append(r)
+            self._count(r, self.width, 1)
         return r
 
     # ---- results ----

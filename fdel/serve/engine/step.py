@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ class Programs(NamedTuple):
     """The jitted functions of one model on one mesh. Params and state are tuples: the model's, and the draft model's."""
 
     begin: Callable[..., tuple[States, Rows]]  # (rows=, length=, pages=, dtypes=)
-    admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, Sampling of one row, slot of its adapter)
+    admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, running, Sampling of one row, slot of its adapter)
+    copy: Callable[..., States]  # (state, packed copies of pages)
     extend: Callable[..., tuple[States, Rows, Out]]  # (params, state, Rows, packed plan, masks, block=)
     decode: Callable[..., tuple[States, Rows, Out]]  # (params, state, Rows, packed plan, masks, drafts=, steps=)
     score: Callable[..., tuple[Array, Array, Array]]  # (params, tokens[B T], lengths, slot, targets[3 N], count, top=)
@@ -108,6 +110,7 @@ def programs(
     return Programs(
         jit(begin, static=("rows", "length", "pages", "dtypes"), out=moved[:2]),
         jit(admit, donate=(0,)),
+        jit(copy, donate=(0,), out=state_sharding),
         jit(extend, donate=(1, 2), static=("block",), out=moved),
         jit(decode, donate=(1, 2), static=("drafts", "steps"), out=moved),
         jit(score, static=("top",)),
@@ -127,10 +130,28 @@ def _counted(f: Callable, traces: Counter) -> Callable:
     return traced
 
 
-def admit(rows: Rows, row: Array, tokens: Array, length: Array, sampling: Sampling, adapter: Any = -1) -> Rows:
-    """Give a row to a sequence: tokens [L], `length` of them known, its Sampling of one row, and its adapter's slot."""
-    new = Rows(tokens[None], length[None], jnp.zeros(1, bool), sampling, jnp.full(1, adapter, jnp.int32))
+def admit(
+    rows: Rows, row: Array, tokens: Array, length: Array, running: Array, sampling: Sampling, adapter: Any = -1
+) -> Rows:
+    """Give a row to a sequence: tokens [L], `length` of them known, its Sampling of one row, and its adapter's slot.
+
+    It is `running` if all but the newest of these are in the cache.
+    """
+    new = Rows(tokens[None], length[None], running[None], sampling, jnp.full(1, adapter, jnp.int32))
     return jax.tree.map(lambda every, one: every.at[row].set(one[0]), rows, new)
+
+
+def copy(state: States, copies: Int[Array, "R 2"]) -> States:
+    """Copy pages in all pools, one after the other and in place."""
+
+    def one(i: Array, pool: Array) -> Array:
+        page = jax.lax.dynamic_slice_in_dim(pool, copies[i, 0], 1, 1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, copies[i, 1], 1)
+
+    count = (copies[:, 0] != packing.NOWHERE).sum()
+    pools = [s.pages for s in state]
+    pools = jax.lax.fori_loop(0, count, lambda i, pools: jax.tree.map(partial(one, i), pools), pools)
+    return tuple(replace(s, pages=p) for s, p in zip(state, pools, strict=True))
 
 
 def _adapted(params: tuple, rows: Rows, row: Array, block: int) -> tuple:
