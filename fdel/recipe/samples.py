@@ -104,7 +104,7 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
     with jax.set_mesh(mesh):  # what it computes with is here alone
         if not s.lora:
             engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, tokenizer=tok)
-            return Policy(engine, lambda trained: here(cast(trained)), bare, mesh)
+            return Policy(engine, (lambda trained: here(cast(trained))) if several else here, bare, mesh)
         adapted = params.unstack(whole)
         base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
         on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
@@ -160,7 +160,7 @@ def build_source(
         show.step = int(state.step) // getattr(k, "updates", 1) + 1
         new = policy.served(state.params)
         with jax.set_mesh(policy.mesh):
-            policy.engine.update_params(new, reshard=True)
+            policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
 
     return Source(tasks, publish, sample, ahead=k.rollout_ahead)
 

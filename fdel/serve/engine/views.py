@@ -1,13 +1,13 @@
 """Arrays that an engine is given: where they are, copies of them, and whether they can take the place of others."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fdel import params as P
 from fdel.models import heads
@@ -65,10 +65,49 @@ def owned(params: Any) -> Any:
     return jax.tree.map(held, layer_views(params))
 
 
+def copies(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Copy arrays to the dtypes and layouts of others.
+
+    One program cuts, casts and lays out all that are on the devices of these; others go array by array.
+    """
+    whole = {id(p.array): p.array for p in given}
+    lie = {devices(getattr(x, "sharding", None)) for x in (*whole.values(), *like)}
+    if len(lie) > 1 or None in lie:
+        return [p.copy(x.dtype, x.sharding) for p, x in zip(given, like, strict=True)]
+    number = {key: i for i, key in enumerate(whole)}
+    where = tuple((number[id(p.array)], p.at, x.dtype, x.sharding) for p, x in zip(given, like, strict=True))
+    return copier(where)(list(whole.values()))
+
+
+def devices(sharding: Any) -> tuple[Any, ...] | None:
+    """The devices of an array, in their order; None where it is not known."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sharding.device_set) if isinstance(sharding, SingleDeviceSharding) else None
+
+
+@functools.lru_cache(maxsize=16)
+def copier(where: tuple[tuple[int, int | None, Any, Any], ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Make the program of `copies`: for each result, which array it is of, which layer, its dtype and its layout."""
+
+    def copy(arrays: list[jax.Array]) -> list[jax.Array]:
+        cut = ((arrays[i] if at is None else arrays[i][at], dtype) for i, at, dtype, _ in where)
+        return [jnp.copy(x).astype(dtype) for x, dtype in cut]  # what goes through jit as it is would not be copied
+
+    return jax.jit(copy, out_shardings=[at for *_, at in where])
+
+
 @functools.cache
 def finite() -> Callable[[Any], jax.Array]:
     """Make the jitted test whether all values of an array are finite."""
     return jax.jit(lambda x: jnp.isfinite(x).all())
+
+
+@functools.cache
+def finite_sums() -> Callable[[Any], jax.Array]:
+    """Make one that is four times as fast on CPU, and true only if all values are finite: sums of rows may overflow."""
+    add = lambda x: x.sum(-1, dtype=jnp.promote_types(x.dtype, jnp.float32)) if x.ndim else x
+    return jax.jit(lambda x: jnp.isfinite(add(x)).all())
 
 
 def check_replacement(path: str, p: View, old: jax.ShapeDtypeStruct, reshard: bool, cast: bool) -> None:

@@ -18,7 +18,16 @@ from fdel.models import Model
 from fdel.ops.weights import Adapters, LowRank, is_weight
 from fdel.params.quantize import change
 from fdel.serve.engine.step import compute_dtype, mesh_of
-from fdel.serve.engine.views import View, check_replacement, check_update, finite, layer_views, owned
+from fdel.serve.engine.views import (
+    View,
+    check_replacement,
+    check_update,
+    copies,
+    finite,
+    finite_sums,
+    layer_views,
+    owned,
+)
 
 
 def mesh_for(text: str | None) -> Mesh | None:
@@ -168,9 +177,10 @@ class Weights:
         low = {path: w for path, w in P.named_leaves(new, is_leaf=is_weight) if name and isinstance(w, LowRank)}
         for path, w in low.items():
             check_update(path, w, self.most)
-        all_finite, base = finite(), {path: p for path, p in have.items() if not (name and self._is_base(path, p))}
+        all_finite, sums = finite(), finite_sums()
+        base = {path: p for path, p in have.items() if not (name and self._is_base(path, p))}
         whole = {id(p.array): p.array for p in base.values() if jnp.issubdtype(p.dtype, jnp.inexact)}
-        good = jax.device_get({key: all_finite(x) for key, x in whole.items()})
+        good = jax.device_get({key: sums(x) for key, x in whole.items()})
         bad = [path for path, p in base.items() if not good.get(id(p.array), True) and not all_finite(p.copy())]
         for path, w in low.items():
             factors = P.lora.factors(jax.tree.map(View.copy, _factors(w)), self.dtype)
@@ -191,13 +201,11 @@ class Weights:
         self.sources = {path: (weakref.ref(p.array), p.at) for path, p in P.named_leaves(sources)}
 
     def _replace(self, new: Any) -> None:
-        """Copy another base, array by array; each old one is let go of before, so that nothing is there twice."""
+        """Copy another base; the old one is let go of before, so that nothing is there twice."""
         with self.lock:
             fresh, structure = jax.tree.flatten(new)
             self.together, self.trees[""], self.base_arrays, self.slots = None, None, {}, {}
-            old = jax.tree.leaves(self.like)
-            arrays = [p.copy(x.dtype, x.sharding) for p, x in zip(fresh, old, strict=True)]
-            self.trees[""] = jax.tree.unflatten(structure, arrays)
+            self.trees[""] = jax.tree.unflatten(structure, copies(fresh, jax.tree.leaves(self.like)))
             self._remember(new)
 
     def _put(self, name: str, new: Any) -> None:
