@@ -14,7 +14,7 @@ from fdel import params, train
 from fdel.models import Model, llama
 from fdel.ops.weights import Adapters
 from fdel.params.spec import path_name
-from fdel.serve.engine import views, weights
+from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine, Settings
 from tests.serve.small import CFG, make_model
 from tests.serve.test_adapters import PROMPTS, SAMPLING, SHAPE, SPEC, adapter

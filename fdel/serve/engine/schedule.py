@@ -187,7 +187,7 @@ class Schedule:
             self.preempt(victim)
 
     def _admit(self, plan: StepPlan) -> Request | None:
-        """Start the next waiting request if there are a row and pages; an output that lacks its newest token alone decodes."""
+        """Start the next waiting request if there are a row and pages; an output that lacks one token alone decodes."""
         r = self._next() if self.free else None
         if r is None:
             return None
