@@ -70,9 +70,7 @@ class Device:
         self.table = np.full((self.rows, width), NOWHERE, np.int32)
         self.known = [0] * self.rows  # pages of each row that the table has
         self.lengths = sizes(PAGE, self.length, 2)  # to which sequences are padded that are scored as a whole
-        self.apart = (
-            target() == "gpu"
-        )  # whose kernel knows one sequence per row: texts that are alone have their own program
+        self.apart = target() == "gpu"  # whose kernel knows one sequence per row: a text alone has its own program
         self.usable = {"extend": list(self.blocks), "decode": list(self.batches)}  # the sizes that plans may have
         self.uncompiled: list[tuple[str, int, list[Callable[[], Any]]]] = []  # program, size, and what compiles it
         self.state: Any = None  # an `ops.State` for each model
@@ -283,10 +281,8 @@ class Device:
         args: tuple = (row, one, one[0])
         ways: list[dict[str, Any]] = [{}]
         if name == "embed":
-            args, ways = (
-                (row, one[0]),
-                [{"batch": replace(ops.pack([[0]], n)[1], single=s)} for s in {False, self.apart}],
-            )
+            batch = ops.pack([[0]], n)[1]
+            args, ways = (row, one[0]), [{"batch": replace(batch, single=s)} for s in {False, self.apart}]
         elif name == "score":
             args, ways = (*args, np.zeros((3, n), np.int32), one[0]), [{"top": TOP}]
         elif name == "extend":

@@ -280,9 +280,8 @@ class Engine(Changes):
         for group in self.together(texts):
             tokens, batch = self._device.row([texts[i] for i in group])
             x = np.asarray(self._device.programs.embed(params, tokens, slot, batch=batch))[0].astype(np.float32)
-            ends = np.cumsum([len(texts[i]) for i in group])
-            for i, end in zip(group, ends, strict=True):
-                out[i] = x[end - len(texts[i]) : end]
+            parts = np.split(x, np.cumsum([len(texts[i]) for i in group]))  # and the spare end
+            out |= zip(group, parts[:-1], strict=True)
         return [out[i] for i in range(len(texts))]
 
     def stats(self) -> dict[str, float]:

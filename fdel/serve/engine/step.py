@@ -99,8 +99,7 @@ def programs(
         params, tokens: Array, lengths: Array, slot: Array, targets: Array, count: Array, *, top: int
     ) -> tuple[Array, Array, Array]:
         x = embed(params, tokens, slot, ops.packed(tokens, lengths))
-        head = family.head(P.lora.choose(params, slot[None]), cfg)
-        return _score(x, head, targets, count, top)
+        return _score(x, family.head(P.lora.choose(params, slot[None]), cfg), targets, count, top)
 
     def jit(f: Callable, donate: tuple = (), static: tuple = (), out: Any = replicated) -> Callable:
         counted = _counted(ops.use(**dict(kernels))(f), traces)
