@@ -114,7 +114,7 @@ def _quantized_matmul(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> A
     padding = w.values.shape[-1] * (2 if w.format in PACKED else 1) - x.shape[-1]
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, padding)])
     scale = scales(w)
-    if w.format not in ("int8", "fp8") or w.zero is not None or scale.shape[-1] > 1:
+    if w.format not in ("int8", "fp8", "e5m2") or w.zero is not None or scale.shape[-1] > 1:
         return _decoded(plan, x, replace(w, scale=scale), dtype).astype(dtype)
     # One scale per output: apply it to the result.
     absent: Any = None

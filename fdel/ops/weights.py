@@ -41,8 +41,9 @@ class Quantized:
     127), and a zero of integers is a zero point: `(values - zero) * scale`.
 
     Formats: "int8"; "uint8"; "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times faster than
-    the type itself; "dynamic": indices into `DYNAMIC`; and with two values per byte "uint4", and indices into `NF4` and
-    `E2M1`, "nf4" and "e2m1". There byte r of a group of n holds element r in its high and element r + n/2 in its low bits.
+    the type itself; "e5m2": float8_e5m2, kept alike; "dynamic": indices into `DYNAMIC`; and with two values per byte
+    "uint4", and indices into `NF4` and `E2M1`, "nf4" and "e2m1". There byte r of a group of n holds element r in its high
+    and element r + n/2 in its low bits.
     """
 
     values: Integer[Array, "*outputs inputs"]
@@ -122,6 +123,8 @@ def decode(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs
     """Read the stored values as numbers, unscaled and padded: all inputs, or if `PACKED` the halves of all groups."""
     if w.format == "fp8":
         return [from_e4m3(w.values, dtype)]
+    if w.format == "e5m2":  # the upper half of a float16
+        return [lax.bitcast_convert_type(w.values.astype(jnp.uint16) << 8, jnp.float16).astype(dtype)]
     parts = [w.values >> shift & 15 for shift in (4, 0)] if w.format in PACKED else [w.values]
     table = TABLES.get(w.format)
     return [x.astype(dtype) if table is None else jnp.array(table, dtype)[x] for x in parts]

@@ -53,7 +53,10 @@ def _take(found: Found, *names: str) -> list[Tensor]:
 def _in_words(words: np.ndarray, bits: int) -> np.ndarray:
     """Unpack the numbers in int32 words along the last axis, from the lowest bits up."""
     x = np.ascontiguousarray(words).view(np.uint8)
-    return x if bits == 8 else np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1)
+    if bits in (4, 8):
+        return x if bits == 8 else np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1)
+    each = np.unpackbits(x, axis=-1, bitorder="little").reshape(*x.shape[:-1], -1, bits)  # some lie in two words
+    return np.packbits(each, axis=-1, bitorder="little")[..., 0]
 
 
 def by_group(x: np.ndarray, group: int) -> np.ndarray:
@@ -64,7 +67,7 @@ def by_group(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def _integers(like: Tensor, shape: tuple[int, int], bits: int, group: int, make: Callable[[], np.ndarray]) -> Tensor:
-    """Give unsigned integers [outputs inputs] of 4 or 8 bits as they are stored."""
+    """Give unsigned integers [outputs inputs] of 8 bits, or of 4 at most, as they are stored."""
     if bits == 8:
         return derived(like, shape, np.uint8, make)
     if group % 2:
@@ -95,7 +98,7 @@ def _blocks(values: Tensor, scale: Tensor, format: str, block: Any, zero: Tensor
         make = lambda: np.repeat(t.read().reshape(*batch, *size), rows, -2)[..., :outputs, :].view(dtype)
         return derived(t, (*batch, outputs, size[1]), dtype, make)
 
-    if values.dtype.itemsize == 1 and format == "fp8":
+    if format in ("fp8", "e5m2"):
         values = replace(values, dtype=np.dtype(np.uint8))
     if width > inputs:
         raw, pad = values, [*[(0, 0)] * (len(batch) + 1), (0, width - inputs)]
@@ -104,14 +107,15 @@ def _blocks(values: Tensor, scale: Tensor, format: str, block: Any, zero: Tensor
 
 
 def fp8(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """float8_e4m3fn with scales per tensor, output or block (arXiv 2412.19437, section 3.3.2)."""
+    """float8_e4m3fn or e5m2 with scales per tensor, output or block (arXiv 2412.19437, section 3.3.2)."""
     scales = [key for key in (name + "_scale_inv", name + "_scale") if key in found]
     if name not in found or found[name].dtype.itemsize != 1 or not scales:
         return None
-    if found[name].dtype != ml_dtypes.float8_e4m3fn:
-        raise ValueError(f"{found[name].dtype} with scales; understood is float8_e4m3fn")
+    kinds = {ml_dtypes.float8_e4m3fn: "fp8", ml_dtypes.float8_e5m2: "e5m2"}
+    if (kind := kinds.get(found[name].dtype.type)) is None:
+        raise ValueError(f"{found[name].dtype} with scales; understood are float8_e4m3fn and float8_e5m2")
     values, scale = _take(found, name, scales[0])
-    return _blocks(values, scale, "fp8", how.get("weight_block_size"))
+    return _blocks(values, scale, kind, how.get("weight_block_size"))
 
 
 def mxfp4(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
@@ -140,19 +144,23 @@ def _plain_groups(found: Found, name: str, inputs: int, group: int) -> None:
 
 
 def gptq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """GPTQ (arXiv 2210.17323): words along inputs; zero points are stored less one, except in "gptq_v2"."""
+    """GPTQ (arXiv 2210.17323): words along inputs; zero points are stored less one, except in "gptq_v2".
+
+    Two and three bits take four here.
+    """
     stem, bits, layout = name.removesuffix("weight"), how.get("bits"), how.get("checkpoint_format", "gptq")
     if stem + "qweight" not in found:
         return None
-    if bits not in (4, 8) or layout not in ("gptq", "gptq_v2"):
-        raise ValueError(f"GPTQ of {bits} bits as {layout!r}; understood are 4 and 8 bits as 'gptq' and 'gptq_v2'")
+    if bits not in (2, 3, 4, 8) or layout not in ("gptq", "gptq_v2"):
+        known = "2, 3, 4 and 8 bits as 'gptq' and 'gptq_v2'"
+        raise ValueError(f"GPTQ of {bits} bits as {layout!r}; understood are {known}")
     words, zeros, scale = _take(found, stem + "qweight", stem + "qzeros", stem + "scales")
     inputs, outputs = words.shape[0] * 32 // bits, words.shape[1]
     group = min(how.get("group_size", -1), inputs) if how.get("group_size", -1) > 0 else inputs
     _plain_groups(found, stem + "g_idx", inputs, group)
-    one, kind = int(layout == "gptq"), "uint8" if bits == 4 else "int16"
+    one, kind = int(layout == "gptq"), "int16" if bits == 8 else "uint8"
     return leaf(
-        f"uint{bits}",
+        f"uint{max(bits, 4)}",
         _integers(words, (outputs, inputs), bits, group, lambda: _in_words(words.read().T, bits)),
         derived(scale, scale.shape[::-1], scale.dtype, lambda: scale.read().T),
         derived(zeros, scale.shape[::-1], kind, lambda: np.add(_in_words(zeros.read(), bits), one, dtype=kind).T),

@@ -32,12 +32,15 @@ TOKENS = np.random.default_rng(1).integers(0, 32, (2, 9))
 
 
 def words(x: np.ndarray, bits: int) -> np.ndarray:
-    """Pack rows of unsigned integers in int32, the first in the lowest bits, one by one."""
-    per = 32 // bits
+    """Pack rows of unsigned integers in int32, the first in the lowest bits, one by one; those of 3 bits in three words."""
+    words, per = (3, 32) if bits == 3 else (1, 32 // bits)
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % per)))
-    out = np.zeros((x.shape[0], x.shape[1] // per), np.uint32)
+    out = np.zeros((x.shape[0], words * x.shape[1] // per), np.uint32)
     for i in range(x.shape[1]):
-        out[:, i // per] |= x[:, i].astype(np.uint32) << np.uint32(bits * (i % per))
+        at, shift = divmod(bits * i, 32)
+        out[:, at] |= x[:, i].astype(np.uint32) << np.uint32(shift)
+        if shift + bits > 32:  # the rest of the bits of number 10 or 21
+            out[:, at + 1] |= x[:, i].astype(np.uint32) >> np.uint32(32 - shift)
     return out.view(np.int32)
 
 
@@ -85,9 +88,10 @@ def int8(rng, name, outputs, inputs, *, group=None):
     return {name: q, name + "_scale": s}, q * np.repeat(s.astype(np.float32), group or inputs, 1)
 
 
-def fp8(rng, name, outputs, inputs, *, block=None, scale="_scale_inv", dtype=np.float32):
+def fp8(rng, name, outputs, inputs, *, block=None, scale="_scale_inv", dtype=np.float32, kind=E4M3):
     """Blocks; None: a scale per tensor; (1, 0): per output."""
-    q = rng.normal(0, 40, (outputs, inputs)).astype(E4M3)
+    q = rng.normal(0, 40, (outputs, inputs)).astype(kind)
+    q[:, :2] = np.array([2.0**-16, -0.0], kind)  # below the normal numbers of e5m2
     rows, columns = block or (outputs, inputs)
     columns = columns or inputs
     s = np.exp2(rng.integers(-9, -6, (-(-outputs // rows), -(-inputs // columns)))).astype(dtype)
@@ -129,6 +133,8 @@ KINDS = {
     "gptq": (gptq, GPTQ | {"bits": 4}, "uint4", 4.8, 0),
     "gptq_v2": (part(gptq, v2=True), GPTQ | {"bits": 4, "checkpoint_format": "gptq_v2"}, "uint4", 4.8, 0),
     "gptq_8": (part(gptq, bits=8, group=96), {"quant_method": "gptq", "bits": 8, "group_size": -1}, "uint8", 9, 0),
+    "gptq_3": (part(gptq, bits=3), GPTQ | {"bits": 3}, "uint4", 4.8, 0),
+    "gptq_2": (part(gptq, bits=2, v2=True), GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"}, "uint4", 4.8, 0),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "uint4", 4.8, 0),
     "ct_4": (packed, scheme(num_bits=4), "uint4", 4.8, 0),
     "ct_4_zeros": (part(packed, symmetric=False), scheme(num_bits=4), "uint4", 4.8, 0),
@@ -138,6 +144,7 @@ KINDS = {
     "ct_fp8": (part(fp8, block=(1, 0), scale="_scale"), scheme(num_bits=8, type="float"), "fp8", 8.6, 0),
     "fp8_tensor": (fp8, {"quant_method": "fp8"}, "fp8", 8.6, 0),
     "fp8_blocks": (part(fp8, block=(40, 24)), DEEPSEEK, "fp8", 10.4, 0),
+    "e5m2": (part(fp8, block=(1, 0), kind=ml_dtypes.float8_e5m2), {"quant_method": "fp8"}, "e5m2", 8.6, 0),
     "fp8_e8m0": (part(fp8, block=(40, 24), dtype=ml_dtypes.float8_e8m0fnu), DEEPSEEK, "fp8", 9.5, 0),
     "nf4": (part(bnb4, double=False), BNB, "nf4", 5.1, 1e-6),
     "nf4_double": (part(bnb4, double=True), BNB, "nf4", 6, 1e-6),
@@ -323,12 +330,12 @@ def test_layers_that_stay_plain_need_leaves_of_their_own(tmp_path):
 
 REFUSED = {
     "method": ("gptq", {"quant_method": "aqlm"}, None, "quant_method is 'aqlm'; understood are fp8.*compressed-tensors"),
-    "bits": ("gptq", {"bits": 3}, None, "GPTQ of 3 bits as 'gptq'; understood are 4 and 8"),
+    "bits": ("gptq", {"bits": 5}, None, "GPTQ of 5 bits as 'gptq'; understood are 2, 3, 4 and 8"),
     "layout": ("gptq", {"checkpoint_format": "marlin"}, None, "as 'marlin'; understood"),
     "act_order": ("gptq", {}, ("q_proj.g_idx", lambda x: x[::-1]), "sorted by activation order.*desc_act=False"),
     "bias": ("gptq", {}, ("q_proj.bias", lambda x: x + 1), r"unexpected: model.layers.0.self_attn.q_proj.bias"),
     "awq": ("awq", {"version": "gemv"}, None, "AWQ of 4 bits as 'gemv'; understood are 4 bits as 'gemm'"),
-    "e5m2": ("fp8_blocks", {}, ("q_proj.weight", lambda x: x.astype(ml_dtypes.float8_e5m2)), "float8_e5m2 with scales"),
+    "e4m3": ("fp8_blocks", {}, ("q_proj.weight", lambda x: x.astype(ml_dtypes.float8_e4m3fnuz)), "e4m3fnuz"),
     "blocks": ("fp8_blocks", {"weight_block_size": [64, 64]}, None, r"expected blocks of 64 by 64"),
     "lacks": ("gptq", {}, ("q_proj.scales", None), "q_proj.weight: quantized, but the file lacks .*q_proj.scales"),
     "shape": ("gptq", {}, ("k_proj.scales", lambda x: x[:, :5]), r"k_proj.weight:\d: the shape is"),
