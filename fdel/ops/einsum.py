@@ -57,7 +57,8 @@ def _contract(plan: Plan, x: Array, w: Weight, dtype: jnp.dtype) -> Array:
     if isinstance(w, Adapters):
         return _chosen(plan, x, w, dtype)
     if isinstance(w, Quantized):
-        return _quantized_matmul(plan, x, jax.tree.map(lax.stop_gradient, w), dtype)
+        w = jax.tree.map(lax.stop_gradient, w)
+        return _quantized_matmul(plan, x, w, dtype) if w.order is None else _in_order(plan, x, w, dtype)
     return dot(plan, x, w.astype(x.dtype), dtype)
 
 
@@ -95,6 +96,15 @@ def _chosen(plan: Plan, x: Array, w: Adapters, dtype: jnp.dtype) -> Array:
     mine = jnp.expand_dims(mine, (*range(w.chosen.ndim, len(middle) - 2), -1))
     update = _contract(Plan(middle, second, plan.out), jnp.where(mine, low, 0), g, dtype)
     return _contract(plan, x, w.base, dtype) + update
+
+
+def _in_order(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
+    """Bring x into the order in which the weight's inputs are stored."""
+    if w.order is None or w.order.ndim > 1 or plan.w[-len(w.inputs) :] != plan.contracted:
+        return dot(plan, x, dense(w, x.dtype), dtype)
+    plan, x = inputs_last(plan, x)
+    x = jnp.take(x, w.order, -1, unique_indices=True, mode="clip")
+    return _quantized_matmul(plan, x, replace(w, order=None, inputs=x.shape[-1:]), dtype)
 
 
 def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, str]:

@@ -38,7 +38,8 @@ class Quantized:
 
     The input axes, of sizes `inputs`, are flattened into one, the last of every child. There `scale` and `zero` have
     one entry per group, and `values` one per input, padded to whole groups. A scale of uint8 is an exponent, 2^(scale -
-    127), and a zero of integers is a zero point: `(values - zero) * scale`.
+    127), and a zero of integers is a zero point: `(values - zero) * scale`. With an `order`, the flattened input order[i]
+    is stored as the i-th one, for all outputs alike.
 
     Formats: "int8"; "uint8"; "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times faster than
     the type itself; "e5m2": float8_e5m2, kept alike; "dynamic": indices into `DYNAMIC`; and with two values per byte
@@ -52,6 +53,7 @@ class Quantized:
     format: str = field(metadata={"static": True})
     inputs: tuple[int, ...] = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})  # of the weight before it was quantised
+    order: "Integer[Array, '*batch inputs'] | None" = None
 
     # Of the weight before it was quantised.
     shape = property(lambda self: (*self.values.shape[:-1], *self.inputs))
@@ -154,8 +156,12 @@ def scaled(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs
 def dequantize(w: Quantized, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
     """Give the array, of shape `w.shape`, that a quantised weight stands for; in `w.dtype` unless told."""
     parts = [split(x, w.scale.shape[-1]) for x in scaled(w, dtype or w.dtype)]
-    full = merge(jnp.concatenate(parts, -1))
-    return full[..., : math.prod(w.inputs)].reshape(w.shape)
+    full = merge(jnp.concatenate(parts, -1))[..., : math.prod(w.inputs)]
+    if w.order is not None:
+        back = jnp.argsort(w.order, -1)
+        back = jnp.expand_dims(back, [*range(back.ndim - 1, full.ndim - 1)])  # for all outputs
+        full = jnp.take_along_axis(full, back, -1)
+    return full.reshape(w.shape)
 
 
 def dense(w: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:

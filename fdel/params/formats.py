@@ -20,7 +20,7 @@ from .tensor import CheckpointError, Tensor
 
 Found = dict[str, Tensor]
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has the column i of its eight
-UNORDERED = "sorted by activation order; understood are groups of neighbours: quantize it with desc_act=False"
+UNORDERED = "understood are groups of neighbours in one order of the inputs: quantize it with desc_act=False"
 
 
 def derived(like: Tensor, shape: tuple[int, ...], dtype: Any, make: Callable[[], np.ndarray]) -> Tensor:
@@ -38,9 +38,11 @@ def derived(like: Tensor, shape: tuple[int, ...], dtype: Any, make: Callable[[],
     return Tensor(shape, np.dtype(dtype), like.file, readinto, whole=True)
 
 
-def leaf(format: str, values: Any, scale: Any, zero: Any = None, inputs: tuple[int, ...] = ()) -> Quantized:
+def leaf(
+    format: str, values: Any, scale: Any, zero: Any = None, inputs: tuple[int, ...] = (), order: Any = None
+) -> Quantized:
     """Make a `Quantized` of tensors; `inputs` only of one that is the scale of another."""
-    return Quantized(values, scale, zero, format, inputs, np.dtype(np.float32))
+    return Quantized(values, scale, zero, format, inputs, np.dtype(np.float32), order)
 
 
 def _take(found: Found, *names: str) -> list[Tensor]:
@@ -136,11 +138,23 @@ def mxfp4(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
     return leaf("e2m1", derived(values, (*outer, groups * 16), np.uint8, make), scale)
 
 
-def _plain_groups(found: Found, name: str, inputs: int, group: int) -> None:
-    """Refuse groups that are not neighbours, by the group's number of each input where the file has them."""
+def _order(found: Found, name: str, inputs: int, group: int) -> Tensor | None:
+    """Give the order of inputs in which groups are neighbours; None where they are, or the file numbers no groups.
+
+    It has the group's number of each input where columns were quantized in the order of their activations.
+    """
     index = found.pop(name, None)
-    if index is not None and (x := index.read()).min() >= 0 and (x != np.arange(inputs) // group).any():
-        raise ValueError(UNORDERED)
+    if index is None or (x := index.read()).min() < 0 or (x == np.arange(inputs) // group).all():
+        return None
+    order = np.argsort(x, kind="stable")
+    if (x[order] != np.arange(inputs) // group).any():
+        raise ValueError(f"groups of other sizes than {group}; {UNORDERED}")
+    return derived(index, (inputs,), np.int32, lambda: order)
+
+
+def _sorted(x: np.ndarray, order: Tensor | None) -> np.ndarray:
+    """Bring the last axis into an order."""
+    return x if order is None else x[..., order.read()]
 
 
 def gptq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
@@ -157,13 +171,14 @@ def gptq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
     words, zeros, scale = _take(found, stem + "qweight", stem + "qzeros", stem + "scales")
     inputs, outputs = words.shape[0] * 32 // bits, words.shape[1]
     group = min(how.get("group_size", -1), inputs) if how.get("group_size", -1) > 0 else inputs
-    _plain_groups(found, stem + "g_idx", inputs, group)
+    order = _order(found, stem + "g_idx", inputs, group)
     one, kind = int(layout == "gptq"), "int16" if bits == 8 else "uint8"
     return leaf(
         f"uint{max(bits, 4)}",
-        _integers(words, (outputs, inputs), bits, group, lambda: _in_words(words.read().T, bits)),
+        _integers(words, (outputs, inputs), bits, group, lambda: _sorted(_in_words(words.read().T, bits), order)),
         derived(scale, scale.shape[::-1], scale.dtype, lambda: scale.read().T),
         derived(zeros, scale.shape[::-1], kind, lambda: np.add(_in_words(zeros.read(), bits), one, dtype=kind).T),
+        order=order,
     )
 
 
@@ -198,7 +213,8 @@ def compressed(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | N
     if found[name].dtype != np.int8:
         return fp8(found, name, {"weight_block_size": block})
     values, scale = _take(found, name, name + "_scale")
-    _plain_groups(found, name + "_g_idx", values.shape[1], values.shape[1] // (scale.shape or (1,))[-1])
+    if _order(found, name + "_g_idx", values.shape[1], values.shape[1] // (scale.shape or (1,))[-1]) is not None:
+        raise ValueError(f"int8 in another order of its inputs; {UNORDERED}")
     return _blocks(values, scale, "int8", block, found.pop(name + "_zero_point", None))
 
 
@@ -212,12 +228,14 @@ def _packed(found: Found, name: str, widths: set) -> Quantized:
         )
         raise ValueError(f"{found_}; understood are 4 and 8 bits in int32, with scales per output or group")
     (n,), shape, group = bits, scale.shape, inputs // scale.shape[1]
-    _plain_groups(found, name + "_g_idx", inputs, group)
+    order = _order(found, name + "_g_idx", inputs, group)
     zeros = found.pop(name + "_zero_point", None)
     middle = lambda: np.full(shape, 1 << n - 1)
     points = middle if zeros is None else lambda: _in_words(zeros.read().T, n)[:, :outputs].T
-    values = _integers(words, (outputs, inputs), n, group, lambda: _in_words(words.read(), n)[:, :inputs])
-    return leaf(f"uint{n}", values, scale, derived(scale, shape, np.uint8, points))
+    values = _integers(
+        words, (outputs, inputs), n, group, lambda: _sorted(_in_words(words.read(), n)[:, :inputs], order)
+    )
+    return leaf(f"uint{n}", values, scale, derived(scale, shape, np.uint8, points), order=order)
 
 
 def bitsandbytes(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:

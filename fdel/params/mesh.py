@@ -223,7 +223,7 @@ def of_parts(w: Quantized, s: NamedSharding) -> Quantized:
     def child(x: Any) -> NamedSharding:
         outer = len(x.shape) - 1
         axes = (*s.spec, *(None,) * (outer + len(w.inputs) - len(s.spec)))
-        inner = next((a for a in axes[outer:] if a is not None), None)
+        inner = None if x is w.order else next((a for a in axes[outer:] if a is not None), None)
         whole = inner is None or x.shape[-1] % math.prod(s.mesh.shape[a] for a in _mesh_axes(inner))
         return NamedSharding(s.mesh, PartitionSpec(*axes[:outer], None if whole else inner))
 

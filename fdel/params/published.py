@@ -80,9 +80,15 @@ def _matrix(p: Param, w: Any, dtype: jnp.dtype) -> Quantized:
         raise ValueError(
             f"quantized in the file, where this array ({p.hf_axes or p.axes}) is no matrix [outputs inputs]"
         )
+    if w.order is not None and names[: m.batch] not in ([], ["layers"]):
+        raise ValueError("experts whose inputs are sorted by activation order; understood are other matrices so sorted")
     axes, outer = " ".join([*names[: -len(inputs)], "inputs"]), " ".join(dim for dim in dims if dim != inner[0])
 
     def child(i: int, t: Any) -> Param:
+        if t is w.order:
+            batch = " ".join([*names[: m.batch], "inputs"])
+            shape = (*p.shape[: m.batch], t.shape[-1])
+            return replace(p, axes=batch, shape=shape, hf=f"{p.hf}:{i}", hf_axes="inputs", dtype="int32", inputs=None)
         shape = (*p.shape[: -len(inputs)], t.shape[-1])
         return replace(
             p, axes=axes, shape=shape, hf=f"{p.hf}:{i}", hf_axes=f"{outer} inputs", dtype=str(t.dtype), inputs=None

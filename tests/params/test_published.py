@@ -44,22 +44,23 @@ def words(x: np.ndarray, bits: int) -> np.ndarray:
     return out.view(np.int32)
 
 
-def draw(rng, outputs: int, inputs: int, group: int, bits: int, dtype=np.float16) -> tuple:
-    """Integers, zero points, scales, and (integer - zero point) * scale."""
+def draw(rng, outputs: int, inputs: int, group: int, bits: int, dtype=np.float16, at=None) -> tuple:
+    """Integers, zero points, scales, and (integer - zero point) * scale; `at` is the group of each input."""
     groups = -(-inputs // group)
     q = rng.integers(0, 2**bits, (outputs, inputs))
     z = rng.integers(1, 2**bits, (outputs, groups))
     s = rng.uniform(0.01, 0.03, (outputs, groups)).astype(dtype)
-    at = np.arange(inputs) // group
+    at = np.arange(inputs) // group if at is None else at
     return q, z, s, (q - z[:, at]) * s.astype(np.float32)[:, at]
 
 
-def gptq(rng, name, outputs, inputs, *, bits=4, v2=False, group=32):
-    q, z, s, w = draw(rng, outputs, inputs, group, bits)
+def gptq(rng, name, outputs, inputs, *, bits=4, v2=False, group=32, sorted=False):
+    at = rng.permutation(np.arange(inputs) // group) if sorted else np.arange(inputs) // group
+    q, z, s, w = draw(rng, outputs, inputs, group, bits, at=at)
     stem = name.removesuffix("weight")
     return {
         stem + "qweight": words(q, bits).T, stem + "qzeros": words((z - (not v2)).T, bits), stem + "scales": s.T,
-        stem + "g_idx": (np.arange(inputs) // group).astype(np.int32), stem + "bias": np.zeros(outputs, np.float16),
+        stem + "g_idx": at.astype(np.int32), stem + "bias": np.zeros(outputs, np.float16),
     }, w  # fmt: skip
 
 
@@ -72,11 +73,13 @@ def awq(rng, name, outputs, inputs):
     }, w  # fmt: skip
 
 
-def packed(rng, name, outputs, inputs, *, bits=4, symmetric=True, group=32):
+def packed(rng, name, outputs, inputs, *, bits=4, symmetric=True, group=32, sorted=False):
     """compressed-tensors' "pack-quantized"."""
     group = group or inputs
-    q, z, s, w = draw(rng, outputs, inputs, group, bits, ml_dtypes.bfloat16)
+    at = rng.permutation(np.arange(inputs) // group) if sorted else np.arange(inputs) // group
+    q, z, s, w = draw(rng, outputs, inputs, group, bits, ml_dtypes.bfloat16, at)
     out = {name + "_packed": words(q, bits), name + "_scale": s, name + "_shape": np.array([outputs, inputs])}
+    out |= {name + "_g_idx": at.astype(np.int32)} if sorted else {}
     if symmetric:
         return out, (q - 2 ** (bits - 1)) * np.repeat(s.astype(np.float32), group, 1)
     return out | {name + "_zero_point": words(z.T, bits).T}, w
@@ -133,11 +136,13 @@ KINDS = {
     "gptq": (gptq, GPTQ | {"bits": 4}, "uint4", 4.8, 0),
     "gptq_v2": (part(gptq, v2=True), GPTQ | {"bits": 4, "checkpoint_format": "gptq_v2"}, "uint4", 4.8, 0),
     "gptq_8": (part(gptq, bits=8, group=96), {"quant_method": "gptq", "bits": 8, "group_size": -1}, "uint8", 9, 0),
+    "gptq_sorted": (part(gptq, sorted=True), GPTQ | {"bits": 4, "desc_act": True}, "uint4", 5.5, 0),
     "gptq_3": (part(gptq, bits=3), GPTQ | {"bits": 3}, "uint4", 4.8, 0),
     "gptq_2": (part(gptq, bits=2, v2=True), GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"}, "uint4", 4.8, 0),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "uint4", 4.8, 0),
     "ct_4": (packed, scheme(num_bits=4), "uint4", 4.8, 0),
     "ct_4_zeros": (part(packed, symmetric=False), scheme(num_bits=4), "uint4", 4.8, 0),
+    "ct_4_sorted": (part(packed, symmetric=False, sorted=True), scheme(num_bits=4, actorder="group"), "uint4", 5.5, 0),
     "ct_8_packed": (part(packed, bits=8, group=0), scheme(num_bits=8), "uint8", 9, 0),
     "ct_int8": (int8, scheme(num_bits=8), "int8", 8.5, 0),
     "ct_int8_groups": (part(int8, group=16), scheme(num_bits=8), "int8", 9.1, 0),
@@ -218,13 +223,15 @@ def test_a_checkpoint_becomes_quantized_leaves_of_its_exact_values(kind, tmp_pat
     count = sum(math.prod(w.shape) for w in found.values())
     assert params.nbytes(found) * 8 / count < bits
     x = np.random.default_rng(2).normal(size=(3, 64)).astype(np.float32)  # the product that models use, 1e-5
-    got = jax.jit(lambda w: ops.einsum("td,nhd->tnh", x, jax.tree.map(lambda c: c[1], w)))(found["layers.q"])
-    want = x.astype(np.float64) @ plain["model.layers.1.self_attn.q_proj.weight"].T
-    assert np.abs(got.reshape(want.shape) - want).max() < 1e-5 * np.abs(want).max()
+    product = lambda x, w: ops.einsum("td,nhd->tnh", x, jax.tree.map(lambda c: c[1], w))
+    got, pull = jax.vjp(jax.jit(product), x, found["layers.q"])
+    matrix = plain["model.layers.1.self_attn.q_proj.weight"].astype(np.float64)
+    for y, want in ((got, x @ matrix.T), (pull(jnp.ones_like(got))[0], np.ones((3, len(matrix))) @ matrix)):
+        assert np.abs(y.reshape(want.shape) - want).max() < 1e-5 * np.abs(want).max()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gptq", "fp8_blocks"])
+@pytest.mark.parametrize("kind", ["gptq_sorted", "fp8_blocks"])
 def test_logits_on_one_device_and_on_a_mesh(kind, tmp_path):
     """Those of the plain matrices, to 1e-5 of the greatest; on a mesh each device holds its part of the leaves."""
     _, plain = checkpoint(tmp_path, kind)
@@ -332,7 +339,7 @@ REFUSED = {
     "method": ("gptq", {"quant_method": "aqlm"}, None, "quant_method is 'aqlm'; understood are fp8.*compressed-tensors"),
     "bits": ("gptq", {"bits": 5}, None, "GPTQ of 5 bits as 'gptq'; understood are 2, 3, 4 and 8"),
     "layout": ("gptq", {"checkpoint_format": "marlin"}, None, "as 'marlin'; understood"),
-    "act_order": ("gptq", {}, ("q_proj.g_idx", lambda x: x[::-1]), "sorted by activation order.*desc_act=False"),
+    "act_order": ("gptq", {}, ("q_proj.g_idx", lambda x: x // 2), "groups of other sizes than 32; .*desc_act=False"),
     "bias": ("gptq", {}, ("q_proj.bias", lambda x: x + 1), r"unexpected: model.layers.0.self_attn.q_proj.bias"),
     "awq": ("awq", {"version": "gemv"}, None, "AWQ of 4 bits as 'gemv'; understood are 4 bits as 'gemm'"),
     "e4m3": ("fp8_blocks", {}, ("q_proj.weight", lambda x: x.astype(ml_dtypes.float8_e4m3fnuz)), "e4m3fnuz"),
@@ -354,6 +361,13 @@ def test_other_variants_are_refused_by_name(case, tmp_path):
         tensors = {k: f(x) if f and k.endswith(name) else x for k, x in tensors.items() if f or not k.endswith(name)}
     save(tmp_path, tensors, BASE | {"quantization_config": KINDS[kind][1] | how})
     with pytest.raises(CheckpointError, match=message):
+        models.load(tmp_path)
+
+
+def test_experts_sorted_by_activations_are_refused(tmp_path):
+    config, matrix = MOE["mixtral"]
+    checkpoint(tmp_path, "gptq_sorted", config=config, matrix=matrix)
+    with pytest.raises(CheckpointError, match="layers.experts.gate: experts whose inputs are sorted by activation order"):
         models.load(tmp_path)
 
 
