@@ -367,7 +367,9 @@ def test_other_variants_are_refused_by_name(case, tmp_path):
 def test_experts_sorted_by_activations_are_refused(tmp_path):
     config, matrix = MOE["mixtral"]
     checkpoint(tmp_path, "gptq_sorted", config=config, matrix=matrix)
-    with pytest.raises(CheckpointError, match="layers.experts.gate: experts whose inputs are sorted by activation order"):
+    with pytest.raises(
+        CheckpointError, match="layers.experts.gate: experts whose inputs are sorted by activation order"
+    ):
         models.load(tmp_path)
 
 
