@@ -57,8 +57,8 @@ def _contract(plan: Plan, x: Array, w: Weight, dtype: jnp.dtype) -> Array:
     if isinstance(w, Adapters):
         return _chosen(plan, x, w, dtype)
     if isinstance(w, Quantized):
-        w = jax.tree.map(lax.stop_gradient, w)
-        return _quantized_matmul(plan, x, w, dtype) if w.order is None else _in_order(plan, x, w, dtype)
+        contract = _quantized_matmul if w.order is None else _in_order
+        return contract(plan, x, jax.tree.map(lax.stop_gradient, w), dtype)
     return dot(plan, x, w.astype(x.dtype), dtype)
 
 
