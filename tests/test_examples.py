@@ -30,8 +30,10 @@ RATES = {
     "diffusion": 1e-2,
     "masked_lm": 1e-2,
     "grpo": 1e-2,
+    "online_dpo": 2e-2,
 } | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding", "classification", "token_classification"), 1e-3)
 
+SAMPLED = ("grpo", "online_dpo")  # that learn from own samples
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
 
 
@@ -70,9 +72,10 @@ def shrunk(name: str, tiny: Path, out: Path, steps: int = 30, teacher: Path | No
     changes |= {"learning_rate": RATES[name], "warmup_steps": 2, "warmup_ratio": None}
     wanted = wanted.set("trainer.mask_token_id", 3) if name == "masked_lm" else wanted
     length = "mixture.pack_seq_length" if wanted.mixture.pack_tokens else "trainer.max_length"
-    wanted = wanted.set(length, 96 if name == "grpo" else 64).set("sharding.axis_dims", [1, 1, 1, 1, 1])
-    if name == "grpo":
-        wanted, changes = wanted.set("trainer.max_completion_length", 32), changes | {"total_batch_size": 32}
+    wanted = wanted.set(length, 96 if name in SAMPLED else 64).set("sharding.axis_dims", [1, 1, 1, 1, 1])
+    if name in SAMPLED:
+        rows = 32 if name == "grpo" else 8  # four tasks in a step
+        wanted, changes = wanted.set("trainer.max_completion_length", 32), changes | {"total_batch_size": rows}
     if wanted.teacher_model:
         wanted = wanted.set("teacher_model.name_or_path", str(teacher))
     for key, value in changes.items():
@@ -87,7 +90,7 @@ def curve(out: Path, name: str) -> np.ndarray:
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
         "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "grpo", "kto", "lora", "masked_lm",
-        "orpo", "prm", "qlora", "reward", "sft", "token_classification",
+        "online_dpo", "orpo", "prm", "qlora", "reward", "sft", "token_classification",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
@@ -102,7 +105,7 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
     out = taught if name == "sft" else run(name, start, tmp_path, teacher=taught / "model")
     loss = curve(out, "loss")
     assert [row["step"] for row in metrics.read(out)] == list(range(1, 31))
-    if name == "grpo":  # answers get shorter; sums are beyond a tiny model
+    if name in SAMPLED:  # answers get shorter; sums are beyond a tiny model
         reward = curve(out, "rewards/brief/mean")
         assert reward[-5:].mean() > 0.5 > reward[:3].mean() + 0.1 and (curve(out, "rewards/hashes/mean") < 0.1).all()
         return whole(out, start)

@@ -110,9 +110,9 @@ def test_data_for_less_than_a_step_says_so_in_words_of_run_files(checkpoint, tmp
 # ---- names of other projects ---------------------------------------------------------------------------------------
 
 UNKNOWN = [
-    ({"trainer": {"trainer_type": "xpo"}}, "trainer.trainer_type: found 'xpo'; EasyDeL, TRL has it; here: learning from"),
+    ({"trainer": {"trainer_type": "ray"}}, "trainer.trainer_type: found 'ray'; EasyDeL has it; here: Ray is not in"),
     ({"trainer": {"trainer_type": "dapo"}}, "found 'dapo'; fdel calls it grpo (whose loss_type it is)"),
-    ({"trainer": {"trainer_type": "nash-md"}}, "learning from own samples is not in this version"),
+    ({"trainer": {"trainer_type": "nash-md"}}, "found 'nash-md'; fdel calls it nash_md"),
     ({"trainer": {"trainer_type": "odpo"}}, "found 'odpo'; known are sft, dpo, cpo,"),
     ({"trainer": {"progress_bar_type": "tqdm"}}, "progress_bar_type: unknown key; EasyDeL has it; here: there is one"),
     ({"trainer": {"auto_shard_states": True}}, "the optimizer's state is always divided as its parameters"),

@@ -26,9 +26,11 @@ LOSSES = {
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
-REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo")
+COMPARED = ("online_dpo", "xpo", "nash_md")
+REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", *COMPARED)
 OF_TYPE |= dict.fromkeys(REWARDED, {"reward_functions": [{"name": "exact"}]})
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
+IDLE = {"rloo": ["beta"], **dict.fromkeys(COMPARED, ["temperature"])}  # of rewards, and of sampling alone
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {
     "beta": 0.3, "lambda_orpo": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3, "alpha": 0.25, "temperature": 3.0,
@@ -62,7 +64,7 @@ SAMPLING = {
     "reward_functions", "reward_timeout", "top_p", "top_k", "min_p", "repetition_penalty", "sampling_timeout",
     "steps_per_generation", "num_iterations", "rollout_ahead", "mask_truncated_completions", "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
-    "difficulty_column", "normalize_advantages",
+    "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
@@ -85,17 +87,15 @@ def kind_of(name: str) -> str:
 
 
 def batch_of(kind: str) -> dict[str, Any]:
-    rng, shape = (
-        np.random.default_rng(0),
-        (4, *[2] * (kind_of(kind) == "pairs"), *[3] * (kind == "embedding")),
-    )
+    pairs = kind_of(kind) == "pairs" or kind in COMPARED[:2]
+    rng, shape = np.random.default_rng(0), (4, *[2] * pairs, *[3] * (kind == "embedding"))
     rows = lambda: {
         "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
         "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
     }  # fmt: skip
     if methods.METHODS[kind].samples and kind != "gkd":
         more = {name: rng.normal(size=(4, 12)).astype(np.float32) for name in ("advantages", "old", "logps")}
-        return rows() | more
+        return rows() | ({"better": np.arange(4) % 2 > 0} if pairs else more)
     labels = (*shape, 12) if kind in ("prm", "token_classification") else (*shape, 1)
     batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})
     return batch | ({"label": np.arange(4) % 3 > 0, "kl": rows()} if kind in ("kto", "bco") else {})
@@ -160,7 +160,7 @@ def test_a_key_of_the_loss_has_an_effect_or_is_refused(kind, loss):
             assert not first or program_of(found) != shown_gradient(base), name
         elif data_of(found) == data and program_of(found) == before:
             idle.append(name)
-    assert idle == ["beta"] * (kind == "rloo") and ("lmbda" in refused) == (kind != "gkd")  # rloo's is in its rewards
+    assert idle == IDLE.get(kind, []) and ("lmbda" in refused) == (kind != "gkd")
 
 
 def shown_gradient(base: recipe.Recipe) -> str:

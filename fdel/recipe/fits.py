@@ -78,10 +78,14 @@ def mesh_sizes(recipe: Recipe, devices: int | None) -> dict[str, int] | None:
 def rows(s: Settled, sizes: Mapping[str, int]) -> Iterator[str]:
     """Say which rows cannot be divided among devices."""
     devices, parts = math.prod(sizes[a] for a in SPLIT), s.recipe.trainer.gradient_accumulation_steps
-    for name, n in (("total_batch_size", s.rows), ("eval_batch_size", s.recipe.trainer.eval_batch_size or devices)):
+    each = s.method.samples.each if s.method.samples else 1
+    for name, n in (
+        ("total_batch_size", s.rows // each),
+        ("eval_batch_size", s.recipe.trainer.eval_batch_size or devices),
+    ):
         if n % devices:
             yield f"trainer.{name}: {n} rows cannot be divided among {devices} devices (dp, fsdp, ep)"
-    if (part := s.rows // parts) % sizes["dp"]:
+    if (part := s.rows // each // parts) % sizes["dp"]:
         yield (
             f"trainer.gradient_accumulation_steps: each of {parts} parts has {part} rows, which cannot be divided among "
             f"{sizes['dp']} replicas (dp); choose fewer parts, or more rows"

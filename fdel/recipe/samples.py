@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import models, params, text, train
 from fdel.params import lora
-from fdel.recipe import build, parse, serving
+from fdel.recipe import build, parse, rival, serving
 from fdel.recipe.check import when
 from fdel.recipe.data import build_settings, build_sources
 from fdel.recipe.methods.samples import Rloo
@@ -35,7 +35,6 @@ from fdel.train.rollout import (
     advantages,
     collate,
     rewards,
-    rollout,
     run,
 )
 from fdel.train.rollout.local import local, mean
@@ -46,12 +45,13 @@ DECODE_STEPS = 8
 
 
 class Policy(NamedTuple):
-    """An engine, or its adapter, what of the trained parameters it is given, the model without them, and its mesh."""
+    """An engine, or its adapter, what of the trained parameters it is given, the model without them, its mesh, a rival."""
 
     engine: Any
     served: Callable[[Any], Any]
     model: models.Model
     mesh: jax.sharding.Mesh
+    rival: Engine | None = None
 
 
 def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
@@ -104,11 +104,13 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
     with jax.set_mesh(mesh):  # what it computes with is here alone
         if not s.lora:
             engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, tokenizer=tok)
-            return Policy(engine, (lambda trained: here(cast(trained))) if several else here, bare, mesh)
+            other = rival.build_rival(s, model, engine, wanted, tok)
+            return Policy(engine, (lambda trained: here(cast(trained))) if several else here, bare, mesh, other)
         adapted = params.unstack(whole)
         base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
         on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
-        engine = Engine(base, wanted, tokenizer=tok, adapters={NAME: on_base})
+        adapter = Adapter(Engine(base, wanted, tokenizer=tok, adapters={NAME: on_base}), NAME)
+        other = rival.build_rival(s, model, adapter, wanted, tok)
     frozen, alike = lora.split(on_base)[1], NamedSharding(mesh, PartitionSpec())
 
     def served(trained: Any) -> Any:
@@ -116,7 +118,7 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
         with jax.set_mesh(mesh):
             return lora.join(params.unstack(here), frozen)
 
-    return Policy(Adapter(engine, NAME), served, bare, mesh)
+    return Policy(adapter, served, bare, mesh, other)
 
 
 def build_source(
@@ -133,7 +135,8 @@ def build_source(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,
     )  # fmt: skip
-    draw = partial(rollout, policy.engine, ask=ask, samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
+    how_many = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
+    draw = partial(rival.draw, policy.engine, policy.rival, ask=ask, **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
     divergence = build_divergence(s, policy.model, training) if isinstance(k, Rloo) and k.beta else None
@@ -161,6 +164,7 @@ def build_source(
         new = policy.served(state.params)
         with jax.set_mesh(policy.mesh):
             policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
+            rival.publish(policy.rival, new)
 
     return Source(tasks, publish, sample, ahead=k.rollout_ahead)
 

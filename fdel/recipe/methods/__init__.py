@@ -21,6 +21,7 @@ FILES = (
     "diffusion",
     "masked",
     "samples",
+    "online",
 )
 METHODS: dict[str, Method] = {
     m.name: m for file in FILES for m in importlib.import_module(f"{__name__}.{file}").METHODS

@@ -31,11 +31,16 @@ class Samples:
     its updates; `logps(params, batch)` are those of drawn tokens by the whole model. Without it, several
     updates have "old".
     share: of the steps that learn samples; the others learn rows of the data.
+    each: samples of a row of the batch.
+    rival: the policy draws the first of two samples of a prompt, and a mixture with the reference, which has this share of
+    it (`rollout.mixture`), the other one.
     """
 
     batch: Callable[..., Any]
     first: Callable[..., Callable] | None = None
     share: Callable[[Any], float] = lambda k: 1.0
+    each: int = 1
+    rival: Callable[[Any], float] | None = None
 
 
 @dataclass(frozen=True)

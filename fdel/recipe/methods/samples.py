@@ -53,11 +53,17 @@ class Sampling(Generating):
 
 
 @dataclass(frozen=True)
-class Rewarded(Sampling):
-    """Keys of the types whose samples are rewarded: how they are, and how they are learnt."""
+class Scored(Sampling):
+    """Keys of the types whose samples are rewarded: how they are."""
 
     reward_functions: tuple[RewardFunction, ...] = key((), "what rewards samples; at least one")
     reward_timeout: float = key(60.0, "seconds for all rewards of a step; who is late abstains", positive=True)
+
+
+@dataclass(frozen=True)
+class Rewarded(Scored):
+    """Keys of the types that learn rewards by a policy loss: how samples are learnt."""
+
     steps_per_generation: int = key(1, "updates into which the samples of a step are divided", positive=True)
     num_iterations: int = key(1, "times that the samples of a step are learnt", positive=True)
     epsilon: float = key(0.2, "ratios are clipped to 1 - epsilon", least=0)
@@ -131,13 +137,18 @@ class Rloo(Rewarded):
     normalize_advantages: bool = key(False, "scale advantages over the batch")
 
 
-def options(k: Rewarded) -> losses.Policy:
-    """Say which policy loss keys ask for; ValueError for keys that do not go together."""
+def check_rewards(k: Scored) -> None:
+    """Raise ValueError for reward functions that are none."""
     if not k.reward_functions:
         raise ValueError("reward_functions: none; give at least one, as [{name: boxed}]")
     for i, f in enumerate(k.reward_functions):
         if sum(x is not None for x in (f.name, f.path, f.model)) != 1:
             raise ValueError(f"reward_functions[{i}]: expected one of name, path and model")
+
+
+def options(k: Rewarded) -> losses.Policy:
+    """Say which policy loss keys ask for; ValueError for keys that do not go together."""
+    check_rewards(k)
     known = {f.name for f in fields(losses.Policy)} - {"max_completion_length"}
     given: dict[str, Any] = {f.name: getattr(k, f.name) for f in fields(k) if f.name in known}
     if isinstance(k, Rloo):

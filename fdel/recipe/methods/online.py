@@ -1,0 +1,106 @@
+"""Preferences over own samples: online DPO compares two of the policy, XPO and Nash-MD one with another model's."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fdel import models
+from fdel.recipe.methods.method import Method, Objective, Samples
+from fdel.recipe.methods.samples import Scored, check_rewards
+from fdel.recipe.parse import key
+from fdel.train import losses
+from fdel.train.rollout import Rewards, Sample
+
+
+@dataclass(frozen=True)
+class Compared(Scored):
+    """Keys of the types that compare two samples of a prompt."""
+
+    num_generations: int = key(2, "samples of each prompt, which are compared", least=2, most=2)
+    temperature: float = key(0.9, "of sampling", positive=True)
+    beta: float = key(0.1, "strength of the preference", positive=True)
+    missing_eos_penalty: float | None = key(
+        None, "taken off the reward of a sample that did not end by itself", least=0
+    )
+
+
+@dataclass(frozen=True)
+class OnlineDpo(Compared):
+    """Keys of trainer_type online_dpo (arXiv:2402.04792)."""
+
+    loss_type: str = key("sigmoid", "variant of the loss, as in TRL", choices=("sigmoid", "ipo"))
+
+
+@dataclass(frozen=True)
+class Xpo(OnlineDpo):
+    """Keys of trainer_type xpo (arXiv:2405.21046)."""
+
+    alpha: float = key(1e-5, "weight of the log-probability of the reference's samples", least=0)
+
+
+@dataclass(frozen=True)
+class NashMd(Compared):
+    """Keys of trainer_type nash_md (arXiv:2312.00886)."""
+
+    mixture_coef: float = key(0.5, "share of the reference in the mixture that draws the other sample", least=0, most=1)
+
+
+def compared(k: Compared, samples: Sequence[Sample], rewards: Rewards) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Give the scores of the first and of the second samples, and which pairs are learnt: both have a score."""
+    ended = np.array([s.finish == "stop" for s in samples])
+    scores = rewards.total - np.where(ended, 0.0, k.missing_eos_penalty or 0.0)
+    known = ~np.isnan(scores) & (ended | (not k.mask_truncated_completions))
+    return scores[::2], scores[1::2], known[::2] & known[1::2]
+
+
+def pairs(k: Compared, samples: Sequence[Sample], rewards: Rewards, put: Callable) -> dict[str, Any]:
+    """Make rows of two samples, [B 2 T], and tell which of them is better; the first of equal ones."""
+    first, second, known = compared(k, samples, rewards)
+    rows = put(samples, np.zeros(len(samples)), learn=np.repeat(known, 2))
+    paired = {
+        name: rows[name].reshape(-1, 2, *rows[name].shape[1:]) for name in ("tokens", "mask", "lengths", "places")
+    }
+    better = np.pad(first >= second, (0, len(paired["tokens"]) - len(first)))
+    return paired | {"better": better}
+
+
+def against_mixture(k: Compared, samples: Sequence[Sample], rewards: Rewards, put: Callable) -> dict[str, Any]:
+    """Learn the policy's samples by how likely they are preferred to the mixture's: sigmoid of the scores' difference."""
+    first, second, known = compared(k, samples, rewards)
+    preferred = 1 / (1 + np.exp(np.where(known, second - first, 0.0)))
+    return put(samples[::2], preferred - 0.5, learn=known, rows=len(known))
+
+
+def preference(k: OnlineDpo, model: models.Model, *, remat: str | None) -> Objective:
+    """Compose the loss of pairs."""
+    coef = k.router_aux_loss_coef
+    rows = losses.completion_logps(*model[:2], router=coef != 0, remat=remat)
+    total = losses.xpo_objective(beta=k.beta, alpha=getattr(k, "alpha", 0.0), loss_type=k.loss_type)
+    return Objective(rows, losses.completions.with_balance(total, coef) if coef else total)
+
+
+def nash_md(k: NashMd, model: models.Model, *, remat: str | None) -> Objective:
+    """Compose the loss of single samples."""
+    return Objective(losses.nash_md_gradient(*model[:2], beta=k.beta, remat=remat))
+
+
+def check(k: Compared) -> None:
+    """Raise ValueError for keys that do not go together."""
+    check_rewards(k)
+    if isinstance(k, NashMd) and k.router_aux_loss_coef:
+        raise ValueError(f"router_aux_loss_coef={k.router_aux_loss_coef}: nash_md has no such term; set it to 0")
+
+
+def declare(name: str, keys: type, objective: Callable[..., Objective], samples: Samples) -> Method:
+    """Declare a type: rewards are needed, and a reference."""
+    data = lambda k: {"kind": "prompt"}
+    return Method(name, keys, 5e-7, objective, check, data, samples=samples, reference=True)
+
+
+METHODS = (
+    declare("online_dpo", OnlineDpo, preference, Samples(pairs, each=2)),
+    declare("xpo", Xpo, preference, Samples(pairs, each=2, rival=lambda k: 1.0)),
+    declare("nash_md", NashMd, nash_md, Samples(against_mixture, each=2, rival=lambda k: k.mixture_coef)),
+)

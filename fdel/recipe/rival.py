@@ -1,0 +1,70 @@
+"""Who draws the second sample of each prompt, where a type compares the policy's with another model's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from fdel import models, text
+from fdel.ops.weights import LowRank, is_weight
+from fdel.params import lora
+from fdel.recipe import build, parse
+from fdel.recipe.settled import Settled
+from fdel.serve import Engine, SamplingParams, Settings
+from fdel.serve.engine import weights
+from fdel.train.rollout import Sample, Task, mixture, rollout
+
+
+def check(s: Settled) -> None:
+    """Raise RecipeError for what has no rival in this version."""
+    if jax.process_count() > 1:
+        raise parse.RecipeError(
+            f"trainer.trainer_type: {s.method.name} samples in one process in this version; start one"
+        )
+    if s.format:
+        raise parse.RecipeError(f"quantization: {s.method.name} samples from two models in full precision; remove it")
+
+
+def build_rival(s: Settled, model: models.Model, engine: Any, settings: Settings, tok: text.Tokenizer) -> Engine | None:
+    """Make the engine of the mixture of policy and reference that a type asks for, None if it asks for none.
+
+    The reference alone has an engine of its own too, unless it is the base of the policy's adapters.
+    """
+    if s.method.samples is None or s.method.samples.rival is None:
+        return None
+    check(s)
+    share = s.method.samples.rival(s.keys)
+    if share == 1 and s.reference == "base":
+        return engine.engine
+    reference = build.load_reference(s, model) if s.reference == "reference_model" else lora.unload(model.params)
+    told = jax.jit(build.cast(s, model, lambda p, *_: p))
+    mixed = model._replace(params=told(reference))
+    if share < 1:
+        policy = lora.merge(model.params) if s.lora else told(model.params)
+        both = {**policy, "reference": mixed.params}
+        try:
+            mixed = models.Model(mixture, mixture.Config(model.family, model.cfg, share), both)
+            jax.eval_shape(lambda p: mixture.head(p, mixed.cfg).weight, both)
+        except ValueError as e:
+            raise parse.RecipeError(f"trainer.trainer_type: {s.method.name} samples a mixture, and {e}") from e
+    return Engine(weights.placed(mixed, s.serve_rules), settings, tokenizer=tok)
+
+
+def publish(rival: Engine | None, new: Any) -> None:
+    """Give a mixture the policy's newest weights, adapters or all; the reference's stay."""
+    if rival is None or rival.model.family is not mixture:
+        return
+    adapted = any(isinstance(w, LowRank) for w in jax.tree.leaves(new, is_leaf=is_weight))
+    policy = jax.jit(lora.merge)(new) if adapted else new
+    rival.update_params({**policy, "reference": rival.model.params["reference"]}, reshard=True, cast=True)
+
+
+def draw(
+    engine: Any, rival: Engine | None, tasks: Sequence[Task], ask: SamplingParams, *, samples: int, seed: int,
+    deadline: float | None,
+) -> list[Sample]:  # fmt: skip
+    """Draw all samples of each task by the policy; with a rival one by each, the policy's first."""
+    if rival is None:
+        return rollout(engine, tasks, ask, samples=samples, seed=seed, deadline=deadline)
+    sides = [rollout(e, tasks, ask, samples=1, seed=seed + i, deadline=deadline) for i, e in enumerate((engine, rival))]
+    return [sample for pair in zip(*sides, strict=True) for sample in pair]
