@@ -230,7 +230,7 @@ def _trainer(s: Settled) -> Iterator[str]:
 def _samples(s: Settled) -> Iterator[str]:
     """Say what does not go together in types that learn from own samples."""
     k, m, parts = s.keys, s.recipe.mixture, s.recipe.trainer.gradient_accumulation_steps
-    updates, each = getattr(k, "steps_per_generation", 1), s.method.samples.each
+    updates, each = getattr(k, "steps_per_generation", 1), getattr(s.method.samples, "each", 1)
     yield from when(
         (s.rows % k.num_generations,
          f"trainer.num_generations: {k.num_generations} does not divide the {s.rows} samples of a step"),

@@ -135,7 +135,7 @@ def build_source(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,
     )  # fmt: skip
-    how_many = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
+    how_many: dict[str, Any] = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
     draw = partial(rival.draw, policy.engine, policy.rival, ask=ask, **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
