@@ -135,8 +135,8 @@ def build_source(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,
     )  # fmt: skip
-    how_many: dict[str, Any] = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
-    draw = partial(rival.draw, policy.engine, policy.rival, ask=ask, **how_many)
+    how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
+    draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, ask, **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
     divergence = build_divergence(s, policy.model, training) if isinstance(k, Rloo) and k.beta else None
