@@ -60,6 +60,10 @@ def rows_of(out: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(UNEVEN)} for row in metrics.read(out)]
 
 
+def shown(out: Path) -> list[dict]:
+    return metrics.read(out / "completions.jsonl")
+
+
 def column(out: Path, name: str) -> np.ndarray:
     return np.array([row[name] for row in metrics.read(out)])
 
@@ -84,9 +88,9 @@ def test_the_reward_rises(kind, folder, tmp_path):
     if (off := "sampling/sampling_logp_difference/mean") in metrics.read(tmp_path)[0]:
         assert (column(tmp_path, off) < 1e-5).all()  # sampler and trainer are one model
     assert (column(tmp_path, "staleness") == 0).all() and (column(tmp_path, "rewards/exact/failed") == 0).all()
-    shown = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
-    assert len(shown) == 48 and {"step", "task", "prompt", "completion", "finish", "reward", "rewards"} == set(shown[0])
-    assert [line["step"] for line in shown] == [i // 4 + 1 for i in range(48)]
+    lines = shown(tmp_path)
+    assert len(lines) == 48 and {"step", "task", "prompt", "completion", "finish", "reward", "rewards"} == set(lines[0])
+    assert [line["step"] for line in lines] == [i // 4 + 1 for i in range(48)]
     again = models.load(tmp_path / "model")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, found.model.params))
     if kind == "rloo":  # the policy leaves the reference
@@ -139,6 +143,7 @@ def test_a_run_that_was_cut_goes_on_bit_by_bit(keys, folder, tmp_path):
     again = recipe.train(made(folder, tmp_path / "cut", **keys))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole.model.params, again.model.params))
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "cut")
+    assert shown(tmp_path / "whole") == shown(tmp_path / "cut") != []
     if "lora" in keys:
         assert (tmp_path / "whole" / "model" / "adapter_model.safetensors").exists()
         assert (column(tmp_path / "whole", "kl")[1:] > 0).any()
@@ -165,6 +170,7 @@ def test_a_run_that_was_killed_goes_on(folder, tmp_path):
         done = subprocess.run(command(name), env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "killed")
+    assert shown(tmp_path / "whole") == shown(tmp_path / "killed")
     read = lambda name: (tmp_path / name / "model" / "model.safetensors").read_bytes()
     assert read("whole") == read("killed")
 

@@ -25,7 +25,7 @@ from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine import weights
 from fdel.train import data, losses, processes
 from fdel.train.evaluation import place
-from fdel.train.metrics import Row
+from fdel.train.metrics import Row, cut_back
 from fdel.train.rollout import (
     Adapter,
     Rewards,
@@ -225,17 +225,24 @@ def statistics(found: Rewards, n: int) -> Row:
 
 
 class Shown:
-    """Samples of every `every`-th step with their rewards: one line of JSON each, and a few on the terminal."""
+    """Samples of every `every`-th step with their rewards: one line of JSON each, and a few on the terminal.
+
+    Lines of steps that a run repeats, which its checkpoint does not have, are dropped before the first.
+    """
 
     def __init__(self, path: Path, every: int, count: int):
-        self.path, self.every, self.count, self.steps = path, every, count, 0
+        self.path, self.every, self.count, self.begun = path, every, count, False
         self.step = 1  # of the run, in which they are drawn
 
     def __call__(self, samples: Sequence[Sample], found: Rewards, decode: Callable[[Sequence[int]], str]) -> None:
-        self.steps += 1
-        if (self.steps - 1) % self.every or jax.process_index():
+        if jax.process_index():
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.begun:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            cut_back(self.path, self.step - 1)
+            self.begun = True
+        if (self.step - 1) % self.every:
+            return
         lines = [self.line(i, s, found, decode) for i, s in enumerate(samples[: max(self.count, 4)])]
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))

@@ -50,22 +50,30 @@ def read(path: str | Path) -> list[Row]:
     return rows
 
 
+def cut_back(path: Path, step: int) -> None:
+    """Keep a JSONL file's whole rows up to `step`; it is made if it is not there."""
+    rest = b"".join(_line(row) for row in (read(path) if path.exists() else []) if row["step"] <= step)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(rest)
+    part.replace(path)
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
 @contextlib.contextmanager
 def jsonl(path: Path, step: int) -> Iterator[Write]:
     """Append rows to a JSONL file, cut back first to those up to `step`: steps that are run again appear once.
 
     What a full disk does not take is kept and written with a later row, or is an OSError at the end.
     """
-    line = lambda row: json.dumps(row).encode() + b"\n"
-    rest = b"".join(line(row) for row in (read(path) if path.exists() else []) if row["step"] <= step)
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(rest)
-    part.replace(path)
+    cut_back(path, step)
     unwritten = b""
 
     def write(row: Row) -> None:
         nonlocal unwritten
-        unwritten += line(row)
+        unwritten += _line(row)
         try:
             flush()
         except OSError as e:
