@@ -222,6 +222,23 @@ def serving(target: Target, family: ModuleType, cfg: Any, s: Serving, name: str)
     return compile(target, program, *args, mesh=mesh, **static), cache
 
 
+def hand_over(
+    target: Target, family: ModuleType, cfg: Any, trained: str, served: str, dtype: str = "bfloat16"
+) -> Compiled:
+    """Compile what an engine on the mesh `served` does with float32 weights of a trainer on `trained`: it cuts layers
+    apart, casts them to `dtype`, and lays them out anew."""
+    from fdel.serve.engine import views
+
+    meshes = [params.make_mesh(params.parse_mesh(m), devices(target)) for m in (trained, served)]
+    with platform.tracing_for(target.facts.platform):
+        spec = family.spec(cfg)
+        given = params.abstract(spec, jnp.float32, params.shardings(spec, meshes[0], params.TRAIN))
+        spec = params.unstack(spec)
+        like = params.abstract(spec, jnp.dtype(dtype), params.shardings(spec, meshes[1], params.SERVE))
+        arrays, where = views.cuts(jax.tree.leaves(views.layer_views(given)), jax.tree.leaves(like))
+    return compile(target, views.copier(where), arrays, mesh=meshes[0])
+
+
 ENGINE = "divide more (tp), fewer rows or a shorter length, weights or a cache in 8 bits, or a chip with more memory"
 REMEDIES = {
     "train": "divide more (fsdp, tp), remat nothing_saveable, more microbatches, or more devices",

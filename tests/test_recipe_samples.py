@@ -177,14 +177,15 @@ def test_a_run_that_was_killed_goes_on(folder, tmp_path):
 
 @pytest.mark.slow
 def test_on_eight_devices_it_is_the_same_run(folder, tmp_path):
-    """fsdp=8 trains, and serves with the same mesh, against one device: to float32's rounding over three steps."""
-    for name, devices in (("one", 1), ("eight", 8)):
-        recipe.train(
-            made(folder, tmp_path / name, devices=devices, max_training_steps=3, save_steps=3, learning_rate=1e-3)
-        )
-    for name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
-        one, eight = (column(tmp_path / where, name) for where in ("one", "eight"))
-        np.testing.assert_allclose(one, eight, rtol=2e-3)
+    """Against one device, to float32's rounding over three steps: fsdp=8 trains and serves; or four of them do either."""
+    keys = {"max_training_steps": 3, "save_steps": 3, "learning_rate": 1e-3}
+    runs = {"one": (1, 0), "eight": (8, 0), "apart": (4, 4)}
+    for name, (devices, apart) in runs.items():
+        recipe.train(made(folder, tmp_path / name, devices=devices, sampling_devices=apart, **keys))
+        assert (column(tmp_path / name, "sampling/sampling_logp_difference/mean") < 1e-5).all()
+        for column_name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
+            one, other = (column(tmp_path / where, column_name) for where in ("one", name))
+            np.testing.assert_allclose(one, other, rtol=2e-3)
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------

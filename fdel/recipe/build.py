@@ -23,17 +23,18 @@ Mesh = jax.sharding.Mesh
 
 
 def build_mesh(recipe: Recipe | Settled) -> Mesh:
-    """Make the mesh of `sharding`; with all sizes 1, of the first device."""
-    s = settle(recipe).recipe.sharding
+    """Make the mesh of `sharding`, of the devices that do not sample alone; with all sizes 1, of the first device."""
+    every, apart = jax.devices(), getattr(settle(recipe).keys, "sampling_devices", 0)
+    s, devices = settle(recipe).recipe.sharding, every[: max(0, len(every) - apart)]
     shape = dict(zip(s.axis_names, s.axis_dims, strict=True))
     if s.dcn_axis_dims is not None:
-        return params.make_mesh(shape, slices=dict(zip(s.axis_names, s.dcn_axis_dims, strict=True)))
+        return params.make_mesh(shape, devices, slices=dict(zip(s.axis_names, s.dcn_axis_dims, strict=True)))
     one, n = set(s.axis_dims) == {1}, jax.process_count()
     if one and n > 1:
         raise parse.RecipeError(
             f"sharding.axis_dims: all 1 is the first device alone, but there are {n} processes; use -1"
         )
-    return params.make_mesh(shape, jax.devices()[:1] if one else None)
+    return params.make_mesh(shape, devices[:1] if one else devices)
 
 
 def build_tokenizer(recipe: Recipe | Settled) -> text.Tokenizer:

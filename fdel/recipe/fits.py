@@ -36,7 +36,11 @@ def faults(recipe: Recipe | Settled, devices: int | None = None) -> list[str]:
     served = any(a.name in ("eval", "serve") for a in s.recipe.actions)
     if not s.trains and not served:
         return []
-    sizes, found = None, []
+    sizes, found, apart = None, [], getattr(s.keys, "sampling_devices", 0)
+    if apart and devices is not None:
+        if devices <= apart:
+            return [f"trainer.sampling_devices: {apart} of {devices} devices leave none that trains; lower it"]
+        devices -= apart
     try:
         sizes = mesh_sizes(s.recipe, devices)
     except ValueError as e:

@@ -21,6 +21,8 @@ def check(s: Settled) -> None:
         raise parse.RecipeError(
             f"trainer.trainer_type: {s.method.name} samples in one process in this version; start one"
         )
+    if s.keys.sampling_devices:
+        raise parse.RecipeError(f"trainer.sampling_devices: {s.method.name} samples from two models; set it to 0")
     if s.format:
         raise parse.RecipeError(f"quantization: {s.method.name} samples from two models in full precision; remove it")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdel import models, params, text, train
 from fdel.params import lora
@@ -42,10 +42,11 @@ from fdel.train.steps import Step
 
 NAME = "policy"  # of the adapter that is learnt
 DECODE_STEPS = 8
+NO_MESH = Mesh(np.empty((), object), ())  # set beside a trainer's, arrays themselves say where they are
 
 
 class Policy(NamedTuple):
-    """An engine, or its adapter, what of the trained parameters it is given, the model without them, its mesh, a rival."""
+    """An engine, or its adapter, what of the trained weights it is given, the model without any, a mesh to set, a rival."""
 
     engine: Any
     served: Callable[[Any], Any]
@@ -77,6 +78,7 @@ def several_processes(s: Settled) -> Iterator[str]:
     k, parts = s.keys, processes.share(build.build_mesh(s))[1]
     yield from when(
         (k.rollout_ahead, "trainer.rollout_ahead: several processes sample in step in this version; set it to 0"),
+        (k.sampling_devices, "trainer.sampling_devices: each of several processes samples on its own devices; set it to 0"),
         (getattr(k, "scale_rewards", "") == "batch",
          "trainer.scale_rewards: batch is over the samples of all processes, which know their own; use group or none"),
         (getattr(k, "normalize_advantages", False),
@@ -89,7 +91,7 @@ def several_processes(s: Settled) -> Iterator[str]:
 def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -> Policy:
     """Make the engine that samples `model`, a copy of it in the dtype of the computation; adapters are served as one.
 
-    With several processes each has its own, of the whole model on its own devices.
+    With several processes each has its own, of the whole model on its own devices; `sampling_devices` have nothing else.
     """
     s = settle(recipe)
     wanted, bare = serving.settings(s), model._replace(params=None)
@@ -97,24 +99,28 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
     if not wanted.drafts:  # nobody reads along, so that several tokens may come at a time
         wanted = replace(wanted, decode_steps=min(DECODE_STEPS, s.keys.max_completion_length))
     several, mesh, here = jax.process_count() > 1, build.build_mesh(s).local_mesh, lambda tree: tree
-    if several:
-        here = partial(params.reshard, spec=build.spec_of(s, model), mesh=mesh, rules=s.serve_rules, put=local)
+    apart, put = s.keys.sampling_devices, local if several else jax.device_put
+    if apart:
+        mesh = params.make_mesh({"tp": apart}, jax.devices()[-apart:])
+    if several or apart:
+        here = partial(params.reshard, spec=build.spec_of(s, model), mesh=mesh, rules=s.serve_rules, put=put)
     cast = jax.jit(build.cast(s, model, lambda trained, *_: trained))
     whole = here(model.params if s.lora else cast(model.params))
+    alike, mesh = NamedSharding(mesh, PartitionSpec()), NO_MESH if apart else mesh
     with jax.set_mesh(mesh):  # what it computes with is here alone
         if not s.lora:
             engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, tokenizer=tok)
             other = rival.build_rival(s, model, engine, wanted, tok)
-            return Policy(engine, (lambda trained: here(cast(trained))) if several else here, bare, mesh, other)
+            return Policy(engine, lambda trained: here(cast(trained)) if several else trained, bare, mesh, other)
         adapted = params.unstack(whole)
         base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
         on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
         adapter = Adapter(Engine(base, wanted, tokenizer=tok, adapters={NAME: on_base}), NAME)
         other = rival.build_rival(s, model, adapter, wanted, tok)
-    frozen, alike = lora.split(on_base)[1], NamedSharding(mesh, PartitionSpec())
+    frozen = lora.split(on_base)[1]
 
     def served(trained: Any) -> Any:
-        here = local(trained, alike) if several else trained
+        here = put(trained, alike) if several or apart else trained
         with jax.set_mesh(mesh):
             return lora.join(params.unstack(here), frozen)
 

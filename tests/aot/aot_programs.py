@@ -52,6 +52,8 @@ def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compile
         tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
         program = jax.jit(lambda weights, tokens: family.forward(weights, tokens, cfg)[0])
         return aot.compile(on, program, weights, tokens, mesh=mesh), 0
+    if what == "hand-over":
+        return aot.hand_over(on, family, cfg, f"fsdp={devices}", f"tp={devices}"), 0
     if what == "train":
         rows, length = (16, 4096) if name in MODELS else (8, 64)
         t = plan.Training(f"fsdp={devices}", rows, length, remat="nothing_saveable")

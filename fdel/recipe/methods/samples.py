@@ -47,6 +47,8 @@ class Sampling(Generating):
         "is then not repeated bit by bit", positive=True)  # fmt: skip
     rollout_ahead: int = key(0, "steps by which samples are drawn before they are learnt, in a thread meanwhile; "
         "importance_sampling_mode then corrects them", least=0)  # fmt: skip
+    sampling_devices: int = key(0, "the last so many devices sample, divided along tp, and the others train; 0: all do "
+        "both, in turn", least=0)  # fmt: skip
     mask_truncated_completions: bool = key(False, "learn only samples that ended by themselves")
     log_completions: bool = key(False, "print some samples at each log_steps")
     num_completions_to_print: int = key(4, "how many", needs="log_completions", positive=True)

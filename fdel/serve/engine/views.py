@@ -13,6 +13,8 @@ from fdel import params as P
 from fdel.models import heads
 from fdel.ops.weights import LowRank
 
+Cut = tuple[int, int | None, Any, Any]  # what a copy is: of which array, which layer of it, its dtype and its layout
+
 
 @dataclass(frozen=True, eq=False)
 class View:
@@ -70,13 +72,19 @@ def copies(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> list[
 
     One program cuts, casts and lays out all that are on the devices of these; others go array by array.
     """
-    whole = {id(p.array): p.array for p in given}
-    lie = {devices(getattr(x, "sharding", None)) for x in (*whole.values(), *like)}
+    lie = {devices(getattr(x, "sharding", None)) for x in (*(p.array for p in given), *like)}
     if len(lie) > 1 or None in lie:
         return [p.copy(x.dtype, x.sharding) for p, x in zip(given, like, strict=True)]
+    arrays, where = cuts(given, like)
+    return copier(where)(arrays)
+
+
+def cuts(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], tuple[Cut, ...]]:
+    """List whole arrays, and what `copier` makes of them."""
+    whole = {id(p.array): p.array for p in given}
     number = {key: i for i, key in enumerate(whole)}
     where = tuple((number[id(p.array)], p.at, x.dtype, x.sharding) for p, x in zip(given, like, strict=True))
-    return copier(where)(list(whole.values()))
+    return list(whole.values()), where
 
 
 def devices(sharding: Any) -> tuple[Any, ...] | None:
@@ -87,8 +95,8 @@ def devices(sharding: Any) -> tuple[Any, ...] | None:
 
 
 @functools.lru_cache(maxsize=16)
-def copier(where: tuple[tuple[int, int | None, Any, Any], ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Make the program of `copies`: for each result, which array it is of, which layer, its dtype and its layout."""
+def copier(where: tuple[Cut, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Make the program of `copies`."""
 
     def copy(arrays: list[jax.Array]) -> list[jax.Array]:
         cut = ((arrays[i] if at is None else arrays[i][at], dtype) for i, at, dtype, _ in where)

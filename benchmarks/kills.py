@@ -1,0 +1,134 @@
+"""Kill a GRPO run with SIGKILL at random moments, let it go on, and compare it with a run that nobody killed. CPU.
+
+    python benchmarks/kills.py [--kills 20] [--seed 0] [--steps 12] [--ahead 0] [--out FILE.md]
+
+Each run has a directory and a process of its own; the moments are drawn evenly from the time that the whole run takes, its
+start included. What is compared: the bytes of the final weights, each row of metrics.jsonl but for what clocks say, and
+the samples of completions.jsonl. Exit status 1 if any differs.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CLOCKS = ("time/", "tokens_per_second", "rollout/tokens_per_second")
+EVEN = """def even(completion_ids, **columns):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+def prepare(folder: Path) -> None:
+    """Write a tiny model with its tokenizer, tasks, and a reward function."""
+    import jax
+    import jax.numpy as jnp
+
+    from fdel import models, ops, params, text
+    from fdel.models import llama
+
+    cfg = llama.Config(vocab=300, embed=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+    weights = params.init(llama.spec(cfg), jax.random.key(0), dtype=jnp.float32)
+    models.save(models.Model(llama, cfg, weights), folder / "model")
+    text.save(text.train_bpe(["what is one and one and two", "it is two"] * 3, 300), folder / "model")
+    rows = [{"prompt": f"what is {a} and {b}", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(EVEN)
+
+
+def run_file(folder: Path, name: str, steps: int, ahead: int) -> Path:
+    """Write the file of a run, which trains in the directory of its name."""
+    from fdel import recipe
+
+    trainer = {
+        "trainer_type": "grpo", "reward_functions": [{"path": f"{folder}/rewards.py:even"}], "num_generations": 4,
+        "max_completion_length": 16, "max_length": 32, "total_batch_size": 32, "learning_rate": 1e-2,
+        "scheduler": "constant", "max_training_steps": steps, "log_steps": 1, "save_steps": 2,
+        "save_directory": str(folder / name), "rollout_ahead": ahead,
+    }  # fmt: skip
+    made = recipe.from_dict({
+        "model": {"name_or_path": str(folder / "model")}, "trainer": trainer, "actions": ["train"],
+        "mixture": {"informs": [{"type": "json", "data_files": str(folder / "rows.jsonl")}]},
+        "sharding": {"axis_dims": [1, 1, 1, 1, 1]},
+    })  # fmt: skip
+    made.to_yaml(folder / f"{name}.yaml")
+    return folder / f"{name}.yaml"
+
+
+def begin(folder: Path, file: Path) -> subprocess.Popen:
+    """Start a run; all share their compiled programs."""
+    env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    with (folder / "log").open("a") as log:
+        return subprocess.Popen([sys.executable, "-m", "fdel", "run", str(file)], env=env, stdout=log, stderr=log)
+
+
+def finish(folder: Path, file: Path) -> float:
+    """Let a run go to its end: seconds."""
+    start = time.monotonic()
+    if begin(folder, file).wait():
+        raise RuntimeError((folder / "log").read_text()[-2000:])
+    return time.monotonic() - start
+
+
+def result(directory: Path) -> tuple[bytes, list[Any], list[Any]]:
+    """Read what a run left: weights, rows of metrics, samples."""
+    from fdel.train import metrics
+
+    rows = [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in metrics.read(directory)]
+    return (directory / "model" / "model.safetensors").read_bytes(), rows, metrics.read(directory / "completions.jsonl")
+
+
+def killed(folder: Path, name: str, steps: int, ahead: int, moment: float) -> str:
+    """Kill a run at a moment and let it go on: at which step that was, or that it had ended."""
+    file = run_file(folder, name, steps, ahead)
+    child = begin(folder, file)
+    try:
+        child.wait(moment)
+        return "ended before"
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    rows = folder / name / "metrics.jsonl"
+    done = len(rows.read_bytes().splitlines()) if rows.exists() else 0
+    finish(folder, file)
+    return f"after {done} rows"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--kills", type=int, default=20)
+    ask.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--steps", type=int, default=12)
+    ask.add_argument("--ahead", type=int, default=0)
+    ask.add_argument("--out", type=Path)
+    args = ask.parse_args()
+    lines, wrong = ["| kill at, s | killed | weights | metrics | samples |", "| --- | --- | --- | --- | --- |"], 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        finish(folder, run_file(folder, "first", args.steps, args.ahead))  # compiles
+        seconds = finish(folder, run_file(folder, "whole", args.steps, args.ahead))
+        whole, drawn = result(folder / "whole"), random.Random(args.seed)
+        for i in range(args.kills):
+            moment = drawn.uniform(0, seconds)
+            how = killed(folder, f"killed-{i}", args.steps, args.ahead, moment)
+            same = [a == b for a, b in zip(result(folder / f"killed-{i}"), whole, strict=True)]
+            wrong += not all(same)
+            lines.append(f"| {moment:.2f} | {how} | " + " | ".join("equal" if s else "DIFFERENT" for s in same) + " |")
+            print(lines[-1], flush=True)
+    lines.append(f"\n{args.kills - wrong} of {args.kills} runs are equal to the whole one, which took {seconds:.1f} s.")
+    print(lines[-1])
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
