@@ -229,7 +229,8 @@ def hand_over(
     apart, casts them to `dtype`, and lays them out anew."""
     from fdel.serve.engine import views
 
-    meshes = [params.make_mesh(params.parse_mesh(m), devices(target)) for m in (trained, served)]
+    chips = devices(target)  # once: each call's are of a client of their own
+    meshes = [params.make_mesh(params.parse_mesh(m), chips) for m in (trained, served)]
     with platform.tracing_for(target.facts.platform):
         spec = family.spec(cfg)
         given = params.abstract(spec, jnp.float32, params.shardings(spec, meshes[0], params.TRAIN))

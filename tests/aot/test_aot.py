@@ -7,10 +7,10 @@ import time
 from collections import Counter
 
 import pytest
-from aot_programs import FAMILIES, compiled, copies, floor, gathers, read_once, target, transposes, wide_products
+from aot_programs import FAMILIES, compiled, copies, floor, gathers, model, read_once, target, transposes, wide_products
 from tiny import TINY
 
-from fdel import aot, plan
+from fdel import aot, params, plan
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -83,6 +83,21 @@ def test_a_step_of_the_model_reads_its_cache_at_a_few_times_the_floor(name, chip
     assert c.temporaries <= 0.1 * cache
     if c.estimate is not None:
         assert c.estimate <= 3 * floor(name, chip, cache)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("chip", ["v5p"], indirect=True)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_trainer_hands_its_weights_over_in_parts(devices, chip, record_property):
+    """From fsdp to tp no device gets more than its part, in bfloat16; beside its new part there is little else."""
+    c, _ = row(record_property, "llama-1b-h128", "hand-over", chip, devices)
+    family, cfg = model("llama-1b-h128")
+    part = params.nbytes(family.spec(cfg), "bfloat16") / devices
+    assert c.loops == 0 and c.output <= 1.01 * part
+    assert sum(x.moved for x in plan.collectives(c.text, narrow=False)) <= part * (devices > 1)
+    assert (
+        c.temporaries <= (1.2 if devices > 1 else 0.25) * part
+    )  # 0.2: one stacked weight, which is cast before it is cut
 
 
 @pytest.mark.aot

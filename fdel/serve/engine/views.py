@@ -99,8 +99,10 @@ def copier(where: tuple[Cut, ...]) -> Callable[[list[jax.Array]], list[jax.Array
     """Make the program of `copies`."""
 
     def copy(arrays: list[jax.Array]) -> list[jax.Array]:
-        cut = ((arrays[i] if at is None else arrays[i][at], dtype) for i, at, dtype, _ in where)
-        return [jnp.copy(x).astype(dtype) for x, dtype in cut]  # what goes through jit as it is would not be copied
+        # What goes through jit as it is would not be copied.
+        same = lambda i, at, dtype: at is None and arrays[i].dtype == dtype
+        cut = lambda i, at, dtype: (arrays[i] if at is None else arrays[i][at]).astype(dtype)
+        return [jnp.copy(arrays[i]) if same(i, at, dtype) else cut(i, at, dtype) for i, at, dtype, _ in where]
 
     return jax.jit(copy, out_shardings=[at for *_, at in where])
 
