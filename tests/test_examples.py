@@ -31,9 +31,10 @@ RATES = {
     "masked_lm": 1e-2,
     "grpo": 1e-2,
     "online_dpo": 2e-2,
+    "tools": 1e-2,
 } | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding", "classification", "token_classification"), 1e-3)
 
-SAMPLED = ("grpo", "online_dpo")  # that learn from own samples
+SAMPLED = ("grpo", "online_dpo", "tools")  # that learn from own samples
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
 
 
@@ -74,7 +75,7 @@ def shrunk(name: str, tiny: Path, out: Path, steps: int = 30, teacher: Path | No
     length = "mixture.pack_seq_length" if wanted.mixture.pack_tokens else "trainer.max_length"
     wanted = wanted.set(length, 96 if name in SAMPLED else 64).set("sharding.axis_dims", [1, 1, 1, 1, 1])
     if name in SAMPLED:
-        rows = 32 if name == "grpo" else 8  # four tasks in a step
+        rows = 8 if name == "online_dpo" else 32  # four tasks in a step
         wanted, changes = wanted.set("trainer.max_completion_length", 32), changes | {"total_batch_size": rows}
     if wanted.teacher_model:
         wanted = wanted.set("teacher_model.name_or_path", str(teacher))
@@ -90,7 +91,7 @@ def curve(out: Path, name: str) -> np.ndarray:
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
         "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "grpo", "kto", "lora", "masked_lm",
-        "online_dpo", "orpo", "prm", "qlora", "reward", "sft", "token_classification",
+        "online_dpo", "orpo", "prm", "qlora", "reward", "sft", "token_classification", "tools",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []

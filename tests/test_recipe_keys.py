@@ -65,7 +65,7 @@ SAMPLING = {
     "steps_per_generation", "num_iterations", "rollout_ahead", "sampling_devices", "mask_truncated_completions",
     "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
-    "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef",
+    "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",

@@ -18,7 +18,8 @@ import pytest
 from fdel import models, ops, params, recipe, text
 from fdel.models import llama
 from fdel.recipe import methods, samples, settled
-from fdel.recipe.rewards import build_rewards
+from fdel.recipe import rewards as recipe_rewards
+from fdel.recipe.rewards import build_rewards, build_turn
 from fdel.train import metrics
 from fdel.train.rollout import Rewards, Sample, Task, collate
 
@@ -294,7 +295,14 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
     ("keys", "why"),
     [
         ({"reward_functions": []}, "reward_functions: none"),
-        ({"reward_functions": [{"name": "exact", "path": "a.py:f"}]}, "expected one of name, path and model"),
+        ({"reward_functions": [{"name": "exact", "path": "a.py:f"}]}, "expected one of name, path, model, judge and"),
+        ({"reward_functions": [{"name": "pattern"}]}, "missing a required argument: 'regex'; known are regex"),
+        ({"reward_functions": [{"name": "exact", "options": {"regex": "a"}}]}, "unexpected keyword argument 'regex'"),
+        ({"reward_functions": [{"name": "unit_tests"}]}, "pass allow=True in a container that holds nothing of value"),
+        ({"reward_functions": [{"endpoint": "http://localhost/v1"}]}, "missing a required argument: 'model'"),
+        ({"environment": {}}, "environment: expected one of tools and path"),
+        ({"environment": {"path": "nowhere.py:f"}}, "expected FILE.py:FUNCTION or MODULE:FUNCTION"),
+        ({"environment": {"tools": "json:dumps"}}, "trainer.environment.tools: parameter obj of dumps is annotated with"),
         ({"reward_functions": [{"name": "exakt"}]}, "did you mean 'exact'"),
         ({"num_generations": 5}, "5 does not divide the 32 samples"),
         ({"steps_per_generation": 3}, "3 updates of 1 parts do not divide the 32"),
@@ -320,6 +328,63 @@ def test_a_reward_function_in_a_process_of_its_own(folder):
     given = (methods.samples.RewardFunction(path=f"{folder}/rewards.py:even", isolated=True),)
     found = build_rewards(methods.samples.Grpo(reward_functions=given))
     assert found["even"](completion_ids=[[1, 2], [2, 4]]) == [0.5, 1.0]
+
+
+def test_verifiers_have_options_and_judges_are_asked(folder, monkeypatch, tmp_path):
+    """By their names, with their arguments; an endpoint's answers are read as ratings, and its key is that of a file."""
+    (tmp_path / "key").write_text("secret\n")
+    seen = {}
+    monkeypatch.setattr(
+        recipe_rewards,
+        "ask_endpoint",
+        lambda base_url, model, *, key=None: seen.update(url=base_url, key=key) or answers,
+    )
+    answers = lambda questions: [str(5 + len(q) % 2) for q in questions]
+    one = methods.samples.RewardFunction
+    given = (one(name="pattern", options={"regex": "a+"}), one(name="length_penalty", options={"limit": 4}),
+             one(endpoint="http://host/v1", options={"model": "m", "low": 0, "template": "{completion}",
+                                                     "key_file": str(tmp_path / "key")}))  # fmt: skip
+    found = build_rewards(methods.samples.Grpo(reward_functions=given))
+    assert list(found) == ["pattern", "length_penalty", "judge"] and seen == {"url": "http://host/v1", "key": "secret"}
+    assert found["pattern"](completions=["aa", "b"]) == [1.0, 0.0]
+    np.testing.assert_allclose(found["judge"](prompts=["", ""], completions=["aa", "b"]), [0.5, 0.6])
+
+
+ENVIRONMENT = """from fdel.train.rollout import Said
+def turn(sample):
+    return Said([5, 6], done=sample.info["turns"] >= 2, reward=float(sample.length))
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_answers_within_a_sample(folder, tmp_path):
+    """It is given what ended by itself, says tokens that nobody learns, and its reward is one more."""
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    keys = {"environment": {"path": f"{tmp_path}/env.py:turn"}, "max_training_steps": 3, "save_steps": 3}
+    recipe.train(made(folder, tmp_path / "run", **keys))
+    assert column(tmp_path / "run", "rollout/turns").max() > 1
+    assert "rewards/environment/mean" in metrics.read(tmp_path / "run")[-1]
+    assert (column(tmp_path / "run", "sampling/sampling_logp_difference/mean") < 1e-5).all()
+
+
+def test_tools_are_shown_and_called(folder, tmp_path):
+    """Tasks have the functions' schemas for the chat template, and the environment is that of `turns.tools`."""
+    chats = pytest.importorskip("tests.test_text_chat", reason="the templates are beside the oracle")
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    s = settled.settle(made(folder, tmp_path, max_length=4096,
+                                environment={"tools": f"{tmp_path}/env.py:add", "parser": "hermes"}))  # fmt: skip
+    tok = dataclasses.replace(text.load(folder / "model"), templates={"default": chats.TEMPLATES["qwen"]})
+    task = samples.build_tasks(s, tok, [{"prompt": [{"role": "user", "content": "what is one"}]}] * 8)[0][0]
+    assert "Add two numbers." in text.decode(tok, task.prompt) and task.row["tools"][0]["function"]["name"] == "add"
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    ids = text.encode(tok, call)
+    drawn, zeros = np.arange(len(task.prompt) + len(ids)) >= len(task.prompt), np.zeros(len(task.prompt) + len(ids))
+    found = Sample(task, 0, np.array([*task.prompt, *ids]), drawn, zeros, zeros, zeros, "stop")
+    said = build_turn(s.keys.environment, tok)(found)
+    assert "3" in text.decode(tok, said.tokens) and said.info == {"tools/calls": 1, "tools/failures": 0}
 
 
 @pytest.mark.slow

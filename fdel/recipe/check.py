@@ -242,6 +242,8 @@ def _samples(s: Settled) -> Iterator[str]:
          f"{s.length}; raise that, or lower this"),
         (m.eval_informs and s.sampling == 1,
          "mixture.eval_informs: samples are not evaluated apart in this version; remove it"),
+        ((e := k.environment) and (e.tools is None) == (e.path is None),
+         "trainer.environment: expected one of tools and path"),
         (m.pack_on_the_fly, "mixture.pack_on_the_fly: tasks are read before the first step; remove it"),
         (m.save.path, "mixture.save: tasks are read anew; remove it"),
         (m.mixture_weights or any(x.weight for x in m.informs),

@@ -1,6 +1,7 @@
 """Who draws the second sample of each prompt, where a type compares the policy's with another model's."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from fdel.recipe import build, parse
 from fdel.recipe.settled import Settled
 from fdel.serve import Engine, SamplingParams, Settings
 from fdel.serve.engine import weights
-from fdel.train.rollout import Sample, Task, mixture, rollout
+from fdel.train.rollout import Sample, Task, Turn, mixture, rollout
 
 
 def check(s: Settled) -> None:
@@ -63,10 +64,11 @@ def publish(rival: Engine | None, new: Any) -> None:
 
 def draw(
     engine: Any, rival: Engine | None, tasks: Sequence[Task], ask: SamplingParams, *, samples: int, seed: int,
-    deadline: float | None,
+    deadline: float | None, turn: Turn | None = None,
 ) -> list[Sample]:  # fmt: skip
     """Draw all samples of each task by the policy; with a rival one by each, the policy's first."""
     if rival is None:
-        return rollout(engine, tasks, ask, samples=samples, seed=seed, deadline=deadline)
-    sides = [rollout(e, tasks, ask, samples=1, seed=seed + i, deadline=deadline) for i, e in enumerate((engine, rival))]
+        return rollout(engine, tasks, ask, samples=samples, seed=seed, deadline=deadline, turn=turn)
+    one = partial(rollout, tasks=tasks, ask=ask, samples=1, deadline=deadline, turn=turn)
+    sides = [one(e, seed=seed + i) for i, e in enumerate((engine, rival))]
     return [sample for pair in zip(*sides, strict=True) for sample in pair]

@@ -20,10 +20,12 @@ from fdel.recipe.check import when
 from fdel.recipe.data import build_settings, build_sources
 from fdel.recipe.methods.samples import Rloo
 from fdel.recipe.read import Recipe
+from fdel.recipe.rewards import build_turn, tools
 from fdel.recipe.settled import Settled, settle
 from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine import weights
 from fdel.train import data, losses, processes
+from fdel.train.data.files import sources
 from fdel.train.evaluation import place
 from fdel.train.metrics import Row, cut_back
 from fdel.train.rollout import (
@@ -36,6 +38,7 @@ from fdel.train.rollout import (
     collate,
     rewards,
     run,
+    turns,
 )
 from fdel.train.rollout.local import local, mean
 from fdel.train.steps import Step
@@ -58,11 +61,20 @@ class Policy(NamedTuple):
 def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
     """Read the tasks, `rows` if they are given."""
     s = settle(recipe)
-    given = build_sources(s, s.recipe.mixture.informs) if rows is None else rows
+    given = sources(build_sources(s, s.recipe.mixture.informs) if rows is None else rows)
+    if offered := [turns.schema(f) for f in tools(s.keys.environment)]:
+        given = [replace(x, transform=partial(_with_tools, offered, x.transform)) for x in given]
+    build_turn(s.keys.environment, tok)  # now, if there is none
     try:
         return data.tasks(given, task_settings(s), tok)
     except ValueError as e:
         raise parse.RecipeError(f"mixture.informs: {e}") from e
+
+
+def _with_tools(offered: list[dict], before: Callable | None, row: Any) -> Any:
+    """Show a task's tools to the chat template."""
+    row = row if before is None else before(row)
+    return None if row is None else {"tools": offered, **row}
 
 
 def task_settings(recipe: Recipe | Settled) -> data.Settings:
@@ -142,6 +154,7 @@ def build_source(
         repetition_penalty=k.repetition_penalty,
     )  # fmt: skip
     how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
+    how_many |= {"turn": build_turn(k.environment, tok)}
     draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, ask, **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
@@ -179,7 +192,7 @@ def build_score(
     s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str]
 ) -> Callable[[Sequence[Sample]], Rewards]:
     """Build what rewards samples; without functions all rewards are 0."""
-    if not functions:
+    if not functions and s.keys.environment is None:
         return lambda samples: Rewards(np.zeros((0, len(samples))), np.zeros(len(samples)), ())
     weights = [f.weight for f in s.keys.reward_functions]
     return partial(rewards.score, functions, decode=decode, weights=weights, timeout=s.keys.reward_timeout)

@@ -1,6 +1,6 @@
 """Learning from own samples: GRPO and its kin and RLOO by rewards, on-policy distillation by a teacher."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,20 +14,38 @@ from fdel.train import losses
 from fdel.train.rollout import Rewards, Sample, advantages, select
 
 Chosen = tuple[np.ndarray, np.ndarray | None]  # advantages, and which samples are learnt
-VERIFIERS = ("exact", "boxed", "hashes", "think_format")
+VERIFIERS = (
+    "exact", "boxed", "hashes", "think_format", "pattern", "overlong", "length_penalty", "json_schema", "unit_tests",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RewardFunction:
     """One function that says how good samples are; all of them are added up."""
 
-    name: str | None = key(None, "of fdel.train.rollout.verify", choices=VERIFIERS)
+    name: str | None = key(None, "of fdel.train.rollout: verify, form and programs", choices=VERIFIERS)
     path: str | None = key(None, "a Python function of yours, as rewards.py:length; called as TRL does: "
         "f(prompts=..., completions=..., completion_ids=..., column=...) gives a number or None for each")  # fmt: skip
     isolated: bool = key(False, "run it in a process of its own each time, which is killed if it hangs", needs="path")
     model: str | None = key(None, "a directory or Hub id of a reward model, as trainer_type reward makes them")
+    judge: str | None = key(None, "a directory or Hub id of a model that writes how good samples are, from 1 to 10")
+    endpoint: str | None = key(None, "the same by a server that speaks OpenAI's protocol: its URL, up to /v1")
+    options: Mapping[str, Any] | None = key(None, "arguments of the named function, as {regex: ...}; of a judge: template, "
+        "low, high, max_tokens; of an endpoint: template, low, high, model, key_file, timeout, at_once, tries")  # fmt: skip
     weight: float = key(1.0, "of its rewards in the sum")
     column: str | None = key(None, "what the answer of a row is called; default: answer", needs="name")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What answers the model within a sample: tools that it calls, or a function of one's own."""
+
+    tools: str | None = key(None, "Python functions that it may call: one, or a list, as tools.py:TOOLS")
+    parser: str = key("auto", "how calls are written; auto: as the chat template shows", needs="tools")
+    max_turns: int = key(8, "replies of a sample at the most", needs="tools", positive=True)
+    tool_timeout: float = key(30.0, "seconds for the calls of a reply", needs="tools", positive=True)
+    path: str | None = key(None, "a function of yours, as env.py:turn; it is given a sample so far and gives a "
+        "rollout.Said")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,7 @@ class Sampling(Generating):
     sampling_devices: int = key(0, "the last so many devices sample, divided along tp, and the others train; 0: all do "
         "both, in turn", least=0)  # fmt: skip
     mask_truncated_completions: bool = key(False, "learn only samples that ended by themselves")
+    environment: Environment | None = key(None, "what answers the model; a sample then has several replies")
     log_completions: bool = key(False, "print some samples at each log_steps")
     num_completions_to_print: int = key(4, "how many", needs="log_completions", positive=True)
 
@@ -141,11 +160,11 @@ class Rloo(Rewarded):
 
 def check_rewards(k: Scored) -> None:
     """Raise ValueError for reward functions that are none."""
-    if not k.reward_functions:
+    if not (k.reward_functions or k.environment):
         raise ValueError("reward_functions: none; give at least one, as [{name: boxed}]")
     for i, f in enumerate(k.reward_functions):
-        if sum(x is not None for x in (f.name, f.path, f.model)) != 1:
-            raise ValueError(f"reward_functions[{i}]: expected one of name, path and model")
+        if sum(x is not None for x in (f.name, f.path, f.model, f.judge, f.endpoint)) != 1:
+            raise ValueError(f"reward_functions[{i}]: expected one of name, path, model, judge and endpoint")
 
 
 def options(k: Rewarded) -> losses.Policy:
