@@ -1,12 +1,15 @@
-"""Learning from a teacher's distributions on given texts."""
+"""Learning from a teacher's distributions: on given texts, and on own samples."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective, Text, texts
+from fdel.recipe.methods.method import Generating, Method, Objective, Text, texts
+from fdel.recipe.methods.samples import Sampling, weighed
 from fdel.recipe.parse import key
 from fdel.train import losses
 
@@ -50,6 +53,71 @@ def distillation(k: Distillation, model: models.Model, *, remat: str | None, tea
     return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=k.alpha, terms=terms, remat=remat))
 
 
+# ---- on own samples ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gkd(Text, Sampling):
+    """Keys of trainer_type gkd (arXiv:2306.13649)."""
+
+    num_generations: int = key(1, "samples of each prompt", least=1)
+    beta: float = key(0.5, "from forward (0) to reverse KL (1)")
+    temperature: float = key(1.0, "of both models' distributions, and of sampling", positive=True)
+    lmbda: float = key(0.0, "share of the steps that learn the student's own samples; the others learn rows of the data",
+        least=0, most=1)  # fmt: skip
+
+
+def gkd_divergence(k: Gkd) -> Callable:
+    """Choose the divergence; ValueError for keys of sampling where no step samples, or not every one."""
+    of_samples = {f.name for f in fields(Sampling)} - {f.name for f in fields(Generating)} - {"temperature"}
+    given = [f.name for f in fields(k) if f.name in of_samples and getattr(k, f.name) != f.default]
+    if given and not k.lmbda:
+        raise ValueError(f"{given[0]}: nothing is sampled with lmbda=0; set lmbda, or remove it")
+    if k.rollout_ahead and k.lmbda < 1:
+        raise ValueError(f"rollout_ahead={k.rollout_ahead} with lmbda={k.lmbda}: only some steps sample; set it to 0")
+    return divergence(k)
+
+
+@dataclass(frozen=True)
+class OnPolicyDistillation(Sampling):
+    """Keys of trainer_type on_policy_distillation: the student learns the teacher's distributions on its own samples."""
+
+    num_generations: int = key(1, "samples of each prompt", least=1)
+    beta: float = key(1.0, "from forward (0) to reverse KL (1)")
+
+
+def distil(
+    k: Gkd | OnPolicyDistillation, model: models.Model, *, remat: str | None, teacher: models.Model
+) -> Objective:
+    """Compose the loss: the divergence from the teacher at every token that is learnt."""
+    terms, target = losses.Terms(router_aux_loss_coef=k.router_aux_loss_coef), divergence(k)
+    return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=1.0, terms=terms, remat=remat))
+
+
+unrewarded = weighed(lambda k, samples, rewards: (np.zeros(len(samples)), None))
 METHODS = (
-    Method("distillation", Distillation, 2e-5, distillation, data=texts, column="text", teacher=True, keeps_dropout=True),
-)  # fmt: skip
+    Method(
+        "distillation", Distillation, 2e-5, distillation, data=texts, column="text", teacher=True, keeps_dropout=True
+    ),
+    Method(
+        "on_policy_distillation",
+        OnPolicyDistillation,
+        2e-5,
+        distil,
+        divergence,
+        lambda k: {"kind": "prompt"},
+        teacher=True,
+        samples=unrewarded,
+    ),
+    Method(
+        "gkd",
+        Gkd,
+        2e-5,
+        distil,
+        gkd_divergence,
+        texts,
+        column="text",
+        teacher=True,
+        samples=replace(unrewarded, share=lambda k: k.lmbda),
+    ),
+)

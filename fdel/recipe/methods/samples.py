@@ -1,14 +1,13 @@
-"""Learning from own samples: GRPO and its kin and RLOO by rewards, on-policy distillation by a teacher."""
+"""Learning from own samples by rewards: GRPO and its kin, and RLOO."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.distill import divergence
-from fdel.recipe.methods.method import Generating, Method, Objective, Samples, Synced, Text, texts
+from fdel.recipe.methods.method import Generating, Method, Objective, Samples, Synced
 from fdel.recipe.parse import key
 from fdel.train import losses
 from fdel.train.rollout import Rewards, Sample, advantages, select
@@ -227,47 +226,6 @@ def rloo(k: Rloo, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
     return advantages.leave_one_out(rewards.total, k.num_generations, normalize=k.normalize_advantages), None
 
 
-# ---- distillation --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Gkd(Text, Sampling):
-    """Keys of trainer_type gkd (arXiv:2306.13649)."""
-
-    num_generations: int = key(1, "samples of each prompt", least=1)
-    beta: float = key(0.5, "from forward (0) to reverse KL (1)")
-    temperature: float = key(1.0, "of both models' distributions, and of sampling", positive=True)
-    lmbda: float = key(0.0, "share of the steps that learn the student's own samples; the others learn rows of the data",
-        least=0, most=1)  # fmt: skip
-
-
-def gkd_divergence(k: Gkd) -> Callable:
-    """Choose the divergence; ValueError for keys of sampling where no step samples, or not every one."""
-    of_samples = {f.name for f in fields(Sampling)} - {f.name for f in fields(Generating)} - {"temperature"}
-    given = [f.name for f in fields(k) if f.name in of_samples and getattr(k, f.name) != f.default]
-    if given and not k.lmbda:
-        raise ValueError(f"{given[0]}: nothing is sampled with lmbda=0; set lmbda, or remove it")
-    if k.rollout_ahead and k.lmbda < 1:
-        raise ValueError(f"rollout_ahead={k.rollout_ahead} with lmbda={k.lmbda}: only some steps sample; set it to 0")
-    return divergence(k)
-
-
-@dataclass(frozen=True)
-class OnPolicyDistillation(Sampling):
-    """Keys of trainer_type on_policy_distillation: the student learns the teacher's distributions on its own samples."""
-
-    num_generations: int = key(1, "samples of each prompt", least=1)
-    beta: float = key(1.0, "from forward (0) to reverse KL (1)")
-
-
-def distil(
-    k: Gkd | OnPolicyDistillation, model: models.Model, *, remat: str | None, teacher: models.Model
-) -> Objective:
-    """Compose the loss: the divergence from the teacher at every token that is learnt."""
-    terms, target = losses.Terms(router_aux_loss_coef=k.router_aux_loss_coef), divergence(k)
-    return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=1.0, terms=terms, remat=remat))
-
-
 # ---- the types -----------------------------------------------------------------------------------------------------
 
 
@@ -292,19 +250,10 @@ def sampling(name: str, keys: type, choose: Callable[[Any, Sequence[Sample], Rew
     return Method(name, keys, 1e-6, objective, options, data, samples=weighed(choose), reference=refers)
 
 
-unrewarded = weighed(lambda k, samples, rewards: (np.zeros(len(samples)), None))
 METHODS = (
     sampling("grpo", Grpo, grpo),
     sampling("gspo", Gspo, grpo),
     sampling("gfpo", Gfpo, gfpo),
     sampling("rlvr", Rlvr, rlvr),
     sampling("rloo", Rloo, rloo),
-    Method(
-        "on_policy_distillation", OnPolicyDistillation, 2e-5, distil, divergence, lambda k: {"kind": "prompt"},
-        teacher=True, samples=unrewarded,
-    ),
-    Method(
-        "gkd", Gkd, 2e-5, distil, gkd_divergence, texts, column="text", teacher=True,
-        samples=replace(unrewarded, share=lambda k: k.lmbda),
-    ),
-)  # fmt: skip
+)
