@@ -37,6 +37,7 @@ def made(checkpoint: Path, **sections) -> recipe.Recipe:
 
 
 SERVE, EVAL = ["serve"], [{"eval": {"tasks": ["x"]}}]
+APART = {"trainer_type": "grpo", "reward_functions": [{"name": "exact"}], "sampling_devices": 2}
 UNFIT = [
     ({"base_config": {"values": {"attn_dtype": "float32"}}}, "attn_dtype: llama does not read it; fdel calls it loader.dt"),
     ({"base_config": {"values": {"use_scan_mlp": True}}}, "use_scan_mlp: llama does not read it; fdel calls it trainer"),
@@ -52,6 +53,9 @@ UNFIT = [
     ({"trainer": {"lora": {"target_modules": "(a+)+$"}}}, "target_modules: no module matches the pattern"),
     ({"trainer": {"router_aux_loss_coef": 0.1}}, "trainer: "),
     ({"sharding": {"axis_dims": [1, 4, 8, 1, 1]}}, "sharding.axis_dims: 32 devices are asked for, and 8 are there"),
+    ({"trainer": APART | {"sampling_devices": 8}}, "sampling_devices: 8 of 8 devices leave none"),
+    ({"trainer": APART, "sharding": {"axis_dims": [1, 8, 1, 1, 1]}},
+     "sharding.axis_dims: 8 devices are asked for, and 6 are there"),
     ({"sharding": {"axis_dims": [1, -1, 3, 1, 1]}}, "sharding.axis_dims: a multiple of 3 devices are asked for, and 8"),
     ({"sharding": {"axis_dims": [1, -1, -1, 1, 1]}}, "sharding.axis_dims: fsdp, ep: each size is at least 1, and at"),
     ({"sharding": {"axis_dims": [8, 1, 1, 1, 1]}, "trainer": {"total_batch_size": 12}}, "12 rows cannot be divided"),

@@ -405,6 +405,7 @@ def test_a_reward_model_rewards(folder, tmp_path):
     ("kind", "keys", "why"),
     [
         ("grpo", {"rollout_ahead": 1}, "rollout_ahead: several processes sample in step"),
+        ("grpo", {"sampling_devices": 4}, "sampling_devices: each of several processes samples on its own"),
         ("grpo", {"scale_rewards": "batch"}, "scale_rewards: batch is over the samples of all processes"),
         ("rloo", {"normalize_advantages": True}, "normalize_advantages: is over the samples of all processes"),
         (
@@ -419,7 +420,12 @@ def test_what_several_processes_cannot_do(kind, keys, why, folder, tmp_path, mon
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(samples.processes, "share", lambda mesh: (0, 2))
     with pytest.raises(recipe.RecipeError, match=why):
-        recipe.train(made(folder, tmp_path, kind, devices=8, **keys))
+        recipe.train(made(folder, tmp_path, kind, devices=8 - keys.get("sampling_devices", 0), **keys))
+
+
+def test_two_models_sample_where_they_are_trained(folder, tmp_path):
+    with pytest.raises(recipe.RecipeError, match="sampling_devices: xpo samples from two models; set it to 0"):
+        samples.rival.check(settled.settle(made(folder, tmp_path, "xpo", num_generations=2, sampling_devices=4)))
 
 
 def test_adapters_alone_are_handed_over(folder, tmp_path):
