@@ -32,9 +32,12 @@ RATES = {
     "grpo": 1e-2,
     "online_dpo": 2e-2,
     "tools": 1e-2,
+    "ppo": 1e-2,
+    "rloo": 2e-2,
+    "gkd": 3e-3,
 } | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding", "classification", "token_classification"), 1e-3)
 
-SAMPLED = ("grpo", "online_dpo", "tools")  # that learn from own samples
+SAMPLED = ("grpo", "online_dpo", "ppo", "rloo", "tools")  # that learn from own samples
 LEAST_GAIN = {"dpo": 0.3, "kto": 0.3, "reward": 0.3, "orpo": 0.03}  # of margins; orpo's are means over tokens
 
 
@@ -74,8 +77,9 @@ def shrunk(name: str, tiny: Path, out: Path, steps: int = 30, teacher: Path | No
     wanted = wanted.set("trainer.mask_token_id", 3) if name == "masked_lm" else wanted
     length = "mixture.pack_seq_length" if wanted.mixture.pack_tokens else "trainer.max_length"
     wanted = wanted.set(length, 96 if name in SAMPLED else 64).set("sharding.axis_dims", [1, 1, 1, 1, 1])
+    wanted = wanted.set("trainer.max_completion_length", 16) if name == "gkd" else wanted
     if name in SAMPLED:
-        rows = 8 if name == "online_dpo" else 32  # four tasks in a step
+        rows = 4 * {"online_dpo": 2, "ppo": 1}.get(name, 8)  # few tasks in a step
         wanted, changes = wanted.set("trainer.max_completion_length", 32), changes | {"total_batch_size": rows}
     if wanted.teacher_model:
         wanted = wanted.set("teacher_model.name_or_path", str(teacher))
@@ -90,8 +94,8 @@ def curve(out: Path, name: str) -> np.ndarray:
 
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
-        "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "grpo", "kto", "lora", "masked_lm",
-        "online_dpo", "orpo", "prm", "qlora", "reward", "sft", "token_classification", "tools",
+        "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "gkd", "grpo", "kto", "lora",
+        "masked_lm", "online_dpo", "orpo", "ppo", "prm", "qlora", "reward", "rloo", "sft", "token_classification", "tools",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
@@ -124,6 +128,7 @@ def whole(out: Path, begin: Path) -> None:
     """The saved model and tokenizer load, differ from the start, and speak."""
     model, tok = models.load(out / "model", stacked=False), text.load(out / "model")
     start = models.load(begin, stacked=False)
+    model = model._replace(params=models.heads.inner(model.params))  # without a critic
     assert not np.allclose(model.params["layers"][0]["q"], start.params["layers"][0]["q"])
     assert len(serve.generate(model, [text.encode(tok, "What")], max_tokens=4)[0].tokens) > 0
 

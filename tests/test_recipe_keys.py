@@ -27,7 +27,7 @@ VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, 
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
 COMPARED = ("online_dpo", "xpo", "nash_md")
-REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", *COMPARED)
+REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", "ppo", *COMPARED)
 OF_TYPE |= dict.fromkeys(REWARDED, {"reward_functions": [{"name": "exact"}]})
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
 IDLE = {"rloo": ["beta"], **dict.fromkeys(COMPARED, ["temperature"])}  # of rewards, and of sampling alone
@@ -44,11 +44,11 @@ VALUES: dict[str, Any] = {
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
     "fcm_max_ratio": 0.3, "labels": ["one", "other"],
     "problem_type": "multi_label_classification",
-    "total_batch_size": 16, "num_train_epochs": 7, "num_generations": 4, "kl_coef": 0.1,
+    "total_batch_size": 16, "num_train_epochs": 7, "num_generations": 4,
     "mask_token_id": 5, "mlm_probability": 0.3, "weighting": "elbo", "max_loss_weight": 2.0,
     "epsilon": 0.05, "epsilon_high": 0.07, "delta": 1.01, "importance_sampling_level": "sequence_token",
     "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01,
-    "importance_sampling_mode": "token_mask",
+    "importance_sampling_mode": "token_mask", "vf_coef": 0.5, "cliprange_value": 0.05,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
@@ -65,7 +65,8 @@ SAMPLING = {
     "steps_per_generation", "num_iterations", "rollout_ahead", "sampling_devices", "mask_truncated_completions",
     "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
-    "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment",
+    "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment", "kl_coef",
+    "kl_estimator", "whiten_rewards", "gamma", "lam",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
@@ -95,7 +96,10 @@ def batch_of(kind: str) -> dict[str, Any]:
         "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
     }  # fmt: skip
     if methods.METHODS[kind].samples and kind != "gkd":
-        more = {name: rng.normal(size=(4, 12)).astype(np.float32) for name in ("advantages", "old", "logps")}
+        more = {
+            name: rng.normal(size=(4, 12)).astype(np.float32)
+            for name in ("advantages", "old", "logps", "values", "returns")
+        }
         return rows() | ({"better": np.arange(4) % 2 > 0} if pairs else more)
     labels = (*shape, 12) if kind in ("prm", "token_classification") else (*shape, 1)
     batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})

@@ -75,6 +75,7 @@ KINDS = {
     "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {}, "gfpo": {"num_remains_in_group": 2},
     "rlvr": {"mask_truncated_completions": False}, "rloo": {"num_generations": 4},
     "online_dpo": {"num_generations": 2, "learning_rate": 3e-2}, "xpo": {"num_generations": 2, "learning_rate": 3e-2},
+    "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5},
     "nash_md": {"num_generations": 2, "learning_rate": 3e-2, "beta": 0.01},
 }  # fmt: skip
 
@@ -251,6 +252,56 @@ def test_what_is_compared():
     assert n["mask"].any(1).tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("whitened", [False, True])
+def test_what_ppo_estimates(whitened):
+    """Rewards with the divergence, GAE and whitening, against loops in float64 over drawn tokens (arXiv:1506.02438)."""
+    rng, (rows, length) = np.random.default_rng(0), (3, 9)
+    mask = np.zeros((rows, length), bool)
+    mask[0, 2:7], mask[1, 3:4], mask[2, [2, 3, 6, 8]] = True, True, True  # one with an environment between
+    draw = lambda: rng.normal(size=(rows, length))
+    batch = {
+        "mask": mask,
+        "advantages": np.where(mask, [[1.0], [-0.5], [2.0]], 0.0),
+        "values": draw(),
+        "kl": draw() * mask,
+    }
+    k = methods.METHODS["ppo"].keys(kl_coef=0.1, gamma=0.9, lam=0.8, whiten_rewards=whitened)
+    found = methods.METHODS["ppo"].samples.then(k, {n: jnp.asarray(x) for n, x in batch.items()})
+    rewards = -0.1 * batch["kl"]
+    for r, score in enumerate((1.0, -0.5, 2.0)):
+        rewards[r, np.flatnonzero(mask[r])[-1]] += score
+    if whitened:
+        kept = rewards[mask]
+        rewards = np.where(mask, (rewards - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8) + kept.mean(), 0)
+    want = np.zeros((rows, length))
+    for r in range(rows):
+        running, after = 0.0, 0.0
+        for t in np.flatnonzero(mask[r])[::-1]:
+            running = rewards[r, t] + 0.9 * after - batch["values"][r, t] + 0.9 * 0.8 * running
+            want[r, t], after = running, batch["values"][r, t]
+    np.testing.assert_allclose(found["returns"], np.where(mask, want + batch["values"], 0), atol=1e-5)
+    scaled = (want - want[mask].mean()) / np.sqrt(want[mask].var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(found["advantages"], np.where(mask, scaled, 0), atol=1e-5)
+
+
+def test_what_ppo_knows_before_a_step():
+    """The divergence of policy from reference, by both estimates, of the tokens that were drawn."""
+    rng, heads = np.random.default_rng(0), models.heads
+    params_of = lambda key: params.init(heads.spec(llama, CFG, "value", 1), jax.random.key(key), dtype=jnp.float32)
+    policy, reference = params_of(0), params_of(1)
+    tokens, mask = rng.integers(3, 200, (2, 8)), np.arange(8) >= np.array([[3], [5]])
+    batch = {"tokens": jnp.asarray(tokens), "mask": jnp.asarray(mask)}
+    logp = lambda p: np.asarray(jax.nn.log_softmax(llama.forward(p["model"], tokens, CFG)[0] / 0.7))
+    picked = lambda p: np.take_along_axis(logp(p)[:, :-1], tokens[:, 1:, None], 2)[..., 0]
+    ratio = np.pad(picked(policy) - picked(reference), ((0, 0), (1, 0)))
+    for estimator, want in (("k1", ratio), ("k3", np.exp(-ratio) - 1 + ratio)):
+        k = methods.METHODS["ppo"].keys(kl_estimator=estimator)
+        found = methods.METHODS["ppo"].samples.first(k, models.Model(llama, CFG, None))
+        got = found(policy, batch, {"reference": reference})
+        np.testing.assert_allclose(got["kl"], np.where(mask, want, 0), atol=2e-5)
+    assert (np.asarray(got["values"])[mask] != 0).all() and (np.asarray(got["old"])[~mask] == 0).all()
+
+
 def asked(found: recipe.Recipe, tok: text.Tokenizer):
     """What batches are drawn from, without a model."""
     return samples.build_source(
@@ -310,6 +361,7 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"loss_type": "ppo"}, "loss_type"),
         ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),
         ({"kl_coef": 0.1}, "trainer_type grpo does not read it"),
+        ({"trainer_type": "ppo", "lora": {"r": 4}}, "ppo trains all weights in this version"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(keys, why, folder, tmp_path):

@@ -105,7 +105,7 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
 
     With several processes each has its own, of the whole model on its own devices; `sampling_devices` have nothing else.
     """
-    s = settle(recipe)
+    s, inner = settle(recipe), models.heads.inner  # a critic's head stays with the trainer
     wanted, bare = serving.settings(s), model._replace(params=None)
     wanted = replace(wanted, max_length=s.length, rows=min(wanted.rows, s.rows))
     if not wanted.drafts:  # nobody reads along, so that several tokens may come at a time
@@ -115,15 +115,15 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
     if apart:
         mesh = params.make_mesh({"tp": apart}, jax.devices()[-apart:])
     if several or apart:
-        here = partial(params.reshard, spec=build.spec_of(s, model), mesh=mesh, rules=s.serve_rules, put=put)
-    cast = jax.jit(build.cast(s, model, lambda trained, *_: trained))
+        here = partial(params.reshard, spec=inner(build.spec_of(s, model)), mesh=mesh, rules=s.serve_rules, put=put)
+    cast = jax.jit(build.cast(s, model, lambda trained, *_: inner(trained)))
     whole = here(model.params if s.lora else cast(model.params))
     alike, mesh = NamedSharding(mesh, PartitionSpec()), NO_MESH if apart else mesh
     with jax.set_mesh(mesh):  # what it computes with is here alone
         if not s.lora:
             engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, tokenizer=tok)
             other = rival.build_rival(s, model, engine, wanted, tok)
-            return Policy(engine, lambda trained: here(cast(trained)) if several else trained, bare, mesh, other)
+            return Policy(engine, lambda trained: here(cast(trained)) if several else inner(trained), bare, mesh, other)
         adapted = params.unstack(whole)
         base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
         on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
@@ -214,16 +214,16 @@ def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable
 
 def learning(s: Settled, model: models.Model, step: Step) -> Step:
     """Compute what a step needs once of its samples, then learn them, in one update or several."""
-    k, parts, first = s.keys, s.recipe.trainer.gradient_accumulation_steps, getattr(s.method.samples, "first", None)
-    updates = getattr(k, "updates", 1)
-    if updates == 1 and first is None:
+    k, parts, how = s.keys, s.recipe.trainer.gradient_accumulation_steps, s.method.samples
+    if how is None or (getattr(k, "updates", 1) == 1 and how.first is None):
         return step
-    apart = k.steps_per_generation
-    logps = build.cast(s, model, losses.token_logps(*model[:2], temperature=k.temperature, remat=None))
+    logps = losses.token_logps(*model[:2], temperature=k.temperature, remat=None)
+    old: Callable = lambda p, batch, given: {"old": logps(p, batch)}
+    found = build.cast(s, model, old if how.first is None else how.first(k, model))
     whole = (lambda p, given: lora.join(p, given["base"])) if s.lora else lambda p, given: p
-    found: Callable = (lambda p, batch, given: {"old": logps(p, batch)}) if first is None else first(k, logps)
     before = lambda p, batch, given: found(whole(p, given), batch, given)
-    return train.minibatches(step, apart, times=k.num_iterations, first=before, chunks=parts * apart)
+    then, apart = how.then and partial(how.then, k), k.steps_per_generation
+    return train.minibatches(step, apart, times=k.num_iterations, first=before, then=then, chunks=parts * apart)
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------

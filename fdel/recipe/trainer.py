@@ -14,8 +14,7 @@ TYPES = tuple(methods.METHODS)
 class Common:
     """Keys of all trainer types; numbers and names as TRL has them."""
 
-    trainer_type: str = key("sft", "what is learnt", choices=TYPES + methods.LATER, honours=TYPES,
-        refuse="not in this version")  # fmt: skip
+    trainer_type: str = key("sft", "what is learnt", choices=TYPES)
     # How long, and on how much.
     num_train_epochs: int | None = key(None, "passes over the data; default: 3, or what max_training_steps need",
         positive=True)  # fmt: skip
@@ -64,7 +63,6 @@ class Common:
         needs="metric_for_best_model")  # fmt: skip
     use_wandb: bool = key(False, "log to Weights & Biases too")
     use_tensorboard: bool = key(False, "write TensorBoard events too")
-    kl_coef: float | None = key(None, "weight of the divergence from the reference", by=methods.LATER)
 
 
 if TYPE_CHECKING:

@@ -67,18 +67,20 @@ def minibatches(
     *,
     times: int = 1,
     first: Callable[[Params, Batch, Given], Batch] | None = None,
+    then: Callable[[Batch], Batch] | None = None,
     chunks: int = 1,
 ) -> Step:
     """Learn a batch in `parts` steps, one after the other, `times` over, as one step; metrics are means over all of them.
 
     `first(params, batch, given)` gives columns that are computed once, before the first of them, and join the batch: the
-    log-probabilities that ratios begin with (`losses.token_logps`); in `chunks` of the rows, one after the other.
+    log-probabilities that ratios begin with (`losses.token_logps`); in `chunks` of the rows, one after the other. `then`
+    changes the whole batch after that, as where numbers are scaled over all of its tokens.
     ValueError if `parts` or `chunks` do not divide the rows. `state.step` counts the inner steps.
     >>> step = train.minibatches(train.update(gradients, optimizer), 2, times=3)
     >>> int(step(train.init_state(weights, optimizer), {"tokens": tokens})[0].step)
     6
     """
-    if parts == times == 1 and first is None:
+    if parts == times == 1 and first is None and then is None:
         return step
 
     def learn(state: TrainState, batch: Batch, /, **given: Any) -> tuple[TrainState, Metrics]:
@@ -86,6 +88,7 @@ def minibatches(
             rows = len(jax.tree.leaves(batch)[0])
             new = jax.lax.map(lambda part: first(state.params, part, given), split(batch, chunks))
             batch = {**batch, **join(new, rows)}
+        batch = batch if then is None else then(batch)
         every = split(batch, parts)
 
         def one(state: TrainState, i: jax.Array) -> tuple[TrainState, Metrics]:

@@ -22,13 +22,13 @@ FILES = (
     "masked",
     "samples",
     "online",
+    "ppo",
 )
 METHODS: dict[str, Method] = {
     m.name: m for file in FILES for m in importlib.import_module(f"{__name__}.{file}").METHODS
 }
-LATER = ("ppo",)  # known, and not in this version
 
-__all__ = ["LATER", "METHODS", "Lora", "Method", "Objective", "declared", "read", "types"]
+__all__ = ["METHODS", "Lora", "Method", "Objective", "declared", "read", "types"]
 
 
 def types(**facts: Any) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ class Samples:
 
     batch: `batch(keys, samples, rewards, put)` makes a step's batch of what was drawn and its rewards, with the help of
     `put(samples, advantages, learn=...)`, which is `rollout.collate`.
-    first: `first(keys, logps)` gives `f(params, batch, given)`: columns of the batch that a step computes once, before
-    its updates; `logps(params, batch)` are those of drawn tokens by the whole model. Without it, several
-    updates have "old".
+    first: `first(keys, model)` gives `f(params, batch, given)`: columns of the batch that a step computes once, before its
+    updates. Without it, several updates have "old", the log-probabilities of drawn tokens.
+    then: `then(keys, batch)` gives the whole batch with these columns as the updates learn it.
     share: of the steps that learn samples; the others learn rows of the data.
     each: samples of a row of the batch.
     rival: the policy draws the first of two samples of a prompt, and a mixture with the reference, which has this share of
@@ -38,6 +38,7 @@ class Samples:
 
     batch: Callable[..., Any]
     first: Callable[..., Callable] | None = None
+    then: Callable[..., Any] | None = None
     share: Callable[[Any], float] = lambda k: 1.0
     each: int = 1
     rival: Callable[[Any], float] | None = None

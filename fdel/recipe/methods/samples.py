@@ -178,8 +178,12 @@ def options(k: Rewarded) -> losses.Policy:
             f"num_remains_in_group={k.num_remains_in_group} of num_generations={k.num_generations}; lower it"
         )
     given |= {"max_completion_length": k.max_completion_length} if given["loss_type"] == "dr_grpo" else {}
-    correction = k.importance_sampling_mode or ("sequence_mask" if k.rollout_ahead else None)
-    return losses.Policy(**given, correction=correction, correction_clip=(None, k.importance_sampling_cap))
+    return losses.Policy(**given, correction=correction(k), correction_clip=(None, k.importance_sampling_cap))
+
+
+def correction(k: Rewarded) -> str | None:
+    """How the sampler's distribution is corrected for: as keys say, always where samples are drawn ahead."""
+    return k.importance_sampling_mode or ("sequence_mask" if k.rollout_ahead else None)
 
 
 def objective(k: Rewarded, model: models.Model, *, remat: str | None) -> Objective:

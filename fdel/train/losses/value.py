@@ -9,6 +9,7 @@ which the value was taken,
 
     returns  what was gained from there on (`rollout.advantages.gae`)
     values   the critic's values when it was sampled (`token_values`), from which new ones are clipped
+    kl       an estimate of the divergence from the reference, optional: a metric
 """
 
 from collections.abc import Callable
@@ -112,6 +113,8 @@ def ppo(
         d = stop_gradient(t.logp) - t.old
         metrics = {"policy/approxkl_avg": d**2 / 2, "policy/entropy_avg": t.entropy, "val/ratio": jnp.exp(d)}
         metrics |= {"loss/value_avg": error, "val/clipfrac_avg": clipped, "val/mean": o["value"]}
+        if "kl" in batch:
+            metrics["objective/kl"] = at_next(batch, "kl", t.mask)
         sums |= {"loss/policy_avg": total} | {k: over(stop_gradient(x)) for k, x in metrics.items()}
         return total + vf_coef * over(error), sums
 
