@@ -37,6 +37,7 @@ class Implementation:
     unsupported: Callable[..., str | None] = lambda *_, **__: None
     local: bool = False
     backward: Callable[..., Any] = lambda *_: None  # of an implementation in two passes: see `mask.Passes`
+    on_request: bool = False  # taken only where `use` or `impl` names it: it has not run on its device yet
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,11 @@ def weight(axes: str) -> Mapping[str, str]:
     return {"a": "", "chosen": "", "": axes}
 
 
-def kernel(module: str) -> Implementation:
+def kernel(module: str, on_request: bool = False) -> Implementation:
     """Give the local implementation of fdel/kernels/<module>.py: its `call` and `unsupported`, imported on use."""
     load = functools.partial(importlib.import_module, f"fdel.kernels.{module}")
-    return Implementation(lambda *a, **k: load().call(*a, **k), lambda *a, **k: load().unsupported(*a, **k), local=True)
+    call, why = lambda *a, **k: load().call(*a, **k), lambda *a, **k: load().unsupported(*a, **k)
+    return Implementation(call, why, local=True, on_request=on_request)
 
 
 @contextlib.contextmanager
@@ -118,11 +120,12 @@ def choose(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Impleme
     name = impl or dict(_wanted.value).get(table.op)
     ways = table.implementations
     if name is None:
-        name = next(n for n, way in ways.items() if way.unsupported(*args, **kwargs) is None)
+        name = next(n for n, way in ways.items() if not way.on_request and way.unsupported(*args, **kwargs) is None)
     elif why := _known(table, name).unsupported(*args, **kwargs):
         raise ValueError(f"{table.op}: impl={name!r} cannot serve this call: {why}; leave it out to use one that can")
     if _notes.value is not None:
-        reasons = {n: way.unsupported(*args, **kwargs) or "supported, later in the order" for n, way in ways.items()}
+        later = lambda way: "supported, where `use` names it" if way.on_request else "supported, later in the order"
+        reasons = {n: way.unsupported(*args, **kwargs) or later(way) for n, way in ways.items()}
         _notes.value.append(table.op + "".join(f"\n  {n}: {why}" for n, why in {**reasons, name: "chosen"}.items()))
     return ways[name]
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from fdel.ops import platform, quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.cpu import each_row
-from fdel.ops.dispatch import Implementation, operation
+from fdel.ops.dispatch import Implementation, kernel, operation
 from fdel.ops.mask import Mask, PerHead, begin, finish, online, scores
 
 LANES = 128  # numbers in a row of a TPU's registers
@@ -97,7 +97,10 @@ def _oldest(qi: Array, window: int) -> Array:
     return jnp.maximum(starts.min() - window + 1, 0)
 
 
-@operation("", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD, ragged=_RAGGED)
+@operation(
+    "", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD,
+    hopper=kernel("paged_attention_gpu", on_request=True), ragged=_RAGGED,
+)  # fmt: skip
 def paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
     mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,

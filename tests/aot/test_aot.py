@@ -3,6 +3,7 @@
 `make aot` runs these where the compilers are installed, and prints one row per program.
 """
 
+import re
 import time
 from collections import Counter
 
@@ -10,7 +11,7 @@ import pytest
 from aot_programs import FAMILIES, compiled, copies, floor, gathers, model, read_once, target, transposes, wide_products
 from tiny import TINY
 
-from fdel import aot, params, plan
+from fdel import aot, ops, params, plan
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -98,6 +99,19 @@ def test_a_trainer_hands_its_weights_over_in_parts(devices, chip, record_propert
     assert (
         c.temporaries <= (1.2 if devices > 1 else 0.25) * part
     )  # 0.2: one stacked weight, which is cast before it is cut
+
+
+@pytest.mark.aot
+def test_a_decode_step_compiles_with_the_kernel_for_pages(record_property):
+    """For H100, as machine code, in each layer; no copy of the cache for it."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    compiled.cache_clear()
+    with ops.use(paged_attention="hopper"):
+        c, cache = row(record_property, "llama-1b-h128", "decode", "h100", 1)
+    compiled.cache_clear()
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 1
+    assert copies(c.text, cache // 2 // 4) == 0
 
 
 @pytest.mark.aot
