@@ -128,7 +128,6 @@ def whole(out: Path, begin: Path) -> None:
     """The saved model and tokenizer load, differ from the start, and speak."""
     model, tok = models.load(out / "model", stacked=False), text.load(out / "model")
     start = models.load(begin, stacked=False)
-    model = model._replace(params=models.heads.inner(model.params))  # without a critic
     assert not np.allclose(model.params["layers"][0]["q"], start.params["layers"][0]["q"])
     assert len(serve.generate(model, [text.encode(tok, "What")], max_tokens=4)[0].tokens) > 0
 

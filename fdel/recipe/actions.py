@@ -102,7 +102,8 @@ def _tell(line: str) -> None:
 def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -> Path:
     """Write the model and its tokenizer to `<save_directory>/model` in hub layout, adapters as PEFT does.
 
-    With `lora.merge`, the model with its adapters merged goes to `<save_directory>/merged` too.
+    With `lora.merge`, the model with its adapters merged goes to `<save_directory>/merged` too. A policy with a critic is
+    written alone, and both together to `<save_directory>/critic`.
     """
     s, first = settle(recipe), jax.process_index() == 0
     out = Path(s.recipe.trainer.save_directory) / "model"
@@ -117,6 +118,9 @@ def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -
             if first:
                 text.save(tok, merged)
     else:
+        if models.heads.kind_of(model.params) == "value":  # whoever serves the policy has no use for its critic
+            models.save(model, out.with_name("critic"))
+            model = model._replace(params=models.heads.inner(model.params))
         models.save(model, out)
     whole = out.with_name("merged") if s.lora and s.lora.merge else out
     if first and s.method.head and (file := whole / "config.json").is_file():
