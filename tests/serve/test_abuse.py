@@ -357,10 +357,11 @@ def test_large_bodies_are_parsed_aside(running, monkeypatch):
 @rows("t20")
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
 def test_many_inputs_take_turns(running, monkeypatch, path):
-    """Another key is answered meanwhile, and who hangs up ends it between two inputs."""
-    embed, seen = running.served.engine.embed, []
+    """Another key is answered meanwhile, and who hangs up ends it between two rows of inputs, here of one."""
+    embed, seen = running.served.engine.embed_all, []
     slow = lambda *a, **k: (seen.append(1), time.sleep(0.02), embed(*a, **k))[-1]
-    monkeypatch.setattr(running.served.engine, "embed", slow)
+    monkeypatch.setattr(running.served.engine, "embed_all", slow)
+    monkeypatch.setattr(running.served.engine, "together", lambda ids: [[i] for i in range(len(ids))])
     texts_ = [f"a {i}" for i in range(500)]
     body = ROUTES[path] | ({"input": texts_} if path == "/v1/embeddings" else {"text_2": texts_})
     connections = []
