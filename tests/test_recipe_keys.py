@@ -101,7 +101,7 @@ def batch_of(kind: str) -> dict[str, Any]:
             for name in ("advantages", "old", "logps", "values", "returns")
         }
         return rows() | ({"better": np.arange(4) % 2 > 0} if pairs else more)
-    labels = (*shape, 12) if kind in ("prm", "token_classification") else (*shape, 1)
+    labels = (*shape, 12) if kind in ("prm", "token_classification", "question_answering") else (*shape, 1)
     batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})
     return batch | ({"label": np.arange(4) % 3 > 0, "kl": rows()} if kind in ("kto", "bco") else {})
 

@@ -16,6 +16,7 @@ FILES = (
     "preference",
     "reward",
     "classification",
+    "question",
     "distill",
     "embedding",
     "diffusion",

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from fdel import text
+from fdel.text.tokenizer import encoding
 from fdel.train.data.files import Row
 from fdel.train.data.rows import Draft, common, drafts
 from fdel.train.data.settings import Report, Settings, note
 from fdel.train.losses.reward_model import process_row
+from fdel.train.losses.spans import ENDS, STARTS
 from fdel.train.losses.stats import IGNORE
 
 NOT_A_PREFIX = "warning, the prompt's tokens are not the first of prompt and completion"
@@ -63,7 +65,7 @@ def encode_rows(
             report += note(_complaint(e, place, settings), place)
     between = [Draft(settings.separator, chat=True)] if settings.kind == "process" else []
     ids = _encode(tok, [*between, *(d for _, sides, _ in found for d in sides)])
-    ways = {"embedding": _documents, "process": _judged, "labelled": _labelled, "tagged": _tagged}
+    ways = {"embedding": _documents, "process": _judged, "labelled": _labelled, "tagged": _tagged, "spans": _span}
     finish = ways.get(settings.kind, _example)
     examples = []
     for place, sides, numbers in found:
@@ -254,6 +256,28 @@ def _tagged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings
     if not (labels >= 0).any():
         return None, f"no token to learn within length={settings.length}"
     return Example((np.asarray(e.ids[: settings.length], np.int32),), (labels,)), None
+
+
+def _span(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
+    """Finish an example of a question and a context, a pair of texts, with `STARTS` and `ENDS` at the answer's tokens.
+
+    Both stand at the first token of all where the context has no answer, as transformers' models learn it.
+    """
+    question, context = (d.text for d in sides)
+    e, answer = encoding(tok, (question, context), special=True), numbers["answer"]
+    labels = np.zeros(len(e.ids), np.int32)
+    if answer is None:
+        labels[0] = STARTS | ENDS
+    else:
+        begin, end = answer
+        inside = [
+            i for i, (first, last) in enumerate(e.offsets) if e.sequence_ids[i] == 1 and first < end and last > begin
+        ]
+        labels[inside[0]] |= STARTS
+        labels[inside[-1]] |= ENDS
+    if len(labels) > settings.length and (settings.overlong == "drop" or labels[settings.length :].any()):
+        return None, f"its answer is not within length={settings.length}"
+    return Example((np.asarray(e.ids[: settings.length], np.int32),), (labels[: settings.length],)), None
 
 
 def _judged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:

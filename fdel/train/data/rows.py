@@ -5,8 +5,8 @@ Columns, as in TRL: `text` | `messages` | `prompt` and `completion` | `input_ids
 `completion`, `label`, or a pair, for "unpaired"; `prompt`, or the messages before a last reply, for "prompt". Texts, or
 lists of messages; `tools` and `chat_template_kwargs` go to the template. Texts alone: `anchor` (or `query`), `positive` and
 `negative` for "embedding"; `prompt`, `completions` and `labels`, both lists, for "process"; `text`, `messages` or `prompt`,
-with `label` (or `labels`), for "labelled"; `tokens` (words) and `labels`, both lists, for "tagged". Labels are names or
-their numbers.
+with `label` (or `labels`), for "labelled"; `tokens` (words) and `labels`, both lists, for "tagged"; `question`, `context`
+and `answers` ({"text": [...], "answer_start": [...]}), as in SQuAD, for "spans". Labels are names or their numbers.
 """
 
 import dataclasses
@@ -58,6 +58,9 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
             (Draft(" ".join(words)),),
             {"words": words, "labels": [_class(x, settings.labels, IGNORE) for x in labels]},
         )
+    elif settings.kind == "spans":
+        question, context, answer = _answered(row)
+        yield (Draft(question), Draft(context)), {"answer": answer}
     elif settings.kind == "pairs" or paired:
         prompt, chosen, rejected = _pair(row)
         sides = _join(prompt, chosen, row, tok), _join(prompt, rejected, row, tok)
@@ -86,6 +89,20 @@ def _asked_of(row: Row) -> Any:
     if not messages:
         return None
     return messages[:-1] if messages[-1].get("role") == "assistant" else messages
+
+
+def _answered(row: Row) -> tuple[str, str, tuple[int, int] | None]:
+    """Find a question, its context, and where in this the first answer begins and ends, as SQuAD writes them."""
+    question, context = (_column(row, name) for name in ("question", "context"))
+    answers = row.get("answers") or {}
+    said, starts = (list(answers.get(name) or ()) for name in ("text", "answer_start"))
+    if not (isinstance(question, str) and isinstance(context, str)) or len(said) != len(starts):
+        raise ValueError("expected question and context as texts, and as many answers.text as answers.answer_start")
+    if not said:
+        return question, context, None
+    if not said[0] or context[starts[0] :][: len(said[0])] != said[0]:
+        raise ValueError(f"the context has no {said[0]!r:.40} at {starts[0]}; answer_start counts characters")
+    return question, context, (starts[0], starts[0] + len(said[0]))
 
 
 def _label(value: Any) -> bool:

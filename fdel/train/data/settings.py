@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 PLACES = 5  # of each complaint, how many rows a report shows
 COMPLAINTS = 20  # how many different ones it shows; messages may hold values from the rows
-PER_TOKEN = ("process", "tagged")  # kinds whose labels stand at tokens
+PER_TOKEN = ("process", "tagged", "spans")  # kinds whose labels stand at tokens
 
 CHOICES = {
-    "kind": ("sft", "pairs", "unpaired", "prompt", "embedding", "process", "labelled", "tagged"),
+    "kind": ("sft", "pairs", "unpaired", "prompt", "embedding", "process", "labelled", "tagged", "spans"),
     "problem": ("single_label_classification", "multi_label_classification", "regression"),
     "learn": ("auto", "all", "completion", "assistant"),
     "packing": (None, "first_fit", "best_fit", "best_fit_split", "wrapped"),
@@ -31,7 +31,8 @@ class Settings:
     """How rows become batches.
 
     kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "unpaired" (KTO, BCO); "prompt"; "embedding"; "process" (steps that
-              are judged one by one); "labelled" (texts) and "tagged" (words), which a classifier learns
+              are judged one by one); "labelled" (texts) and "tagged" (words), which a classifier learns; "spans" (answers
+              to questions that stand in a text)
     batch     rows of a step, of all processes and microbatches together
     length    the most tokens of a row; a longer sequence loses its end
     packing   None, one example per row; "first_fit" or "best_fit", whole examples; "best_fit_split", longer ones in parts;

@@ -29,13 +29,14 @@ from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
 from .reward_model import process_reward, reward
 from .sampled import adaptive_entropy, policy_gradient, policy_objective, policy_outputs, start_entropy, token_logps
+from .spans import question_answering
 from .supervised import dft, nll, sft
 from .unpaired import bco_objective, kto_objective
 from .value import ppo, token_values
 
 __all__ = [
     "sft", "nll", "dft", "distill", "sparse_distill", "Terms", "generalized_jsd", "soft_targets",
-    "classification", "token_classification", "masked_lm",
+    "classification", "token_classification", "question_answering", "masked_lm",
     "diffusion", "reward", "process_reward", "score_rows", "embedding", "info_nce", "triplet", "matryoshka",
     "sentence_embeddings", "first_token", "last_token", "mean_token", "completion_logps", "on_adapters", "dpo_objective",
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
