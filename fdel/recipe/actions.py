@@ -25,7 +25,7 @@ from fdel.train.rollout import Mixed
 
 
 class Result(NamedTuple):
-    """What training gave: the model with its trained parameters (adapters among them), where it is, the last metrics."""
+    """What training gave: the model as it is saved (adapters among its parameters, no critic), where it is, the last metrics."""
 
     model: models.Model
     directory: Path
@@ -88,7 +88,9 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
         model = model._replace(params=training.complete(final_params(s, state)))
     if dataset.batches is None:
         _tell(f"data: {dataset.report}")
-    return Result(model, export(s, model, tok), metrics.read(t.save_directory)[-1])
+    where, critic = export(s, model, tok), models.heads.kind_of(model.params) == "value"
+    model = model._replace(params=models.heads.inner(model.params)) if critic else model
+    return Result(model, where, metrics.read(t.save_directory)[-1])
 
 
 def _tell(line: str) -> None:

@@ -69,7 +69,7 @@ def engine_faults(recipe: Recipe, action: str) -> list[str]:
     """List what no engine can honour, whatever the action does with it."""
     method, cache = settle(recipe).method, recipe.quantization.kv_cache
     return check.when(
-        (method.head and action == "eval" and any(a.name == "train" for a in recipe.actions),
+        (method.head and not method.samples and action == "eval" and any(a.name == "train" for a in recipe.actions),
          f"actions.{action}: a model of trainer_type {method.name} writes no text; remove it"),
         (cache.quantization_method == "nf4",
          "quantization.kv_cache.quantization_method: nf4 is for weights; use 8bit or fp8"),

@@ -874,7 +874,7 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     for i, (prompt, ends, room) in enumerate((([5, 6, 8], [EOS], 9), ([9], [], 3))):
         s = serve.sampling_rows(requests[i : i + 1], [len(prompt)], [ends], [room], vocab=VOCAB)
         padded = np.array(prompt + [0] * (256 - len(prompt)), np.int32)
-        rows = program.admit(rows, np.int32(i), padded, np.int32(len(prompt)), s)
+        rows = program.admit(rows, np.int32(i), padded, np.int32(len(prompt)), np.bool_(False), s)
     none = np.iinfo(np.int32).max
     plan = np.array([[0, 0, 3, 1, 0, 0] + [none] * 3, [1, 0, 1, 1, 0, 1] + [none] * 3], np.int32)
     masks = jnp.zeros((2, -(-VOCAB // 32)), jnp.uint32)
