@@ -25,7 +25,7 @@ from fdel.train.rollout import Mixed
 
 
 class Result(NamedTuple):
-    """What training gave: the model as it is saved (adapters among its parameters, no critic), where it is, the last metrics."""
+    """What training gave: the model as it is saved (adapters in its parameters, no critic), where it is, last metrics."""
 
     model: models.Model
     directory: Path
