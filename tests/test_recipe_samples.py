@@ -334,6 +334,13 @@ def test_what_is_asked(folder, tmp_path, monkeypatch):
     assert {k: seen[k] for k in wanted} == wanted and seen["functions"] == ["even", "exact"]
 
 
+def test_what_learns_from_a_teacher_needs_no_rewards(folder, tmp_path):
+    found = recipe.to_dict(made(folder, tmp_path, "on_policy_distillation", environment={"path": "env.py:turn"}))
+    del found["trainer"]["reward_functions"]
+    rewards = samples.build_score(settled.settle(recipe.from_dict(found)), {}, str)([sample(0, 3), sample(1, 3)])
+    assert rewards.total.tolist() == [0, 0] and rewards.names == ()
+
+
 def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
     test_what_is_asked(folder, tmp_path, monkeypatch)
     tok = text.load(folder / "model")

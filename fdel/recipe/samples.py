@@ -191,8 +191,8 @@ def build_source(
 def build_score(
     s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str]
 ) -> Callable[[Sequence[Sample]], Rewards]:
-    """Build what rewards samples; without functions all rewards are 0."""
-    if not functions and s.keys.environment is None:
+    """Build what rewards samples; of types that have no rewards, they are 0."""
+    if not hasattr(s.keys, "reward_functions"):
         return lambda samples: Rewards(np.zeros((0, len(samples))), np.zeros(len(samples)), ())
     weights = [f.weight for f in s.keys.reward_functions]
     return partial(rewards.score, functions, decode=decode, weights=weights, timeout=s.keys.reward_timeout)
