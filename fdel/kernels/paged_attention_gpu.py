@@ -219,7 +219,8 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
     keys = lambda n, axis: gpu.broadcasted_iota(
         jnp.int32, (size, n) if axis == 0 else (ROWS, n), axis, layout=gpu.Layout.WGMMA
     )
-    low, high = (columns(gpu.load(x, (), layout=row), size) for x in (s.first_s, s.last_s))
+    load = gpu.load if jax.version.__version_info__ >= (0, 12) else lambda x, layout: gpu.load(x, (), layout=layout)
+    low, high = (columns(load(x, layout=row), size) for x in (s.first_s, s.last_s))
     whole = lambda shape, value, layout: gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
     def step(j: Any, carry: tuple) -> tuple:
@@ -243,7 +244,7 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
         @pl.when(first + size > last + 1)  # stale NaN times 0 would be NaN
         def _() -> None:
             seen = keys(width, 0) + first <= last
-            value = gpu.load(s.v_s.at[slot], (), layout=gpu.Layout.WGMMA)
+            value = load(s.v_s.at[slot], layout=gpu.Layout.WGMMA)
             s.v_s.at[slot][...] = jnp.where(seen, value, jnp.zeros_like(value))
             gpu.commit_smem()
 
