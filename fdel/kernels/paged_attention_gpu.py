@@ -216,9 +216,7 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
     size, width = s.k_s.shape[1:]
     row = gpu.Layout.WGMMA.reduce(1)
     columns = lambda x, n: jax.lax.broadcast_in_dim(x, (ROWS, n), [0])
-    keys = lambda n, axis: gpu.broadcasted_iota(
-        jnp.int32, (size, n) if axis == 0 else (ROWS, n), axis, layout=gpu.Layout.WGMMA
-    )
+    keys = lambda shape, axis: gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
     load = gpu.load if jax.version.__version_info__ >= (0, 12) else lambda x, layout: gpu.load(x, (), layout=layout)
     low, high = (columns(load(x, layout=row), size) for x in (s.first_s, s.last_s))
     whole = lambda shape, value, layout: gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -235,7 +233,7 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
         x = pl.run_scoped(products, gpu.ACC((ROWS, size), jnp.float32)) * how.scale
         if how.softcap is not None:
             x = jnp.tanh(x * (1 / how.softcap)) * how.softcap
-        ki = keys(size, 1) + first
+        ki = keys((ROWS, size), 1) + first
         x = jnp.where((ki >= low) & (ki <= high), x * LOG2E, NEG)
         new = jnp.maximum(top, x.max(axis=1))
         decay, p = jnp.exp2(top - new), jnp.exp2(x - columns(jnp.maximum(new, NEG / 2), size))
@@ -243,7 +241,7 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
 
         @pl.when(first + size > last + 1)  # stale NaN times 0 would be NaN
         def _() -> None:
-            seen = keys(width, 0) + first <= last
+            seen = keys((size, width), 0) + first <= last
             value = load(s.v_s.at[slot], layout=gpu.Layout.WGMMA)
             s.v_s.at[slot][...] = jnp.where(seen, value, jnp.zeros_like(value))
             gpu.commit_smem()
