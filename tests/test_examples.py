@@ -35,6 +35,7 @@ RATES = {
     "ppo": 1e-2,
     "rloo": 2e-2,
     "gkd": 3e-3,
+    "question_answering": 1e-2,
 } | dict.fromkeys(("dpo", "orpo", "kto", "reward", "prm", "embedding", "classification", "token_classification"), 1e-3)
 
 SAMPLED = ("grpo", "online_dpo", "ppo", "rloo", "tools")  # that learn from own samples
@@ -95,11 +96,12 @@ def curve(out: Path, name: str) -> np.ndarray:
 def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert EXAMPLES == [
         "chat", "classification", "diffusion", "distillation", "dpo", "embedding", "gkd", "grpo", "kto", "lora",
-        "masked_lm", "online_dpo", "orpo", "ppo", "prm", "qlora", "reward", "rloo", "sft", "token_classification", "tools",
+        "masked_lm", "online_dpo", "orpo", "ppo", "prm", "qlora", "question_answering", "reward", "rloo", "sft",
+        "token_classification", "tools",
     ]  # fmt: skip
     for name in EXAMPLES:
         assert recipe.faults(recipe.load(ROOT / "examples" / f"{name}.yaml")) == []
-    assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 120_000
+    assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 125_000
 
 
 @pytest.mark.slow
@@ -120,7 +122,7 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
         margin = margin if name == "reward" else margin - curve(out, "rewards/rejected")
         assert margin[-5:].mean() > margin[:3].mean() + LEAST_GAIN[name]
     checks = {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps, "diffusion": denoises}
-    checks |= {"masked_lm": denoises}
+    checks |= {"masked_lm": denoises, "question_answering": spans}
     (checks | dict.fromkeys(("classification", "token_classification"), classes)).get(name, whole)(out, start)
 
 
@@ -188,6 +190,21 @@ def steps(out: Path, begin: Path) -> None:
     with torch.no_grad():
         scores = model(torch.tensor([sum(ids, [])[:64]])).logits[0].softmax(-1)[:, 1]
     assert scores.shape == (min(64, sum(map(len, ids))),) and bool(scores.isfinite().all())
+
+
+def spans(out: Path, begin: Path) -> None:
+    """transformers reads the model, and gives its scores of first and last tokens of answers: 1e-4."""
+    assert curve(out, "exact_match")[-5:].mean() > 0.6
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    oracle = transformers.AutoModelForQuestionAnswering.from_pretrained(out / "model").eval()
+    model, tok = models.load(out / "model", dtype=jnp.float32), text.load(out / "model")
+    row = json.loads((ROOT / "examples" / "data" / "answers.jsonl").open().readline())
+    tokens = np.array([text.encode(tok, (row["question"], row["context"]))])
+    with torch.no_grad():
+        said = oracle(torch.tensor(tokens))
+    got = heads.outputs(model.params, llama.hidden(model.params["model"], tokens, model.cfg)[0])
+    np.testing.assert_allclose(got[..., 0], said.start_logits, atol=1e-4)
+    np.testing.assert_allclose(got[..., 1], said.end_logits, atol=1e-4)
 
 
 def classes(out: Path, begin: Path) -> None:

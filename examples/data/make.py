@@ -43,7 +43,8 @@ def write(name: str, rows: list[dict]) -> None:
 def main() -> None:
     """Write text.jsonl (paragraphs), chat.jsonl (questions), pairs.jsonl (right, wrong answers), steps.jsonl (judged).
 
-    Then labels.jsonl (to which type or module a sentence belongs), words.jsonl (which words are code).
+    Then labels.jsonl (to which type or module a sentence belongs), words.jsonl (which words are code), and
+    answers.jsonl (which of two sentences answers a question).
     """
     paragraphs = [re.sub(r"\s+", " ", p).strip() for name in sorted(topics) for p in topics[name].split("\n\n")]
     write("text.jsonl", [{"text": p} for p in paragraphs if 200 < len(p) < 600][::7])
@@ -65,12 +66,22 @@ def main() -> None:
     write("labels.jsonl", owned[::2])
     told = [p for p in paragraphs if 60 < len(p) < 200 and 2 < p.count('"') < 12 and re.fullmatch(QUOTED, p)]
     write("words.jsonl", [marked(p) for p in told[::6]])
+    short = [(n, t) for n, t in described().items() if len(t) < 50 and n.partition(".")[0] in OWNERS]
+    write("answers.jsonl", [answered(short[i : i + 2], i // 2 % 2) for i in range(0, len(short) - 1, 2)])
 
 
 def marked(paragraph: str) -> dict:
     """Make words with labels of a paragraph: code is what stands in quotes, which are left out."""
     parts = [(i % 2, word) for i, part in enumerate(paragraph.split('"')) for word in part.split()]
     return {"tokens": [word for _, word in parts], "labels": ["CODE" if quoted else "O" for quoted, _ in parts]}
+
+
+def answered(functions: list[tuple[str, str]], which: int) -> dict:
+    """Make a question about one of two functions; the answer stands in the text that describes both, as in SQuAD."""
+    name, answer = functions[which]
+    context = " ".join(f"{n}(): {t}" for n, t in functions)
+    start = context.index(f"{name}(): {answer}") + len(f"{name}(): ")
+    return {"question": f"What does {name}() do?", "context": context, "answers": {"text": [answer], "answer_start": [start]}}
 
 
 def judged(row: dict, turned: int) -> dict:
