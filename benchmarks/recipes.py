@@ -2,9 +2,10 @@
 
     python benchmarks/recipes.py [--runs 50] [--seed 0] [--devices 1] [--families llama,qwen3_moe] [--half]
 
-Trainer types, losses, optimizers, data and meshes are combined as no list of examples does it. A run file that `faults`
-refuses counts as refused. What else fails is printed with all its keys, as is a metric that is not finite, or that differs
-in the run that went on; the exit code is then 1. `--half` draws bfloat16 too. Needs the extra `test`, for the tiny models.
+Trainer types that learn from fixed data, losses, optimizers, data and meshes are combined as no list of examples does
+it. A run file that `faults` refuses counts as refused. What else fails is printed with all its keys, as is a metric that
+is not finite, or that differs in the run that went on; the exit code is then 1. `--half` draws bfloat16 too. Needs the
+extra `test`, for the tiny models.
 """
 
 import argparse
@@ -55,7 +56,7 @@ class Draw:
         for family in families:
             self._models(family)
         for part, count in (("a", 24), ("b", 12), ("held", 7)):
-            for kind in ("text", "completion", "pairs", "rated", "steps", "embedding", "labels", "words"):
+            for kind in ("text", "completion", "pairs", "rated", "steps", "embedding", "labels", "words", "answers"):
                 rows = [json.dumps(self._row(kind, i)) + "\n" for i in range(count)]
                 (root / f"{kind}-{part}.jsonl").write_text("".join(rows))
 
@@ -81,6 +82,10 @@ class Draw:
             return {"query": said(2), "positive": said(3), "negative": said(2) if i % 2 else None}
         if kind == "steps":
             return {"prompt": said(2), "completions": [said(2), said(1)], "labels": [i % 2 > 0, i % 3 > 0]}
+        if kind == "answers":
+            context, answer = said(1 + i % 4) + " ", said(1 + i % 2)
+            marked = {"text": [answer], "answer_start": [len(context)]}
+            return {"question": said(2), "context": context + answer, "answers": marked}
         if kind == "labels":
             return {"text": said(3 + i % 5), "label": i % 2}
         if kind == "words":
@@ -100,7 +105,8 @@ class Draw:
         from fdel.recipe import methods
         from fdel.recipe import trainer as known
 
-        rng, family, kind = self.rng, self.rng.choice(self.families), self.rng.choice(known.TYPES)
+        offline = [m for m in methods.types(samples=False) if m != "masked_lm"]  # of encoders; others need rewards
+        rng, family, kind = self.rng, self.rng.choice(self.families), self.rng.choice(offline)
         by = {f.name: f.metadata["by"] for f in dataclasses.fields(known.Trainer)}
         t = {k: v for k, v in self._some(TRAINER).items() if not by[k] or kind in by[k]}
         t |= self._some({"loss_type": LOSSES.get(kind, ())} if kind in LOSSES else {}, 0.6)
@@ -114,7 +120,8 @@ class Draw:
             t.pop("moments", None)
         t |= {"mask_token_id": VOCAB - 1} if kind in ("diffusion", "masked_lm") else {}
         data = {"reward": "pairs", "prm": "steps", "embedding": "embedding", "kto": "rated", "bco": "rated",
-                "classification": "labels", "token_classification": "words"}.get(kind)  # fmt: skip
+                "classification": "labels", "token_classification": "words",
+                "question_answering": "answers"}.get(kind)  # fmt: skip
         t |= {"labels": ["short", "long"]} if data in ("labels", "words") else {}
         data = data or ("pairs" if kind in ("dpo", "cpo", "simpo", "orpo") else rng.choice(["text", "completion"]))
         mixture = self._some(MIXTURE)

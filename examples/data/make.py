@@ -81,7 +81,11 @@ def answered(functions: list[tuple[str, str]], which: int) -> dict:
     name, answer = functions[which]
     context = " ".join(f"{n}(): {t}" for n, t in functions)
     start = context.index(f"{name}(): {answer}") + len(f"{name}(): ")
-    return {"question": f"What does {name}() do?", "context": context, "answers": {"text": [answer], "answer_start": [start]}}
+    return {
+        "question": f"What does {name}() do?",
+        "context": context,
+        "answers": {"text": [answer], "answer_start": [start]},
+    }
 
 
 def judged(row: dict, turned: int) -> dict:
