@@ -217,7 +217,8 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
     row = gpu.Layout.WGMMA.reduce(1)
     columns = lambda x, n: jax.lax.broadcast_in_dim(x, (ROWS, n), [0])
     keys = lambda shape, axis: gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
-    load: Any = gpu.load if jax.version.__version_info__ >= (0, 12) else lambda x, layout: gpu.load(x, (), layout=layout)
+    index: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # of all, which older ones ask for
+    load = lambda x, layout: gpu.load(x, *index, layout=layout)
     low, high = (columns(load(x, layout=row), size) for x in (s.first_s, s.last_s))
     whole = lambda shape, value, layout: gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
