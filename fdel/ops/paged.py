@@ -76,7 +76,7 @@ def _load(pages: Array, scales: Array | None, layer: Any, ids: Array, dtype: Any
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _spread(q: Array, side: int) -> Array:
+def spread(q: Array, side: int) -> Array:
     """Lay queries [b K s*G q H] out for rows of `side` heads, [b K s*G q s*H]: zeros beside each head's own channels.
 
     Cut and joined: XLA:TPU takes six times a layer's largest product to sum over a diagonal of 64 channels.
@@ -86,7 +86,7 @@ def _spread(q: Array, side: int) -> Array:
     return jnp.concatenate([jnp.pad(x, place(i)) for i, x in enumerate(jnp.split(q, side, 2))], 2)
 
 
-def _gathered(out: Array, side: int) -> Array:
+def gathered(out: Array, side: int) -> Array:
     """Take each head's own channels, [b K s*G q s*H] -> [b K s*G q H]."""
     return jnp.concatenate([jnp.split(x, side, -1)[i] for i, x in enumerate(jnp.split(out, side, 2))], 2)
 
@@ -99,7 +99,8 @@ def _oldest(qi: Array, window: int) -> Array:
 
 @operation(
     "", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD,
-    hopper=kernel("paged_attention_gpu", on_request=True), ragged=_RAGGED,
+    hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu", on_request=True),
+    ragged=_RAGGED,
 )  # fmt: skip
 def paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
@@ -121,7 +122,7 @@ def paged_attention(
     side = channels // q.shape[-1]  # heads in a row; a query is zero where its row holds other heads
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
     values = (q.shape[-1] if v_dim is None else v_dim) * side
-    q = q if side == 1 else _spread(q, side)
+    q = q if side == 1 else spread(q, side)
 
     def some(q: Array, qi: Array, table: Array) -> Array:
         """Attend from some of the blocks."""
@@ -149,5 +150,5 @@ def paged_attention(
         return finish(carry)[0].astype(q.dtype)
 
     out = each_row(some, q, qi, table, loop=steps > 1)
-    out = out if side == 1 else _gathered(out, side)
+    out = out if side == 1 else gathered(out, side)
     return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, out.shape[-1])

@@ -1,0 +1,80 @@
+"""Attention over pages by a formula: ragged sequences, NaN where no token is, a huge key before what a query sees."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdel.ops.batch import Paged, Pages
+from fdel.ops.mask import Mask
+
+
+class Sizes(NamedTuple):
+    """Of a cache: key heads, channels of a head, heads in a row, tokens of a page, pages of a sequence."""
+
+    kv_heads: int
+    head_dim: int
+    side: int
+    page: int
+    width: int
+
+
+class Case(NamedTuple):
+    """A call of `paged_attention` on layer 1, and what it gives for tokens of sequences."""
+
+    batch: Paged
+    cache: Pages
+    q: jax.Array
+    sinks: jax.Array
+    want: np.ndarray  # [T N H] in float64
+    real: np.ndarray  # [T]: not padding, of which only padding of an empty block has a value
+
+
+def formula(q, k, v, position: int, mask: Mask, sink: float) -> np.ndarray:
+    """Attend from one head of one token to its sequence's keys and values [tokens H], in float64."""
+    first = max(0, position - (mask.window or position + 1) + 1)
+    first = first if mask.chunk is None else max(first, position // mask.chunk * mask.chunk)
+    seen = slice(first, position + 1)
+    s = k[seen] @ q * mask.scale
+    s = np.append(s if mask.softcap is None else mask.softcap * np.tanh(s / mask.softcap), sink)
+    p = np.exp(s - s.max())
+    return (p / p.sum())[:-1] @ v[seen]
+
+
+def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtype, sinks: bool = True) -> Case:
+    """Sequences of (length, new tokens) in blocks of `block`; none has pages 0 and 1, whose layer 0 is NaN as well."""
+    r = np.random.default_rng(0)
+    kv_heads, dim, side, page, width = sizes
+    blocks = [(i, j) for i, (_, new) in enumerate(sequences) for j in range(0, max(new, 1), block)]
+    total = len(sequences) * width + 2
+    draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), dtype), np.float64)
+    k, v = (np.full((2, total, kv_heads // side, page, dim * side), np.nan) for _ in range(2))
+    table, free = np.full((len(blocks), width), total), iter(r.permutation(total))
+    q, sink = draw(len(blocks) * block, heads, dim), r.normal(size=heads) if sinks else np.full(heads, -np.inf)
+    positions, want, past = np.full((len(blocks), block), -1), np.zeros(q.shape), []
+    for i, (length, new) in enumerate(sequences):
+        past.append((draw(length, kv_heads, dim), draw(length, kv_heads, dim)))
+        if mask.window and length > mask.window + new:
+            past[-1][0][length - mask.window - new] = 1e4
+        mine = [b for b, (sequence, _) in enumerate(blocks) if sequence == i]
+        for j in range(-(-length // page)):
+            table[mine, j], part = next(free), slice(j * page, (j + 1) * page)
+            for pages, x in zip((k, v), past[-1], strict=True):
+                rows = x[part].reshape(-1, kv_heads // side, dim * side)
+                pages[1, table[mine[0], j], :, : len(rows)] = rows.swapaxes(0, 1)
+    for b, (i, j) in enumerate(blocks):
+        length, new = sequences[i]
+        for t in range(min(block, new - j)):
+            positions[b, t] = length - new + j + t
+            for n in range(heads):
+                keys, values = (x[:, n * kv_heads // heads] for x in past[i])
+                row = b * block + t
+                want[row, n] = formula(q[row, n], keys, values, positions[b, t], mask, sink[n])
+    ints = lambda x: jnp.asarray(x, jnp.int32)
+    batch = Paged(ints(positions.reshape(-1)), ints(table), ints([i for i, _ in blocks]), block)
+    arrays = (jnp.asarray(x, dtype) for x in (k, v))
+    return Case(
+        batch, Pages(*arrays), jnp.asarray(q, dtype), jnp.asarray(sink, jnp.float32), want, positions.ravel() >= 0
+    )

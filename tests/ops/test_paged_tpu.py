@@ -1,0 +1,94 @@
+"""The TPU kernel for attention over pages, interpreted with a detector of races, against a formula in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from fdel import ops
+from fdel.kernels import paged_attention_tpu as kernel
+from fdel.ops.batch import Paged, Pages
+from fdel.ops.paged import paged_attention
+from fdel.ops.platform import tracing_for
+from tests.ops.paged_cases import Sizes, case
+
+RACES = pltpu.InterpretParams(detect_races=True)
+
+
+def error(monkeypatch, keys: int, c, mask, sinks: bool = True, how=RACES) -> float:
+    """Largest difference from the formula, in tokens of sequences; `keys` are attended to at a time."""
+    monkeypatch.setattr(kernel, "KEYS", keys)
+    with tracing_for("tpu"), ops.use(paged_attention="mosaic"), pltpu.force_tpu_interpret_mode(how):
+        got = paged_attention(c.batch, c.cache, jnp.int32(1), c.q, mask=mask, sinks=c.sinks if sinks else None)
+    return float(np.abs(np.asarray(got, np.float64) - c.want)[c.real].max())  # NaN if any number is
+
+
+CALLS = {
+    "decode": (Sizes(2, 64, 2, 16, 4), 1, 4, [(50, 1), (0, 0), (33, 1), (64, 1)], {"window": 20, "softcap": 20.0}),
+    "chunks": (Sizes(1, 128, 1, 8, 6), 8, 3, [(30, 19), (9, 9), (0, 0), (41, 5)], {"chunk": 16}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("decode", jnp.float32, 2e-6),
+        ("chunks", jnp.float32, 5e-6),
+        pytest.param("chunks", jnp.bfloat16, 0.02, marks=pytest.mark.matrix),
+    ],
+)
+def test_attention_over_pages_equals_a_formula(name, dtype, tolerance, monkeypatch, capsys):
+    """Runs of several tokens in a tile, rows without tokens, groups of pages that end early; with sinks in the first.
+
+    The largest outputs are 3; seen: 6e-7, 2e-6 and 0.01."""
+    sizes, block, heads, sequences, spec = CALLS[name]
+    sizes, mask = sizes._replace(page=16) if dtype == jnp.bfloat16 else sizes, ops.Mask(0.3, **spec)
+    c = case(sizes, block, heads, sequences, mask, dtype, sinks=name == "decode")
+    assert error(monkeypatch, 32 if name == "decode" else 16, c, mask, name == "decode") < tolerance
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_a_planted_race_is_found(monkeypatch, capsys):
+    """So that no race above means something: nothing waits for the pages."""
+    fetch = kernel._fetch
+    monkeypatch.setattr(kernel, "_fetch", lambda *a, wait=False: None if wait else fetch(*a))
+    c = case(Sizes(1, 128, 1, 8, 2), 1, 1, [(16, 1)], ops.Mask(0.3), jnp.float32)
+    try:
+        error(
+            monkeypatch, 8, c, ops.Mask(0.3), how=pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+        )
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    assert "RACE DETECTED" in "".join(capsys.readouterr())
+
+
+REASONS = [
+    ({"platform": "gpu"}, "written for TPUs"),
+    ({"dtype": jnp.float16}, "bfloat16 and float32"),
+    ({"size": 8}, "pages of 8"),
+    ({"dim": 96}, "rows of 96"),
+    ({"alibi": jnp.zeros(8)}, "alibi"),
+    ({"v_dim": 32}, "latent"),
+    ({"width": 2**16}, "a page table of"),
+    ({}, None),
+    ({"dim": 64}, None),
+]
+
+
+@pytest.mark.parametrize(("call", "reason"), REASONS, ids=str)
+def test_the_kernel_says_what_it_cannot_serve(call, reason):
+    dim, dtype = call.get("dim", 128), call.get("dtype", jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, 8, dim), dtype)
+    pages = jax.ShapeDtypeStruct((2, 5, 2, call.get("size", 64), 128 if dim == 64 else dim), dtype)
+    cache = Pages(pages, None if "v_dim" in call else pages)
+    batch = Paged(jnp.zeros(2, int), jax.ShapeDtypeStruct((2, call.get("width", 2)), int), jnp.arange(2), 1)
+    given = dict(mask=ops.Mask(0.1), alibi=call.get("alibi"), v_dim=call.get("v_dim"))
+    with tracing_for(call.get("platform", "tpu")):
+        if reason is None:
+            with ops.use(paged_attention="mosaic"):
+                assert "mosaic: chosen" in ops.explain(paged_attention, batch, cache, 0, q, **given)
+        else:
+            assert reason in kernel.unsupported(batch, cache, 0, q, **given)
