@@ -225,13 +225,13 @@ def _attend(r: Any, mask: Mask, tokens: int, at: Any, slot: Any, first: Any) -> 
     rows, keys, end = r.q.shape[1], group * size, start + count
 
     @pl.when(first + keys > end)  # what is there may be NaN, and that times 0 too
-    def _() -> None:
-        def clear(i: Any, _: None) -> None:
+    def clear() -> None:
+        def page(i: Any, _: None) -> None:
             ki = jax.lax.broadcasted_iota(jnp.int32, (heads, size, width), 1) + first + i * size
             value = r.v_s[slot, i]
             r.v_s[slot, i] = jnp.where(ki < end, value, jnp.zeros_like(value))
 
-        jax.lax.fori_loop((end - first) // size, group, clear, None)
+        jax.lax.fori_loop((end - first) // size, group, page, None)
 
     token = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(tokens)) - index
     qi = start + token
