@@ -39,14 +39,16 @@ ARROWS = {
     "params": ["params", "ops.weights"],
     "models": ["models", "params", "ops"],
     "text": ["text"],
-    "serve": ["serve", "params", "ops", "models", "text"],
-    "train": ["train", "params", "ops", "models", "serve", "text"],
+    "media": ["media"],
+    "serve": ["serve", "params", "ops", "models", "text", "media"],
+    "train": ["train", "params", "ops", "models", "serve", "text", "media"],
 }
 TARGET = "fdel/ops/platform.py"  # says which platform is traced for; what the process runs on is no answer
 LAUNCHERS = "fdel/train/processes.py"  # reads who started this process: nothing else says it
 # These run without jax and aiohttp.
 HOST_ONLY = {
     "text",
+    "media",
     "serve.engine.pages",
     "serve.engine.schedule",
     "serve.server.openai",
@@ -72,6 +74,7 @@ OPTIONAL |= {
     "math_verify",
     "openai",
     "referencing",
+    "soundfile",
     "transformers",
     "wandb",
 }  # not in the core install
