@@ -150,9 +150,9 @@ def samples(data: bytes, form: Format) -> np.ndarray:
 
 @functools.lru_cache(16)
 def lowpass(up: int, down: int) -> np.ndarray:
-    """Design the filter of a change of rate by up / down: a sinc in a Kaiser window, float64[2 half + 1] at `up` times the rate.
+    """Design the filter of a change of rate by up / down: a sinc in a Kaiser window, float64[2 half + 1].
 
-    Its cutoff is the lower of both Nyquist frequencies, less the half of what the window makes it wide.
+    It is at `up` times the rate. Its cutoff is the lower of both Nyquist frequencies, less half the width of its slope.
     """
     wide = max(up, down)
     half = ZEROS * wide
