@@ -136,7 +136,7 @@ def samples(data: bytes, form: Format) -> np.ndarray:
     """Give the samples that a header describes, the mean of the channels: float32[samples] in [-1, 1]."""
     raw = np.frombuffer(data, np.uint8, form.size, form.start)
     if form.kind == FLOAT:
-        x = raw.view(f"<f{form.bits // 8}").astype(np.float32)
+        x: np.ndarray = raw.view(f"<f{form.bits // 8}").astype(np.float32)
     elif form.bits == 8:  # alone without a sign
         x = (raw.astype(np.float32) - 128) / 128
     elif form.bits == 24:

@@ -48,6 +48,7 @@ SHARED = (
     "rope",
     "sublayers",
 )  # files here that are not families
+HEARS = ("whisper",)  # families of functions of their own: what goes in is a sound
 LONGEST = 16 * 2**20  # bytes of a config.json
 
 
@@ -67,7 +68,7 @@ def families() -> list[str]:
     >>> "llama" in models.families()
     True
     """
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in SHARED)
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in (*SHARED, *HEARS))
 
 
 def family(model_type: str) -> ModuleType:
@@ -85,6 +86,9 @@ def family(model_type: str) -> ModuleType:
     registered = {e.name: e for e in entry_points(group="fdel.models")}
     if name in registered:
         return protocol.check(registered[name].load())
+    if name in HEARS:
+        use = f"load it with models.load(path, family=fdel.models.{name}), serve it with `fdel serve --hear`"
+        raise ConfigError(f"config field 'model_type': found {name!r}, which writes down sounds; {use}")
     found = f"found {show(model_type)}, not a family of this version"
     raise ConfigError(f"config field 'model_type': {found}; it has {', '.join([*families(), *registered])}")
 
@@ -100,7 +104,10 @@ def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any
         d = json.loads(file.read_bytes()) if single is None else gguf.config(single)
         if not isinstance(d, dict):
             raise ConfigError(f"found {show(d)}, expected an object")
-        module = family(d.get("model_type", "(absent)")) if family_ is None else protocol.check(family_)
+        if family_ is None:
+            module = family(d.get("model_type", "(absent)"))
+        else:
+            module = family_ if getattr(family_, "MODEL_TYPE", None) in HEARS else protocol.check(family_)
         return module, module.Config.from_hf(d), d
     except P.CheckpointError:
         raise
