@@ -1,10 +1,11 @@
 """A GRPO step against TRL's GRPOTrainer on the same checkpoint, in the same run, in turn. CPU, float32.
 
-    python benchmarks/rl.py [--steps 3] [--groups 4] [--trl PYTHONPATH] [--out FILE.md]
+    python benchmarks/rl.py [--steps 3] [--groups 4] [--prompt 32] [--trl PYTHONPATH] [--out FILE.md]
 
-The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt of 32, one optimizer step
-of four microbatches, no reference. TRL generates with transformers (it has no engine on CPU); each side's first step,
-which compiles, is not counted. TRL is used if this Python has it, or finds it in `--trl`.
+The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt, one optimizer step of four
+microbatches, no reference. Samples share their prompt: eight in the engine's cache, four in a row that is learnt. TRL
+generates with transformers (it has no engine on CPU); each side's first step, which compiles, is not counted. TRL is used
+if this Python has it, or finds it in `--trl`.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from model import CONFIG
 
-SAMPLES, PROMPT, NEW, PARTS = 8, 32, 64, 4
+SAMPLES, NEW, PARTS = 8, 64, 4
 
 
 def checkpoint(folder: Path) -> None:
@@ -39,13 +40,13 @@ def checkpoint(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def prompts(count: int) -> list[str]:
+def prompts(count: int, length: int) -> list[str]:
     import numpy as np
 
-    return [" ".join(f"w{i}" for i in row) for row in np.random.default_rng(0).integers(4, 32000, (count, PROMPT))]
+    return [" ".join(f"w{i}" for i in row) for row in np.random.default_rng(0).integers(4, 32000, (count, length))]
 
 
-def ours(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
+def ours(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, float]]:
     """Seconds of each step, by what they were spent on."""
     import jax
     import numpy as np
@@ -56,7 +57,7 @@ def ours(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
     from fdel.train.rollout import Task, advantages, collate, rollout
 
     model, tok = models.load(folder, dtype=np.float32), text.load(folder)
-    settings = Settings(rows=groups * SAMPLES, max_length=PROMPT + NEW, decode_steps=8)
+    settings = Settings(rows=groups * SAMPLES, max_length=length + NEW, decode_steps=8)
     engine = Engine(model, settings, eos=[1])
     optimizer = train.optim.adamw(1e-6)
     g = train.grads(losses.policy_gradient(*model[:2], losses.Policy()))
@@ -64,7 +65,7 @@ def ours(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
     step = jax.jit(step, donate_argnums=0, compiler_options=train.compiler_options())
     state, found = train.init_state(model.params, optimizer), []
     del model
-    ask, every = SamplingParams(max_tokens=NEW, temperature=1.0), prompts(groups * steps)
+    ask, every = SamplingParams(max_tokens=NEW, temperature=1.0), prompts(groups * steps, length)
     for i in range(steps):
         at = [time.perf_counter()]
         texts = every[i * groups : (i + 1) * groups]
@@ -72,7 +73,8 @@ def ours(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
         samples = rollout(engine, tasks, ask, samples=SAMPLES)
         at.append(time.perf_counter())
         reward = np.array([float(s.completion[0] % 7) for s in samples])
-        state, metrics = step(state, collate(samples, advantages.grouped(reward, SAMPLES), length=PROMPT + NEW))
+        row = length + SAMPLES // 2 * (NEW + 1)
+        state, metrics = step(state, collate(samples, advantages.grouped(reward, SAMPLES), length=row, shared=True))
         jax.block_until_ready((state, metrics))
         at.append(time.perf_counter())
         engine.update_params(state.params)
@@ -83,7 +85,7 @@ def ours(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
     return found
 
 
-def theirs(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
+def theirs(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, float]]:
     """Seconds of each step of TRL."""
     import torch
     import transformers
@@ -109,7 +111,7 @@ def theirs(folder: Path, steps: int, groups: int) -> list[dict[str, float]]:
     reward = lambda completion_ids, **_: [float(x[0] % 7) for x in completion_ids]
     trainer = trl.GRPOTrainer(
         model, reward_funcs=reward, args=config, callbacks=[Clock()],
-        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts(groups * steps)]),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts(groups * steps, length)]),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
     )  # fmt: skip
     trainer.train()
@@ -120,19 +122,23 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--steps", type=int, default=3)
     ask.add_argument("--groups", type=int, default=4)
+    ask.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     ask.add_argument("--trl", default="")
     ask.add_argument("--out", type=Path)
     ask.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     ask.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = ask.parse_args()
     if args.side:
-        print(json.dumps({"ours": ours, "theirs": theirs}[args.side](args.folder, args.steps, args.groups)))
+        print(
+            json.dumps({"ours": ours, "theirs": theirs}[args.side](args.folder, args.steps, args.groups, args.prompt))
+        )
         return
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         checkpoint(Path(name))
         for side in ("ours", "theirs"):  # each in a process of its own, with the machine to itself
             more = ["--side", side, "--folder", name, "--steps", str(args.steps), "--groups", str(args.groups)]
+            more += ["--prompt", str(args.prompt)]
             env = os.environ | {
                 "PYTHONPATH": os.pathsep.join(filter(None, [args.trl, os.environ.get("PYTHONPATH", "")]))
             }

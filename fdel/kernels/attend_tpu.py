@@ -24,7 +24,9 @@ def unsupported(
     if q.shape[1] % LANES or k.shape[1] % LANES:
         return f"rows of {q.shape[1]} and {k.shape[1]} tokens; expected multiples of {LANES}"
     if where.k_segments is not None:
-        return "hidden keys: a query that sees none would get the mean of all values"
+        return (
+            "keys with segments of their own, hidden or of a prompt that samples share: it has one number for a token"
+        )
     if where.q_start is not None:
         return "parts of a row whose place is computed; its masks are static"
     given = (name for name, x in (("alibi slopes", alibi), ("a bias", bias)) if x is not None)

@@ -148,6 +148,8 @@ def attend(
     if isinstance(batch, Packed):
         if carry.pages is not None:
             raise ValueError("a Packed batch leaves no keys and values in Pages; use a Paged batch, or state None")
+        if batch.prefix_ids is not None and (why := _no_prefix(mask, alibi, bias)):
+            raise ValueError(f"Packed.prefix_ids: {why}")
         batch = batch if mask.chunk is None else _in_chunks(batch, mask.chunk)
         kwargs: dict[str, Any] = {"sinks": sinks, "alibi": alibi, "bias": bias}
         q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))
@@ -174,6 +176,17 @@ def attend(
     if pool is not None:
         pages = (*carry.pages[:pool], pages, *carry.pages[pool + 1 :])
     return out, carry.remember(pages=pages)
+
+
+def _no_prefix(mask: Mask, alibi: PerHead, bias: Bias) -> str | None:
+    """Say why `Packed.prefix_ids` cannot be served, or None."""
+    whys = {
+        "this attention sees later tokens": not mask.causal,
+        "this attention has a window or chunks, counted in places of the row": mask.window or mask.chunk,
+        "alibi or another bias counts places of the row": alibi is not None or bias is not None,
+    }
+    found = next((why for why, so in whys.items() if so), None)
+    return found and f"{found}; leave prefix_ids out, so that each sample has its own prompt"
 
 
 def attend_slot(batch: Batch, q: Queries, k: Keys, v: Values, slot: tuple[Array, Array], *, mask: Mask) -> Array:

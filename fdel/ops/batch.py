@@ -24,16 +24,24 @@ class Packed:
 
     Tokens see each other only inside a segment. Segment ids rise along a row; padding has an id of its own (or -1).
     With `key_segment_ids` queries see the keys that have their id there: `mask.HIDDEN` hides one from all, its own too.
+    With `prefix_ids` a token also sees the keys of the segment of that id, which stands before its own in the row: several
+    samples go on from one prompt, computed once; -2 names none. Positions go on too. Only causal attention can do that.
     `single`: every row is one sequence, with padding at its end only; kernels that know lengths alone can serve that.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     key_segment_ids: Int[Array, "B T"] | None = None
+    prefix_ids: Int[Array, "B T"] | None = None
     single: bool = field(default=False, metadata={"static": True})
 
-    # Segment ids as attention takes them.
-    where = property(lambda self: Where(self.segment_ids, self.key_segment_ids, single=self.single))
+    @property
+    def where(self) -> Where:
+        """Segment ids as attention takes them; with prefixes a query has two."""
+        if self.prefix_ids is None:
+            return Where(self.segment_ids, self.key_segment_ids, single=self.single)
+        keys = self.segment_ids if self.key_segment_ids is None else self.key_segment_ids
+        return Where(jnp.stack([self.segment_ids, self.prefix_ids], -1), keys)
 
 
 @register

@@ -59,12 +59,12 @@ class Mask:
 class Where:
     """Which tokens of a row queries and keys are: their segments, and the indices in the row of the first of each.
 
-    Without `k_segments` keys have the segments of the queries. Without starts both are the whole row: a kernel whose
+    Without `k_segments` keys have the segments of the queries, which may then not have two. Without starts both are the whole row: a kernel whose
     masks are static can serve that. Starts are arrays where a row is divided between devices. `single`: a row is one
     sequence, with padding at its end only.
     """
 
-    q_segments: Int[Array, "B T"]
+    q_segments: Int[Array, "B T"] | Int[Array, "B T 2"]
     k_segments: Int[Array, "B S"] | None = None
     q_start: Int[Array, ""] | None = None
     k_start: Int[Array, ""] | None = None
@@ -76,8 +76,8 @@ class Where:
 
 
 def visible(m: Mask, qi: Array, ki: Array, qs: Array, ks: Array) -> Bool[Array, "B q s"]:
-    """Tell which keys each query sees, from indices in the row [q], [s] and segment ids [B q], [B s]."""
-    seen = qs[:, :, None] == ks[:, None, :]
+    """Tell which keys each query sees, from indices in the row [q], [s] and segment ids [B q] or [B q 2], [B s]."""
+    seen = qs[:, :, None] == ks[:, None, :] if qs.ndim == 2 else (qs[:, :, None] == ks[:, None, :, None]).any(-1)
     distance = ki[None, :] - qi[:, None]
     back, ahead = m.reach
     if ahead is not None:

@@ -36,9 +36,9 @@ def recur(
     """
     carry = carry or Carry()
     if isinstance(batch, Packed):
-        if batch.key_segment_ids is not None:
-            why = "hides keys of attention; a recurrent layer has none, leave them out"
-            raise ValueError(f"Packed.key_segment_ids {why}")
+        if batch.key_segment_ids is not None or batch.prefix_ids is not None:
+            why = "say what attention sees; a recurrent layer has no keys, leave them out"
+            raise ValueError(f"Packed.key_segment_ids and prefix_ids {why}")
         change = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
         starts = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
         valid = batch.segment_ids >= 0

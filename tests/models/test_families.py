@@ -113,7 +113,9 @@ def test_a_hidden_token_changes_no_other(case, name):
 def test_recurrent_layers_hide_no_key(case, name):
     m, tokens = case(name).model, jnp.asarray(case(name).tokens)
     batch = ops.packed(tokens)
-    with pytest.raises(ValueError, match="Packed.key_segment_ids hides keys of attention; a recurrent layer has none"):
+    with pytest.raises(
+        ValueError, match="Packed.key_segment_ids and prefix_ids say what attention sees; a recurrent layer has no keys"
+    ):
         suite.full(m, tokens, dataclasses.replace(batch, key_segment_ids=batch.segment_ids))
     recipe.build_objective(recipe.Recipe(), m)
     with pytest.raises(

@@ -53,7 +53,7 @@ def inputs(t=23, heads=4, kv=2, dim=8, v_dim=6, seed=0):
     return q, k, v, segments, r.normal(size=heads), 0.1 + r.random(heads)
 
 
-def oracle(q, k, v, segments, mask, sinks=None, alibi=None, bias=None, keys=None, dout=None):
+def oracle(q, k, v, segments, mask, sinks=None, alibi=None, bias=None, keys=None, dout=None, prefix=None):
     """Token by token in float64; with dout also the gradients of (q, k, v), derived by hand."""
     out, keys = np.zeros((*q.shape[:3], v.shape[-1])), segments if keys is None else keys
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
@@ -62,7 +62,7 @@ def oracle(q, k, v, segments, mask, sinks=None, alibi=None, bias=None, keys=None
         seen = [
             j
             for j in range(k.shape[1])
-            if segments[b, i] == keys[b, j]
+            if (segments[b, i] == keys[b, j] or (prefix is not None and prefix[b, i] == keys[b, j]))
             and (j <= i or not mask.causal)
             and (mask.window is None or abs(i - j) < mask.window)
         ]
@@ -377,6 +377,35 @@ def test_hidden_keys_are_seen_by_no_query(kind, variant):
         taps = ops.Taps(attention=ops.attention_weights((0,), q.shape[2], segments.shape))
         _, seen = ops.attend(batch, ops.Carry(taps=taps), 0, *map(f32, (q, k, v)), mask=mask, **given)
         np.testing.assert_allclose(seen.taps.attention.values[0], weights, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_samples_go_on_from_one_prompt(kind):
+    """Segments 1 and 2 see segment 0 too, 4 sees 3; values and gradients against the formula."""
+    mask, (q, k, v), _, sinks, *_ = case("sinks", T)
+    mask = dataclasses.replace(mask, softcap=2.0)
+    segments = np.stack([np.repeat([0, 1, 2, 3, 4, -1], [4, 3, 2, 2, 3, 2]), np.zeros(T, int)])
+    prefix = np.select([np.isin(segments, (1, 2)), segments == 4], [0, 3], -2)
+    prefix[1] = -2
+    dout = np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[-1]))
+    want, *grads = oracle(q, k, v, segments, mask, sinks, dout=dout, prefix=prefix)
+    assert np.abs(want - oracle(q, k, v, segments, mask, sinks)).max() > 0.25
+    batch = Packed(*(jnp.asarray(x, jnp.int32) for x in (0 * segments, segments)), prefix_ids=jnp.asarray(prefix))
+    run = lambda *a, **more: ops.attend(batch, None, 0, *a, mask=mask, impl=kind, sinks=f32(sinks), **more)[0]
+    with jax.set_mesh(make_mesh(PACKED_KINDS[kind])) if PACKED_KINDS[kind] else contextlib.nullcontext():
+        got = jax.jit(lambda *a: (run(*a), *jax.vjp(run, *a)[1](f32(dout))))(*map(f32, (q, k, v)))
+    for a, b in zip(got, (want, *grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+    with pytest.raises(ValueError, match="alibi"):
+        run(*map(f32, (q, k, v)), alibi=f32(np.ones(4)))
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"window": 3}, {"chunk": 4}])
+def test_what_cannot_go_on_from_a_prompt_says_so(change):
+    mask, qkv, segments, *_ = case("causal", T)
+    batch = Packed(jnp.zeros((2, T), int), jnp.asarray(segments), prefix_ids=jnp.full((2, T), -2))
+    with pytest.raises(ValueError, match=r"Packed.prefix_ids: .*leave prefix_ids out"):
+        ops.attend(batch, None, 0, *map(f32, qkv), mask=dataclasses.replace(mask, **change))
 
 
 @pytest.mark.parametrize("impl", ["flash", SHORT])

@@ -144,18 +144,25 @@ def test_an_environment_that_waits_or_raises(engine):
 
 def test_packed_rows_learn_the_same(engine, weights):
     """The loss and its gradient, to rounding; samples that are not learnt and those with an error count for nothing."""
-    samples = rollout(engine, small.tasks(6), ANY, samples=4)
+    every = [Task(i, (2 + i, *t.prompt * 2)) for i, t in enumerate(small.tasks(6))]
+    samples = rollout(engine, every, ANY, samples=4)
     samples[3] = replace(samples[3], finish="error")
     a, learn = np.random.default_rng(0).normal(size=24), np.arange(24) % 5 > 0
     g = jax.jit(train.grads(losses.policy_gradient(llama, small.CFG, losses.Policy(beta=0.0))))
-    plain, packed = (collate(samples, a, length=64, packed=p, rows=2, learn=learn) for p in (False, True))
-    assert packed["tokens"].shape[0] < plain["tokens"].shape[0] == 24
+    plain, *other = (
+        collate(samples, a, length=64, rows=2, learn=learn, packed=p, shared=s)
+        for p, s in ((False, False), (True, False), (True, True))
+    )
+    used = [int((x["packed"].segment_ids >= 0).sum()) for x in other]
+    assert [len(x["tokens"]) for x in (plain, *other)] == [24, 16, 8] and used[1] < 0.6 * used[0]
     assert plain["mask"].sum() == sum(s.length for i, s in enumerate(samples) if i % 5 and i != 3)
-    (ga, sa), (gb, sb) = g(weights, plain, {}), g(weights, packed, {})
-    np.testing.assert_allclose(sa["loss"], sb["loss"], rtol=1e-5)
-    assert sa["weight"] == sb["weight"] == plain["mask"].sum()
-    for x, y in zip(jax.tree.leaves(ga), jax.tree.leaves(gb), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4 * float(jnp.abs(x).max()))
+    ga, sa = g(weights, plain, {})
+    for batch in other:
+        gb, sb = g(weights, batch, {})
+        np.testing.assert_allclose(sa["loss"], sb["loss"], rtol=1e-5)
+        assert sa["weight"] == sb["weight"] == plain["mask"].sum()
+        for x, y in zip(jax.tree.leaves(ga), jax.tree.leaves(gb), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4 * float(jnp.abs(x).max()))
 
 
 def test_few_shapes():
@@ -255,8 +262,9 @@ def test_a_run_goes_on_bit_by_bit(engine, step, tmp_path, ahead):
 
 
 def test_a_batch_as_text(engine):
-    for packed in (False, True):
-        batch = collate(rollout(engine, small.tasks(2), ANY, samples=2), np.ones(4), length=32, packed=packed)
+    samples = rollout(engine, small.tasks(2), ANY, samples=2)
+    for how in ({}, {"packed": True}, {"shared": True}):
+        batch = collate(samples, np.ones(4), length=32, **how)
         again = decode(encode(batch))
         assert jax.tree.structure(again) == jax.tree.structure(batch)
         assert all(

@@ -18,6 +18,8 @@ from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Task
 from fdel.train.steps import TrainState
 
+PACKED = ("positions", "segment_ids", "prefix_ids")  # what a checkpoint keeps of `ops.Packed`
+
 Batch = dict[str, Any]
 Learn = Callable[[Sequence[Task]], tuple[Batch, Row]]
 
@@ -160,7 +162,7 @@ def encode(batch: Batch) -> str:
     """Write a batch as text: base64 of numpy's npz."""
     arrays = {k: v for k, v in batch.items() if k != "packed"}
     if "packed" in batch:
-        arrays |= {"packed.positions": batch["packed"].positions, "packed.segment_ids": batch["packed"].segment_ids}
+        arrays |= {f"packed.{k}": x for k in PACKED if (x := getattr(batch["packed"], k)) is not None}
     file = io.BytesIO()
     np.savez(file, **arrays)
     return base64.b64encode(file.getvalue()).decode()
@@ -173,5 +175,5 @@ def decode(text: str) -> Batch:
             arrays = {k: found[k] for k in found.files}
     except (binascii.Error, zipfile.BadZipFile, OSError, EOFError, KeyError) as e:
         raise ValueError(f"a batch of the checkpoint is damaged ({type(e).__name__}: {e})") from e
-    packed = [arrays.pop(f"packed.{name}", None) for name in ("positions", "segment_ids")]
-    return arrays if packed[0] is None else arrays | {"packed": Packed(*packed)}
+    packed = {k: arrays.pop(f"packed.{k}") for k in PACKED if f"packed.{k}" in arrays}
+    return arrays | {"packed": Packed(**packed)} if packed else arrays
