@@ -2,8 +2,8 @@
 
     python benchmarks/rl.py [--steps 3] [--groups 4] [--prompt 32] [--trl PYTHONPATH] [--out FILE.md]
 
-The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt, one optimizer step of four
-microbatches, no reference. Samples share their prompt: eight in the engine's cache, four in a row that is learnt. TRL
+The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt, one optimizer step of
+four microbatches, no reference. Samples share their prompt: eight in the engine's cache, four in a row that is learnt. TRL
 generates with transformers (it has no engine on CPU); each side's first step, which compiles, is not counted. TRL is used
 if this Python has it, or finds it in `--trl`.
 """
@@ -33,10 +33,16 @@ def checkpoint(folder: Path) -> None:
 
     cfg = llama.Config.from_hf({**CONFIG, "eos_token_id": 1, "bos_token_id": 0})
     models.save(models.Model(llama, cfg, params.init(llama.spec(cfg), jax.random.key(0), dtype=jnp.float32)), folder)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(cfg.vocab)}, unk_token="w2"))
+    words = {f"w{i}": i for i in range(4, cfg.vocab)} | {"<bos>": 0, "<eos>": 1, "<unk>": 2, "<pad>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "pad_token": "w3", "unk_token": "w2"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -150,7 +156,8 @@ def main() -> None:
             else:
                 found[side] = json.loads(done.stdout.splitlines()[-1])[1:]
     mean = {side: {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]} for side, rows in found.items()}
-    mine = mean["ours"]
+    if (mine := mean.get("ours")) is None:
+        sys.exit(1)
     lines = ["| | step, s | sampling | learning | hand-over |", "| --- | --- | --- | --- | --- |"]
     share = lambda name: f"{mine[name]:.2f} s ({100 * mine[name] / mine['step']:.1f} %)"
     lines.append(f"| fdel | {mine['step']:.2f} | {share('sampling')} | {share('learning')} | {share('hand-over')} |")

@@ -59,9 +59,9 @@ class Mask:
 class Where:
     """Which tokens of a row queries and keys are: their segments, and the indices in the row of the first of each.
 
-    Without `k_segments` keys have the segments of the queries, which may then not have two. Without starts both are the whole row: a kernel whose
-    masks are static can serve that. Starts are arrays where a row is divided between devices. `single`: a row is one
-    sequence, with padding at its end only.
+    Without `k_segments` keys have the segments of the queries, which may then not have two. Without starts both are the
+    whole row: a kernel whose masks are static can serve that. Starts are arrays where a row is divided between devices.
+    `single`: a row is one sequence, with padding at its end only.
     """
 
     q_segments: Int[Array, "B T"] | Int[Array, "B T 2"]
