@@ -72,8 +72,8 @@ def column(out: Path, name: str) -> np.ndarray:
 # ---- whole runs ----------------------------------------------------------------------------------------------------
 
 KINDS = {
-    "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {}, "gfpo": {"num_remains_in_group": 2},
-    "rlvr": {"mask_truncated_completions": False}, "rloo": {"num_generations": 4},
+    "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {"samples_per_row": 4}, "gfpo": {"num_remains_in_group": 2},
+    "rlvr": {"mask_truncated_completions": False}, "rloo": {"samples_per_row": 2},
     "online_dpo": {"num_generations": 2, "learning_rate": 3e-2}, "xpo": {"num_generations": 2, "learning_rate": 3e-2},
     "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5},
     "nash_md": {"num_generations": 2, "learning_rate": 3e-2, "beta": 0.01},
@@ -182,9 +182,10 @@ def test_a_run_that_was_killed_goes_on(folder, tmp_path):
 def test_on_eight_devices_it_is_the_same_run(folder, tmp_path):
     """Against one device, to float32's rounding over three steps: fsdp=8 trains and serves; or four of them do either."""
     keys = {"max_training_steps": 3, "save_steps": 3, "learning_rate": 1e-3}
-    runs = {"one": (1, 0), "eight": (8, 0), "apart": (4, 4)}
-    for name, (devices, apart) in runs.items():
-        recipe.train(made(folder, tmp_path / name, devices=devices, sampling_devices=apart, **keys))
+    runs = {"one": (1, 0, 1), "eight": (8, 0, 1), "apart": (4, 4, 2)}
+    for name, (devices, apart, together) in runs.items():
+        how = {"sampling_devices": apart, "samples_per_row": together}
+        recipe.train(made(folder, tmp_path / name, devices=devices, **how, **keys))
         assert (column(tmp_path / name, "sampling/sampling_logp_difference/mean") < 1e-5).all()
         for column_name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
             one, other = (column(tmp_path / where, column_name) for where in ("one", name))
@@ -365,6 +366,8 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"reward_functions": [{"name": "exakt"}]}, "did you mean 'exact'"),
         ({"num_generations": 5}, "5 does not divide the 32 samples"),
         ({"steps_per_generation": 3}, "3 updates of 1 parts do not divide the 32"),
+        ({"samples_per_row": 3}, "3 does not divide num_generations 4"),
+        ({"samples_per_row": 4, "steps_per_generation": 3}, "leaves 8 rows for 3 updates of 1 parts"),
         ({"max_completion_length": 32}, "32 tokens leave no room for a prompt in max_length 32"),
         ({"loss_type": "ppo"}, "loss_type"),
         ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),

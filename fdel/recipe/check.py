@@ -231,12 +231,16 @@ def _samples(s: Settled) -> Iterator[str]:
     """Say what does not go together in types that learn from own samples."""
     k, m, parts = s.keys, s.recipe.mixture, s.recipe.trainer.gradient_accumulation_steps
     updates, each = getattr(k, "steps_per_generation", 1), getattr(s.method.samples, "each", 1)
+    together = getattr(k, "samples_per_row", 1)
     yield from when(
         (s.rows % k.num_generations,
          f"trainer.num_generations: {k.num_generations} does not divide the {s.rows} samples of a step"),
         (s.rows % (parts * updates * each),
          f"trainer.steps_per_generation: {updates} updates of {parts} parts do not divide the {s.rows} "
          f"samples of a step{', two in a row' * (each > 1)}"),
+        (k.num_generations % together or s.rows // together % (parts * updates),
+         f"trainer.samples_per_row: {together} does not divide num_generations {k.num_generations}, or leaves "
+         f"{s.rows / together:g} rows for {updates} updates of {parts} parts"),
         (k.max_completion_length >= s.length,
          f"trainer.max_completion_length: {k.max_completion_length} tokens leave no room for a prompt in max_length "
          f"{s.length}; raise that, or lower this"),

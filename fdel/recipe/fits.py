@@ -82,7 +82,7 @@ def mesh_sizes(recipe: Recipe, devices: int | None) -> dict[str, int] | None:
 def rows(s: Settled, sizes: Mapping[str, int]) -> Iterator[str]:
     """Say which rows cannot be divided among devices."""
     devices, parts = math.prod(sizes[a] for a in SPLIT), s.recipe.trainer.gradient_accumulation_steps
-    each = getattr(s.method.samples, "each", 1)
+    each = getattr(s.method.samples, "each", 1) * getattr(s.keys, "samples_per_row", 1)
     for name, n in (
         ("total_batch_size", s.rows // each),
         ("eval_batch_size", s.recipe.trainer.eval_batch_size or devices),

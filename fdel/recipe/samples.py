@@ -148,7 +148,9 @@ def build_source(
     k, t = s.keys, s.recipe.trainer
     how: Any = s.method.samples
     mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
-    put = partial(collate, length=s.length, rows=s.rows // parts, most=k.max_completion_length if parts > 1 else None)
+    most = k.max_completion_length if parts > 1 else None
+    put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most)
+    shared = put if (n := getattr(k, "samples_per_row", 1)) == 1 else share(s, put, n)
     ask = SamplingParams(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
         repetition_penalty=k.repetition_penalty,
@@ -176,7 +178,7 @@ def build_source(
             row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
         row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        return how.batch(k, samples, found, put), row if parts == 1 else mean(row)
+        return how.batch(k, samples, found, shared), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:
         show.step = int(state.step) // getattr(k, "updates", 1) + 1
@@ -186,6 +188,14 @@ def build_source(
             rival.publish(policy.rival, new)
 
     return Source(tasks, publish, sample, ahead=k.rollout_ahead)
+
+
+def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..., dict[str, Any]]:
+    """Let `put` place `n` samples of a prompt in a row, in so many rows that it always has room for `n`."""
+    given, k = put.keywords, s.keys  # type: ignore[attr-defined]
+    length = s.length - k.max_completion_length + n * (k.max_completion_length + 1)
+    most = given["most"] and n * given["most"]
+    return partial(put, length=length, rows=given["rows"] // n, most=most, shared=True)
 
 
 def build_score(

@@ -100,7 +100,15 @@ class Rewarded(Scored):
 
 
 @dataclass(frozen=True)
-class Grpo(Synced, Rewarded):
+class Weighed(Rewarded):
+    """Keys of the types that weigh each sample by its advantage: how samples are put into rows."""
+
+    samples_per_row: int = key(1, "samples of a prompt that are learnt in one row, which has their prompt once; long "
+        "prompts are then computed that much less", least=1)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grpo(Synced, Weighed):
     """Keys of trainer_type grpo: TRL's variants of the loss are settings of it."""
 
     loss_type: str = key("dapo", "variant of the loss, as in TRL", choices=tuple(losses.policy.TERMS))
@@ -149,7 +157,7 @@ class Rlvr(Grpo):
 
 
 @dataclass(frozen=True)
-class Rloo(Rewarded):
+class Rloo(Weighed):
     """Keys of trainer_type rloo (arXiv:2402.14740)."""
 
     num_generations: int = key(2, "samples of each prompt", least=2)
