@@ -44,7 +44,7 @@ def collate(
     sizes = np.minimum([len(s.tokens) for s in samples], length)
     packed |= shared
     families = _of_one_prompt(samples, sizes, length) if shared else [(0, [i]) for i in range(len(samples))]
-    room = [before + sum(int(sizes[i]) - before for i in members) for before, members in families]
+    room = np.array([before + sum(int(sizes[i]) - before for i in members) for before, members in families])
     pieces, bounds = pack(room, length, "best_fit" if packed else None)
     grouped = [[families[i] for i in pieces[a:b, 0]] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     width = length if packed or most else min(length, power(int(sizes.max())))
@@ -52,20 +52,20 @@ def collate(
     full: Batch = {k: np.zeros((height, width), t) for k, t in COLUMNS.items()}
     full |= {"tokens": np.zeros((height, width), np.int32), "positions": np.zeros((height, width), np.int32)}
     full["segments"] = np.full((height, width), -1, np.int32)
-    prefixes = np.full((height, width), -2, np.int32)
+    full["prefixes"] = np.full((height, width), -2, np.int32)
     for r, together in enumerate(grouped):
         start = 0
         for segment, (i, first, end, prefix) in enumerate(_segments(together, sizes)):
             s, part, here = samples[i], slice(first, end), (r, slice(start, start + end - first))
             learnt = s.drawn[part] & (s.finish != "error") & (learn is None or bool(learn[i]))
             full["tokens"][here], full["positions"][here] = s.tokens[part], np.arange(first, end)
-            full["segments"][here], prefixes[here] = segment, prefix
+            full["segments"][here], full["prefixes"][here] = segment, prefix
             full["mask"][here], full["logps"][here], full["kept"][here] = learnt, s.logps[part], s.kept[part]
             full["advantages"][here] = learnt * advantages[i]
             start += end - first
     found: Batch = {k: full[k] for k in ("tokens", *COLUMNS)}
     segments, positions = full["segments"], full["positions"]
-    where = Packed(positions, segments, prefix_ids=prefixes if shared else None)
+    where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
     places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}
