@@ -1,7 +1,8 @@
 """GGUF, llama.cpp's file of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
 
-Tensors get the names of the Hub's Llama and Qwen 3. The blocks of a quantised one are rows of bytes here, named with their
-type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its values are those of ggml-quants.c.
+Tensors get the names of the Hub's Llama, Mixtral and Qwen 3, dense or of experts. The blocks of a quantised one are rows of
+bytes here, named with their type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its values are those
+of ggml-quants.c.
 """
 
 import re
@@ -33,10 +34,20 @@ NAMES = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
 }  # fmt: skip
+# What of a mixture is where: the tensors of all experts lie one behind the other in one tensor of the file.
+EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
+KINDS = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}  # architecture: model_type
+MOST_EXPERTS = 2**12
+SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 KEYS = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
+}  # fmt: skip
+EXPERT_KEYS = {
+    "mixtral": {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    "qwen3_moe": {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+                  "moe_intermediate_size": "expert_feed_forward_length"},
 }  # fmt: skip
 Infos = dict[str, tuple[tuple[int, ...], int, int]]  # name: shape, type, offset
 
@@ -99,20 +110,22 @@ def _header(file: Path) -> tuple[dict[str, Any], Infos, int]:
         raise CheckpointError(file, [f"{file.name}: {e}"]) from e
 
 
-def config(file: Path) -> dict[str, Any]:
-    """Give the dict of a config.json for a file of a Llama or Qwen 3. CheckpointError for others."""
-    meta, infos, _ = _header(file)
+def _model_type(meta: Mapping[str, Any]) -> str | None:
+    """Give the Hub's model_type; a Llama with experts is a Mixtral."""
     kind = meta.get("general.architecture")
+    return "mixtral" if kind == "llama" and meta.get("llama.expert_count") else KINDS.get(str(kind))
+
+
+def config(file: Path) -> dict[str, Any]:
+    """Give the dict of a config.json for a file of a Llama, Mixtral or Qwen 3. CheckpointError for others."""
+    meta, infos, start = _header(file)
+    kind, model_type = meta.get("general.architecture"), _model_type(meta)
     of = {key.removeprefix(f"{kind}."): value for key, value in meta.items()}
-    problems = [f"{file.name}: no {kind}.{key}" for key in KEYS.values() if key not in of]
-    if kind not in ("llama", "qwen3"):
-        problems = [f"{file.name}: general.architecture is {kind!r}; understood are 'llama' and 'qwen3'"]
-    for key in ("expert_count", "rope.scaling.type"):
-        if of.get(key) not in (None, 0, "none"):
-            problems.append(
-                f"{file.name}: {key} is {of[key]!r}; understood are models without; take the Hub's safetensors"
-            )
-    per_layer = {*KEYS.values()} - {"attention.layer_norm_rms_epsilon"} | {
+    keys = KEYS | EXPERT_KEYS.get(str(model_type), {})
+    problems = [f"{file.name}: no {kind}.{key}" for key in keys.values() if key not in of]
+    if model_type is None:
+        problems = [f"{file.name}: general.architecture is {kind!r}; understood are {', '.join(map(repr, KINDS))}"]
+    per_layer = {*keys.values()} - {"attention.layer_norm_rms_epsilon"} | {
         "attention.head_count_kv",
         "attention.key_length",
     }
@@ -121,36 +134,70 @@ def config(file: Path) -> dict[str, Any]:
             problems.append(f"{file.name}: {key} is {of[key]!r:.100}; understood is one number above 0 for all layers")
     if len(infos.get("token_embd.weight", ((),))[0]) != 2:
         problems.append(f"{file.name}: no matrix token_embd.weight [vocabulary embedding]")
-    if "rope_freqs.weight" in infos:
-        problems.append(f"{file.name}: has rotary frequencies of its own (Llama 3.1); take the Hub's safetensors")
+    rope = _rope(file, of, infos, start, problems)
     if problems:
         raise CheckpointError(file, problems)
-    d = {ours: of[key] for ours, key in KEYS.items()}
+    d = {ours: of[key] for ours, key in keys.items()}
     heads = d["num_attention_heads"]
     return d | {
-        "model_type": kind, "vocab_size": infos["token_embd.weight"][0][0],
+        "model_type": model_type, "vocab_size": infos["token_embd.weight"][0][0],
         "num_key_value_heads": of.get("attention.head_count_kv", heads),
         "head_dim": of.get("attention.key_length", d["hidden_size"] // heads), "rope_theta": of.get("rope.freq_base", 1e4),
-        "tie_word_embeddings": "output.weight" not in infos, "attention_bias": "blk.0.attn_q.bias" in infos,
-        "quantization_config": {"quant_method": "gguf"},
+        "tie_word_embeddings": "output.weight" not in infos, "quantization_config": {"quant_method": "gguf"},
+        **({"rope_scaling": rope} if rope else {}),
+        **({"attention_bias": True} if "blk.0.attn_q.bias" in infos else {}),
+        **({"norm_topk_prob": True} if model_type == "qwen3_moe" else {}),  # llama.cpp does so in any case
     }  # fmt: skip
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Give the Hub's name of a tensor, and which part of a layer it is; a name that GGUF does not have stays."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in NAMES:
+def _rope(file: Path, of: Mapping[str, Any], infos: Infos, start: int, problems: list[str]) -> dict[str, Any]:
+    """Read how rotary frequencies are scaled: by rope.scaling, or each divided by a number of rope_freqs (Llama 3.1)."""
+    said = {key.removeprefix("rope.scaling."): x for key, x in of.items() if key.startswith("rope.scal")}
+    kind, odd = said.pop("type", "none"), said.keys() - SCALING.keys() - {"finetuned"}
+    if kind not in ("none", "linear", "yarn") or kind != "none" and (odd or not said.get("factor")):
+        named = ", ".join(f"{key} {x!r:.100}" for key, x in said.items())
+        problems.append(f"{file.name}: rope.scaling of type {kind!r:.100}, {named or 'without a factor'}; understood are "
+                        "linear and yarn, with factor and original_context_length")  # fmt: skip
+        return {}
+    if "rope_freqs.weight" not in infos:
+        found = {SCALING[key]: x for key, x in said.items() if key in SCALING}
+        return {} if kind == "none" else {"rope_type": kind} | found
+    shape, number, offset = infos["rope_freqs.weight"]
+    if kind == "none" and number == 0 and len(shape) == 1 and start + offset + 4 * shape[0] <= file.stat().st_size:
+        factors = np.fromfile(file, "<f4", shape[0], offset=start + offset).tolist()
+        if all(0 < x < 1e9 for x in factors):  # both lists: the same at every length
+            return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+    problems.append(f"{file.name}: rope_freqs.weight of type {number}, shape {list(shape)}, with scaling {kind!r}; "
+                    "understood are positive f32, and no scaling beside them")  # fmt: skip
+    return {}
+
+
+def _split(name: str, model_type: str | None) -> tuple[str, str]:
+    """Give the Hub's name of a tensor, with {} for an expert's number, and which part of a layer it is.
+
+    A name that GGUF does not have stays.
+    """
+    match, names = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name), NAMES
+    if model_type in EXPERTS:
+        place, *parts = EXPERTS[model_type]
+        of_all = {
+            f"ffn_{part}_exps": f"{place}.experts.{{}}.{x}"
+            for part, x in zip(("gate", "up", "down"), parts, strict=True)
+        }
+        names = NAMES | of_all | {"ffn_gate_inp": f"{place}.gate"}
+    if match is None or match[2] not in names:
         return name, ""
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{NAMES[match[2]]}.{match[3]}", match[2]
+    return f"{layer}{names[match[2]]}.{match[3]}", match[2]
 
 
 def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.ndarray, int], None]) -> Found:
     """Give the tensors by the Hub's names; append what is wrong with them to `problems`."""
     (meta, infos, start), out, size = _header(file), {}, file.stat().st_size
     heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if meta.get("general.architecture") == "llama" else {}
+    infos.pop("rope_freqs.weight", None)  # `config` reads it
     for name, (shape, kind, offset) in infos.items():
-        (ours, part), dtype = _split(name), PLAIN.get(kind)
+        (ours, part), dtype = _split(name, _model_type(meta)), PLAIN.get(kind)
         if kind in BLOCKS and shape and shape[-1] % BLOCKS[kind][1] == 0:
             label, numbers, width = BLOCKS[kind]
             ours, dtype, shape = f"{ours}:{label}", np.dtype(np.uint8), (*shape[:-1], shape[-1] // numbers * width)
@@ -164,7 +211,13 @@ def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.nd
         if start + offset + tensor.nbytes > size:
             problems.append(f"{file.name}: {name} ends past the file: truncated, fetch it again")
         count = meta.get(f"llama.attention.{heads.get(part, '')}")
-        if count is None:
+        if part.endswith("_exps"):
+            if len(shape) == 3 and 0 < shape[0] <= MOST_EXPERTS:
+                at = lambda e, n=tensor.nbytes // shape[0], o=start + offset: partial(readinto, file, o + e * n)
+                out |= {ours.format(e): Tensor(shape[1:], dtype, file, at(e)) for e in range(shape[0])}
+            else:
+                problems.append(f"{file.name}: {name} of shape {list(shape)} is no matrix for each expert")
+        elif count is None:
             out[ours] = tensor
         elif type(count) is int and count > 0 and shape and shape[0] % (2 * count) == 0:
             out[ours] = _halves(tensor, count)
