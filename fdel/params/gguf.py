@@ -214,7 +214,7 @@ def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.nd
         if part.endswith("_exps"):
             if len(shape) == 3 and 0 < shape[0] <= MOST_EXPERTS:
                 at = lambda e, n=tensor.nbytes // shape[0], o=start + offset: partial(readinto, file, o + e * n)
-                out |= {ours.format(e): Tensor(shape[1:], dtype, file, at(e)) for e in range(shape[0])}
+                out.update({ours.format(e): Tensor(shape[1:], dtype, file, at(e)) for e in range(shape[0])})
             else:
                 problems.append(f"{file.name}: {name} of shape {list(shape)} is no matrix for each expert")
         elif count is None:

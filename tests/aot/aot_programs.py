@@ -33,8 +33,10 @@ def model(name: str) -> tuple[Any, Any]:
     """Give a family and a Config; toy models are those of the suite, `tiny.TINY`."""
     family = models.family(name.partition("-")[0])
     values = MODELS[name] if name in MODELS else TINY[name].values
-    if name == "deepseek_v3":  # XLA:GPU finds no tiles for a gradient of 24 channels, 16 latent and 8 rotary
-        values = values | {"kv_lora_rank": 24}
+    if (
+        "kv_lora_rank" in values
+    ):  # XLA:GPU finds no tiles for gradients of 24 channels: 16 latent and 8 rotary, or 24 latent
+        values = values | {"kv_lora_rank": 24, "q_lora_rank": values.get("q_lora_rank") and 32}
     return family, family.Config.from_hf(values | {"model_type": family.MODEL_TYPE})
 
 
