@@ -33,6 +33,11 @@ MODEL_LINES = {
 }
 MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sublayers"], FILE_LINES)
 
+FAMILIES = {f.stem for f in (ROOT / "fdel" / "models").glob("*.py")}
+FAMILIES -= {"__init__", "builders", "config", "heads", "keys", "pooling", "protocol", "rope", "sublayers"}
+# The demo's own model; formats of files and of chats, which others named.
+NAMES_OF_OTHERS = ("models", "demo", "easylm", "params.gguf", "serve.server.reasoning", "serve.server.tools")
+
 # What each part of the house may import of the house (DESIGN section 2); parts not named here sit on top.
 ARROWS = {
     "kernels": ["kernels", "ops"],
@@ -276,7 +281,19 @@ def docstrings(name: str, tree: ast.Module, source: str) -> Findings:
     yield from walk(tree.body)
 
 
-CHECKS = [long_file, long_function, arrows, optional_import, forbidden, names, work_at_import, docstrings]
+def no_family(name: str, tree: ast.Module, source: str) -> Findings:
+    """Know no family by name outside of its file: a new one is that file and its entry in the suite."""
+    if any(f"{part_of(name)}.".startswith(f"{part}.") for part in NAMES_OF_OTHERS):
+        return
+    for line, target, _ in imports(name, tree):
+        if target.startswith("fdel.models.") and target.split(".")[2] in FAMILIES:
+            yield line, f"imports {target}; take the family as an argument"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES:
+            yield node.lineno, f"names {node.value!r}; what is special about a family stands in its file"
+
+
+CHECKS = [long_file, long_function, arrows, optional_import, forbidden, names, work_at_import, docstrings, no_family]
 
 
 def findings(check: Callable, name: str, source: str) -> list[str]:
@@ -297,6 +314,8 @@ def test_house(check: Callable) -> None:
 
 
 BROKEN = [
+    (no_family, "fdel/serve/engine/a.py", "def f(cfg): return cfg.model_type == 'granite'"),
+    (no_family, "fdel/train/a.py", "def f():\n    from fdel.models import llama"),
     (long_file, "fdel/ops/a.py", "x = 1\n" * 301),
     (long_file, "fdel/models/llama.py", "x = 1\n" * 151),
     (long_file, "fdel/models/mixtral.py", "x = 1\n" * 251),
@@ -359,6 +378,8 @@ def test_check_finds(check: Callable, name: str, source: str) -> None:
 
 
 SOUND = [
+    (no_family, "fdel/recipe/a.py", "'as granite does it'\nfrom fdel.models import heads"),
+    (no_family, "fdel/models/a.py", "from fdel.models import llama"),
     (long_file, "fdel/models/qwen3_next.py", "x = 1\n" * 350),
     (long_file, "fdel/models/__init__.py", "x = 1\n" * 300),
     (long_function, "fdel/a.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h): pass"),
