@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from fdel.ops import dispatch, ring
+from fdel.ops import dispatch, paged, ring
 from fdel.ops import mask as M
 from fdel.ops.batch import Batch, Packed, Place
 from fdel.ops.carry import Carry, watch_attention
@@ -102,7 +102,12 @@ ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, b
     (_QKV, _QKV, _QKV, "rows tokens"),
     out=(_QKV, "rows tokens heads"),
     named={"sinks": "heads", "alibi": "heads", "bias": "(rows) heads tokens keys"},
-)
+    also={  # EasyDeL's names
+        "vanilla": "dense", "flash_attn2": "flash", "blockwise": "flash", "blocksparse": "splash", "sdpa": "cudnn",
+        "cuda_flash_attn2": "cudnn", "scan_ring_attention": "ring", "auto": "without a name the first that can is taken",
+        **dict.fromkeys(paged.ALSO, "pages are attended to by another operation, as in paged_attention=xla"),
+    },
+)  # fmt: skip
 
 
 def _in_chunks(batch: Packed, size: int) -> Packed:

@@ -48,7 +48,8 @@ class Table:
     has the first of them); keyword arguments follow under their names. `out` is a tree of such strings. "(rows)" is there
     if the first array so named has all its axes: not in a Paged call. A mapping gives the axes of a tree by its fields, ""
     the others'. What it leaves out is None to a local implementation, and in a result stays as in the argument of the same
-    mapping. `axes` may also be a function of the arguments that gives (axes, out).
+    mapping. `axes` may also be a function of the arguments that gives (axes, out). `also` are names of other projects:
+    what they are here, or why there is none.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Table:
     axes: tuple[Any, ...] | Callable[..., tuple[tuple, Any]] = ()
     out: Any = ""
     named: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         TABLES[self.op] = self  # which `use` then knows
@@ -72,8 +74,9 @@ _wanted, _notes = jax.make_user_context(()), jax.make_user_context(None)
 
 
 def operation(
-    *axes: Any, out: Any = "", named: Mapping[str, str] | None = None, **kernels: Implementation
-) -> Callable[[F], F]:
+    *axes: Any, out: Any = "", named: Mapping[str, str] | None = None, also: Mapping[str, str] | None = None,
+    **kernels: Implementation,
+) -> Callable[[F], F]:  # fmt: skip
     """Decorate a reference: calls take the first kernel that supports them, else the reference, named "xla".
 
     The operation has the function's name, `axes` (or the one function that gives them) and the rest are those of `Table`.
@@ -82,7 +85,7 @@ def operation(
     def decorate(reference: F) -> F:
         ways = {**kernels, "xla": Implementation(reference)}
         of_call = axes[0] if axes and callable(axes[0]) else axes
-        table = Table(reference.__name__.strip("_"), ways, of_call, out, named or {})
+        table = Table(reference.__name__.strip("_"), ways, of_call, out, named or {}, also or {})
         return functools.wraps(reference)(lambda *args, **kwargs: run(table, None, *args, **kwargs))  # type: ignore[return-value]
 
     return decorate
@@ -104,13 +107,15 @@ def kernel(module: str, on_request: bool = False) -> Implementation:
 def use(**names: str) -> Iterator[None]:
     """Name the implementation of operations, as in `use(attend="flash")`, for what is called or traced inside.
 
+    Names that EasyDeL has for them are known too, as in `use(attend="vanilla", paged_attention="page_attention")`.
+
     Also a decorator: of the function that is jitted, say, so that it holds in whatever thread traces it. A call that the
     named one cannot serve raises ValueError with the reason, as do names that no table has.
     """
     for op, name in names.items():
         if op not in TABLES:
             raise ValueError(f"{op}={name}: no operation {op!r} has implementations; known are {', '.join(TABLES)}")
-        _known(TABLES[op], name)
+        names[op] = _ours(TABLES[op], name)
     with _wanted(tuple(sorted({**dict(_wanted.value), **names}.items()))):
         yield
 
@@ -121,7 +126,7 @@ def choose(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Impleme
     ways = table.implementations
     if name is None:
         name = next(n for n, way in ways.items() if not way.on_request and way.unsupported(*args, **kwargs) is None)
-    elif why := _known(table, name).unsupported(*args, **kwargs):
+    elif why := ways[name := _ours(table, name)].unsupported(*args, **kwargs):
         raise ValueError(f"{table.op}: impl={name!r} cannot serve this call: {why}; leave it out to use one that can")
     if _notes.value is not None:
         later = lambda way: "supported, where `use` names it" if way.on_request else "supported, later in the order"
@@ -130,11 +135,14 @@ def choose(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Impleme
     return ways[name]
 
 
-def _known(table: Table, name: str) -> Implementation:
-    if name not in table.implementations:
+def _ours(table: Table, name: str) -> str:
+    """Give the name here of what may be another project's name for it, or raise ValueError."""
+    ours = table.also.get(name, name)
+    if ours not in table.implementations:
+        why = "unknown" if ours == name else f"another project's: {ours}"
         known = ", ".join(table.implementations)
-        raise ValueError(f"{table.op}: impl={name!r} is unknown; leave it out or use one of {known}")
-    return table.implementations[name]
+        raise ValueError(f"{table.op}: impl={name!r} is {why}; leave it out or use one of {known}")
+    return ours
 
 
 def run(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Any:

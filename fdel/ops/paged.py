@@ -29,6 +29,10 @@ _RAGGED = Implementation(
         "[layers pages K page H], apart: each step would copy the layer's cache"
     ),
 )
+ALSO = {  # EasyDeL's names
+    **dict.fromkeys(("page_attention", "decode", "regressive_decode", "autoregressive_decodeattn"), "xla"),
+    **dict.fromkeys(("ragged_page_attention_v2", "ragged_page_attention_v3"), "mosaic"), "unified_attention": "hopper",
+}  # fmt: skip
 
 
 def heads_per_row(kv_heads: int, head_dim: int) -> int:
@@ -100,7 +104,7 @@ def _oldest(qi: Array, window: int) -> Array:
 @operation(
     "", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD,
     hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu", on_request=True),
-    ragged=_RAGGED,
+    ragged=_RAGGED, also=ALSO,
 )  # fmt: skip
 def paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,

@@ -1,6 +1,7 @@
 """Tables of implementations: naming one, explaining, and dividing what XLA cannot partition between devices."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -112,11 +113,40 @@ def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
     [
         ({"attention": "flash"}, "no operation 'attention' has implementations; known are .*attend"),
         ({"attend": "fast"}, "attend: impl='fast' is unknown; .*ring, cudnn, splash, short, flash, dense"),
+        ({"attend": "auto"}, "attend: impl='auto' is another project's: without a name the first that can is taken"),
+        (
+            {"attend": "page_attention"},
+            "another project's: pages are attended to by another operation",
+        ),
+        ({"paged_attention": "vanilla"}, "paged_attention: impl='vanilla' is unknown"),
     ],
 )
 def test_names_that_no_table_has_are_refused(names, message):
     with pytest.raises(ValueError, match=message), ops.use(**names):
         pass
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "ours"),
+    [
+        *(("attend", n, o) for n, o in {
+            "vanilla": "dense", "flash_attn2": "flash", "blockwise": "flash", "sdpa": "cudnn", "cuda_flash_attn2": "cudnn",
+            "cudnn": "cudnn", "blocksparse": "splash", "ring": "ring",
+        }.items()),
+        *(("paged_attention", n, o) for n, o in {
+            "page_attention": "xla", "decode": "xla", "regressive_decode": "xla", "ragged_page_attention_v2": "mosaic",
+            "ragged_page_attention_v3": "mosaic",
+        }.items()),
+    ],
+)  # fmt: skip
+def test_names_of_easydel_are_ours(op, name, ours, monkeypatch):
+    """In `use` and as `impl`."""
+    table = dispatch.TABLES[op]
+    monkeypatch.setitem(dispatch.TABLES, op, table)  # the one that is made next goes there too
+    free = replace(table, implementations={n: dispatch.Implementation(n.title) for n in table.implementations})
+    assert dispatch.choose(free, name) is free.implementations[ours]
+    with ops.use(**{op: name}):
+        assert dispatch.choose(free, None) is free.implementations[ours]
 
 
 @pytest.mark.of_cpu("it names the target")
