@@ -57,18 +57,45 @@ def convert(args: argparse.Namespace) -> Iterable[str]:
     from fdel import easylm, models, params
 
     target, how = args.target, {"dtype": args.dtype, "shard_bytes": round(args.shard_gb * 1e9)}
-    if target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"{target} is not empty; choose a new directory, nothing is overwritten")
+    _empty(target)
     if args.format == "easylm":
         return [f"{target}: {easylm.convert(args.source, args.config, target, **how):,} parameters"]
     source = params.resolve(args.source)
     model = models.load(source, dtype=args.dtype)
     model = model._replace(params=params.dequantize(model.params))  # of a published quantized one
     models.save(model, target, shard_bytes=how["shard_bytes"])
+    _accompany(source, target)
+    return [f"{target}: {params.count(model.params):,} parameters, {params.nbytes(model.params):,} bytes"]
+
+
+def quantize(args: argparse.Namespace) -> Iterable[str]:
+    """Write a checkpoint with its layers' matrices in few bits, as vLLM and transformers read it."""
+    from fdel import models, params, quantizing, text
+    from fdel.params import writers
+
+    scheme = writers.scheme(args.format, args.group, args.act_order)
+    _empty(args.target)
+    source = params.resolve(args.source)
+    rows = None
+    if args.calibration:
+        rows = quantizing.calibration_rows(args.calibration, text.load(source), args.rows, args.length)
+    model = models.load(source, dtype=args.dtype, stacked=False)
+    size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9))
+    _accompany(source, args.target)
+    return [
+        f"{args.target}: {params.count(model.params):,} parameters, {size:,} bytes of {params.nbytes(model.params):,}"
+    ]
+
+
+def _empty(target: Path) -> None:
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty; choose a new directory, nothing is overwritten")
+
+
+def _accompany(source: Path, target: Path) -> None:
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, target / file.name)
-    return [f"{target}: {params.count(model.params):,} parameters, {params.nbytes(model.params):,} bytes"]
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -237,7 +264,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(prog="fdel", description="Train, fine-tune and serve language models in JAX.")
     main.add_argument("--version", action="version", version=f"fdel {fdel.__version__}")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for do in (demo, generate, info, convert, diff, plan, run, bench, serve, monitor, eval, keys, plot):
+    for do in (demo, generate, info, convert, quantize, diff, plan, run, bench, serve, monitor, eval, keys, plot):
         p = commands.add_parser(do.__name__, help=do.__doc__, description=do.__doc__)
         p.set_defaults(run=do)
         if do.__name__ == command:

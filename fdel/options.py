@@ -73,6 +73,15 @@ ROWS: Mapping[str, tuple[tuple, ...]] = {
         ("--from", "format", "hf", {"dest": "format", "choices": ("hf", "easylm")}),
         ("--config", "with --from easylm: a config.json of the model's size, or its directory", Path),
     ),
+    "quantize": (
+        ("source", MODEL), ("target", "new directory", Path),
+        ("--format", "w8a16 (or 8bit), w8a8 (a8q), w4a16, fp8, fp8_tensor, fp8_block, gptq, gptq_8, nf4, bnb_8", "w8a16"),
+        ("--group", "inputs, or sides of a block, with one scale (default: 128; 64 for nf4)", int),
+        ("--calibration", "data file that the model reads; integers are then found by GPTQ", Path, {"metavar": "FILE"}),
+        ("--rows", "rows of calibration data", 128), ("--length", "tokens of such a row", 2048),
+        ("--act-order", "GPTQ rounds inputs of large activations first", False),
+        CAST, ("--shard-gb", "most GB of a file", 5.0),
+    ),
     "diff": (
         ("a", MODEL), ("b", "the other one"), ("--tolerance", "accept differences up to this, and of dtype", 0.0),
     ),

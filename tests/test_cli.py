@@ -20,6 +20,7 @@ import pytest
 from fdel import cli, models, ops, params, report, serve, text
 from fdel.models import llama
 from fdel.ops.attention import ATTEND
+from fdel.ops.weights import Quantized
 from fdel.recipe import schema
 from fdel.serve.server import auth, keyfile, launch
 
@@ -105,6 +106,29 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
     assert cli.main(["diff", str(checkpoint), str(tmp_path / "other")]) == 1
     assert capsys.readouterr().out == "model.norm.weight: 1 of 32 values differ, by up to 0.001\n1 differences\n"
     assert cli.main(["diff", str(checkpoint), str(tmp_path / "other"), "--tolerance", "0.01"]) == 0
+
+
+def test_quantize(checkpoint, tmp_path, capsys):
+    """A calibrated file of four bits is smaller, has its tokenizer, and computes nearly the same; refusals say why."""
+    out, data = tmp_path / "few", tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"hello world {i}, hello token"}) + "\n" for i in range(40)))
+    asked = ["quantize", str(checkpoint), str(out), "--format", "w4a16", "--group", "16"]
+    assert cli.main([*asked, "--calibration", str(data), "--rows", "4", "--length", "32", "--act-order"]) == 0
+    said = re.search(r"parameters, ([\d,]+) bytes of ([\d,]+)", capsys.readouterr().out)
+    size, before = (int(n.replace(",", "")) for n in said.groups())
+    assert size < before and before == 4 * SIZE and (out / "tokenizer.json").exists()
+    a, b = (models.load(path) for path in (checkpoint, out))
+    assert isinstance(b.params["layers"]["q"], Quantized)
+    near = params.dequantize(b.params)["layers"]["q"] - a.params["layers"]["q"]
+    assert 0 < float(jnp.linalg.norm(near)) < 0.15 * float(jnp.linalg.norm(a.params["layers"]["q"]))
+    assert cli.main(asked) == 2 and "is not empty" in capsys.readouterr().err
+    refused = [
+        (["--format", "fp8", "--calibration", str(data)], "nothing to calibrate"),
+        (["--act-order"], "give calibr"),
+    ]
+    for more, why in refused:
+        assert cli.main(["quantize", str(checkpoint), str(tmp_path / "no"), *more]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_other_dtypes_are_equal_within_a_tolerance(checkpoint, tmp_path, capsys):
@@ -234,7 +258,7 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, c
 
 
 def test_help_of_every_command(capsys):
-    for command in "demo generate info convert diff run plan bench serve keys plot monitor".split():
+    for command in "demo generate info convert quantize diff run plan bench serve keys plot monitor".split():
         with pytest.raises(SystemExit) as e:
             cli.main([command, "--help"])
         assert e.value.code == 0 and getattr(cli, command).__doc__[:30] in capsys.readouterr().out

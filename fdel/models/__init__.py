@@ -211,9 +211,14 @@ def save(model: Model, path: str | Path, *, shard_bytes: int = 5_000_000_000) ->
     P.save(spec_of(model), model.params, path, shard_bytes=shard_bytes)
     if jax.process_index() > 0 and not all(x.is_fully_addressable for x in jax.tree.leaves(model.params)):
         return
+    save_config(model, path)
+
+
+def save_config(model: Model, path: str | Path, **more: Any) -> None:
+    """Write the config.json of a model and its head; `more` are fields that it has besides."""
     dtypes = {str(x.dtype) for x in jax.tree.leaves(model.params)}
     d = config_dict(model.family, model.cfg)
     d = heads.config_dict(d, model.family, _kind(model), heads.count(model.params))
     d = {"dtype" if k == "torch_dtype" else k: v for k, v in d.items()}
     d |= {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
-    (Path(path) / "config.json").write_text(json.dumps(d, indent=2, sort_keys=True) + "\n")
+    (Path(path) / "config.json").write_text(json.dumps(d | more, indent=2, sort_keys=True) + "\n")

@@ -1,6 +1,8 @@
-"""Contract activations with a weight of any kind: array, `Quantized`, `LowRank` or `Adapters`."""
+"""Contract activations with a weight of any kind: array, `Quantized`, `LowRank`, `Adapters` or `Observed`."""
 
+import math
 import operator
+import string
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -13,7 +15,20 @@ from jaxtyping import Array, Float
 from fdel.ops.contraction import Plan, inputs_last, ordered, wide
 from fdel.ops.cpu import dot, in_tiles
 from fdel.ops.dispatch import operation
-from fdel.ops.weights import PACKED, Adapters, LowRank, Quantized, Weight, decode, dense, merge, scaled, scales, split
+from fdel.ops.weights import (
+    PACKED,
+    Adapters,
+    LowRank,
+    Observed,
+    Quantized,
+    Weight,
+    decode,
+    dense,
+    merge,
+    scaled,
+    scales,
+    split,
+)
 
 RANK, EVERY = "~", "^"  # axes added here: no letters, so that they clash with none
 
@@ -59,7 +74,35 @@ def _contract(plan: Plan, x: Array, w: Weight, dtype: jnp.dtype) -> Array:
     if isinstance(w, Quantized):
         contract = _quantized_matmul if w.order is None else _in_order
         return contract(plan, x, jax.tree.map(lax.stop_gradient, w), dtype)
+    if isinstance(w, Observed):
+        return _observed(plan, x, w, dtype)
     return dot(plan, x, w.astype(x.dtype), dtype)
+
+
+def _observed(plan: Plan, x: Array, w: Observed, dtype: jnp.dtype) -> Array:
+    """Contract, and leave x where the gradient in `gram` is made; not of a product from the weight's other side."""
+    y, inputs = _contract(plan, x, w.base, dtype), plan.contracted
+    size = math.prod(x.shape[plan.x.index(c)] for c in inputs)
+    if not plan.w.endswith(inputs) or w.gram.ndim != len(plan.batch) + 2 or w.gram.shape[-1] != size:
+        return y
+    batch = plan.batch
+    plan, x = inputs_last(plan, x)
+    return _watched(f"{plan.x},{plan.x[:-1]}{EVERY}->{batch}{plan.x[-1]}{EVERY}", y, x, w.gram)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(subscripts: str, y: Array, x: Array, gram: Array) -> Array:
+    return y
+
+
+def _watched_backward(subscripts: str, x: Array, dy: Array) -> tuple[Array, Array, Array]:
+    letters = dict(zip(dict.fromkeys(c for c in subscripts if c not in ",->"), string.ascii_letters, strict=False))
+    x32 = x.astype(jnp.float32)
+    gram = jnp.einsum("".join(letters.get(c, c) for c in subscripts), x32, x32, precision=lax.Precision.HIGHEST)
+    return dy, jnp.zeros_like(x), gram
+
+
+_watched.defvjp(lambda subscripts, y, x, gram: (y, x), _watched_backward)
 
 
 def _low_rank(plan: Plan, x: Array, w: LowRank, dtype: jnp.dtype) -> Array:

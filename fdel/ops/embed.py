@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from fdel.ops.cpu import collective
 from fdel.ops.platform import context
 from fdel.ops.shard import divided, shard
-from fdel.ops.weights import Adapters, LowRank, Quantized, Weight, dense
+from fdel.ops.weights import Adapters, LowRank, Observed, Quantized, Weight, dense
 
 
 def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -25,7 +25,7 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         return (embed(table.base, tokens) + update).astype(table.dtype)
     if isinstance(table, Quantized):
         return dense(jax.tree.map(take, table))
-    table = dense(table) if isinstance(table, Adapters) else table  # a TypeError
+    table = dense(table) if isinstance(table, Adapters | Observed) else table  # of Adapters a TypeError
     # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
     table, tp = shard(table, "vocab embed"), context("tp").get("tp")
     if tp is None or table.shape[0] % tp:

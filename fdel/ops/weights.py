@@ -1,4 +1,4 @@
-"""Weight leaves that are not plain arrays: `Quantized`, `LowRank` and `Adapters`, which `einsum` takes like arrays.
+"""Weight leaves that `einsum` takes like the arrays that they stand for: `Quantized`, `LowRank`, `Adapters`, `Observed`.
 
 A weight's axes are batch axes (layers, experts), then its outputs, then its inputs, as torch stores a Linear. Every
 child array keeps the batch axes in front, and static fields describe trailing axes only. So `lax.scan`, and `x[i]`
@@ -95,12 +95,28 @@ class Adapters:
     dtype = property(lambda self: self.base.dtype)
 
 
-Weight = Array | Quantized | LowRank | Adapters
+@register
+@dataclass(frozen=True)
+class Observed:
+    """A weight that tells what it is multiplied with: the gradient in `gram` is the sum of x^T x over the rows x.
+
+    That holds for any loss that depends on the product; gradients in the weight and its rows are as they were.
+    """
+
+    base: Array
+    gram: Float[Array, "*batch inputs inputs"]
+
+    shape = property(lambda self: self.base.shape)
+    ndim = property(lambda self: self.base.ndim)
+    dtype = property(lambda self: self.base.dtype)
+
+
+Weight = Array | Quantized | LowRank | Adapters | Observed
 
 
 def is_weight(x: object) -> bool:
     """Tell whether x is a weight leaf with children of its own: `is_leaf` for tree functions."""
-    return isinstance(x, Quantized | LowRank | Adapters)
+    return isinstance(x, Quantized | LowRank | Adapters | Observed)
 
 
 def split(x: Array, n: int) -> Array:
@@ -170,6 +186,8 @@ def dense(w: Weight, dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
         return dequantize(w, dtype)
     if isinstance(w, Adapters):
         raise TypeError("a weight with several adapters is another one for each token; use it in ops.einsum alone")
+    if isinstance(w, Observed):
+        return dense(w.base, dtype)
     if not isinstance(w, LowRank):
         return w if dtype is None else w.astype(dtype)
     a = w.a.reshape(*w.a.shape[: w.batch + 1], -1).astype(jnp.float32)

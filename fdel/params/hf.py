@@ -207,18 +207,20 @@ def _pair(spec: Tree, params: Tree) -> tuple[list[tuple[str, Param]], list[_Item
     return named, leaves
 
 
-def save(
-    spec: Tree, params: Tree, path: str | Path, *, shard_bytes: int = 5_000_000_000,
-    metadata: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
-    """Write params as safetensors in hub layout into directory `path`, with an index if there are several files.
+@dataclass(frozen=True)
+class Contents:
+    """The checkpoint tensors that params make up: their shapes and dtypes, the parts of each, and how to make one."""
 
-    Spec and params may be stacked or listed, each as it likes. Tensors are written one by one (the host holds one at
-    a time) in the dtype of their array, to temporary names, then renamed; files of an earlier checkpoint in `path` are
-    replaced. What lies in several processes is written by the first; all of them call this. `metadata` goes into each
-    file's header; None is {"format": "pt"}, which transformers wants.
-    Quantized or LowRank leaves, and params that do not fit the spec, are a ValueError.
-    """
+    entries: dict[str, tuple[tuple[int, ...], np.dtype]]
+    parts: Mapping[
+        str, list[tuple[str, Param, tuple[int, ...]]]
+    ]  # of each tensor: path, declaration, place in stacked axes
+    tensor: Callable[[str], np.ndarray]
+    spread: bool  # over several processes
+
+
+def contents(spec: Tree, params: Tree) -> Contents:
+    """Say what a checkpoint of these params holds; params that do not fit the spec are a ValueError."""
     named, items = _pair(spec, params)
     shares = _shares(named)
     entries = {name: (s[0].layout.file_shape, items[s[0].leaf].array.dtype) for name, s in shares.items()}
@@ -235,6 +237,22 @@ def save(
             s.layout.write(out, item)
         return out
 
-    spread = any(not getattr(x.array, "is_fully_addressable", True) for x in items)
-    writes = not spread or jax.process_index() == 0  # others fetch along: the first process cannot read it alone
-    write_checkpoint(Path(path) if writes else None, entries, tensor, shard_bytes, metadata or {"format": "pt"})
+    parts = {name: [(*named[s.leaf], s.index) for s in group] for name, group in shares.items()}
+    return Contents(entries, parts, tensor, any(not getattr(x.array, "is_fully_addressable", True) for x in items))
+
+
+def save(
+    spec: Tree, params: Tree, path: str | Path, *, shard_bytes: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write params as safetensors in hub layout into directory `path`, with an index if there are several files.
+
+    Spec and params may be stacked or listed, each as it likes. Tensors are written one by one (the host holds one at
+    a time) in the dtype of their array, to temporary names, then renamed; files of an earlier checkpoint in `path` are
+    replaced. What lies in several processes is written by the first; all of them call this. `metadata` goes into each
+    file's header; None is {"format": "pt"}, which transformers wants.
+    Quantized or LowRank leaves, and params that do not fit the spec, are a ValueError.
+    """
+    x = contents(spec, params)
+    writes = not x.spread or jax.process_index() == 0  # others fetch along: the first process cannot read it alone
+    write_checkpoint(Path(path) if writes else None, x.entries, x.tensor, shard_bytes, metadata or {"format": "pt"})

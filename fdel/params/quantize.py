@@ -87,6 +87,12 @@ def quantize(
     return change(one, params)
 
 
+def quantized_paths(params: Tree) -> list[str]:
+    """Name the leaves that are quantized, the bases of adapters too."""
+    bases = ((path, w.base if isinstance(w, LowRank) else w) for path, w in named_leaves(params, is_leaf=is_weight))
+    return [path for path, w in bases if isinstance(w, Quantized)]
+
+
 def dequantize(params: Tree, dtype: Any = None) -> Tree:
     """Turn every Quantized leaf into an array of `dtype` (by default, the dtype it had); adapters stay.
     >>> near = params.dequantize(params.quantize(weights, "int8", spec=spec))

@@ -1,0 +1,157 @@
+"""Write a model in few bits as vLLM and transformers read it, with what calibration data tells of the matrices' inputs."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from fdel import models, params, text
+from fdel.ops.weights import Observed
+from fdel.params import writers
+from fdel.params.files import write_checkpoint
+from fdel.params.hf import Contents, contents
+from fdel.params.hf_layout import axes_in, file_dims, layout, matrix
+from fdel.params.quantize import MATRICES, change, quantized_paths, targets
+
+Gram = Float[np.ndarray, "*batch inputs inputs"]
+MOST = 8 << 30  # bytes of Gram matrices that are added up at once; more take further passes over the rows
+
+
+def calibration_rows(file: str | Path, tok: text.Tokenizer, rows: int, length: int) -> Int[np.ndarray, "rows length"]:
+    """Read the first texts of a data file (see `train.data.Source`) as at most `rows` rows of `length` tokens.
+
+    Texts follow each other without padding; fewer tokens than one row has make one shorter row.
+    """
+    from fdel.train import data
+
+    if min(rows, length) < 1:
+        raise ValueError(f"{rows} rows of {length} tokens: both must be positive")
+    settings = data.Settings(packing="wrapped", length=length, learn="all")
+    tokens = data.build(data.Source(str(file)), tok, settings).tokens
+    if not len(tokens):
+        raise ValueError(f"{file} holds no text to calibrate with; expected rows with text, messages or a prompt")
+    length = min(length, len(tokens))
+    return tokens[: len(tokens) // length * length].reshape(-1, length)[:rows]
+
+
+def grams(
+    model: models.Model, rows: Int[np.ndarray, "rows length"], where: Sequence[str], batch: int = 1
+) -> dict[str, Gram]:
+    """Add up x^T x over the inputs x of the matrices at these paths of a listed tree, while the model reads the rows.
+
+    Experts see the tokens that were sent to them. Inputs are those of the model as it is. `batch` rows are read at once.
+    A matrix that is multiplied otherwise than by `ops.einsum` with its inputs gets zeros. float32.
+    """
+    spec, tree = params.unstack(models.spec_of(model)), params.unstack(model.params)
+    found = {path: m for path, m in targets(tree, spec, "").items() if path in set(where)}
+    zeros = {}
+    for path, p in params.named_leaves(spec):
+        if path in found:
+            outer, _, inputs = found[path].cut(p.shape)
+            zeros[path] = jnp.zeros((*outer, math.prod(inputs), math.prod(inputs)))
+
+    def anything(sums: dict, tree: Any, tokens: Any) -> Any:
+        """Depend on all products: which number it is does not matter (see `ops.weights.Observed`)."""
+        watched = change(lambda path, w: Observed(w, sums[path]) if path in sums else w, tree)
+        return model.family.hidden(watched, tokens, model.cfg)[0].astype(jnp.float32).sum()
+
+    def step(sums: dict, tree: Any, tokens: Any) -> dict:
+        return jax.tree.map(jnp.add, sums, jax.grad(anything)(sums, tree, tokens))
+
+    run, sums = jax.jit(step, donate_argnums=0), zeros
+    for i in range(0, len(rows), batch):
+        sums = run(sums, tree, jnp.asarray(rows[i : i + batch]))
+    return {path: np.asarray(x) for path, x in sums.items()}
+
+
+def _is_linear(p: params.Param) -> bool:
+    """Tell whether a tensor of the file is a matrix [outputs inputs], or has several such one below the other."""
+    m, dims = matrix(p), file_dims(p)
+    if m is None or len(layout(p).file_shape) != 2 or not p.hf.endswith(".weight"):
+        return False
+    return axes_in(dims[-1]) == p.axes.split()[m.batch + m.outputs :] and "[" not in dims[-1]
+
+
+def _passes(names: Mapping[str, str], spec: Any) -> Iterator[dict[str, str]]:
+    """Divide tensors (name: path of a leaf) into parts whose Gram matrices fit into memory together."""
+    declared = dict(params.named_leaves(spec))
+    part: dict[str, str] = {}
+    size: dict[str, int] = {}
+    for name, path in names.items():
+        p = declared[path]
+        outer, _, inputs = matrix(p).cut(p.shape)  # type: ignore[union-attr]
+        more = 4 * math.prod(outer) * math.prod(inputs) ** 2
+        if path not in size and sum(size.values()) + more > MOST and part:
+            yield part
+            part, size = {}, {}
+        part[name], size[path] = path, more
+    yield part
+
+
+def encoded(
+    model: models.Model,
+    scheme: writers.Scheme,
+    rows: Int[np.ndarray, "rows length"] | None = None,
+    where: str = MATRICES,
+) -> tuple[Contents, dict[str, writers.Tensors]]:
+    """Give what a checkpoint holds, and the tensors that stand for its matrices (by `where`, see `params.quantize`).
+
+    With `rows` integers are found by GPTQ. A model that is quantized already, or has no such matrix, is a ValueError.
+    """
+    spec, tree = params.unstack(models.spec_of(model)), params.unstack(model.params)
+    if found := quantized_paths(tree):
+        raise ValueError(
+            f"{len(found)} matrices like {found[0]} are quantized already; `fdel convert` makes them plain"
+        )
+    if rows is not None and not scheme.calibrated:
+        raise ValueError(
+            "this format has nothing to calibrate: it rounds to the nearest; leave the calibration data out"
+        )
+    if rows is None and scheme.act_order:
+        raise ValueError("act_order is an order in which GPTQ rounds; give calibration data, or leave it out")
+    plain, wanted = contents(spec, tree), targets(tree, spec, where)
+    parts = {n: group for n, group in plain.parts.items() if all(q in wanted and _is_linear(p) for q, p, _ in group)}
+    if not parts:
+        raise ValueError(
+            "no matrix has its outputs first in the file, as these formats need it; nothing can be written"
+        )
+    out: dict[str, writers.Tensors] = {}
+    paths = {name: group[0][0] for name, group in parts.items()}
+    for some in [paths] if rows is None else _passes(paths, spec):
+        known = {} if rows is None else grams(model, rows, list(dict.fromkeys(some.values())))
+        for name in some:
+            (path, _, index), *_ = parts[name]
+            gram = known[path][index] if path in known and known[path][index].any() else None
+            out[name] = writers.written(scheme, name, plain.tensor(name), plain.entries[name][1], gram)
+    return plain, out
+
+
+def save(
+    model: models.Model, path: str | Path, scheme: writers.Scheme, rows: Int[np.ndarray, "rows length"] | None = None, *,
+    where: str = MATRICES, shard_bytes: int = 5_000_000_000,
+) -> int:  # fmt: skip
+    """Write a model whose layers' matrices are quantized by `writers.scheme(...)`; give the bytes of all tensors.
+
+    The host holds the quantized matrices at once. What is wrong is a ValueError, and nothing is written then.
+    """
+    plain, few = encoded(model, scheme, rows, where)
+    made = {name: x for tensors in few.values() for name, x in tensors.items()}
+    entries = {n: e for n, e in plain.entries.items() if n not in few} | {
+        n: (x.shape, x.dtype) for n, x in made.items()
+    }
+    vocabulary = lambda name: any("vocab" in p.axes for _, p, _ in plain.parts[name])
+    linear = lambda name: any(matrix(p) for _, p, _ in plain.parts[name])
+    left = [
+        name.removesuffix(".weight")
+        for name in plain.entries
+        if name not in few and linear(name) and not vocabulary(name)
+    ]
+    fetch = lambda name: made[name] if name in made else plain.tensor(name)
+    write_checkpoint(Path(path), entries, fetch, shard_bytes, {"format": "pt"})
+    models.save_config(model, path, quantization_config=scheme.describe(scheme, [*left, writers.HEAD]))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values())
