@@ -1,0 +1,102 @@
+"""Compute what transcriptions ask for, the windows of several sounds in one batch."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fdel.models import Model, whisper
+from fdel.params import unstack
+from fdel.serve.hear import decode
+from fdel.serve.hear.tokens import Tokens
+from fdel.serve.hear.windows import Detect, Draft, Follow, Hear, Transcript, Write
+
+WIDTHS = (8, 64)  # tokens of prompts; longer ones have the width of the longest
+
+
+class Listener:
+    """A Whisper model and its programs, for batches of up to `rows` windows; each size is compiled once.
+
+    ValueError for tokens that its vocabulary does not have.
+    """
+
+    def __init__(self, model: Model, tokens: Tokens, *, rows: int = 4) -> None:
+        cfg = model.cfg
+        times = tokens.first_time + cfg.states
+        if max(times, tokens.start, tokens.end) > cfg.vocab:
+            raise ValueError(f"found tokens up to {times}, beyond the model's vocabulary of {cfg.vocab}")
+        self.cfg, self.tokens, self.rows, self.params = cfg, tokens, rows, unstack(model.params)
+        self._hear = jax.jit(lambda p, x: whisper.remember(p, whisper.encode(p, x, cfg)))
+        self._write = jax.jit(lambda p, memory, ask: decode.write(p, memory, ask, cfg, tokens))
+        self._detect = jax.jit(decode.detect, static_argnums=(2, 3, 4))
+        self._follow = jax.jit(decode.follow, static_argnums=(3, 4))
+
+    def answer(self, asks: Sequence[Any]) -> list[Any]:
+        """Compute what up to `rows` questions of one kind ask for."""
+        count = len(asks)
+        asks = [*asks, *[asks[0]] * (_size(count, self.rows) - count)]
+        kinds: dict[type, Any] = {Hear: self.hear, Detect: self.detect, Write: self.write, Follow: self.follow}
+        return kinds[type(asks[0])](asks)[:count]
+
+    def hear(self, asks: Sequence[Hear]) -> list[whisper.Memory]:
+        """Encode windows."""
+        memory = self._hear(self.params, np.stack([a.features for a in asks]))
+        return [jax.tree.map(lambda x, i=i: x[i : i + 1], memory) for i in range(len(asks))]
+
+    def detect(self, asks: Sequence[Detect]) -> list[np.ndarray]:
+        """Find languages."""
+        return list(np.asarray(self._detect(self.params, _joined(asks), len(asks), self.cfg, self.tokens)))
+
+    def write(self, asks: Sequence[Write]) -> list[Draft]:
+        """Write transcripts."""
+        most = self.cfg.max_positions
+        width = next((w for w in WIDTHS if all(len(a.prompt) <= w <= most for a in asks)), most)
+        prompt: Any = np.zeros((len(asks), width), np.int32)
+        for row, a in zip(prompt, asks, strict=True):
+            row[: len(a.prompt)] = a.prompt
+        each: Any = lambda f, dtype=np.int32: np.array([f(a) for a in asks], dtype)
+        ask = decode.Ask(
+            prompt, each(lambda a: len(a.prompt)), each(lambda a: a.start), each(lambda a: a.limit),
+            each(lambda a: a.times, bool), each(lambda a: a.temperature, np.float32), each(lambda a: a.seed),
+        )  # fmt: skip
+        tokens, count, logprob, silent = jax.device_get(self._write(self.params, _joined(asks), ask))
+        rows = zip(tokens, count, logprob, silent, strict=True)
+        return [Draft(t[:n].tolist(), float(p), float(s)) for t, n, p, s in rows]
+
+    def follow(self, asks: Sequence[Follow]) -> list[np.ndarray]:
+        """Give the attention of tokens to the sound."""
+        most = self.cfg.max_positions
+        width = min(most, -(-max(len(a.said) for a in asks) // 64) * 64)
+        said: Any = np.full((len(asks), width), self.tokens.end, np.int32)
+        for row, a in zip(said, asks, strict=True):
+            row[: len(a.said)] = a.said
+        found = np.asarray(self._follow(self.params, _joined(asks), said, self.cfg, self.tokens))
+        return [found[:, i, : len(a.said)] for i, a in enumerate(asks)]
+
+
+def _joined(asks: Sequence[Any]) -> whisper.Memory:
+    """Put the memories of several sounds into one batch."""
+    if len(asks) == 1:
+        return asks[0].memory
+    return jax.tree.map(lambda *x: jax.numpy.concatenate(x), *(a.memory for a in asks))
+
+
+def _size(count: int, most: int) -> int:
+    """The rows of a batch of `count`: a power of two, at most `most`."""
+    return min(most, 1 << (count - 1).bit_length())
+
+
+def run(listener: Listener, sounds: Sequence[Generator[Any, Any, Transcript]]) -> list[Transcript]:
+    """Write down several sounds, whose windows share batches: one `transcribe` of each."""
+    found: dict[int, Transcript] = {}
+    waiting = {i: next(sound) for i, sound in enumerate(sounds)}
+    while waiting:
+        kind = type(next(iter(waiting.values())))
+        chosen = [i for i, ask in waiting.items() if type(ask) is kind][: listener.rows]
+        for i, answer in zip(chosen, listener.answer([waiting.pop(i) for i in chosen]), strict=True):
+            try:
+                waiting[i] = sounds[i].send(answer)
+            except StopIteration as end:
+                found[i] = end.value
+    return [found[i] for i in range(len(sounds))]

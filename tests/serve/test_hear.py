@@ -1,0 +1,226 @@
+"""Transcription against transformers: its logits processors, its `generate` with timestamps, its times of tokens."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import models
+from fdel.models import whisper
+from fdel.serve import hear
+from fdel.serve.hear import rules, windows, words
+from tests.models.tiny import whisper as tiny
+
+TOKENS = hear.Tokens(
+    tiny.START, tiny.END, tiny.NO_TIMES, tiny.NO_SPEECH, tiny.PREVIOUS, tiny.TRANSCRIBE, tiny.TRANSLATE,
+    (("de", tiny.DE), ("en", tiny.EN)), tuple(tiny.GENERATION["suppress_tokens"]),
+    tuple(tiny.GENERATION["begin_suppress_tokens"]), tiny.GENERATION["max_initial_timestamp_index"],
+    tuple(map(tuple, tiny.GENERATION["alignment_heads"])),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """transformers' model and ours with its weights, and the features of a sound of three windows and a half."""
+    pytest.importorskip("torch")
+    directory = tmp_path_factory.mktemp("whisper")
+    oracle = tiny.make(directory)
+    listener = hear.Listener(models.load(directory, family=whisper), TOKENS, rows=2)
+    features = np.random.default_rng(0).standard_normal((16, 140)).astype(np.float32) * 2
+    return SimpleNamespace(oracle=oracle, listener=listener, features=features)
+
+
+def generated(both, features, **options):
+    """What transformers writes, and its segments."""
+    import torch
+
+    return both.oracle.generate(
+        torch.tensor(features)[None], return_timestamps=True, return_segments=True, return_dict_in_generate=True,
+        **options,
+    )  # fmt: skip
+
+
+def written(both, features, **options):
+    """What we write."""
+    asked = windows.Options(**options)
+    [found] = hear.run(both.listener, [hear.transcribe(features, both.listener.cfg, TOKENS, asked)])
+    return found
+
+
+def same(found, want, least=2):
+    """Segments are equal: tokens, and times to a microsecond."""
+    assert [list(s.tokens) for s in found.segments] == [s["tokens"].tolist() for s in want["segments"][0]]
+    for part in ("start", "end"):
+        expected = [float(s[part]) for s in want["segments"][0]]
+        np.testing.assert_allclose([getattr(s, part) for s in found.segments], expected, atol=1e-6)
+    assert len(found.segments) >= least
+
+
+def test_rules_are_those_of_transformers_processors():
+    """Random logits after all kinds of beginnings, with timestamps and without: the same tokens are left; exact."""
+    torch = pytest.importorskip("torch")
+    from transformers import GenerationConfig
+    from transformers.generation import logits_process as p
+
+    config = GenerationConfig(
+        eos_token_id=tiny.END, no_timestamps_token_id=tiny.NO_TIMES, max_initial_timestamp_index=8
+    )
+    timed = p.WhisperTimeStampLogitsProcessor(config, begin_index=2)
+    plain = [
+        p.SuppressTokensAtBeginLogitsProcessor(list(TOKENS.not_first), begin_index=2),
+        p.SuppressTokensLogitsProcessor(list(TOKENS.never)),
+    ]
+    t = TOKENS.first_time
+    begun = [[], [t + 3], [t + 3, 9], [t + 3, 9, t + 5], [t + 3, 9, t + 5, t + 5], [t + 3, 9, t + 5, t + 5, 4], [9, 9]]
+    begun += [[t, 9, t + 20], [9], [t + 2, t + 3]]
+    last = lambda said, i: said[-i] if len(said) >= i else -1
+    time = lambda said: max([x for x in said if x >= t], default=-1)
+    facts = [[len(b) for b in begun], *([last(b, i) for b in begun] for i in (1, 2)), [time(b) for b in begun]]
+    history, allowed = rules.Written(*map(jnp.array, facts)), jax.jit(rules.allowed, static_argnums=3)
+    for seed, push in ((0, 0.0), (1, 3.0), (2, -3.0)):
+        logits = np.random.default_rng(seed).standard_normal((len(begun), tiny.VALUES["vocab_size"])).astype(np.float32)
+        logits[:, t:] += push
+        for times in (True, False):
+            flags = jnp.full(len(begun), times)
+            found = allowed(jnp.asarray(logits), history, flags, TOKENS)
+            for row, said, scores in zip(found, begun, logits, strict=True):
+                ids, want = torch.tensor([[tiny.START, tiny.EN, *said]]), torch.tensor(scores[None])
+                for processor in [*plain, *[timed] * times]:
+                    want = processor(ids, want)
+                np.testing.assert_array_equal(row, want[0])
+
+
+PLAIN = dict(temperatures=(0.0,), compression=None, logprob=None, no_speech=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_long_sounds_are_written_as_transformers_does(both, condition):
+    """Windows begin at the last pair of times; each knows the text before it, or not; a prompt; the language is
+    detected: the same segments."""
+    import torch
+
+    want = generated(
+        both, both.features, task="transcribe", condition_on_prev_tokens=condition,
+        prompt_ids=torch.tensor([tiny.PREVIOUS, 11, 12, 13]), temperature=0.0,
+    )  # fmt: skip
+    same(written(both, both.features, prompt=(11, 12, 13), condition=condition, **PLAIN), want)
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_languages_and_silence_are_found_as_transformers_does(both):
+    """The language is detected; the window that is most probably silence is left out; likelihoods to 1e-4.
+
+    A batch of two sounds writes what each alone does.
+    """
+    first = written(both, both.features, condition=False, task="translate", **PLAIN)
+    silence = {s.seek: s.no_speech for s in first.segments}
+    middle = sorted(silence.values())[-2] + 1e-6
+    options = PLAIN | {"logprob": 0.0, "no_speech": middle}
+    found = written(both, both.features, condition=False, task="translate", **options)
+    want = generated(
+        both, both.features, task="translate", temperature=0.0, condition_on_prev_tokens=False, logprob_threshold=0.0,
+        no_speech_threshold=middle,
+    )  # fmt: skip
+    same(found, want, 1)
+    assert 1 <= len({s.seek for s in found.segments}) < len(silence)
+    for ours, theirs in zip(found.segments, want["segments"][0], strict=True):
+        said = theirs["result"]["sequences"]
+        said = said[3:] if tiny.END not in said[3:] else said[3 : 4 + said[3:].tolist().index(tiny.END)]
+        mean = both.oracle._retrieve_avg_logprobs(theirs["result"]["scores"], said, 0.0)
+        np.testing.assert_allclose(ours.mean_logprob, float(mean), atol=1e-4)
+        assert ours.compression == both.oracle._retrieve_compression_ratio(said, tiny.VALUES["vocab_size"])
+    asked = windows.Options(condition=False, task="translate", **PLAIN)
+    sounds = [hear.transcribe(x, both.listener.cfg, TOKENS, asked) for x in (both.features, both.features[:, 50:])]
+    together, other = hear.run(both.listener, sounds)
+    assert [s.tokens for s in together.segments] == [s.tokens for s in first.segments]
+    assert other.segments and other.segments[0].tokens != first.segments[0].tokens
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_times_of_tokens_are_those_of_transformers(both):
+    """The same path through the same heads' attention, each token's row being that where it is read; exact."""
+    import torch
+
+    window = both.features[:, :40]
+    want = both.oracle.generate(
+        torch.tensor(window)[None], return_timestamps=True, return_token_timestamps=True, return_segments=True,
+        language="en", task="transcribe", attention_mask=torch.ones(1, 30, dtype=torch.long), temperature=0.0,
+    )  # fmt: skip
+    prompt = TOKENS.prompt("en", "transcribe", True)
+    said = want["segments"][0][0]["result"]["sequences"].tolist()[len(prompt) :]
+    said = said[: said.index(tiny.END)] if tiny.END in said else said[:-1]
+    [memory] = both.listener.answer([windows.Hear(window)])
+    [rows] = both.listener.answer([windows.Follow(memory, [*prompt, *said])])
+    times = words.align(rows[:, len(prompt) :, :15], 7) * 0.02
+    expected = want["segments"][0][0]["result"]["token_timestamps"][len(prompt) : len(prompt) + len(said)]
+    np.testing.assert_allclose(times, expected, atol=1e-6)
+    assert len(set(times.tolist())) > 3
+    found = written(both, window, language="en", words=True, **PLAIN)
+    spoken = [x for s in found.segments for x in s.spoken]
+    assert [t for t, _, _ in spoken] == [t for s in found.segments for t in s.tokens if t < tiny.END]
+    assert all(a <= b for _, a, b in spoken) and spoken[-1][2] <= 0.4
+
+
+def test_temperatures_rise_while_a_transcript_is_bad():
+    """A draft that repeats itself, then one that is unlikely, then a good one: the third; silence ends it at once."""
+    drafts = [windows.Draft([9] * 30, -3.0, 0.1), windows.Draft([4, 8, 3], -9.0, 0.1), windows.Draft([4, 8], -0.2, 0.1)]
+    cfg, features = SimpleNamespace(frames=40, max_positions=48, vocab=110, median=7), np.zeros((2, 30), np.float32)
+
+    def drive(options, drafts):
+        asked, drafts = [], iter(drafts)
+        loop = hear.transcribe(features, cfg, TOKENS, options)
+        answer = None
+        while True:
+            try:
+                ask = loop.send(answer)
+            except StopIteration as end:
+                return end.value, asked
+            asked += [ask.temperature] if isinstance(ask, windows.Write) else []
+            answer = next(drafts) if isinstance(ask, windows.Write) else np.zeros(2)
+
+    found, asked = drive(windows.Options(language="en"), drafts)
+    assert asked == [0.0, 0.2, 0.4] and found.segments[0].tokens == (4, 8) and found.segments[0].temperature == 0.4
+    found, asked = drive(windows.Options(language="en"), [windows.Draft([4], -5.0, 0.9)])
+    assert asked == [0.0] and found.segments == []
+    with pytest.raises(ValueError, match="found language 'xx', expected one of de, en"):
+        drive(windows.Options(language="xx"), [])
+
+
+def test_tokens_become_words_as_in_transformers():
+    """Spaces begin words, marks join their neighbours, characters of several tokens stay whole; in Chinese, each is one."""
+    pytest.importorskip("transformers")
+    from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
+
+    pieces = [" Say", ' "', "hel", "lo", ",", " wor", "ld", '!"', " (", "it", "'", "s", " 5", " -", "5", "."]
+    raw = [*(p.encode() for p in pieces), "你".encode()[:2], "你".encode()[2:], "好".encode(), "。".encode()]
+    decode = lambda ids, **_: b"".join(raw[i] for i in ids).decode("utf-8", errors="replace")
+    tokenizer, ids = SimpleNamespace(decode=decode, eos_token_id=1000), list(range(len(raw)))
+    spoken = [(i, i * 0.1, i * 0.1 + 0.1) for i in ids]
+    for code, name in (("en", "english"), ("zh", "chinese")):
+        texts, _, indices = _combine_tokens_into_words(tokenizer, ids, name)
+        found = words.split(spoken, decode, code)
+        assert [w.text for w in found] == texts and len(found) > 5
+        assert [(w.start, w.end) for w in found] == [(spoken[i[0]][1], spoken[i[-1]][2]) for i in indices]
+
+
+def test_special_tokens_are_found_by_name():
+    """A vocabulary as Whisper's gives the tokens of the tiny model; one that is not Whisper's is refused."""
+    from fdel.serve.hear import tokens
+
+    named = dict(endoftext=80, startoftranscript=81, en=82, de=83, translate=84, transcribe=85, startofprev=86)
+    named |= dict(nospeech=87, notimestamps=88)
+    vocabulary = {f"<|{k}|>": i for k, i in named.items()} | {"<|0.00|>": 89, "to": 3}
+    assert tokens.read(vocabulary, tiny.GENERATION, 3, 4) == TOKENS
+    english = tokens.read(vocabulary, {"is_multilingual": False}, 2, 1)
+    assert english.prompt(None, "transcribe", False) == [81, 88] and english.alignment == ((1, 0),)
+    with pytest.raises(ValueError, match="does not translate"):
+        english.prompt("en", "translate", True)
+    with pytest.raises(ValueError, match="the tokenizer is not Whisper's"):
+        tokens.read({"a": 1}, {}, 1, 1)
+    with pytest.raises(ValueError, match="alignment_heads has .3, 0., of 3 layers of 4 heads"):
+        tokens.read(vocabulary, {"alignment_heads": [[3, 0]]}, 3, 4)
