@@ -1,4 +1,4 @@
-"""Write down windows of sounds: pure functions of weights and `Memory`, a batch of rows in one program."""
+"""Write down windows of sounds: pure functions of a model that hears and its memory of them."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops, params
-from fdel.models import whisper
+from fdel.models import Model
 from fdel.serve.hear import rules
 from fdel.serve.hear.tokens import Tokens
 
@@ -39,21 +39,22 @@ class Answer(NamedTuple):
     no_speech: Float[Array, " B"]
 
 
-def write(weights: Any, memory: whisper.Memory, ask: Ask, cfg: whisper.Config, tokens: Tokens) -> Answer:
-    """Write each row's transcript until its end, or its limit."""
+def write(model: Model, memory: Any, ask: Ask, tokens: Tokens) -> Answer:
+    """Write each row's transcript until its end, or its limit; `memory` is what `model.family.remember` gives."""
+    family, cfg, weights = model
     rows, width = ask.prompt.shape
     pages = -(-cfg.max_positions // PAGE)
     table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
     dtype = jax.tree.leaves(weights)[0].dtype
-    spec = whisper.state_spec(cfg, pages=rows * pages, page=PAGE)
+    spec = family.state_spec(cfg, pages=rows * pages, page=PAGE)
     state = params.init(spec, jax.random.key(0), dtype=dtype)
 
     def step(state: Any, new: Array, positions: Array, block: int) -> tuple[Array, Any]:
         batch = ops.Paged(positions, table, jnp.arange(rows), block, trace_once=True)
-        x, state, _ = whisper.hidden(weights, new, cfg, memory, batch, state)
+        x, state, _ = family.hidden(weights, new, cfg, memory, batch, state)
         return x.reshape(rows, block, -1), state
 
-    logits = lambda x: ops.logits(x, whisper.head(weights, cfg))
+    logits = lambda x: ops.logits(x, family.head(weights, cfg))
     at = jnp.arange(width)
     positions = jnp.where(at < ask.length[:, None], at, -1)
     x, state = step(state, ask.prompt.reshape(-1), positions.reshape(-1), width)
@@ -91,13 +92,13 @@ def draw(
     return jnp.where(temperature > 0, drawn, scores.argmax(-1)).astype(jnp.int32)
 
 
-def detect(weights: Any, memory: whisper.Memory, rows: int, cfg: whisper.Config, tokens: Tokens) -> Array:
+def detect(model: Model, memory: Any, rows: int, tokens: Tokens) -> Array:
     """Compute the log-probability of each of `tokens.languages`, float32[B languages]."""
     start = jnp.full((rows, 1), tokens.start, jnp.int32)
-    logits, _ = whisper.forward(weights, start, cfg, memory)
+    logits, _ = model.family.forward(model.params, start, model.cfg, memory)
     return jax.nn.log_softmax(logits[:, 0, np.array([i for _, i in tokens.languages])])
 
 
-def follow(weights: Any, memory: whisper.Memory, said: Int[Array, "B T"], cfg: whisper.Config, tokens: Tokens) -> Any:
+def follow(model: Model, memory: Any, said: Int[Array, "B T"], tokens: Tokens) -> Any:
     """Compute the attention of the alignment's heads to the sound, float32[heads B T states], of whole transcripts."""
-    return whisper.hidden(weights, said, cfg, memory, watch=tokens.alignment)[2]
+    return model.family.hidden(model.params, said, model.cfg, memory, watch=tokens.alignment)[2]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fdel.models import Model, whisper
+from fdel.models import Model
 from fdel.params import unstack
 from fdel.serve.hear import decode
 from fdel.serve.hear.tokens import Tokens
@@ -27,10 +27,11 @@ class Listener:
         if max(times, tokens.start, tokens.end) > cfg.vocab:
             raise ValueError(f"found tokens up to {times}, beyond the model's vocabulary of {cfg.vocab}")
         self.cfg, self.tokens, self.rows, self.params = cfg, tokens, rows, unstack(model.params)
-        self._hear = jax.jit(lambda p, x: whisper.remember(p, whisper.encode(p, x, cfg)))
-        self._write = jax.jit(lambda p, memory, ask: decode.write(p, memory, ask, cfg, tokens))
-        self._detect = jax.jit(decode.detect, static_argnums=(2, 3, 4))
-        self._follow = jax.jit(decode.follow, static_argnums=(3, 4))
+        family, whole = model.family, lambda p: Model(model.family, cfg, p)
+        self._hear = jax.jit(lambda p, x: family.remember(p, family.encode(p, x, cfg)))
+        self._write = jax.jit(lambda p, memory, ask: decode.write(whole(p), memory, ask, tokens))
+        self._detect = jax.jit(lambda p, memory, rows: decode.detect(whole(p), memory, rows, tokens), static_argnums=2)
+        self._follow = jax.jit(lambda p, memory, said: decode.follow(whole(p), memory, said, tokens))
 
     def answer(self, asks: Sequence[Any]) -> list[Any]:
         """Compute what up to `rows` questions of one kind ask for."""
@@ -39,14 +40,14 @@ class Listener:
         kinds: dict[type, Any] = {Hear: self.hear, Detect: self.detect, Write: self.write, Follow: self.follow}
         return kinds[type(asks[0])](asks)[:count]
 
-    def hear(self, asks: Sequence[Hear]) -> list[whisper.Memory]:
+    def hear(self, asks: Sequence[Hear]) -> list[Any]:
         """Encode windows."""
         memory = self._hear(self.params, np.stack([a.features for a in asks]))
         return [jax.tree.map(lambda x, i=i: x[i : i + 1], memory) for i in range(len(asks))]
 
     def detect(self, asks: Sequence[Detect]) -> list[np.ndarray]:
         """Find languages."""
-        return list(np.asarray(self._detect(self.params, _joined(asks), len(asks), self.cfg, self.tokens)))
+        return list(np.asarray(self._detect(self.params, _joined(asks), len(asks))))
 
     def write(self, asks: Sequence[Write]) -> list[Draft]:
         """Write transcripts."""
@@ -71,11 +72,11 @@ class Listener:
         said: Any = np.full((len(asks), width), self.tokens.end, np.int32)
         for row, a in zip(said, asks, strict=True):
             row[: len(a.said)] = a.said
-        found = np.asarray(self._follow(self.params, _joined(asks), said, self.cfg, self.tokens))
+        found = np.asarray(self._follow(self.params, _joined(asks), said))
         return [found[:, i, : len(a.said)] for i, a in enumerate(asks)]
 
 
-def _joined(asks: Sequence[Any]) -> whisper.Memory:
+def _joined(asks: Sequence[Any]) -> Any:
     """Put the memories of several sounds into one batch."""
     if len(asks) == 1:
         return asks[0].memory
