@@ -38,7 +38,12 @@ def names(text: str) -> list[str]:
 MODEL = "checkpoint directory in Hugging Face layout, or a Hub id (extra `hub`)"
 CAST = ("--dtype", "cast weights to this dtype, such as float32 or bfloat16 (default: as stored)", dtype)
 MESH = ("--mesh", "devices to divide weights and cache over, such as tp=4 (default: one device)")
-BITS = ("--quantize", "keep the layers' matrices in few bits", None, {"choices": ("int8", "fp8", "nf4")})
+BITS = (
+    "--quantize",
+    "keep the layers' matrices in few bits",
+    None,
+    {"choices": ("int8", "fp8", "nf4", "int4", "a8q", "w4a8", "a4q")},
+)
 # For each command its arguments: a name, what it means, a type or a default (False: a switch; (): may be given several
 # times), and what else argparse takes.
 ROWS: Mapping[str, tuple[tuple, ...]] = {

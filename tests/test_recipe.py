@@ -291,7 +291,7 @@ IMPOSSIBLE = [
     ({"model": {"name_or_path": "m", "task": "image-classification"}}, "model.task: 'image-classification' cannot be"),
     ({"loader": {"from_torch": False}}, "loader.from_torch: False cannot be honoured"),
     ({"quantization": {"platform": "triton"}}, "quantization.platform: 'triton' cannot be honoured: fdel chooses"),
-    ({"quantization": {"model": {"quantization_method": "a4q"}}}, "only weights are quantized"),
+    ({"quantization": {"model": {"quantization_method": "a4bit"}}}, "quantization.model.quantization_method: "),
     ({"base_config": {"operation_configs": {"flash_attn2": {}}}}, "base_config.operation_configs: "),
     ({"sharding": {"use_ring_of_experts": True}}, "sharding.use_ring_of_experts: True cannot be honoured"),
     ({"sharding": {"axis_dims": [1, 1]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [1, 1]"),

@@ -26,8 +26,8 @@ class Plan:
 
 
 def wide(dtype: Any) -> jnp.dtype:
-    """Give the dtype that sums of a floating dtype are kept in: float32, float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
+    """Give the dtype that sums are kept in: float32, float64 for float64, int32 for integers."""
+    return jnp.promote_types(dtype, jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32)
 
 
 def widen(x: Any) -> Array:

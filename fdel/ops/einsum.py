@@ -166,15 +166,62 @@ def _quantized_matmul(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> A
     plan, x = inputs_last(plan, x)
     padding = w.values.shape[-1] * (2 if w.format in PACKED else 1) - x.shape[-1]
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, padding)])
-    scale = scales(w)
+    w = replace(w, scale=scales(w))
+    return _of_integers(plan, dtype, x, w) if w.activations else _with_scales(plan, x, w, dtype)
+
+
+def _with_scales(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
+    scale: Any = w.scale
     if w.format not in ("int8", "fp8", "e5m2") or w.zero is not None or scale.shape[-1] > 1:
-        return _decoded(plan, x, replace(w, scale=scale), dtype).astype(dtype)
+        return _decoded(plan, x, w, dtype).astype(dtype)
     # One scale per output: apply it to the result.
     absent: Any = None
-    axes = plan.w[:-1]
-    scale = ordered(scale.squeeze(-1), axes, "".join(c for c in plan.out if c in axes))
     y = _decoded(plan, x, replace(w, scale=absent), dtype)
-    return (y * jnp.expand_dims(scale, [i for i, c in enumerate(plan.out) if c not in axes])).astype(dtype)
+    return (y * _of_outputs(plan, scale.squeeze(-1))).astype(dtype)
+
+
+def _of_outputs(plan: Plan, scale: Array) -> Array:
+    """Give scales [outputs] the axes of the result."""
+    axes = plan.w[:-1]
+    scale = ordered(scale, axes, "".join(c for c in plan.out if c in axes))
+    return jnp.expand_dims(scale, [i for i, c in enumerate(plan.out) if c not in axes])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_integers(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
+    """Round each row of x to integers, with its greatest magnitude at the greatest of them, and multiply integers.
+
+    Sums are exact, int32, for each group of inputs. Rounding counts as no change to gradients (straight-through, arXiv
+    1308.3432).
+    """
+    rows = x.astype(jnp.float32)
+    step = jnp.max(jnp.abs(rows), -1, keepdims=True) / (2 ** (w.activations - 1) - 1)
+    rows = jnp.round(rows / jnp.where(step == 0, 1, step)).astype(jnp.int8)
+    scale: Any = w.scale
+    groups, parts = scale.shape[-1], [rows]
+    if w.format in PACKED:
+        halves = split(rows, 2 * groups)
+        parts = [merge(halves[..., i::2, :]) for i in (0, 1)]
+    pairs = list(zip(parts, decode(w, jnp.dtype(jnp.int8)), strict=True))
+    if groups == 1:
+        y = reduce(operator.add, (dot(plan, q, v, jnp.dtype(jnp.int32)) for q, v in pairs)).astype(jnp.float32)
+        y = y * _of_outputs(plan, scale.squeeze(-1))
+    else:
+        apart = Plan(plan.x[:-1] + EVERY + plan.x[-1], plan.w[:-1] + EVERY + plan.w[-1], plan.out + EVERY)
+        each = (dot(apart, split(q, groups), split(v, groups), jnp.dtype(jnp.int32)) for q, v in pairs)
+        whole = Plan(apart.x[:-1], apart.w, apart.out)  # its weight without the last axis has the axes of the scales
+        y = (reduce(operator.add, each).astype(jnp.float32) * _of_outputs(whole, scale)).sum(-1)
+    kept = plan.x[:-1]
+    step = ordered(step.squeeze(-1), kept, "".join(c for c in plan.out if c in kept))
+    return (y * jnp.expand_dims(step, [i for i, c in enumerate(plan.out) if c not in kept])).astype(dtype)
+
+
+def _integers_backward(plan: Plan, dtype: jnp.dtype, saved: tuple[Array, Quantized], dy: Array) -> tuple[Array, None]:
+    x, w = saved
+    return jax.vjp(lambda x: _with_scales(plan, x, w, dtype), x)[1](dy)[0], None
+
+
+_of_integers.defvjp(lambda plan, dtype, x, w: (_of_integers(plan, dtype, x, w), (x, w)), _integers_backward)
 
 
 def _decoded(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:

@@ -28,7 +28,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _POSITIVE = [10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(7) for j in range(2**i)]
 DYNAMIC = (*sorted(-x for x in _POSITIVE), 0.0, *sorted(_POSITIVE), 1.0)
 TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic": DYNAMIC}  # formats whose values are indices
-PACKED = ("nf4", "e2m1", "uint4")  # formats of two values in a byte
+PACKED = ("nf4", "e2m1", "uint4", "int4")  # formats of two values in a byte
 
 
 @register
@@ -39,12 +39,13 @@ class Quantized:
     The input axes, of sizes `inputs`, are flattened into one, the last of every child. There `scale` and `zero` have
     one entry per group, and `values` one per input, padded to whole groups. A scale of uint8 is an exponent, 2^(scale -
     127), and a zero of integers is a zero point: `(values - zero) * scale`. With an `order`, the flattened input order[i]
-    is stored as the i-th one, for all outputs alike.
+    is stored as the i-th one, for all outputs alike. Where `activations` is a number of bits, products round what they
+    multiply with it to integers of so many bits, row by row.
 
     Formats: "int8"; "uint8"; "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times faster than
     the type itself; "e5m2": float8_e5m2, kept alike; "dynamic": indices into `DYNAMIC`; and with two values per byte
-    "uint4", and indices into `NF4` and `E2M1`, "nf4" and "e2m1". There byte r of a group of n holds element r in its high
-    and element r + n/2 in its low bits.
+    "uint4", "int4" (stored with 8 added), and indices into `NF4` and `E2M1`, "nf4" and "e2m1". There byte r of a group of n
+    holds element r in its high and element r + n/2 in its low bits.
     """
 
     values: Integer[Array, "*outputs inputs"]
@@ -54,6 +55,7 @@ class Quantized:
     inputs: tuple[int, ...] = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})  # of the weight before it was quantised
     order: "Integer[Array, '*batch inputs'] | None" = None
+    activations: int = field(default=0, metadata={"static": True})
 
     # Of the weight before it was quantised.
     shape = property(lambda self: (*self.values.shape[:-1], *self.inputs))
@@ -145,6 +147,8 @@ def decode(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs
         return [lax.bitcast_convert_type(w.values.astype(jnp.uint16) << 8, jnp.float16).astype(dtype)]
     parts = [w.values >> shift & 15 for shift in (4, 0)] if w.format in PACKED else [w.values]
     table = TABLES.get(w.format)
+    if w.format == "int4":
+        return [x.astype(dtype) - jnp.array(8, dtype) for x in parts]
     return [x.astype(dtype) if table is None else jnp.array(table, dtype)[x] for x in parts]
 
 

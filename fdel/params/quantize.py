@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from fdel.ops.weights import NF4, LowRank, Quantized, dense, is_weight, merge, split
+from fdel.ops.weights import NF4, PACKED, LowRank, Quantized, dense, is_weight, merge, split
 
 from .hf_layout import Matrix, matrix
 from .spec import Param, named_leaves, path_name, unstack
@@ -54,21 +54,26 @@ def change(f: Callable[[str, Any], Any], params: Tree) -> Tree:
 def quantize(
     params: Tree, format: str, where: str = MATRICES, *, spec: Tree, group: int | None = None, double: bool = True
 ) -> Tree:
-    """Quantise the matrices whose path matches `where` to "int8", "fp8" or "nf4"; the base of a LowRank leaf too.
+    """Quantise the matrices whose path matches `where` to a format of `FORMATS`; the base of a LowRank leaf too.
 
-    Each output has one scale per `group` inputs: all of them by default, 64 for nf4. The greatest magnitude of a group
-    becomes the greatest value of the format; rounding loses at most half a scale (int8), 2^-4 of a value or 2^-10 of
-    a scale (fp8, e4m3), half the gap between two neighbours in `NF4` times the scale (nf4, arXiv 2305.14314).
+    "int8", "fp8" (e4m3), "nf4" and "int4" change weights alone. "a8q" (int8), "w4a8" and "a4q" (int4) also make products
+    round activations, row by row, to int8, or to four bits, and multiply integers; `NAMES` has what else these are called.
+
+    Each output has one scale per `group` inputs: all by default, 64 for four bits. The greatest magnitude of a group
+    becomes the greatest value of the format; rounding loses at most half a scale (integers), 2^-4 of a value or 2^-10 of
+    a scale (fp8), half the gap between two neighbours in `NF4` times the scale (nf4, arXiv 2305.14314).
     `double` keeps nf4 scales in 8 bits between the least and the greatest of each output, which loses at most 1/510 of
     that range; QLoRA takes 256 scales of any outputs together instead, but then axes could not be sharded or sliced.
     >>> params.nbytes(weights), params.nbytes(params.quantize(weights, "int8", spec=spec))
     (6816, 3872)
     """
+    format = NAMES.get(format, format)
     if format not in FORMATS:
-        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    if group is not None and (group < 1 or (format == "nf4" and group % 2)):
-        raise ValueError(f"group={group} must be positive, and even for nf4, which packs two values in a byte")
-    group = group or (64 if format == "nf4" else None)
+        raise ValueError(f"format {format!r} is not one of {', '.join([*FORMATS, *NAMES])}")
+    packed = FORMATS[format][2] in PACKED
+    if group is not None and (group < 1 or (packed and group % 2)):
+        raise ValueError(f"group={group} must be positive, and even for {format}, if that packs two values in a byte")
+    group = group or (64 if packed else None)
     found = targets(params, spec, where)
 
     def one(path: str, w: Any) -> Any:
@@ -85,6 +90,16 @@ def quantize(
         return lax.map(lambda x: _encode(x, replace(m, batch=m.batch - 1), format, group, double), w)
 
     return change(one, params)
+
+
+def straight_through(params: Tree, format: str, where: str = MATRICES, *, spec: Tree, group: int | None = None) -> Tree:
+    """Round matrices as `quantize` does and keep them as arrays; gradients pass as if nothing were rounded.
+
+    Call it on the parameters inside a loss to train weights that will be quantized (arXiv 1308.3432, section 4). Formats
+    that round activations train for their weights alone.
+    """
+    rounded = dequantize(quantize(jax.tree.map(lax.stop_gradient, params), format, where, spec=spec, group=group))
+    return jax.tree.map(lambda w, r: w + lax.stop_gradient(r - w), params, rounded)
 
 
 def quantized_paths(params: Tree) -> list[str]:
@@ -113,14 +128,16 @@ def _encode(w: Float[Array, "..."], m: Matrix, format: str, group: int | None, d
     x = merge(w.astype(jnp.float32), len(inputs))
     size = x.shape[-1]
     group = min(group or size, size)
-    group += group % 2 if format == "nf4" else 0
+    greatest, store, stored, activations = FORMATS[format]
+    group += group % 2 if stored in PACKED else 0
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -size % group)])
     x = split(x, x.shape[-1] // group)
-    greatest, store = FORMATS[format]
     scale = jnp.max(jnp.abs(x), -1) / greatest
     values = merge(store(x / jnp.where(scale == 0, 1, scale)[..., None]))
     shrink = format == "nf4" and double and scale.shape[-1] > 2
-    return Quantized(values, _affine(scale) if shrink else scale, None, format, inputs, jnp.dtype(w.dtype))
+    return Quantized(
+        values, _affine(scale) if shrink else scale, None, stored, inputs, jnp.dtype(w.dtype), None, activations
+    )
 
 
 def _affine(x: Array) -> Quantized:
@@ -131,14 +148,29 @@ def _affine(x: Array) -> Quantized:
 
 
 def _nf4(x: Array) -> Array:
-    index = sum((x > (a + b) / 2).astype(jnp.uint8) for a, b in itertools.pairwise(NF4))
-    high, low = jnp.split(index, 2, -1)
+    index = (x > (NF4[0] + NF4[1]) / 2).astype(jnp.uint8)
+    for a, b in itertools.pairwise(NF4[1:]):
+        index += (x > (a + b) / 2).astype(jnp.uint8)
+    return _pairs(index)
+
+
+def _pairs(x: Array) -> Array:
+    """Pack the first half of the last axis in the high bits, the second in the low ones."""
+    high, low = jnp.split(x, 2, -1)
     return high << 4 | low
 
 
-# The greatest value of each format, and how groups (the last axis) of numbers up to it are stored.
-FORMATS = {
-    "int8": (127.0, lambda x: jnp.round(x).astype(jnp.int8)),
-    "fp8": (448.0, lambda x: lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)),
-    "nf4": (1.0, _nf4),
+_int8 = lambda x: jnp.round(x).astype(jnp.int8)
+_int4 = lambda x: _pairs((jnp.round(x) + 8).astype(jnp.uint8))
+# The greatest value of each format, how groups (the last axis) of numbers up to it are stored, as what, and to how many
+# bits products round activations (0: not at all).
+FORMATS: Mapping[str, tuple[float, Callable[[Array], Array], str, int]] = {
+    "int8": (127.0, _int8, "int8", 0),
+    "fp8": (448.0, lambda x: lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8), "fp8", 0),
+    "nf4": (1.0, _nf4, "nf4", 0),
+    "int4": (7.0, _int4, "int4", 0),
+    "a8q": (127.0, _int8, "int8", 8),
+    "w4a8": (7.0, _int4, "int4", 8),
+    "a4q": (7.0, _int4, "int4", 4),
 }
+NAMES = {"8bit": "int8", "a8bit": "a8q", "w8a16": "int8", "w8a8": "a8q", "w4a16": "int4", "w4a4": "a4q"}

@@ -16,7 +16,10 @@ DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16",
     "float16": "float16",
 }  # fmt: skip
-FORMATS = {"nf4": "nf4", "8bit": "int8", "int8": "int8", "fp8": "fp8"}  # quantization_method -> format of the weights
+# quantization_method -> format of `params.quantize`; those of CACHED are formats of a cache too
+FORMATS = {"nf4": "nf4", "8bit": "int8", "int8": "int8", "fp8": "fp8", "int4": "int4"}
+FORMATS |= {"a8bit": "a8q", "a8q": "a8q", "w4a8": "w4a8", "a4q": "a4q"}
+CACHED = ("8bit", "int8", "fp8")
 TEXT_TASKS = ("causal-language-model", "causal-lm", "auto-bind")
 OTHER_TASKS = (
     "vision-language-model", "image-text-to-text", "sequence-to-sequence", "speech-sequence-to-sequence",
@@ -102,12 +105,13 @@ class Distributed:
 class Format:
     """How numbers are quantized."""
 
-    quantization_method: str | None = key(None,
-        "of the stored numbers; a8bit, a8q and a4q would quantize activations too",
-        choices=(*FORMATS, "a8bit", "a8q", "a4q"), honours=tuple(FORMATS),
-        refuse="only weights are quantized in this version; use nf4, 8bit or fp8")  # fmt: skip
+    quantization_method: str | None = key(
+        None,
+        "of the stored numbers; a8bit, a8q, w4a8 and a4q (8 or 4 bits) round activations too, row by row",
+        choices=tuple(FORMATS),
+    )
     group_size: int | None = key(None,
-        "numbers that share a scale; default: 64 for nf4, else all inputs of an output",
+        "numbers that share a scale; default: 64 for four bits, else all inputs of an output",
         needs="quantization_method")  # fmt: skip
 
 

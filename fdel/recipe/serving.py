@@ -12,7 +12,7 @@ from fdel import models, params
 from fdel.recipe import check, config, parse
 from fdel.recipe.build import build_mesh, build_tokenizer
 from fdel.recipe.read import Recipe
-from fdel.recipe.schema import EvalAction, ServeAction
+from fdel.recipe.schema import CACHED, EvalAction, ServeAction
 from fdel.recipe.settled import Settled, settle
 from fdel.serve.engine import engine, weights
 from fdel.serve.server import evaluate as benchmarks
@@ -71,8 +71,8 @@ def engine_faults(recipe: Recipe, action: str) -> list[str]:
     return check.when(
         (method.head and not method.samples and action == "eval" and any(a.name == "train" for a in recipe.actions),
          f"actions.{action}: a model of trainer_type {method.name} writes no text; remove it"),
-        (cache.quantization_method == "nf4",
-         "quantization.kv_cache.quantization_method: nf4 is for weights; use 8bit or fp8"),
+        (cache.quantization_method not in (None, *CACHED),
+         f"quantization.kv_cache.quantization_method: {cache.quantization_method} is for weights; use 8bit or fp8"),
         (cache.group_size is not None,
          "quantization.kv_cache.group_size: each token and head has a scale of its own; remove it"),
     )  # fmt: skip

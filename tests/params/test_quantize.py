@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fdel import ops
 from fdel.ops.weights import NF4, LowRank, Quantized, dense
 from fdel.params.hf_layout import Matrix, layout, matrix
-from fdel.params.quantize import dequantize, quantize
+from fdel.params.quantize import dequantize, quantize, straight_through
 from fdel.params.spec import Param, named_leaves, normal, stack, unstack
 from tests.models import tiny
 
@@ -203,8 +204,8 @@ def test_base_of_an_adapter() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="'int4' is not one of int8, fp8, nf4"):
-        quantize(PARAMS, "int4", spec=SPEC)
+    with pytest.raises(ValueError, match="'int3' is not one of int8, fp8, nf4"):
+        quantize(PARAMS, "int3", spec=SPEC)
     with pytest.raises(ValueError, match="matches no matrix; there are embed, .*layers.q"):
         quantize(PARAMS, "int8", "norm", spec=SPEC)
     with pytest.raises(ValueError, match="the spec has no extra"):
@@ -270,3 +271,58 @@ def test_the_matrices_of_every_family(name: str) -> None:
         sides = p.shape[-2:] if together(p) else flat[path]
         assert m.batch == len(p.stacked) + together(p) and (p.part or {outputs, inputs} == {*sides}), path
         assert inputs in sides, path
+
+
+def rounded(x: np.ndarray, bits: int) -> np.ndarray:
+    """Each row to integers, its greatest magnitude to the greatest of them, in float64."""
+    step = np.abs(x).max(-1, keepdims=True) / (2 ** (bits - 1) - 1)
+    step[step == 0] = 1
+    return np.round(x / step) * step
+
+
+@pytest.mark.parametrize(("format", "group"), [("a8bit", None), ("a8q", 32), ("w4a8", None), ("a4q", 48)])
+def test_products_of_rounded_activations(format: str, group: int | None) -> None:
+    """Rounded x times the weights that are stored, 1e-5; gradients of x and of an adapter as if x were not rounded."""
+    w = np.asarray(PARAMS["layers"]["q"][0])
+    q = quantize({"w": jnp.array(w)}, format, "w", spec={"w": LAYER["q"]}, group=group)["w"]
+    stored, bits = np.asarray(dense(q), np.float64), 4 if format == "a4q" else 8
+    x = RNG.normal(size=(3, 5, 80)).astype(np.float32) * np.exp(RNG.normal(size=(3, 5, 1))).astype(np.float32)
+    x[1, 2] = 0
+    product = lambda x, w: ops.einsum("...d,nhd->...nh", x, w)
+    got, pull = jax.vjp(product, jnp.array(x), q)
+    want = np.einsum("btd,nhd->btnh", rounded(x.astype(np.float64), bits), stored)
+    close = lambda a, b: np.abs(a - b).max() < 1e-5 * np.abs(b).max()
+    assert q.activations == bits and close(got, want) and not close(np.einsum("btd,nhd->btnh", x, stored), want)
+    assert close(pull(jnp.ones_like(got))[0], np.broadcast_to(stored.sum((0, 1)), x.shape))
+    half = product(jnp.array(x, jnp.bfloat16), q)
+    assert half.dtype == jnp.bfloat16 and np.abs(half - want).max() < 2e-2 * np.abs(want).max()
+    a = jnp.array(RNG.normal(size=(2, 80)), jnp.float32)
+    learn = lambda b: product(jnp.array(x), LowRank(q, a, b, jnp.array(1.0))).sum()
+    gradient = jax.grad(learn)(jnp.zeros((4, 20, 2)))
+    np.testing.assert_allclose(gradient[0, 0], x.reshape(-1, 80).sum(0) @ a.T, rtol=1e-3, atol=1e-3)
+
+
+def test_experts_round_activations() -> None:
+    """Each group of rows with its own expert's integers; 1e-5, and the gradient of the rows."""
+    q = quantize({"w": PARAMS["layers"]["experts"]["up"][0]}, "a8q", "w", spec={"w": LAYER["experts"]["up"]})["w"]
+    x, sizes = RNG.normal(size=(9, 80)).astype(np.float32), jnp.array([4, 0, 5])
+    got, pull = jax.vjp(lambda x: ops.grouped_matmul(x, q, sizes), jnp.array(x))
+    stored = np.asarray(dense(q), np.float64)[[0] * 4 + [2] * 5]
+    want = np.einsum("mk,mnk->mn", rounded(x.astype(np.float64), 8), stored)
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+    np.testing.assert_allclose(pull(jnp.ones_like(got))[0], stored.sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_straight_through() -> None:
+    """The values are those of the quantised tree; gradients are those at them, for each weight."""
+    spec, w = (
+        {"w": LAYER["q"], "b": LAYER["q_bias"]},
+        {"w": PARAMS["layers"]["q"][0], "b": PARAMS["layers"]["q_bias"][0]},
+    )
+    loss = lambda p: (p["w"] ** 2).sum() + (p["b"] ** 2).sum()
+    value, got = jax.value_and_grad(lambda p: loss(straight_through(p, "int4", "w", spec=spec)))(w)
+    near = dequantize(quantize(w, "int4", "w", spec=spec))
+    assert not np.array_equal(near["w"], w["w"])
+    np.testing.assert_allclose(value, loss(near), rtol=1e-6)
+    np.testing.assert_allclose(got["w"], 2 * near["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got["b"], 2 * w["b"])

@@ -25,7 +25,9 @@ class ServerOptions:
     draft: str | None = setting(None, "a smaller model of the same tokens, which guesses drafts tokens ahead, or 3",
         "--draft DIR")  # fmt: skip
     rules: params.Rules | None = setting(None, "where axes of weights lie (default: `params.SERVE`)", None)
-    quantize: str | None = setting(None, "keep the layers' matrices in few bits", choices=("int8", "fp8", "nf4"))
+    quantize: str | None = setting(
+        None, "keep the layers' matrices in few bits", choices=("int8", "fp8", "nf4", "int4", "a8q", "w4a8", "a4q")
+    )
     tool_parser: str | None = setting(None, "how the models write calls of tools: a key of "
         "`serve.server.tools.FORMATS`, or none (default: by their chat template)")  # fmt: skip
     key_file: Path | None = setting(None, "keys that may ask; see `fdel keys`", "--api-key-file")
