@@ -46,14 +46,11 @@ def spec(cfg: Config) -> dict:
     """Declare every array; a layer without `mlp_norm` has one LayerNorm for attention and feed-forward."""
     name, attn = "transformer.h.{layers}.", "transformer.h.{layers}.self_attention."
     norm = lambda part, file: builders.layer_norm(part, name + file, cfg.embed)
-    if cfg.new and cfg.norms != 1:
-        norms = norm("attn_norm", "ln_attn") | norm("mlp_norm", "ln_mlp")
-    elif cfg.new or cfg.parallel:
-        norms = norm("attn_norm", "input_layernorm")
-    else:
-        norms = norm("attn_norm", "input_layernorm") | norm("mlp_norm", "post_attention_layernorm")
+    two = cfg.norms != 1 if cfg.new else not cfg.parallel
+    first, second = ("ln_attn", "ln_mlp") if cfg.new and two else ("input_layernorm", "post_attention_layernorm")
     layer = {
-        **norms,
+        **norm("attn_norm", first),
+        **(norm("mlp_norm", second) if two else {}),
         **builders.grouped_qkv(attn + "query_key_value", attn + "dense", cfg, biased=cfg.biased),
         **builders.mlp(name + "mlp.", cfg.embed, cfg.ffn, ("dense_h_to_4h", "dense_4h_to_h"), biased=cfg.biased),
     }

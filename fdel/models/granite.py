@@ -17,8 +17,7 @@ class Config(config.Decoder):
     score_scale: float = config.hf("attention_multiplier", 1.0)
     add_scale: float = config.hf("residual_multiplier", 1.0)
     logit_divisor: float = config.hf("logits_scaling", 1.0)
-
-    logit_scale = property(lambda self: 1 / self.logit_divisor)
+    logit_scale: float = config.computed(lambda d: 1 / d["logits_scaling"], lambda scale: {})
 
 
 spec = llama.spec
