@@ -16,7 +16,7 @@ from fdel import models, params
 from fdel.train import losses
 from tests.models import tiny
 
-SOME, ALL, SEED = 10, 60, 0
+SOME, ALL, SEED = 10, 60, 5
 ROWS, LENGTH = 4, 12
 FAMILIES = [n for n, e in tiny.TINY.items() if ":" not in n and e.causal]
 MESHES = [{"fsdp": 4}, {"dp": 2, "tp": 2}, {"sp": 2, "tp": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"sp": 4}]
@@ -26,9 +26,13 @@ FORMS = (None, None, "int8", "fp8", "nf4")
 
 
 def draw(i: int) -> tuple:
-    """A combination: (family, loss, mesh, whether with adapters, form of the frozen weights)."""
+    """A combination: (family, loss, mesh, whether with adapters, form of the frozen weights).
+
+    The family is the one with the largest of numbers that belong to their names: a new one changes few combinations.
+    """
     rng = random.Random(f"{SEED} {i}")
-    family, loss, mesh = rng.choice(FAMILIES), rng.choice(LOSSES), rng.choice(MESHES)
+    family = max(FAMILIES, key=lambda name: random.Random(f"{SEED} {i} {name}").random())
+    loss, mesh = rng.choice(LOSSES), rng.choice(MESHES)
     adapted = rng.random() < 0.6
     return family, loss, mesh, adapted, rng.choice(FORMS) if adapted else None
 
