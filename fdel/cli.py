@@ -70,7 +70,7 @@ def convert(args: argparse.Namespace) -> Iterable[str]:
 
 def quantize(args: argparse.Namespace) -> Iterable[str]:
     """Write a checkpoint with its layers' matrices in few bits, as vLLM and transformers read it."""
-    from fdel import models, params, quantizing, text
+    from fdel import calibration, models, params, quantizing, text
     from fdel.params import writers
 
     scheme = writers.scheme(args.format, args.group, args.act_order)
@@ -78,9 +78,9 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
     source = params.resolve(args.source)
     rows = None
     if args.calibration:
-        rows = quantizing.calibration_rows(args.calibration, text.load(source), args.rows, args.length)
+        rows = calibration.read(args.calibration, text.load(source), args.rows, args.length)
     model = models.load(source, dtype=args.dtype, stacked=False)
-    size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9))
+    size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9), alpha=args.smooth)
     _accompany(source, args.target)
     return [
         f"{args.target}: {params.count(model.params):,} parameters, {size:,} bytes of {params.nbytes(model.params):,}"

@@ -84,6 +84,7 @@ ROWS: Mapping[str, tuple[tuple, ...]] = {
         ("--group", "inputs, or sides of a block, with one scale (default: 128; 64 for nf4)", int),
         ("--calibration", "data file that the model reads; integers are then found by GPTQ", Path, {"metavar": "FILE"}),
         ("--rows", "rows of calibration data", 128), ("--length", "tokens of such a row", 2048),
+        ("--smooth", "with calibration data: share of activations that weights take over, such as 0.5", float),
         ("--act-order", "GPTQ rounds inputs of large activations first", False),
         CAST, ("--shard-gb", "most GB of a file", 5.0),
     ),

@@ -1,72 +1,23 @@
 """Write a model in few bits as vLLM and transformers read it, with what calibration data tells of the matrices' inputs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from fdel import models, params, text
-from fdel.ops.weights import Observed
+from fdel import models, params
+from fdel.calibration import grams
 from fdel.params import writers
 from fdel.params.files import write_checkpoint
 from fdel.params.hf import Contents, contents
 from fdel.params.hf_layout import axes_in, file_dims, layout, matrix
-from fdel.params.quantize import MATRICES, change, quantized_paths, targets
+from fdel.params.quantize import MATRICES, quantized_paths, targets
+from fdel.smoothing import smooth
 
-Gram = Float[np.ndarray, "*batch inputs inputs"]
 MOST = 8 << 30  # bytes of Gram matrices that are added up at once; more take further passes over the rows
-
-
-def calibration_rows(file: str | Path, tok: text.Tokenizer, rows: int, length: int) -> Int[np.ndarray, "rows length"]:
-    """Read the first texts of a data file (see `train.data.Source`) as at most `rows` rows of `length` tokens.
-
-    Texts follow each other without padding; fewer tokens than one row has make one shorter row.
-    """
-    from fdel.train import data
-
-    if min(rows, length) < 1:
-        raise ValueError(f"{rows} rows of {length} tokens: both must be positive")
-    settings = data.Settings(packing="wrapped", length=length, learn="all")
-    tokens = data.build(data.Source(str(file)), tok, settings).tokens
-    if not len(tokens):
-        raise ValueError(f"{file} holds no text to calibrate with; expected rows with text, messages or a prompt")
-    length = min(length, len(tokens))
-    return tokens[: len(tokens) // length * length].reshape(-1, length)[:rows]
-
-
-def grams(
-    model: models.Model, rows: Int[np.ndarray, "rows length"], where: Sequence[str], batch: int = 1
-) -> dict[str, Gram]:
-    """Add up x^T x over the inputs x of the matrices at these paths of a listed tree, while the model reads the rows.
-
-    Experts see the tokens that were sent to them. Inputs are those of the model as it is. `batch` rows are read at once.
-    A matrix that is multiplied otherwise than by `ops.einsum` with its inputs gets zeros. float32.
-    """
-    spec, tree = params.unstack(models.spec_of(model)), params.unstack(model.params)
-    found = {path: m for path, m in targets(tree, spec, "").items() if path in set(where)}
-    zeros = {}
-    for path, p in params.named_leaves(spec):
-        if path in found:
-            outer, _, inputs = found[path].cut(p.shape)
-            zeros[path] = jnp.zeros((*outer, math.prod(inputs), math.prod(inputs)))
-
-    def anything(sums: dict, tree: Any, tokens: Any) -> Any:
-        """Depend on all products: which number it is does not matter (see `ops.weights.Observed`)."""
-        watched = change(lambda path, w: Observed(w, sums[path]) if path in sums else w, tree)
-        return model.family.hidden(watched, tokens, model.cfg)[0].astype(jnp.float32).sum()
-
-    def step(sums: dict, tree: Any, tokens: Any) -> dict:
-        return jax.tree.map(jnp.add, sums, jax.grad(anything)(sums, tree, tokens))
-
-    run, sums = jax.jit(step, donate_argnums=0), zeros
-    for i in range(0, len(rows), batch):
-        sums = run(sums, tree, jnp.asarray(rows[i : i + batch]))
-    return {path: np.asarray(x) for path, x in sums.items()}
 
 
 def _is_linear(p: params.Param) -> bool:
@@ -133,12 +84,17 @@ def encoded(
 
 def save(
     model: models.Model, path: str | Path, scheme: writers.Scheme, rows: Int[np.ndarray, "rows length"] | None = None, *,
-    where: str = MATRICES, shard_bytes: int = 5_000_000_000,
+    where: str = MATRICES, shard_bytes: int = 5_000_000_000, alpha: float | None = None,
 ) -> int:  # fmt: skip
     """Write a model whose layers' matrices are quantized by `writers.scheme(...)`; give the bytes of all tensors.
 
-    The host holds the quantized matrices at once. What is wrong is a ValueError, and nothing is written then.
+    With `alpha` the model is smoothed first, by the rows too (see `smoothing.smooth`). The host holds quantized matrices
+    at once. What is wrong is a ValueError, and nothing is written then.
     """
+    if alpha is not None:
+        if rows is None or not scheme.dynamic:
+            raise ValueError("smoothing helps formats that round activations, as w8a8, and needs calibration data")
+        model = smooth(model, rows, alpha)[0]
     plain, few = encoded(model, scheme, rows, where)
     made = {name: x for tensors in few.values() for name, x in tensors.items()}
     entries = {n: e for n, e in plain.entries.items() if n not in few} | {
