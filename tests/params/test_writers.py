@@ -16,9 +16,13 @@ from fdel.params import named_leaves, writers
 from fdel.params.rounding import gptq, nearest, scales
 from tests.params.test_published import BASE, quantized_leaves
 
-RNG = np.random.default_rng(0)
 CONFIG = BASE | dict(intermediate_size=128, dtype="bfloat16")
-TOKENS = RNG.integers(0, 32, (4, 16))
+TOKENS = np.random.default_rng(0).integers(0, 32, (4, 16))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
 @functools.cache
@@ -27,8 +31,9 @@ def model(family="llama") -> models.Model:
     module = models.family(family)
     more = dict(num_local_experts=3, num_experts_per_tok=2) if family == "mixtral" else {}
     cfg = module.Config.from_hf(CONFIG | {"model_type": family} | more)
+    rng = np.random.default_rng(1)
     draw = lambda p: jnp.array(
-        RNG.normal(0, 0.1, p.shape) * np.exp(RNG.normal(0, 0.5, (*p.shape[:-1], 1))), jnp.bfloat16
+        rng.normal(0, 0.1, p.shape) * np.exp(rng.normal(0, 0.5, (*p.shape[:-1], 1))), jnp.bfloat16
     )
     return models.Model(module, cfg, jax.tree.map(draw, module.spec(cfg)))
 
@@ -50,8 +55,8 @@ def plain() -> dict[str, np.ndarray]:
 # ---- GPTQ ------------------------------------------------------------------------------------------------------------
 
 
-def correlated(inputs: int, rows: int = 200) -> np.ndarray:
-    x = RNG.normal(size=(rows, inputs // 2)) @ RNG.normal(size=(inputs // 2, inputs)) + RNG.normal(size=(rows, inputs))
+def correlated(rng, inputs: int, rows: int = 200) -> np.ndarray:
+    x = rng.normal(size=(rows, inputs // 2)) @ rng.normal(size=(inputs // 2, inputs)) + rng.normal(size=(rows, inputs))
     return x.T @ x
 
 
@@ -70,9 +75,9 @@ def brain_surgeon(w, gram, bits, group, damp=0.01):
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 160), (4, 32), (8, 160)])
-def test_gptq_is_the_best_change_of_what_is_left(bits, group):
+def test_gptq_is_the_best_change_of_what_is_left(rng, bits, group):
     """The same integers as the definition without Cholesky's factor, in several blocks; errors below rounding's."""
-    w, gram = RNG.normal(size=(24, 160)) * np.exp(RNG.normal(size=(24, 1))), correlated(160)
+    w, gram = rng.normal(size=(24, 160)) * np.exp(rng.normal(size=(24, 1))), correlated(rng, 160)
     q, scale = gptq(w, gram, bits, group, np.float32)
     np.testing.assert_array_equal(q, brain_surgeon(w, gram, bits, group))
     error = lambda q, s: np.trace((d := w - q * np.repeat(s, group, 1)) @ gram @ d.T)
@@ -82,8 +87,8 @@ def test_gptq_is_the_best_change_of_what_is_left(bits, group):
     assert error(*gptq(w, gram, bits, group, np.float32, act_order=True)) < 0.5 * rounded
 
 
-def test_inputs_that_were_never_seen_are_rounded():
-    w, gram = RNG.normal(size=(4, 32)), correlated(32)
+def test_inputs_that_were_never_seen_are_rounded(rng):
+    w, gram = rng.normal(size=(4, 32)), correlated(rng, 32)
     gram[5] = gram[:, 5] = 0
     q, scale = gptq(w, gram, 4, 32, np.float32)
     np.testing.assert_array_equal(q[:, 5], nearest(w, scale, 4)[:, 5])
@@ -107,16 +112,16 @@ def test_gram_matrices_of_a_model():
         assert np.abs(got[name] - x.T @ x).max() < 1e-2 * np.abs(x.T @ x).max()
 
 
-def test_gram_matrices_of_products():
+def test_gram_matrices_of_products(rng):
     """Several inputs; experts, of which one has no rows; a product from the other side leaves zeros. 1e-5."""
-    x, w = RNG.normal(size=(2, 5, 3, 4)).astype(np.float32), jnp.ones((7, 3, 4))
+    x, w = rng.normal(size=(2, 5, 3, 4)).astype(np.float32), jnp.ones((7, 3, 4))
     see = lambda f, w, gram: jax.grad(lambda g: f(Observed(w, g)).sum())(gram)
     got = see(lambda w: ops.einsum("...nh,dnh->...d", x, w), w, jnp.zeros((12, 12)))
     rows = x.reshape(-1, 12)
     np.testing.assert_allclose(got, rows.T @ rows, atol=1e-5)
     other = see(lambda w: ops.einsum("...d,dnh->...nh", jnp.ones((2, 7)), w), w, jnp.zeros((12, 12)))
     assert not other.any()
-    rows, sizes = RNG.normal(size=(9, 4)).astype(np.float32), jnp.array([4, 0, 5])
+    rows, sizes = rng.normal(size=(9, 4)).astype(np.float32), jnp.array([4, 0, 5])
     got = see(lambda w: ops.grouped_matmul(rows, w, sizes), jnp.ones((3, 6, 4)), jnp.zeros((3, 4, 4)))
     want = np.stack([r.T @ r for r in np.split(rows, [4, 4])])
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -263,7 +268,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 
 
 def test_smoothing_changes_no_result_and_helps_rounded_activations():
-    """Outliers in two channels of each norm: the same hidden states, 1e-4; in 8 bits, less than 0.7 of the error."""
+    """Outliers in two channels of each norm: the same hidden states, 1e-4; in 8 bits, half the error."""
     m = model()
     wild = lambda path, x: x.at[..., jnp.array([3, 40])].mul(60) if path[-1].key.endswith("_norm") else x
     m = m._replace(
@@ -282,13 +287,14 @@ def test_smoothing_changes_no_result_and_helps_rounded_activations():
     assert s[[3, 40]].min() > 4 * np.median(s)
     spec = params.unstack(models.spec_of(m))
     errors = [
-        np.linalg.norm(run(params.quantize(p, "a8q", spec=spec)) - want) for p in (params.unstack(m.params), got.params)
+        np.linalg.norm(run(params.quantize(p, "a8q", r"\.(q|k|v|gate|up)$", spec=spec)) - want)
+        for p in (params.unstack(m.params), got.params)
     ]
-    assert errors[1] < 0.7 * errors[0]
+    assert errors[1] < 0.5 * errors[0]
 
 
-def test_factors_are_those_of_section_4_2():
-    x, w = RNG.uniform(0.1, 9, 6), RNG.uniform(0.1, 9, 6)
+def test_factors_are_those_of_section_4_2(rng):
+    x, w = rng.uniform(0.1, 9, 6), rng.uniform(0.1, 9, 6)
     x[2] = 0
     s = smoothing.factors(x, w, 0.6)
     known = np.delete(x**0.6 / w**0.4 / s, 2)
