@@ -11,6 +11,7 @@ head_dim. Interpreted on CPU and compiled for v5p and v6e; it has not run on a T
 """
 
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,16 @@ from fdel.ops.mask import NEG, Mask, PerHead
 from fdel.ops.paged import LANES, gathered, spread
 from fdel.ops.platform import target
 
-KEYS = 512  # of a step of the walk, where the buffers hold so many
-BUFFERS = 8 * 2**20  # bytes of pages that are attended to and on their way
+KEYS = 1024  # of a group of pages at most
+GROUP = {True: 2 * 2**20, False: 4 * 2**20}  # its bytes at most, of decoding and of prompts; two groups are in memory
 TOKENS = 128  # of a tile of queries
+TILE = 24 * 2**20  # bytes of queries, outputs and sums of a tile
 VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
 SMEM = 512 * 2**10  # bytes of a page table in the memory of scalars, 1 MiB
-UNROLL = 8  # heads that are computed side by side
+ROWS = 512  # of one product at most
+UNROLL = 8  # products of few rows that are computed side by side
+OLD = ("v2", "v3", "v4")  # in the names of TPUs with 16 MiB of fast memory
+LOG2E = math.log2(math.e)
 
 
 def unsupported(
@@ -38,6 +43,9 @@ def unsupported(
     """Say why the kernel cannot serve this call, or None."""
     if target() != "tpu":
         return f"it is written for TPUs; the target is {target()}"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and any(old in device.device_kind for old in OLD):
+        return f"it needs the memory of v5 or later; the mesh is of {device.device_kind}"
     if state.v is None or v_dim not in (None, q.shape[-1]):
         return "values that are channels of the keys (latent attention)"
     if state.k_scale is not None or state.v_scale is not None:
@@ -51,6 +59,8 @@ def unsupported(
         return f"pages of {state.k.shape[3]} tokens; expected a multiple of {least}"
     if (need := _table_bytes(batch)) > SMEM:
         return f"a page table of {need} bytes; expected at most {SMEM}"
+    if (need := batch.block * _token_bytes(state, q)) > TILE:
+        return f"blocks of {batch.block} tokens take {need} bytes of queries and sums; expected at most {TILE}"
     return None if alibi is None else "alibi slopes, which it does not have"
 
 
@@ -61,7 +71,7 @@ def call(
     """Attend over cached pages; see `unsupported` for what it can serve, `paged_attention` for the meaning."""
     _, _, heads, size, width = state.k.shape
     blocks, block, side = len(batch.page_table), batch.block, width // q.shape[-1]
-    most = 1 if block == 1 else max(1, TOKENS // block)  # with one token a block, each is of another sequence
+    most = 1 if block == 1 else max(1, min(TOKENS, TILE // _token_bytes(state, q)) // block)
     many = next(n for n in range(most, 0, -1) if blocks % n == 0)
     tiles, tokens = blocks // many, many * block
     q = q.reshape(tiles, tokens, heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [tiles K G tokens H]
@@ -71,7 +81,7 @@ def call(
     lay = lambda x: jnp.pad(x.reshape(*x.shape[:-3], rows, x.shape[-1]), [(0, 0)] * (x.ndim - 3) + [(0, fill), (0, 0)])
     start = jnp.full((heads, rows + fill, LANES), NEG, jnp.float32)
     if sinks is not None:
-        of_rows = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(heads, -1, 1, 1), (*q.shape[1:4], LANES))
+        of_rows = jnp.broadcast_to((sinks.astype(jnp.float32) * LOG2E).reshape(heads, -1, 1, 1), (*q.shape[1:4], LANES))
         start = lay(of_rows)
     out = _kernel(mask, many, tokens, _spans(batch, mask, many, size), batch.page_table, layer, lay(q), start, state)
     out = out[:, :, :rows].reshape(q.shape)
@@ -83,6 +93,12 @@ def _table_bytes(batch: Paged) -> int:
     """Give the bytes of the page table as the memory of scalars holds it: rows of whole tiles."""
     blocks, width = batch.page_table.shape
     return 4 * -(-blocks // 8) * 8 * -(-width // LANES) * LANES
+
+
+def _token_bytes(state: Pages, q: Array) -> int:
+    """Give the bytes of a token in a tile: queries and outputs twice, starts twice, three sums, all in rows of lanes."""
+    width = state.k.shape[-1]
+    return q.shape[1] * (4 * width * q.dtype.itemsize + 4 * width + 4 * 4 * LANES)
 
 
 def _spans(batch: Paged, mask: Mask, many: int, size: int) -> Int[Array, "blocks 5"]:
@@ -121,8 +137,8 @@ def _kernel(
     _, pages, _, size, _ = state.k.shape
     blocks, cores = len(table), 2 if tiles % 2 == 0 else 1  # a v5p has two, which share the steps
     each = blocks // cores
-    of_page = 2 * 2 * heads * size * width * q.dtype.itemsize
-    group = max(1, min(KEYS // size, BUFFERS // of_page, table.shape[1]))
+    of_page = 2 * heads * size * width * q.dtype.itemsize
+    group = max(1, min(KEYS // size, GROUP[tokens == 1] // of_page, table.shape[1]))
     tile = pl.BlockSpec((None, heads, rows, width), lambda c, i, *_: ((c * each + i) // many, 0, 0, 0))
     buffer = pltpu.VMEM((2, group, heads, size, width), q.dtype)
     numbers = pltpu.VMEM((heads, rows, LANES), jnp.float32)
@@ -145,7 +161,9 @@ def _kernel(
             out_specs=tile,
             scratch_shapes=scratch,
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM, disable_bounds_checks=True
+        ),
         name="paged_attention",
     )
     where = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -223,6 +241,9 @@ def _attend(r: Any, mask: Mask, tokens: int, at: Any, slot: Any, first: Any) -> 
     start, index, count = (r.spans[at, i] for i in range(3))
     _, group, heads, size, width = r.k_s.shape
     rows, keys, end = r.q.shape[1], group * size, start + count
+    part = next(n for n in range(min(ROWS, rows), 0, -8) if rows % n == 0)
+    parts = rows // part
+    work = heads * parts
 
     @pl.when(first + keys > end)  # what is there may be NaN, and that times 0 too
     def clear() -> None:
@@ -233,33 +254,38 @@ def _attend(r: Any, mask: Mask, tokens: int, at: Any, slot: Any, first: Any) -> 
 
         jax.lax.fori_loop((end - first) // size, group, page, None)
 
-    token = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0), jnp.int32(tokens)) - index
-    qi = start + token
-    ki = jax.lax.broadcasted_iota(jnp.int32, (rows, keys), 1) + first
-    low = jnp.zeros_like(qi) if mask.window is None else jnp.maximum(qi - (mask.window - 1), 0)
-    if mask.chunk is not None:
-        low = jnp.maximum(low, jax.lax.div(qi, jnp.int32(mask.chunk)) * mask.chunk)
-    high = jnp.where((token >= 0) & (token < count), qi, -1)
-    seen = ki <= high
-    if mask.window is not None or mask.chunk is not None:
-        seen &= ki >= low
-
-    def head(h: Any) -> None:
+    def head(n: Any) -> None:
+        h, mine = n // parts, pl.ds(pl.multiple_of(n % parts * part, 8), part)
         k, v = (pages[slot, :, h].reshape(keys, width) for pages in (r.k_s, r.v_s))
-        x = jax.lax.dot_general(r.q[h], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * mask.scale
-        if mask.softcap is not None:
-            x = jnp.tanh(x * (1 / mask.softcap)) * mask.softcap
-        x = jnp.where(seen, x, NEG)
-        old = r.top[h]
+        x = jax.lax.dot_general(r.q[h, mine], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        if mask.softcap is None:
+            x = x * (mask.scale * LOG2E)
+        else:
+            x = jnp.tanh(x * (mask.scale / mask.softcap)) * (mask.softcap * LOG2E)
+        x = jnp.where(_seen(mask, tokens, n % parts * part, x.shape, (start, index, count, first)), x, NEG)
+        old = r.top[h, mine]
         new = jnp.maximum(old, x.max(1, keepdims=True))
-        decay, p = jnp.exp(old - new), jnp.exp(x - jnp.maximum(new[:, :1], NEG / 2))
-        r.top[h], r.total[h] = new, r.total[h] * decay + p.sum(1, keepdims=True)
-        r.sums[h] = r.sums[h] * decay[:, :1] + jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        decay, p = jnp.exp2(old - new), jnp.exp2(x - jnp.maximum(new[:, :1], NEG / 2))
+        r.top[h, mine], r.total[h, mine] = new, r.total[h, mine] * decay + p.sum(1, keepdims=True)
+        more = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        r.sums[h, mine] = r.sums[h, mine] * decay[:, :1] + more
 
-    some = next(n for n in range(min(UNROLL, heads), 0, -1) if heads % n == 0)
+    some = next(n for n in range(min(UNROLL, max(2, ROWS // part), work), 0, -1) if work % n == 0)
 
     def several(g: Any, _: None) -> None:
         for i in range(some):
             head(g * some + i)
 
-    jax.lax.fori_loop(0, heads // some, several, None)
+    jax.lax.fori_loop(0, work // some, several, None)
+
+
+def _seen(mask: Mask, tokens: int, row: Any, shape: tuple[int, ...], run: tuple) -> Array:
+    """Tell which keys rows from `row` see, which are `tokens` tokens of each query head in turn."""
+    start, index, count, first = run
+    token = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + row, jnp.int32(tokens)) - index
+    qi, ki = start + token, jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = ki <= jnp.where((token >= 0) & (token < count), qi, -1) - first
+    low = jnp.zeros_like(qi) if mask.window is None else qi - (mask.window - 1)
+    if mask.chunk is not None:
+        low = jnp.maximum(low, jax.lax.div(qi, jnp.int32(mask.chunk)) * mask.chunk)
+    return seen if mask.window is None and mask.chunk is None else seen & (ki >= low - first)

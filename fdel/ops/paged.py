@@ -103,8 +103,8 @@ def _oldest(qi: Array, window: int) -> Array:
 
 @operation(
     "", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD,
-    hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu", on_request=True),
-    ragged=_RAGGED, also=ALSO,
+    hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu"), ragged=_RAGGED,
+    also=ALSO,
 )  # fmt: skip
 def paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,

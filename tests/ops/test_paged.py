@@ -18,7 +18,7 @@ HEADS, KV, DIM, PAGE = 8, 4, 32, 8
 def attend(platform: str, kind: str | None = None, block: int = 4, **kwargs) -> np.ndarray:
     """Write two sequences in shuffled pages full of NaN, chunk by chunk, and attend: [tokens of all chunks, N, Hv]."""
     rng = np.random.default_rng(0)
-    with tracing_for(platform):
+    with tracing_for(platform), ops.use(paged_attention="xla"):
         spec = quantized(ops.State(builders.kv_pages(2, KV, DIM, pages=9, page=PAGE)), kind)
         carry = ops.Carry(params.init(spec, jax.random.key(0), dtype=jnp.float32))
         empty = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x

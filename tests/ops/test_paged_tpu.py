@@ -1,17 +1,22 @@
 """The TPU kernel for attention over pages, interpreted with a detector of races, against a formula in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from fdel import ops
+from fdel import models, ops, params, serve
 from fdel.kernels import paged_attention_tpu as kernel
+from fdel.models import llama
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.paged import paged_attention
 from fdel.ops.platform import tracing_for
 from tests.ops.paged_cases import Sizes, case
+from tests.serve import small
 
 RACES = pltpu.InterpretParams(detect_races=True)
 
@@ -73,6 +78,7 @@ REASONS = [
     ({"alibi": jnp.zeros(8)}, "alibi"),
     ({"v_dim": 32}, "latent"),
     ({"width": 2**16}, "a page table of"),
+    ({"block": 1024}, "blocks of 1024 tokens"),
     ({}, None),
     ({"dim": 64}, None),
 ]
@@ -81,14 +87,34 @@ REASONS = [
 @pytest.mark.parametrize(("call", "reason"), REASONS, ids=str)
 def test_the_kernel_says_what_it_cannot_serve(call, reason):
     dim, dtype = call.get("dim", 128), call.get("dtype", jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((2, 8, dim), dtype)
+    block = call.get("block", 1)
+    q = jax.ShapeDtypeStruct((2 * block, 8, dim), dtype)
     pages = jax.ShapeDtypeStruct((2, 5, 2, call.get("size", 64), 128 if dim == 64 else dim), dtype)
     cache = Pages(pages, None if "v_dim" in call else pages)
-    batch = Paged(jnp.zeros(2, int), jax.ShapeDtypeStruct((2, call.get("width", 2)), int), jnp.arange(2), 1)
+    table = jax.ShapeDtypeStruct((2, call.get("width", 2)), int)
+    batch = Paged(jnp.zeros(2 * block, int), table, jnp.arange(2), block)
     given = dict(mask=ops.Mask(0.1), alibi=call.get("alibi"), v_dim=call.get("v_dim"))
     with tracing_for(call.get("platform", "tpu")):
         if reason is None:
-            with ops.use(paged_attention="mosaic"):
-                assert "mosaic: chosen" in ops.explain(paged_attention, batch, cache, 0, q, **given)
+            assert "mosaic: chosen" in ops.explain(paged_attention, batch, cache, 0, q, **given)
         else:
             assert reason in kernel.unsupported(batch, cache, 0, q, **given)
+
+
+@pytest.mark.matrix
+def test_an_engine_with_the_kernel_draws_the_same_tokens(monkeypatch):
+    """Chunks of prompts beside decoding, rows that come and go; interpreted, so the host stands for a TPU."""
+    cfg = llama.Config.from_hf(small.CFG.to_hf() | {"head_dim": 128})
+    weights = jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, params.init(llama.spec(cfg), jax.random.key(0)))
+    model = models.Model(llama, cfg, params.unstack(weights))
+    prompts = [[int(x) for x in np.random.default_rng(n).integers(8, small.VOCAB, n)] for n in (70, 3, 100)]
+
+    def drawn(**settings) -> list:
+        shape = dict(rows=2, pages=6, budget=64, batches=(2,))
+        engine = serve.Engine(model, serve.Settings(**shape, **settings))
+        return [g.tokens for g in engine.generate(prompts, serve.SamplingParams(max_tokens=6, ignore_eos=True))]
+
+    want, interpreted = drawn(), functools.partial(pl.pallas_call, interpret=pltpu.InterpretParams())
+    monkeypatch.setattr(kernel, "target", lambda: "tpu")
+    monkeypatch.setattr(pl, "pallas_call", interpreted)
+    assert drawn(kernels={"paged_attention": "mosaic"}) == want and all(len(x) == 6 for x in want)

@@ -1,0 +1,108 @@
+"""What Mosaic TPU makes of the kernel for pages: a table of instructions in its loops, and the seconds that follow.
+
+Run by `test_aot` in a process of its own, because libtpu reads its flags once: `python -m tests.aot.bundles v5p`.
+XLA's own estimate leaves kernels out. What is counted: the program's bundles (one is issued in a cycle), a copy's bytes.
+Copies run beside, so the estimate is the larger of the two, and the first group of pages, which nothing hides.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fdel import aot, ops, params
+from fdel.kernels import paged_attention_tpu as kernel
+from fdel.ops.batch import Paged, Pages
+from fdel.ops.paged import paged_attention
+
+CLOCK, CORES = 1.75e9, {"v5p": 2, "v6e": 1}
+# Sequences, tokens of each, tokens of a page, key heads, query heads of each, channels; in "prefill" all tokens are new.
+CALLS = {
+    "decode, pages of 64": (64, 8192, 64, 8, 4, 128),
+    "decode, pages of 128": (64, 8192, 128, 8, 4, 128),
+    "decode, 1,024 tokens": (64, 1024, 64, 8, 4, 128),
+    "decode, heads of 64": (64, 8192, 64, 8, 8, 64),
+    "decode, one key head": (64, 8192, 64, 1, 4, 128),
+    "prefill": (1, 4096, 64, 8, 4, 128),
+}
+BLOCK = 32  # tokens of a block of a prompt
+
+
+def lower(chip: str, name: str, impl: str, length: int):
+    """Lower a call for one chip, from the table's shapes."""
+    sequences, _, page, heads, group, dim = CALLS[name]
+    target = aot.parse_target({"v5p": "v5p:1x1x1", "v6e": "v6e:1x1"}[chip])
+    mesh = params.make_mesh({}, aot.devices(target))
+    put = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    block, blocks = (BLOCK, CALLS[name][1] // BLOCK) if name == "prefill" else (1, sequences)
+    side = max(1, 128 // dim)
+    pages = put(jnp.bfloat16, 2, sequences * length // page, heads // side, page, dim * side)
+    ints = lambda *shape: put(jnp.int32, *shape)
+    batch = Paged(ints(blocks * block), ints(blocks, length // page), ints(blocks), block)
+
+    def call(batch, k, v, q):
+        with ops.use(paged_attention=impl):
+            return paged_attention(batch, Pages(k, v), 1, q, mask=ops.Mask(0.1))
+
+    q = put(jnp.bfloat16, blocks * block, heads * group, dim)
+    return aot.compile(target, jax.jit(call), batch, pages, pages, q, mesh=mesh)
+
+
+def bundles(text: str) -> tuple[int, int, int, int]:
+    """Count the bundles of a step of the grid, of a group of pages, of a page, and of products in a loop of their own."""
+    loops: list[list] = []
+    for label, depth, rest in re.findall(r"^\s*0x[0-9a-f]+\s+(\w\w)?\s*: (>*)(.*)$", text, re.M):
+        if not loops or loops[-1][0] != len(depth) or label == "LB":
+            loops.append([len(depth), 0, ""])
+        loops[-1][1] += 1
+        loops[-1][2] += rest
+    inner = [(n, "vmatmul" in ops, "dma" in ops) for depth, n, ops in loops if depth == 3]
+    products, page = (sum(n for n, *kinds in inner if kinds[i]) for i in (0, 1))
+    clear = sum(n for n, *kinds in inner if not any(kinds))  # of what no token wrote: in the last page of a sequence
+    step, group = (sum(n for depth, n, _ in loops if depth == d) for d in (1, 2))
+    return step + clear, group, page, products
+
+
+def estimate(chip: str, name: str, counted: tuple[int, int, int, int]) -> tuple[float, float]:
+    """Give the seconds of a call, and the floor: of its bytes, or of its FLOPs if they take longer."""
+    sequences, length, page, heads, group, dim = CALLS[name]
+    about, (step, each, one, products) = aot.CHIPS[chip], counted
+    token = 4 * heads * dim
+    pages = max(1, min(kernel.KEYS // page, kernel.GROUP[name != "prefill"] // (page * token), length // page))
+    keys = pages * page
+    rounds = max(1, heads * -(-kernel.TOKENS * group // kernel.ROWS) // 2)  # of products, two at a time
+    cycles = each + pages * one + (rounds * products if name == "prefill" else products)
+    if name == "prefill":
+        tiles = range(kernel.TOKENS, length + 1, kernel.TOKENS)
+        groups, steps = sum(-(-end // keys) for end in tiles), len(tiles)
+        read, flops = sum(-(-end // page) * page for end in tiles) * token, 2 * length**2 * heads * group * dim
+        floor = max(length * token / about.bandwidth, flops / about.flops)
+    else:
+        groups, steps, read = sequences * -(-length // keys), sequences, sequences * length * token
+        floor = read / about.bandwidth
+    busy = (groups * cycles + steps * step) / CLOCK / CORES[chip]
+    return max(busy, read / about.bandwidth) + keys * token / about.bandwidth, floor
+
+
+def main(chip: str) -> None:
+    """Print one line of JSON for each call: bundles, estimate, floor and XLA's estimate for the reference, in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
+        for name in CALLS:
+            lower(chip, name, "mosaic", CALLS[name][1])
+            found = [x for x in Path(folder).glob("*paged_attention*-final_bundles.txt") if "analysis" not in x.name]
+            counted = bundles(max(found, key=lambda x: x.name).read_text())
+            seconds, floor = estimate(chip, name, counted)
+            loop = lower(chip, name, "xla", 512).estimate * CALLS[name][1] / 512  # one round of its loop is of 512 keys
+            print(json.dumps(dict(call=name, bundles=counted, estimate=seconds, floor=floor, xla=loop)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
