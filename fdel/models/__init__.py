@@ -87,10 +87,20 @@ def family(model_type: str) -> ModuleType:
     if name in registered:
         return protocol.check(registered[name].load())
     if name in HEARS:
-        use = f"load it with models.load(path, family=fdel.models.{name}), serve it with `fdel serve --hear`"
+        use = f"load it with models.load(path, family=fdel.models.{name}), or serve it with `fdel serve`"
         raise ConfigError(f"config field 'model_type': found {name!r}, which writes down sounds; {use}")
     found = f"found {show(model_type)}, not a family of this version"
     raise ConfigError(f"config field 'model_type': {found}; it has {', '.join([*families(), *registered])}")
+
+
+def hearing(path: str | Path) -> ModuleType | None:
+    """Give the family of a checkpoint directory if it writes down sounds (`HEARS`), for `load`; else None."""
+    file = Path(path) / "config.json"
+    if not file.is_file() or file.stat().st_size > LONGEST:
+        return None
+    d = json.loads(file.read_bytes())
+    name = d.get("model_type") if isinstance(d, dict) else None
+    return importlib.import_module(f"{__name__}.{name}") if name in HEARS else None
 
 
 def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any, dict[str, Any]]:

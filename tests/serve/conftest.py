@@ -1,7 +1,9 @@
 """Models that tests of serving share."""
 
 from functools import lru_cache
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fdel import models, text
@@ -30,6 +32,20 @@ def pair(tmp_path_factory):
         return tiny.checkpoint(name, path), models.load(path, stacked=False)
 
     return make
+
+
+@pytest.fixture(scope="package")
+def hearing(tmp_path_factory):
+    """transformers' tiny Whisper, the server's model of its files, and features of three windows and a half."""
+    pytest.importorskip("torch", reason="needs the torch extra")
+    from fdel.serve.server import audio
+    from tests.models.tiny import whisper
+
+    directory = tmp_path_factory.mktemp("whisper")
+    oracle, model = whisper.make(directory), audio.heard_model(directory, "ear", rows=2)
+    features = np.random.default_rng(0).standard_normal((16, 140)).astype(np.float32) * 2
+    yield SimpleNamespace(oracle=oracle, model=model, listener=model.listener, features=features, directory=directory)
+    model.scribe.close()
 
 
 @pytest.fixture(scope="package")

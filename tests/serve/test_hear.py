@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import models
-from fdel.models import whisper
 from fdel.serve import hear
 from fdel.serve.hear import rules, windows, words
 from tests.models.tiny import whisper as tiny
@@ -21,31 +19,20 @@ TOKENS = hear.Tokens(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """transformers' model and ours with its weights, and the features of a sound of three windows and a half."""
-    pytest.importorskip("torch")
-    directory = tmp_path_factory.mktemp("whisper")
-    oracle = tiny.make(directory)
-    listener = hear.Listener(models.load(directory, family=whisper), TOKENS, rows=2)
-    features = np.random.default_rng(0).standard_normal((16, 140)).astype(np.float32) * 2
-    return SimpleNamespace(oracle=oracle, listener=listener, features=features)
-
-
-def generated(both, features, **options):
+def generated(hearing, features, **options):
     """What transformers writes, and its segments."""
     import torch
 
-    return both.oracle.generate(
+    return hearing.oracle.generate(
         torch.tensor(features)[None], return_timestamps=True, return_segments=True, return_dict_in_generate=True,
         **options,
     )  # fmt: skip
 
 
-def written(both, features, **options):
+def written(hearing, features, **options):
     """What we write."""
     asked = windows.Options(**options)
-    [found] = hear.run(both.listener, [hear.transcribe(features, both.listener.cfg, TOKENS, asked)])
+    [found] = hear.run(hearing.listener, [hear.transcribe(features, hearing.listener.cfg, TOKENS, asked)])
     return found
 
 
@@ -97,32 +84,32 @@ PLAIN = dict(temperatures=(0.0,), compression=None, logprob=None, no_speech=None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("condition", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_long_sounds_are_written_as_transformers_does(both, condition):
+def test_long_sounds_are_written_as_transformers_does(hearing, condition):
     """Windows begin at the last pair of times; each knows the text before it, or not; a prompt; the language is
     detected: the same segments."""
     import torch
 
     want = generated(
-        both, both.features, task="transcribe", condition_on_prev_tokens=condition,
+        hearing, hearing.features, task="transcribe", condition_on_prev_tokens=condition,
         prompt_ids=torch.tensor([tiny.PREVIOUS, 11, 12, 13]), temperature=0.0,
     )  # fmt: skip
-    same(written(both, both.features, prompt=(11, 12, 13), condition=condition, **PLAIN), want)
+    same(written(hearing, hearing.features, prompt=(11, 12, 13), condition=condition, **PLAIN), want)
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_languages_and_silence_are_found_as_transformers_does(both):
+def test_languages_and_silence_are_found_as_transformers_does(hearing):
     """The language is detected; the window that is most probably silence is left out; likelihoods to 1e-4.
 
     A batch of two sounds writes what each alone does.
     """
-    first = written(both, both.features, condition=False, task="translate", **PLAIN)
+    first = written(hearing, hearing.features, condition=False, task="translate", **PLAIN)
     silence = {s.seek: s.no_speech for s in first.segments}
     middle = sorted(silence.values())[-2] + 1e-6
     options = PLAIN | {"logprob": 0.0, "no_speech": middle}
-    found = written(both, both.features, condition=False, task="translate", **options)
+    found = written(hearing, hearing.features, condition=False, task="translate", **options)
     want = generated(
-        both, both.features, task="translate", temperature=0.0, condition_on_prev_tokens=False, logprob_threshold=0.0,
+        hearing, hearing.features, task="translate", temperature=0.0, condition_on_prev_tokens=False, logprob_threshold=0.0,
         no_speech_threshold=middle,
     )  # fmt: skip
     same(found, want, 1)
@@ -130,37 +117,39 @@ def test_languages_and_silence_are_found_as_transformers_does(both):
     for ours, theirs in zip(found.segments, want["segments"][0], strict=True):
         said = theirs["result"]["sequences"]
         said = said[3:] if tiny.END not in said[3:] else said[3 : 4 + said[3:].tolist().index(tiny.END)]
-        mean = both.oracle._retrieve_avg_logprobs(theirs["result"]["scores"], said, 0.0)
+        mean = hearing.oracle._retrieve_avg_logprobs(theirs["result"]["scores"], said, 0.0)
         np.testing.assert_allclose(ours.mean_logprob, float(mean), atol=1e-4)
-        assert ours.compression == both.oracle._retrieve_compression_ratio(said, tiny.VALUES["vocab_size"])
+        assert ours.compression == hearing.oracle._retrieve_compression_ratio(said, tiny.VALUES["vocab_size"])
     asked = windows.Options(condition=False, task="translate", **PLAIN)
-    sounds = [hear.transcribe(x, both.listener.cfg, TOKENS, asked) for x in (both.features, both.features[:, 50:])]
-    together, other = hear.run(both.listener, sounds)
+    sounds = [
+        hear.transcribe(x, hearing.listener.cfg, TOKENS, asked) for x in (hearing.features, hearing.features[:, 50:])
+    ]
+    together, other = hear.run(hearing.listener, sounds)
     assert [s.tokens for s in together.segments] == [s.tokens for s in first.segments]
     assert other.segments and other.segments[0].tokens != first.segments[0].tokens
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_times_of_tokens_are_those_of_transformers(both):
+def test_times_of_tokens_are_those_of_transformers(hearing):
     """The same path through the same heads' attention, each token's row being that where it is read; exact."""
     import torch
 
-    window = both.features[:, :40]
-    want = both.oracle.generate(
+    window = hearing.features[:, :40]
+    want = hearing.oracle.generate(
         torch.tensor(window)[None], return_timestamps=True, return_token_timestamps=True, return_segments=True,
         language="en", task="transcribe", attention_mask=torch.ones(1, 30, dtype=torch.long), temperature=0.0,
     )  # fmt: skip
     prompt = TOKENS.prompt("en", "transcribe", True)
     said = want["segments"][0][0]["result"]["sequences"].tolist()[len(prompt) :]
     said = said[: said.index(tiny.END)] if tiny.END in said else said[:-1]
-    [memory] = both.listener.answer([windows.Hear(window)])
-    [rows] = both.listener.answer([windows.Follow(memory, [*prompt, *said])])
+    [memory] = hearing.listener.answer([windows.Hear(window)])
+    [rows] = hearing.listener.answer([windows.Follow(memory, [*prompt, *said])])
     times = words.align(rows[:, len(prompt) :, :15], 7) * 0.02
     expected = want["segments"][0][0]["result"]["token_timestamps"][len(prompt) : len(prompt) + len(said)]
     np.testing.assert_allclose(times, expected, atol=1e-6)
     assert len(set(times.tolist())) > 3
-    found = written(both, window, language="en", words=True, **PLAIN)
+    found = written(hearing, window, language="en", words=True, **PLAIN)
     spoken = [x for s in found.segments for x in s.spoken]
     assert [t for t, _, _ in spoken] == [t for s in found.segments for t in s.tokens if t < tiny.END]
     assert all(a <= b for _, a, b in spoken) and spoken[-1][2] <= 0.4

@@ -99,6 +99,7 @@ class Segment:
     mean_logprob: float
     compression: float
     no_speech: float
+    language: str | None = None
     spoken: tuple[tuple[int, float, float], ...] = ()
 
 
@@ -142,7 +143,7 @@ def transcribe(
             seek += size
             continue
         written = [t for t in draft.tokens if t != tokens.end]
-        facts: Any = seek, warmth, draft.mean_logprob, compression(draft.tokens, cfg.vocab), draft.no_speech
+        facts: Any = seek, warmth, draft.mean_logprob, compression(draft.tokens, cfg.vocab), draft.no_speech, language
         parts, ahead = cut(written, tokens, size)
         found = [Segment(*part, *facts) for part in parts]
         if options.words and written:

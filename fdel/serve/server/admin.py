@@ -63,14 +63,17 @@ async def version(call: Call) -> web.Response:
 
 async def models(call: Call) -> web.Response:
     """GET /v1/models."""
-    listed = [body.model(s.name, s.created, parent=s.parent) for s in call.server.models.values()]
+    listed = [
+        body.model(s.name, s.created, parent=s.parent)
+        for s in [*call.server.models.values(), *call.server.heard.values()]
+    ]
     return call.json({"object": "list", "data": listed})
 
 
 async def model(call: Call) -> web.Response:
     """GET /v1/models/{id}."""
     call.body = {"model": call.request.match_info["id"]}
-    found = call.served()
+    found = call.server.heard.get(call.body["model"]) or call.served()
     return call.json(body.model(found.name, found.created, parent=found.parent))
 
 

@@ -40,7 +40,11 @@ class Server:
     timeout: float = 600.0  # seconds for a whole answer
     draining: bool = False
     active: int = 0  # calls under way
+    heard: Mapping[str, Any] = field(default_factory=dict)  # models that write down sounds: `audio.HeardModel`
+    audio_seconds: float = 1500.0  # the most of one file
+    audio_bytes: int = 25 * 2**20
     bodies: EvictingQuota = field(default_factory=lambda: EvictingQuota(Quota(256)))  # on their way
+    uploads: Quota = field(default_factory=lambda: Quota(16))  # files, from their first byte to the answer's end
     calls: Quota = field(default_factory=lambda: Quota(1024))  # that ask for work
     outputs: dict[str, Quota] = field(default_factory=dict)  # in the queue of each engine, and in its rows
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `models`
@@ -53,7 +57,8 @@ class Server:
     async def with_workers(self, app: web.Application) -> AsyncIterator[None]:
         """Have child processes while an application runs."""
         before = self.workers
-        self.workers = pool = WorkerPool({name: s.encoder.facts() for name, s in self.engines().items()})
+        every = {**self.engines(), **self.heard}
+        self.workers = pool = WorkerPool({name: s.encoder.facts() for name, s in every.items()})
         yield
         pool.close()
         await pool.ended()
@@ -73,6 +78,7 @@ class Call:
     id: str
     key: auth.Key | None
     body: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)  # of a form
     large: bool = False  # whether the body is more than the event loop may work on
     clock: Any = None  # the asyncio.Timeout of the whole call
     on_end: list[Callable[[], None]] = field(default_factory=list)
@@ -89,13 +95,24 @@ class Call:
         if name is None:
             if not optional:
                 raise APIError("model: missing", param="model", code="missing_required_parameter")
-            return next(iter(self.server.models.values()))
+            name = next(iter(self.server.models), None)
         served = self.server.models.get(name) if isinstance(name, str) else None
         if served is None:
-            message = f"the model {str(name)[:64]!r} does not exist here"
+            hears = "hears: ask /v1/audio/transcriptions" if name in self.server.heard else "does not exist here"
+            message = f"the model {str(name)[:64]!r} {hears}"
             raise APIError(message, param="model", code="model_not_found", status=404)
         self.facts["model"] = served.name
         return served
+
+    def heard(self) -> Any:
+        """Find the `audio.HeardModel` that is asked for."""
+        name = self.body["model"]
+        if (found := self.server.heard.get(name)) is None:
+            known = ", ".join(self.server.heard) or "none"
+            message = f"the model {name[:64]!r} does not hear, or does not exist here; those that do: {known}"
+            raise APIError(message, param="model", code="model_not_found", status=404)
+        self.facts["model"] = found.name
+        return found
 
     @property
     def workers(self) -> WorkerPool:

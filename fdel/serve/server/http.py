@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from fdel.serve.server import admin, auth, inference, pooling
+from fdel.serve.server import admin, audio, auth, form, inference, openai, pooling
 from fdel.serve.server.answer import LATE
 from fdel.serve.server.call import Call, Server
 from fdel.serve.server.connection import HEADERS, Connection, Connections, Runner
@@ -27,12 +27,14 @@ audit = logging.getLogger("fdel.audit")  # one JSON object per call, without tex
 
 BODY = 2**23  # bytes
 SLOW = 30.0  # seconds for a client to send its body
+UPLOAD = 120.0  # seconds for a file
 
 
 async def describe(call: Call) -> web.Response:
     """GET /openapi.json: this server's routes."""
-    first = next(iter(call.server.models.values()))
-    return call.json(document(ROUTES, call.server.models, first.limits, keys=call.server.keys is not None))
+    server = call.server
+    limits = next((s.limits for s in server.models.values()), openai.Limits(1, 1))
+    return call.json(document(ROUTES, [*server.models, *server.heard], limits, keys=server.keys is not None))
 
 
 ROUTES = (
@@ -58,6 +60,8 @@ ROUTES = (
     Route("POST", "/classify", "infer", pooling.classify, "classify", "classes"),
     Route("POST", "/v1/classify", "infer", pooling.classify, "classify", "classes"),
     Route("POST", "/pooling", "infer", pooling.pool, "pooling", "pooled"),
+    Route("POST", "/v1/audio/transcriptions", "infer", audio.transcribe, "transcription", "transcript", form=True),
+    Route("POST", "/v1/audio/translations", "infer", audio.translate, "translation", "transcript", form=True),
     Route("GET", "/admin/keys", "admin", admin.list_keys),
     Route("POST", "/admin/keys", "admin", admin.add_key, admin.NEW_KEY, status="201"),
     Route("DELETE", "/admin/keys/{id}", "admin", admin.remove_key),
@@ -66,6 +70,7 @@ ROUTES = (
     Route("POST", "/admin/drain", "admin", admin.drain, admin.DRAIN),
 )
 _SCOPES = {(r.method, re.sub(":[^}]*}", "}", r.path)): r.scope for r in ROUTES}  # by aiohttp's names
+_FORMS = {r.path for r in ROUTES if r.form}
 PATHS = (*dict.fromkeys(path for _, path in _SCOPES), "other")  # for metrics
 
 
@@ -136,7 +141,7 @@ async def _answer(call: Call, handler: Any) -> web.StreamResponse:
         if not _path(call):
             return await handler(call.request)  # raises 404 or 405
         if call.request.method == "POST":
-            call.body = await _read(call)
+            call.body = await (_read_form if _path(call) in _FORMS else _read)(call)
         async with asyncio.timeout(call.server.timeout) as call.clock:
             return await handler(call)
     except APIError as e:
@@ -178,28 +183,54 @@ def _enter(call: Call) -> None:
 
 async def _read(call: Call) -> dict[str, Any]:
     """Read a body of JSON."""
+    raw = await _receive(call, "application/json", BODY, SLOW)
+    return await call.load(raw) if raw else {}
+
+
+async def _read_form(call: Call) -> dict[str, Any]:
+    """Read a form: its files are `call.files`, and its other fields the body."""
+    call.take(call.server.uploads)
+    raw = await _receive(call, "multipart/form-data", call.server.audio_bytes + BODY // 64, UPLOAD)
+    between = form.boundary(call.request.headers.get("Content-Type", ""))
+    found = await call.in_thread(lambda: form.read(raw, between))
+    call.files = found.files
+    return found.fields() | dict.fromkeys(found.files, True)
+
+
+async def _receive(call: Call, kind: str, most: int, seconds: float) -> bytes:
+    """Receive a body of a type and a size."""
     request, server = call.request, call.server
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise APIError("the body must not be compressed", status=415, code="unsupported_encoding")
-    if request.content_type != "application/json":  # also of none: no page of another site can send that
-        raise APIError("the body must be application/json", status=415, code="unsupported_media_type")
+    if request.content_type != kind:  # also of none: no page of another site can send JSON
+        raise APIError(f"the body must be {kind}", status=415, code="unsupported_media_type")
     if not request.can_read_body:
-        return {}
-    if (request.content_length or 0) > BODY:
-        raise web.HTTPRequestEntityTooLarge(BODY, request.content_length or 0)
-    if request.content.is_eof():  # all of it is here
-        return await call.load(await request.read())
+        return b""
+    if (request.content_length or 0) > most:
+        raise web.HTTPRequestEntityTooLarge(most, request.content_length or 0)
+    if request.content.is_eof() and most == BODY:  # all of it is here
+        return await request.read()
     if expected := request.headers.get("Expect", ""):
         if expected.lower() != "100-continue":
             raise APIError("expected 100-continue", status=417, code="expectation_failed")
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer has not begun
     try:
-        async with server.bodies.timed(call.holder, SLOW):
-            raw = await request.read()
+        async with server.bodies.timed(call.holder, seconds):
+            return await (request.read() if most <= BODY else _parts(request, most))
     except BlockingIOError as e:
         raise APIError("too many requests are on their way; try again", status=503, code="overloaded", retry=1) from e
-    return await call.load(raw)
+
+
+async def _parts(request: web.Request, most: int) -> bytes:
+    """Read a body that is larger than the application allows others to be."""
+    found, size = list[bytes](), 0
+    async for part in request.content.iter_chunked(2**16):
+        found.append(part)
+        size += len(part)
+        if size > most:
+            raise web.HTTPRequestEntityTooLarge(most, size)
+    return b"".join(found)
 
 
 def _refusal(call: Call, e: APIError) -> web.Response:
@@ -251,6 +282,8 @@ async def run(
         while not stop.is_set():
             for s in server.engines().values():
                 s.engine.check_open()
+            for h in server.heard.values():
+                h.scribe.check_open()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await stop.wait()
@@ -261,6 +294,8 @@ async def run(
     finally:
         for s in server.engines().values():
             await loop.run_in_executor(None, s.engine.close)  # tells the readers of what is left
+        for h in server.heard.values():
+            await loop.run_in_executor(None, h.scribe.close)
         await running.cleanup()
         server.threads.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -17,7 +17,7 @@ from fdel import models, params, text
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, quantized
-from fdel.serve.server import auth, http, keyfile, metrics, tools
+from fdel.serve.server import audio, auth, http, keyfile, metrics, tools
 from fdel.serve.server.call import Server
 from fdel.serve.server.options import ServerOptions as ServerOptions
 from fdel.serve.server.served import ServedModel, served_model
@@ -34,13 +34,16 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
         )
     if options.draft is not None and len(directories) > 1:
         raise ValueError(f"draft={options.draft!r} for {len(directories)} models; a draft model guesses for one")
-    mesh, found = weights.mesh_for(options.mesh), list[ServedModel]()
+    mesh, found, heard = weights.mesh_for(options.mesh), list[ServedModel](), list[audio.HeardModel]()
     for name, directory in zip(names, directories, strict=True):
         directory = params.resolve(directory)
+        if models.hearing(directory) is not None:
+            heard.append(audio.heard_model(directory, name, options.dtype))
+            continue
         model = weights.load(directory, dtype=options.dtype, mesh=mesh, quantize=options.quantize)
         pooling = models.pooling.read(directory)
         found += served(model, text.load(directory), name, options, {} if found else options.adapters, pooling)
-    listen(found, options, keys)
+    listen(found, options, keys, heard)
 
 
 def check(options: ServerOptions) -> dict[str, auth.Key] | None:
@@ -92,7 +95,10 @@ def make_engine(
     return Engine(model, settings, tokenizer=tok, adapters=adapted, draft=draft, pooling=pooling)
 
 
-def listen(found: Sequence[ServedModel], options: ServerOptions, keys: dict[str, auth.Key] | None) -> None:
+def listen(
+    found: Sequence[ServedModel], options: ServerOptions, keys: dict[str, auth.Key] | None,
+    heard: Sequence[audio.HeardModel] = (),
+) -> None:  # fmt: skip
     """Compile, then answer requests until SIGTERM; `keys` are those of `check`."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     http.audit.propagate = False
@@ -109,14 +115,19 @@ def listen(found: Sequence[ServedModel], options: ServerOptions, keys: dict[str,
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     for s in found:
         s.engine.start()
-    named = {s.name: s for s in found}
-    counted = metrics.Metrics(metrics.serving(list(named), http.PATHS))
+    for h in heard:
+        h.scribe.start()
+    named, hearing = {s.name: s for s in found}, {h.name: h for h in heard}
+    counted = metrics.Metrics(metrics.serving([*named, *hearing], http.PATHS))
     hosts = None if options.insecure else (options.host.lower(),)
     watch = None if options.key_file is None else keyfile.Watch(options.key_file)
-    server = Server(named, counted, keys, watch, hosts, options.adapter_root)
+    server = Server(named, counted, keys, watch, hosts, options.adapter_root, heard=hearing)
+    server.audio_seconds, server.audio_bytes = options.audio_seconds, options.audio_bytes
 
     def started(port: int) -> None:
-        print(f"serving {', '.join(named)} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
+        print(
+            f"serving {', '.join([*named, *hearing])} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True
+        )
 
     asyncio.run(http.run(server, options.host, options.port, options.grace, started))
 

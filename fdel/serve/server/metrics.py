@@ -59,6 +59,7 @@ def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
         total("compilations", "compiled", "Programs compiled since the start; none once no size is to be compiled."),
         counter("prompt_tokens", "Prompt tokens processed.", model),
         counter("generation_tokens", "Tokens generated.", model),
+        counter("audio_seconds", "Seconds of sound written down.", model),
         counter("requests", "Requests that ended, by reason.", model | {"finished_reason": FINISH}),
         counter("http_requests", "HTTP requests answered.", {"route": routes, "status": STATUS}),
         times("time_to_first_token", "From arrival to the first token."),

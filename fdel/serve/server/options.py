@@ -39,6 +39,8 @@ class ServerOptions:
     insecure: bool = setting(False, "listen beyond this machine, and answer to any name, without keys")
     truncate: str | None = setting(None, "where too long prompts are cut (default: they are refused)",
         choices=("left", "right", "middle"))  # fmt: skip
+    audio_seconds: float = setting(1500.0, "the longest sound that is written down, in seconds")
+    audio_bytes: int = setting(25 * 2**20, "the largest file of a sound, in bytes")
     grace: float = setting(30.0, "seconds for answers under way when the server is told to end")
     memory: float = setting(0.85,
         "share of a device's memory for weights and cache, where the device tells its size and pages is None",

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fdel.media import sound
 from fdel.serve.server import grammar
 from fdel.serve.server.openai import checks
 from fdel.serve.server.tokenizing import PromptEncoder
@@ -78,7 +79,15 @@ def _compile(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> t
     return None, b""
 
 
-JOBS: dict[str, Any] = {"check": _check, "encode": _encode, "chat": _chat, "compile": _compile}
+def _sound(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
+    """Decode a file of at most `most` seconds: its length in seconds, and log-mel features float32[bins frames]."""
+    x = sound.decode(data, most=asked["most"])
+    quiet = np.pad(x, (0, sound.FRAME))  # after the end
+    frames = max(1, len(x) // sound.HOP)
+    return len(x) / sound.RATE, sound.log_mel(quiet, asked["bins"], least=0)[:, :frames].tobytes()
+
+
+JOBS: dict[str, Any] = {"check": _check, "encode": _encode, "chat": _chat, "compile": _compile, "sound": _sound}
 
 
 def serve(connection: socket.socket, models: Mapping[str, PromptEncoder]) -> None:

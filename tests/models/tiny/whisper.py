@@ -33,4 +33,17 @@ def make(directory: Path, seed: int = 0) -> Any:
     for name, value in GENERATION.items():
         setattr(oracle.generation_config, name, value)
     oracle.save_pretrained(directory)
+    tokenizer().save(str(directory / "tokenizer.json"))
     return oracle
+
+
+def tokenizer() -> Any:
+    """One token for each of 80 characters, and the special tokens behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789Ġ.,!?'-:;()/&%$#@+"
+    tok = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    named = "endoftext startoftranscript en de translate transcribe startofprev nospeech notimestamps".split()
+    tok.add_special_tokens([f"<|{n}|>" for n in (*named, *(f"{i * 0.02:.2f}" for i in range(21)))])
+    return tok

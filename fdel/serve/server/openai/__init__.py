@@ -7,7 +7,7 @@ Neither jax nor an HTTP library is needed. `responses` is the Responses API.
 """
 
 # ruff: noqa: F401, I001  (names for callers, in a few lines)
-from fdel.serve.server.openai import body, responses
+from fdel.serve.server.openai import body, responses, transcripts
 from fdel.serve.server.openai.checks import APIError, failure, load
 from fdel.serve.server.openai.request import (
     Chat, Completion, Pooled, Ranking, Tool, cap_max_tokens, parse_chat, parse_classify, parse_completion,

@@ -80,6 +80,10 @@ _RESPONSE = {
         "output_tokens_details": {"reasoning_tokens": int},
     }, None),
 }  # fmt: skip
+_SEGMENT = {
+    "id": int, "seek": int, "start": float, "end": float, "text": str, "tokens": [int], "temperature": float,
+    "avg_logprob": float, "compression_ratio": float, "no_speech_prob": float,
+}  # fmt: skip
 _ANSWERS: Mapping[str, Any] = {
     "error": {"error": {"message": str, "type": str, "param": (str, None), "code": (str, None), CLOSED: 1}, CLOSED: 1},
     "chat": {**_HEAD, "object": "chat.completion", "usage": _USAGE, "choices": [
@@ -104,6 +108,8 @@ _ANSWERS: Mapping[str, Any] = {
         {"index": int, "object": "pooling", "data": ([float], [[float]], str)}]},
     "tokens": {"tokens": [int], "count": int, "max_model_len": int},
     "detokenized": {"prompt": str},
+    "transcript": {"text": str, "usage": {"type": "duration", "seconds": int}, "task?": str, "language?": str,
+                   "duration?": float, "words?": [{"word": str, "start": float, "end": float}], "segments?": [_SEGMENT]},
     "response": _RESPONSE,
     "response_event": {"type": str, "sequence_number": int, "response?": _RESPONSE, "item?": _ITEM},
 }  # fmt: skip
@@ -127,6 +133,7 @@ class Route:
     request: str | Check | None = None
     answer: str = ""
     status: str = "200"
+    form: bool = False  # its body is multipart/form-data, not JSON
 
 
 def document(routes: Iterable[Route], models: Collection[str], limits: Limits, *, keys: bool) -> dict[str, Any]:
@@ -140,7 +147,7 @@ def document(routes: Iterable[Route], models: Collection[str], limits: Limits, *
             schema = (requests(limits)[r.request] if isinstance(r.request, str) else r.request).schema
             if isinstance(r.request, str):
                 schema = {**schema, "properties": {**schema["properties"], "model": {"enum": list(models)}}}
-            body = {"application/json": {"schema": schema}}
+            body = {"multipart/form-data" if r.form else "application/json": {"schema": schema}}
             about["requestBody"] = {"required": bool(schema["required"]), "content": body}
         if "{id" in r.path:
             about["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
@@ -156,7 +163,9 @@ def _answers(r: Route) -> dict[str, Any]:
         content["application/json"] = {"schema": SCHEMAS[r.answer]}
     elif r.answer:
         content[r.answer] = {"schema": {"type": "string"}}
-    if r.request in ("chat", "completion", "response"):  # its answer may be a stream
+    if r.request in ("transcription", "translation"):
+        content |= {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "text/vtt")}
+    if r.request in ("chat", "completion", "response", "transcription"):  # its answer may be a stream
         content["text/event-stream"] = {"schema": {}}
     answers: dict[str, Any] = {r.status: {"description": "the answer"} | ({"content": content} if content else {})}
     if r.scope is not None:

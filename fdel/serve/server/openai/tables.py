@@ -255,6 +255,15 @@ def requests(limits: Limits) -> dict[str, Check]:
     rerank = {"query": said, "documents": texts, "top_n": integer(1, 2**31 - 1), "return_documents": boolean} | raw
     classify = {"input": embed["input"], "messages": chat_fields(limits)["messages"]} | raw
     ids = _tokens(limits, 0, max(limits.context, 2**16))
+    heard = {
+        "file": Check(lambda value, path: value, {"type": "string", "format": "binary"}), "model": model,
+        "prompt": text(2**13), "response_format": choice("json", "text", "srt", "verbose_json", "vtt"),
+        "temperature": number(0, 1),
+    }  # fmt: skip
+    transcription = heard | {
+        "language": text(8, 2, "[a-z]+"), "timestamp_granularities": array(choice("word", "segment"), 1, 2),
+        "stream": boolean, "chunking_strategy": only("auto"), "include": only([]), "seed": integer(0, 2**31 - 1),
+    }  # fmt: skip
     return {
         "chat": record(chat_fields(limits), ["model", "messages"]),
         "completion": record(completion_fields(limits), ["model", "prompt"]),
@@ -265,5 +274,7 @@ def requests(limits: Limits) -> dict[str, Check]:
         "classify": record(classify, ["model"]),
         "pooling": record(classify | {"encoding_format": embed["encoding_format"]}, ["model"]),
         "tokenize": record({"model": model, "prompt": text(limits.text), "add_special_tokens": boolean}, ["prompt"]),
+        "transcription": record(transcription, ["file", "model"]),
+        "translation": record(heard, ["file", "model"]),
         "detokenize": record({"model": model, "tokens": ids}, ["tokens"]),
     }  # fmt: skip
