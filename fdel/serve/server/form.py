@@ -1,8 +1,10 @@
-"""Read a body of multipart/form-data (RFC 7578) that was received whole: texts by name, and files."""
+"""Receive and read a body of multipart/form-data (RFC 7578): texts by name, and files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.message import Message
+
+from aiohttp import StreamReader, web
 
 from fdel.serve.server.openai import APIError
 
@@ -25,6 +27,17 @@ class Form:
                 raise APIError(f"{name[:64]}: there are {len(values)} of it, expected one", param=name[:64])
             out[name.removesuffix("[]")] = values if many else values[0]
         return out
+
+
+async def receive(content: StreamReader, most: int) -> bytes:
+    """Receive a body of at most so many bytes, which may be more than the application allows others."""
+    found, size = list[bytes](), 0
+    async for part in content.iter_chunked(2**16):
+        found.append(part)
+        size += len(part)
+        if size > most:
+            raise web.HTTPRequestEntityTooLarge(most, size)
+    return b"".join(found)
 
 
 def boundary(content_type: str) -> bytes:

@@ -217,20 +217,9 @@ async def _receive(call: Call, kind: str, most: int, seconds: float) -> bytes:
         request.writer.output_size = 0  # the answer has not begun
     try:
         async with server.bodies.timed(call.holder, seconds):
-            return await (request.read() if most <= BODY else _parts(request, most))
+            return await (request.read() if most <= BODY else form.receive(request.content, most))
     except BlockingIOError as e:
         raise APIError("too many requests are on their way; try again", status=503, code="overloaded", retry=1) from e
-
-
-async def _parts(request: web.Request, most: int) -> bytes:
-    """Read a body that is larger than the application allows others to be."""
-    found, size = list[bytes](), 0
-    async for part in request.content.iter_chunked(2**16):
-        found.append(part)
-        size += len(part)
-        if size > most:
-            raise web.HTTPRequestEntityTooLarge(most, size)
-    return b"".join(found)
 
 
 def _refusal(call: Call, e: APIError) -> web.Response:
