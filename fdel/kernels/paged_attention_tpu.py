@@ -109,7 +109,7 @@ def _spans(batch: Paged, mask: Mask, many: int, size: int) -> Int[Array, "blocks
     positions = batch.positions.reshape(-1, many, batch.block).astype(jnp.int32)
     counts, starts = (positions >= 0).sum(2), positions[:, :, 0]
     table = batch.page_table.reshape(len(starts), many, -1)
-    same = (starts[:, 1:] == starts[:, :-1] + batch.block) & (counts[:, 1:] > 0) & (starts[:, :-1] >= 0)
+    same = (starts[:, 1:] == starts[:, :-1] + batch.block) & (counts[:, 1:] > 0) & (counts[:, :-1] == batch.block)
     same &= (table[:, 1:] == table[:, :-1]).all(2)
     leads = jnp.pad(~same, ((0, 0), (1, 0)), constant_values=True)
     run = jnp.cumsum(leads, 1)
@@ -120,8 +120,8 @@ def _spans(batch: Paged, mask: Mask, many: int, size: int) -> Int[Array, "blocks
     if mask.chunk is not None:
         first = jnp.maximum(first, starts // mask.chunk * mask.chunk)
     index = jnp.broadcast_to(jnp.arange(many) * batch.block, starts.shape)
-    end = jnp.minimum((starts + counts + size - 1) // size, table.shape[2])
-    spans = [starts, index, counts, jnp.where(counts > 0, first // size, 0), jnp.where(counts > 0, end, 0)]
+    end = jnp.where(counts > 0, jnp.minimum((starts + counts + size - 1) // size, table.shape[2]), 0)
+    spans = [starts, index, counts, jnp.minimum(first // size, end), end]  # a walk never has less than no pages
     return jnp.stack(spans, -1).reshape(-1, 5).astype(jnp.int32)
 
 

@@ -71,6 +71,15 @@ def test_a_planted_race_is_found(monkeypatch, capsys):
     assert "RACE DETECTED" in found + "".join(capsys.readouterr())
 
 
+def test_runs_are_blocks_that_follow_each_other():
+    """One of two blocks, one without tokens, one past its table under a window, which sees no page."""
+    positions = [*range(4, 12), -1, -1, -1, -1, 40, 41, -1, -1]
+    table = jnp.asarray([[0, 1, 2], [0, 1, 2], [7, 7, 7], [3, 4, 5]])
+    batch = Paged(jnp.asarray(positions), table, jnp.asarray([0, 0, 7, 1]), 4)
+    spans = kernel._spans(batch, ops.Mask(0.1, window=6), 4, 4)
+    assert spans.tolist() == [[4, 0, 8, 0, 3], [8, 4, 0, 0, 0], [-1, 8, 0, 0, 0], [40, 12, 2, 3, 3]]
+
+
 REASONS = [
     ({"platform": "gpu"}, "written for TPUs"),
     ({"dtype": jnp.float16}, "bfloat16 and float32"),
