@@ -142,10 +142,12 @@ def test_names_of_other_projects_are_known_and_no_method_is_taken_for_another(se
 
 
 def test_a_family_that_is_not_here_is_not_taken_for_another():
-    for other in ("qwen9", "mistral9", "t5", "whisper"):
+    for other in ("qwen9", "mistral9", "t5"):
         with pytest.raises(models.ConfigError) as e:
             models.family(other)
         assert "did you mean" not in str(e.value) and "llama" in str(e.value)
+    with pytest.raises(models.ConfigError, match="'whisper', which writes down sounds; .*fdel serve"):
+        models.family("whisper")
 
 
 def test_synonyms_mean_the_same(checkpoint):

@@ -66,7 +66,7 @@ SAMPLING = {
     "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
     "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment", "kl_coef",
-    "kl_estimator", "whiten_rewards", "gamma", "lam",
+    "kl_estimator", "whiten_rewards", "gamma", "lam", "samples_per_row",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",

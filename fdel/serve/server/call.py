@@ -98,7 +98,8 @@ class Call:
             name = next(iter(self.server.models), None)
         served = self.server.models.get(name) if isinstance(name, str) else None
         if served is None:
-            hears = "hears: ask /v1/audio/transcriptions" if name in self.server.heard else "does not exist here"
+            known = isinstance(name, str) and name in self.server.heard
+            hears = "hears: ask /v1/audio/transcriptions" if known else "does not exist here"
             message = f"the model {str(name)[:64]!r} {hears}"
             raise APIError(message, param="model", code="model_not_found", status=404)
         self.facts["model"] = served.name
