@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, Num
 
 register = jax.tree_util.register_dataclass
 
@@ -139,7 +139,7 @@ def from_e4m3(bits: Integer[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..
     return half.astype(dtype) * 256
 
 
-def decode(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:
+def decode(w: Quantized, dtype: jnp.dtype) -> list[Num[Array, "*outputs inputs"]]:
     """Read the stored values as numbers, unscaled and padded: all inputs, or if `PACKED` the halves of all groups."""
     if w.format == "fp8":
         return [from_e4m3(w.values, dtype)]
