@@ -173,11 +173,12 @@ def _spec(module: ModuleType, cfg: Any, d: Mapping[str, Any], path: str | Path) 
 def _reading(module: ModuleType, cfg: Any, d: Mapping[str, Any], spec: Any) -> dict[str, Any]:
     """Say how a file's tensors are named and stored, for `params.load`."""
     of_family, before = getattr(module, "rename", lambda name, cfg: name), heads.prefix(module.spec(cfg))
+    alone = "text_config" in d and not hasattr(module, "encode")  # a language model out of a file of several modalities
     known = {name for _, p in P.named_leaves(spec) for name in P.hf_names(p)}
 
     def rename(name: str) -> str | None:
         """Give the spec's name of a file's tensor, or None for another modality's."""
-        ours = text_tensor(name) if "text_config" in d and name not in known else name
+        ours = text_tensor(name) if alone and name not in known else name
         ours = ours if ours in known or ours is None else of_family(ours, cfg)
         return ours if ours in known or ours is None else heads.rename(ours, known, before)
 

@@ -38,6 +38,10 @@ class Family(Protocol):
 
     It may also have `rename(name, cfg) -> str | None`: the spec's name of a tensor in a file, or None to leave it out; and
     `of_file(cfg, names) -> Config`: the Config for a file with tensors of these names, where config.json does not tell.
+
+    A family that sees or hears has encode(params, inputs, cfg) -> [*rows entries D] or [*rows entries parts D]: what stands
+    in the place of tokens, in the weights' dtype, computed of `ops.Media.inputs` (`ops.Patches` for sight); and gives it
+    to `builders.hidden`. Its spec has the arrays of towers and projectors beside those of the language model.
     """
 
     __name__: str

@@ -24,11 +24,12 @@ def walk(
 
     `norm(x)` is the last norm; by default the root mean square, with the scale params["norm"]. `scale` multiplies the
     embeddings, rounded to their dtype as the references do; `dtype` is that of the residual stream, if it is another.
+    Media of the carry stand in their places, not multiplied.
     """
     norm = norm or (lambda x: ops.rms_norm(x, params["norm"], cfg.norm_eps))
     x, kinds = ops.embed(params["embed"], tokens), getattr(cfg, "kinds", ())
     x = x if scale is None else x * jnp.asarray(scale, x.dtype)
-    x = x if dtype is None else x.astype(dtype)
+    x = ops.place(x if dtype is None else x.astype(dtype), carry.media)
     x, carry = ops.layers(block, x, carry, params["layers"], kinds, remat=remat)
     return norm(x), carry
 

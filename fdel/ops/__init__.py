@@ -4,7 +4,7 @@ import inspect
 
 from fdel.ops import diffusion
 from fdel.ops.attention import alibi_slopes, attend, attend_slot
-from fdel.ops.batch import Batch, Packed, Paged, Pages, Place, Slots, State, pack, packed, paged
+from fdel.ops.batch import Batch, Media, Packed, Paged, Pages, Patches, Place, Slots, State, pack, packed, paged
 from fdel.ops.carry import (
     AttentionWeights,
     Carry,
@@ -19,7 +19,7 @@ from fdel.ops.carry import (
 from fdel.ops.delta import gated_delta_rule, l2norm
 from fdel.ops.dispatch import Implementation, explain, use
 from fdel.ops.einsum import einsum
-from fdel.ops.embed import embed
+from fdel.ops.embed import embed, entries, place
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
 from fdel.ops.head import Head, logits
 from fdel.ops.layers import layers, pool_index

@@ -19,6 +19,35 @@ register = jax.tree_util.register_dataclass
 
 @register
 @dataclass(frozen=True)
+class Patches:
+    """Images cut into patches, as a family's tower takes them: what `Media.inputs` is for sight.
+
+    `values` are the numbers of each patch, in the order that `fdel.media` gives the family's patches; `places` its frame,
+    row and column, -1 of patches that pad an image and of images that pad a row.
+    """
+
+    values: Float[Array, "*rows images patches numbers"]
+    places: Int[Array, "*rows images patches 3"]
+
+
+@register
+@dataclass(frozen=True)
+class Media:
+    """What stands in the place of tokens in one call: the states of images or sounds, or what they are computed from.
+
+    `index` names the entry of each token, -1 where the token's own embedding stands: in a Packed call int[B T] among the
+    entries of its own row, in a Paged one int[T] among all. An entry may have several parts: the first is the embedding,
+    a family adds the others to its layers. `inputs` go through the family's `encode(params, inputs, cfg)`, which gives
+    `values`.
+    """
+
+    index: Int[Array, "*rows T"]
+    values: Float[Array, "*rows entries D"] | Float[Array, "*rows entries parts D"] | None = None
+    inputs: Any = None
+
+
+@register
+@dataclass(frozen=True)
 class Packed:
     """Whole sequences, several per row: training, scoring, embedding. Tokens are int[B T].
 
@@ -27,12 +56,16 @@ class Packed:
     With `prefix_ids` a token also sees the keys of the segment of that id, which stands before its own in the row: several
     samples go on from one prompt, computed once; -2 names none. Positions go on too. Only causal attention can do that.
     `single`: every row is one sequence, with padding at its end only; kernels that know lengths alone can serve that.
+    `rotary` are the time, row and column by which a family with rotary embeddings of three components turns each token,
+    all three the position if it is None.
     """
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     key_segment_ids: Int[Array, "B T"] | None = None
     prefix_ids: Int[Array, "B T"] | None = None
+    media: Media | None = None
+    rotary: Int[Array, "B T 3"] | None = None
     single: bool = field(default=False, metadata={"static": True})
 
     @property
@@ -54,6 +87,7 @@ class Paged:
     `page_table` names the pages of each block's sequence; `rows` is the sequence's slot in recurrent state. A position
     of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing. With
     `trace_once` listed layers of one kind are traced and lowered once: a jitted program compiles in half the time.
+    `rotary` as in `Packed`.
     """
 
     positions: Int[Array, " T"]
@@ -61,6 +95,8 @@ class Paged:
     rows: Int[Array, " blocks"]
     block: int = field(metadata={"static": True})
     trace_once: bool = field(default=False, metadata={"static": True})
+    media: Media | None = None
+    rotary: Int[Array, "T 3"] | None = None
 
 
 @register

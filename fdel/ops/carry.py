@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.batch import Batch, Packed, State, packed, register
+from fdel.ops.batch import Batch, Media, Packed, State, packed, register
 from fdel.ops.shard import shard
 
 
@@ -69,6 +69,7 @@ class Carry:
     taps: Taps | None = None
     trace_once: bool = field(default=False, metadata={"static": True})  # see `Paged`
     kept: Any = None  # a family's own, of a Packed call: keys and values that later layers attend to
+    media: Media | None = None  # of the batch, encoded
 
     pages = property(lambda self: None if self.state is None else self.state.pages)  # the cache of keys and values
     slots = property(lambda self: None if self.state is None else self.state.slots)  # the recurrent state
@@ -83,26 +84,31 @@ class Carry:
 
 
 def begin(
-    tokens: Int[Array, "..."], batch: Batch | None, state: State | None, taps: Taps | None, has: Sequence[str]
-) -> tuple[Batch, Carry]:
+    tokens: Int[Array, "..."], batch: Batch | None, state: State | None, taps: Taps | None, has: Sequence[str],
+    media: bool = False,
+) -> tuple[Batch, Carry]:  # fmt: skip
     """Give the batch of a call (one sequence per row if None) and the carry that enters its first layer.
 
-    `has` names the taps that the model has. What cannot be given is a ValueError: another tap, a tap of a Paged call, and
-    state in a Packed one, which would neither read nor write it.
+    `has` names the taps that the model has; `media` says whether it takes them. What cannot be given is a ValueError:
+    another tap, a tap of a Paged call, state in a Packed one, which would neither read nor write it, and media of a model
+    of text.
     """
     batch = packed(tokens) if batch is None else batch
+    if not media and (batch.media is not None or batch.rotary is not None):
+        found = "media" if batch.media is not None else "rotary"
+        raise ValueError(f"batch.{found}: the model takes text alone; leave it out, or load a model that sees or hears")
     wanted = [name for name in ("hidden", "router", "attention") if getattr(taps, name, None) is not None]
     if not isinstance(batch, Packed):
         if wanted:
             raise ValueError(f"taps.{wanted[0]} with a Paged batch: taps watch Packed calls; leave them out")
-        return batch, Carry(state, trace_once=batch.trace_once)
+        return batch, Carry(state, trace_once=batch.trace_once, media=batch.media)
     if state is not None:
         raise ValueError("a Packed batch leaves nothing in State (Pages, Slots); use a Paged batch, or state None")
     lacking = [name for name in wanted if name not in has]
     if lacking:
         why = {"router": "no experts", "attention": "no attention weights, its layers are recurrent"}[lacking[0]]
         raise ValueError(f"taps.{lacking[0]}: the model has {why}; its taps are {', '.join(has)}")
-    return batch, Carry(None, taps)
+    return batch, Carry(None, taps, media=batch.media)
 
 
 def watch_hidden(carry: Carry, x: Float[Array, "... D"], place: Any) -> Carry:

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from fdel.ops.batch import Media
 from fdel.ops.cpu import collective
 from fdel.ops.platform import context
-from fdel.ops.shard import divided, shard
+from fdel.ops.shard import divided, row_lookup, shard
 from fdel.ops.weights import Adapters, LowRank, Observed, Quantized, Weight, dense
 
 
@@ -40,3 +41,31 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     known = (tokens >= 0) & (tokens < table.shape[0])
     found = divided(part, {"tp"}, (P("tp"), P()), P())(table, tokens)
     return shard(jnp.where(known[..., None], found, jnp.nan), "rows tokens embed")
+
+
+def place(x: Float[Array, "... T D"], media: Media | None) -> Float[Array, "... T D"]:
+    """Put encoded media into the embeddings x of tokens, in their dtype: media.values[media.index] where that is not -1.
+
+    Of entries with several parts the first. An index past the entries gives NaN, as a token that is no word's does.
+    >>> ops.place(jnp.zeros((3, 1)), ops.Media(jnp.array([-1, 1, -1]), jnp.array([[5.0], [6.0]])))[:, 0]
+    Array([0., 6., 0.], dtype=float32)
+    """
+    if media is None:
+        return x
+    here = media.index[..., None] >= 0
+    return jnp.where(here, entries(media, 0).astype(x.dtype), x)
+
+
+def entries(media: Media, part: int) -> Float[Array, "... T D"]:
+    """Give one part of the entry of each token; of a token without one, some entry's or NaN.
+    >>> values = jnp.array([[[5.0], [7.0]], [[6.0], [8.0]]])  # two entries of two parts
+    >>> ops.entries(ops.Media(jnp.array([1, 0]), values), 1)[:, 0]
+    Array([8., 7.], dtype=float32)
+    """
+    if media.values is None:
+        raise ValueError("media.values: found None, expected what `encode` gives of media.inputs")
+    values = media.values[..., part, :] if media.values.ndim == media.index.ndim + 2 else media.values
+    take = lambda values, index: values.at[jnp.maximum(index, 0)].get(mode="fill", fill_value=jnp.nan)
+    if media.index.ndim == 1:
+        return take(values, media.index)
+    return row_lookup(jax.vmap(take), values, media.index)
