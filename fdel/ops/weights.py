@@ -24,11 +24,13 @@ NF4 = (
 )  # fmt: skip
 # Four bits of floating point, e2m1 (OCP Microscaling Formats v1.0, section 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# bitsandbytes' four bits of floating point, twelfths: `get_4bit_type("fp4")`.
+FP4 = tuple(s * x / 12 for s in (1, -1) for x in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 # The 256 values of bitsandbytes' dynamic tree (arXiv 2110.02861, section 1.3): midpoints of 2^i parts of [0.1, 1] 10^(i-6).
 _POSITIVE = [10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(7) for j in range(2**i)]
 DYNAMIC = (*sorted(-x for x in _POSITIVE), 0.0, *sorted(_POSITIVE), 1.0)
-TABLES = {"nf4": NF4, "e2m1": E2M1, "dynamic": DYNAMIC}  # formats whose values are indices
-PACKED = ("nf4", "e2m1", "uint4", "int4")  # formats of two values in a byte
+TABLES = {"nf4": NF4, "fp4": FP4, "e2m1": E2M1, "dynamic": DYNAMIC}  # formats whose values are indices
+PACKED = ("nf4", "fp4", "e2m1", "uint4", "int4")  # formats of two values in a byte
 
 
 @register
@@ -44,7 +46,7 @@ class Quantized:
 
     Formats: "int8"; "uint8"; "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times faster than
     the type itself; "e5m2": float8_e5m2, kept alike; "dynamic": indices into `DYNAMIC`; and with two values per byte
-    "uint4", "int4" (stored with 8 added), and indices into `NF4` and `E2M1`, "nf4" and "e2m1". There byte r of a group of n
+    "uint4", "int4" (stored with 8 added), and indices into `NF4`, `FP4` and `E2M1`, "nf4", "fp4" and "e2m1". There byte r of a group of n
     holds element r in its high and element r + n/2 in its low bits.
     """
 

@@ -5,7 +5,6 @@ None where the file has a plain matrix. Nothing is expanded: values keep their b
 and a scale keeps its dtype. A ValueError says which variant was found, and what is understood.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fdel.ops.weights import DYNAMIC, NF4, Quantized
+from fdel.ops.weights import Quantized
 
 from .tensor import CheckpointError, Tensor
 
@@ -45,7 +44,7 @@ def leaf(
     return Quantized(values, scale, zero, format, inputs, np.dtype(np.float32), order)
 
 
-def _take(found: Found, *names: str) -> list[Tensor]:
+def take(found: Found, *names: str) -> list[Tensor]:
     lacking = [name for name in names if name not in found]
     if lacking:
         raise ValueError(f"quantized, but the file lacks {', '.join(lacking)}")
@@ -116,7 +115,7 @@ def fp8(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
     kinds = {ml_dtypes.float8_e4m3fn: "fp8", ml_dtypes.float8_e5m2: "e5m2"}
     if (kind := kinds.get(found[name].dtype.type)) is None:
         raise ValueError(f"{found[name].dtype} with scales; understood are float8_e4m3fn and float8_e5m2")
-    values, scale = _take(found, name, scales[0])
+    values, scale = take(found, name, scales[0])
     return _blocks(values, scale, kind, how.get("weight_block_size"))
 
 
@@ -124,7 +123,7 @@ def mxfp4(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
     """e2m1 in blocks of 32 with an exponent each (OCP Microscaling Formats v1.0), two neighbours in a byte."""
     if name + "_blocks" not in found:
         return None
-    values, scale = _take(found, name + "_blocks", name + "_scales")
+    values, scale = take(found, name + "_blocks", name + "_scales")
     *outer, groups, half = values.shape
     if (half, values.dtype, scale.dtype, scale.shape) != (16, np.uint8, np.uint8, values.shape[:-1]):
         found_ = f"blocks {values.dtype}{list(values.shape)} and scales {scale.dtype}{list(scale.shape)}"
@@ -168,7 +167,7 @@ def gptq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
     if bits not in (2, 3, 4, 8) or layout not in ("gptq", "gptq_v2"):
         known = "2, 3, 4 and 8 bits as 'gptq' and 'gptq_v2'"
         raise ValueError(f"GPTQ of {bits} bits as {layout!r}; understood are {known}")
-    words, zeros, scale = _take(found, stem + "qweight", stem + "qzeros", stem + "scales")
+    words, zeros, scale = take(found, stem + "qweight", stem + "qzeros", stem + "scales")
     inputs, outputs = words.shape[0] * 32 // bits, words.shape[1]
     group = min(how.get("group_size", -1), inputs) if how.get("group_size", -1) > 0 else inputs
     order = _order(found, stem + "g_idx", inputs, group)
@@ -189,7 +188,7 @@ def awq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
         return None
     if bits != 4 or layout != "gemm":
         raise ValueError(f"AWQ of {bits} bits as {layout!r}; understood are 4 bits as 'gemm'")
-    words, zeros, scale = _take(found, stem + "qweight", stem + "qzeros", stem + "scales")
+    words, zeros, scale = take(found, stem + "qweight", stem + "qzeros", stem + "scales")
     inputs, outputs = words.shape[0], words.shape[1] * 8
     group = inputs // scale.shape[0]
     # The columns of a word, low bits first, are 0, 2, 4, 6, 1, 3, 5, 7 of eight.
@@ -203,23 +202,61 @@ def awq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
 
 
 def compressed(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """compressed-tensors: float8 and int8 as they are, integers of 4 and 8 bits in words along inputs."""
+    """compressed-tensors: float8 and int8 as they are, integers of 4 and 8 bits in words along inputs, NVFP4 and MXFP4."""
     schemes = [g["weights"] for g in how.get("config_groups", {}).values() if g.get("weights")]
     block = next((s["block_structure"] for s in schemes if s.get("block_structure")), None)
     if name + "_packed" in found:
+        floats = any(s.get("type") == "float" for s in schemes)
+        if floats and found[name + "_packed"].dtype == np.uint8:
+            return e2m1(found, name, take(found, name + "_packed")[0], name + "_global_scale")
         return _packed(found, name, {s.get("num_bits") for s in schemes})
     if name not in found or name + "_scale" not in found:
         return None
     if found[name].dtype != np.int8:
         return fp8(found, name, {"weight_block_size": block})
-    values, scale = _take(found, name, name + "_scale")
+    values, scale = take(found, name, name + "_scale")
     if _order(found, name + "_g_idx", values.shape[1], values.shape[1] // (scale.shape or (1,))[-1]) is not None:
         raise ValueError(f"int8 in another order of its inputs; {UNORDERED}")
     return _blocks(values, scale, "int8", block, found.pop(name + "_zero_point", None))
 
 
+def e2m1(found: Found, name: str, values: Tensor, outer: str) -> Quantized:
+    """Floats of four bits, two neighbours in a byte: NVFP4's groups of 16 with e4m3 scales, MXFP4's of 32 with exponents.
+
+    NVFP4's scales are divided by the number `outer`. With one that is called weight_scale_2 they are multiplied.
+    """
+    (scale,), (*batch, outputs, half) = take(found, name + "_scale"), values.shape
+    groups = scale.shape[-1]
+    nv, group = scale.dtype == ml_dtypes.float8_e4m3fn, 2 * half // max(groups, 1)
+    if values.dtype != np.uint8 or (group, scale.dtype.itemsize) != (16 if nv else 32, 1) or group * groups != 2 * half:
+        found_ = f"{values.dtype}{list(values.shape)} with scales {scale.dtype}{list(scale.shape)}"
+        raise ValueError(f"four-bit floats {found_}; understood are groups of 16 with e4m3 scales, of 32 with exponents")
+
+    def make() -> np.ndarray:
+        x = values.read()
+        return by_group(np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1), group)
+
+    stored = derived(values, values.shape, np.uint8, make)
+    if not nv:
+        return leaf("e2m1", stored, replace(scale, dtype=np.dtype(np.uint8)))
+    (whole,) = take(found, outer)
+    number = lambda: np.float32(whole.read().reshape(-1)[0])
+    share = number if outer.endswith("_scale_2") else lambda: 1 / number()
+    one = derived(whole, (*batch, outputs, 1), np.float32, lambda: np.full((*batch, outputs, 1), share(), np.float32))
+    return leaf("e2m1", stored, leaf("fp8", replace(scale, dtype=np.dtype(np.uint8)), one, None, (groups,)))
+
+
+def modelopt(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
+    """NVIDIA's ModelOpt: float8 with a scale per tensor ("FP8"), and NVFP4 with a second scale per tensor."""
+    if (algorithm := how.get("quant_algo")) not in ("FP8", "NVFP4"):
+        raise ValueError(f"ModelOpt's {algorithm!r}; understood are FP8 and NVFP4")
+    if name + "_scale_2" in found:
+        return e2m1(found, name, take(found, name)[0], name + "_scale_2")
+    return fp8(found, name, how)
+
+
 def _packed(found: Found, name: str, widths: set) -> Quantized:
-    words, scale, size = _take(found, name + "_packed", name + "_scale", name + "_shape")
+    words, scale, size = take(found, name + "_packed", name + "_scale", name + "_shape")
     outputs, inputs = map(int, size.read())
     bits = [b for b in (4, 8) if b in widths and -(-inputs * b // 32) == words.shape[-1]]
     if words.dtype != np.int32 or len(bits) != 1 or scale.shape[0] != outputs or inputs % scale.shape[1]:
@@ -238,61 +275,7 @@ def _packed(found: Found, name: str, widths: set) -> Quantized:
     return leaf(f"uint{n}", values, scale, derived(scale, shape, np.uint8, points), order=order)
 
 
-def bitsandbytes(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """NF4 with or without double quantisation (QLoRA, arXiv 2305.14314), and int8 by rows (arXiv 2208.07339)."""
-    stem = name.removesuffix("weight")
-    if stem + "SCB" in found:
-        values, scale = _take(found, name, stem + "SCB")
-        layout = found.pop(stem + "weight_format", None)
-        if values.dtype != np.int8 or (layout is not None and layout.read().any()):
-            raise ValueError("bitsandbytes' int8 in the layout of a GPU; understood is 'row': save it again")
-        make = lambda: scale.read().reshape(-1, 1) * np.float32(1 / 127)
-        return leaf("int8", values, derived(scale, (values.shape[0], 1), np.float32, make))
-    states = [key for key in found if key.startswith(name + ".quant_state.")]
-    if not states:
-        return None
-    state = json.loads(_take(found, *states)[0].read().tobytes())
-    if state.get("quant_type") != "nf4" or len(state.get("shape", ())) != 2:
-        raise ValueError(
-            f"bitsandbytes' {state.get('quant_type')!r} of shape {state.get('shape')}; understood is a matrix of 'nf4'"
-        )
-    return _nf4(found, name, state)
-
-
-def _nf4(found: Found, name: str, state: Mapping[str, Any]) -> Quantized:
-    """A matrix in blocks of one row after the other; where blocks and rows do not fit, in groups of the common divisor."""
-    values, absmax, table = _take(found, name, name + ".absmax", name + ".quant_map")
-    (outputs, inputs), size, outer_size = state["shape"], state["blocksize"], state.get("nested_blocksize", 1)
-    if any(type(n) is not int or n < 1 for n in (outputs, inputs, size, outer_size)):
-        raise ValueError(
-            f"bitsandbytes' state has {outputs!r}, {inputs!r}, {size!r}, {outer_size!r}; expected numbers > 0"
-        )
-    nested = "nested_absmax" if "nested_blocksize" in state else ""
-    group, aligned = math.gcd(inputs, size), inputs % size == 0
-    maps = [(table, NF4), *((t, DYNAMIC) for t in (_take(found, name + ".nested_quant_map") if nested else []))]
-    same = lambda t, ours: np.allclose(t.read().ravel(), np.array(ours, np.float32), rtol=1e-6, atol=0)
-    if group % 2 or not all(same(*pair) for pair in maps):
-        raise ValueError("bitsandbytes' nf4 with a map of its own, or of odd rows; understood are its usual maps")
-    groups = inputs // group
-    where = lambda: (np.arange(outputs)[:, None] * inputs + np.arange(groups) * group) // size
-
-    def make() -> np.ndarray:
-        x = values.read().reshape(-1)
-        return by_group(np.stack([x >> 4, x & 15], -1).reshape(outputs, inputs), group)
-
-    stored = derived(values, (outputs, inputs // 2), np.uint8, make)
-    scale: Any = derived(absmax, (outputs, groups), absmax.dtype, lambda: absmax.read()[where()])
-    if nested:
-        (outer,) = _take(found, f"{name}.{nested}")
-        step = math.gcd(groups, outer_size) if aligned else 1
-        of = lambda: outer.read()[where()[:, ::step] // outer_size]
-        offset = lambda: np.full((outputs, 1), state["nested_offset"], np.float32)
-        outer_scale = derived(outer, (outputs, groups // step), np.float32, of)
-        scale = leaf("dynamic", scale, outer_scale, derived(outer, (outputs, 1), np.float32, offset), (groups,))
-    return leaf("nf4", stored, scale)
-
-
 READERS: dict[str, Callable[[Found, str, Mapping[str, Any]], Quantized | None]] = {
     "fp8": fp8, "fbgemm_fp8": fp8, "mxfp4": mxfp4, "gptq": gptq, "awq": awq, "compressed-tensors": compressed,
-    "bitsandbytes": bitsandbytes,
+    "modelopt": modelopt,
 }  # fmt: skip

@@ -114,6 +114,65 @@ def bnb4(rng, name, outputs, inputs, *, double, blocksize=64):
     return {name: stored.numpy()} | parts, bnb.dequantize_4bit(stored, state).numpy().reshape(outputs, inputs)
 
 
+def bnb_fp4(rng, name, outputs, inputs):
+    """Values by the table that bitsandbytes writes beside them; its CPU kernel has another one, rounded to four digits."""
+    torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes.functional")
+    w = torch.tensor(rng.normal(0, 0.2, (outputs, inputs)), dtype=torch.float32)
+    stored, state = bnb.quantize_4bit(w, blocksize=64, quant_type="fp4")
+    parts = {f"{name}.{key}": t.numpy() for key, t in state.as_dict(packed=True).items()}
+    bits = stored.numpy().reshape(-1)
+    table = state.code.numpy()[np.stack([bits >> 4, bits & 15], -1).reshape(-1, 64)]
+    values = (table * state.absmax.numpy()[:, None]).reshape(outputs, inputs)
+    state.shape = torch.Size([outputs * inputs])  # as above
+    near = bnb.dequantize_4bit(stored, state).numpy().reshape(outputs, inputs)
+    assert np.abs(near - values).max() < 1e-3 * np.abs(values).max()
+    return {name: stored.numpy()} | parts, values
+
+
+def nvfp4(rng, name, outputs, inputs, *, nv=True):
+    """compressed-tensors' "nvfp4-pack-quantized" and "mxfp4-pack-quantized": what its own compressors decompress."""
+    torch, ct = pytest.importorskip("torch"), pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.mxfp4 import base as mx
+    from compressed_tensors.compressors.nvfp4 import base as nvidia
+
+    by = (nvidia.NVFP4PackedCompressor if nv else mx.MXFP4PackedCompressor).decompress
+    group = 16 if nv else 32
+    if nv:
+        scale = torch.tensor(rng.uniform(0.5, 448, (outputs, inputs // group))).to(torch.float8_e4m3fn)
+    else:
+        scale = torch.tensor(rng.integers(115, 126, (outputs, inputs // group)), dtype=torch.uint8)
+    tensors = {"weight_packed": torch.tensor(rng.integers(0, 256, (outputs, inputs // 2)), dtype=torch.uint8),
+               "weight_scale": scale}  # fmt: skip
+    tensors |= {"weight_global_scale": torch.tensor([rng.uniform(900, 2000)], dtype=torch.float32)} if nv else {}
+    args = ct.quantization.QuantizationArgs(
+        num_bits=4, type="float", group_size=group, strategy="tensor_group" if nv else "group"
+    )
+    how = ct.quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    exact = tensors | {"weight_scale": scale.float() if nv else scale}
+    plain = by(exact, how)["weight"].float().numpy() if not nv else None
+    if nv:  # its own way is bfloat16: the same formula on float32
+        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+        values = unpack_fp4_from_uint8(tensors["weight_packed"], outputs, inputs, torch.float32)
+        share = (scale.float() / tensors["weight_global_scale"]).repeat_interleave(group, 1)
+        plain = (values * share).numpy()
+        near = by(exact, how)["weight"].float().numpy()
+        assert np.abs(near - plain).max() < 2e-2 * np.abs(plain).max()
+    stem = name.removesuffix("weight")
+    array = lambda t: t.view(torch.uint8).numpy().view(E4M3) if t.dtype == torch.float8_e4m3fn else t.numpy()
+    more = {stem + "input_global_scale": np.ones(1, np.float32)} if nv else {}
+    return {stem + key: array(t) for key, t in tensors.items()} | more, plain
+
+
+def modelopt_fp4(rng, name, outputs, inputs):
+    """NVIDIA's names of the same: the second scale is a factor."""
+    parts, plain = nvfp4(rng, name, outputs, inputs)
+    stem = name.removesuffix("weight")
+    second = np.float32(1) / parts[stem + "weight_global_scale"][0]
+    return {name: parts[stem + "weight_packed"], name + "_scale": parts[stem + "weight_scale"],
+            name + "_scale_2": np.asarray(second), stem + "input_scale": np.ones((), np.float32)}, plain  # fmt: skip
+
+
 def bnb8(rng, name, outputs, inputs):
     torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes.functional")
     w = torch.tensor(rng.normal(0, 0.2, (outputs, inputs)), dtype=torch.float16)
@@ -153,6 +212,13 @@ KINDS = {
     "fp8_e8m0": (part(fp8, block=(40, 24), dtype=ml_dtypes.float8_e8m0fnu), DEEPSEEK, "fp8", 9.5, 0),
     "nf4": (part(bnb4, double=False), BNB, "nf4", 5.1, 1e-6),
     "nf4_double": (part(bnb4, double=True), BNB, "nf4", 6, 1e-6),
+    "fp4": (bnb_fp4, BNB, "fp4", 5.1, 1e-6),
+    "nvfp4": (nvfp4, scheme(num_bits=4, type="float", group_size=16), "e2m1", 5.3, 1e-6),
+    "mxfp4": (part(nvfp4, nv=False), scheme(num_bits=4, type="float", group_size=32), "e2m1", 4.3, 0),
+    "modelopt_fp4": (modelopt_fp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "e2m1", 5.3, 1e-6),
+    "modelopt_fp8": (
+        part(fp8, scale="_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", 8.6, 0
+    ),
     "bnb_int8": (bnb8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", 8.6, 1e-6),
 }  # fmt: skip
 
@@ -207,7 +273,7 @@ def quantized_leaves(tree) -> dict:
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
 
-SLOW = ("nf4", "nf4_double", "bnb_int8")  # for torch
+SLOW = ("nf4", "nf4_double", "bnb_int8", "fp4", "nvfp4", "mxfp4", "modelopt_fp4")  # for torch
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
@@ -346,7 +412,9 @@ REFUSED = {
     "blocks": ("fp8_blocks", {"weight_block_size": [64, 64]}, None, r"expected blocks of 64 by 64"),
     "lacks": ("gptq", {}, ("q_proj.scales", None), "q_proj.weight: quantized, but the file lacks .*q_proj.scales"),
     "shape": ("gptq", {}, ("k_proj.scales", lambda x: x[:, :5]), r"k_proj.weight:\d: the shape is"),
-    "nvfp4": ("ct_4", {}, ("q_proj.weight_packed", lambda x: x.view(np.uint8)), "uint8.*4 and 8 bits in int32"),
+    "words": ("ct_4", {}, ("q_proj.weight_packed", lambda x: x.view(np.uint8)), "uint8.*4 and 8 bits in int32"),
+    "nvfp4": ("nvfp4", {}, ("q_proj.weight_scale", lambda x: x[:, ::2]), "four-bit floats.*understood are groups of 16"),
+    "algorithm": ("modelopt_fp4", {"quant_algo": "W4A16_AWQ"}, ("q_proj.weight_scale_2", None), "W4A16_AWQ.*FP8 and NVFP4"),
     "parts": ("gptq", {}, ("q_proj.qzeros", lambda x: x[:1]), "parts of a quantized matrix do not fit each other"),
     "malformed": ("ct_4", {"config_groups": {"a": 3}}, None, "malformed"),
 }  # fmt: skip
