@@ -93,6 +93,10 @@ def _empty(target: Path) -> None:
 
 
 def _accompany(source: Path, target: Path) -> None:
+    if source.suffix == ".gguf" or any(source.glob("*.gguf")):
+        from fdel import text
+
+        text.save(text.load(source), target)
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copy(file, target / file.name)

@@ -36,15 +36,17 @@ MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sublaye
 FAMILIES = {f.stem for f in (ROOT / "fdel" / "models").glob("*.py")}
 FAMILIES -= {"__init__", "builders", "config", "heads", "keys", "pooling", "protocol", "rope", "sublayers"}
 # The demo's own model; formats of files and of chats, which others named.
-NAMES_OF_OTHERS = ("models", "demo", "easylm", "params.gguf", "serve.server.reasoning", "serve.server.tools")
+NAMES_OF_OTHERS = ("models", "demo", "easylm", "params.gguf", "text.gguf", "serve.server.reasoning",
+                   "serve.server.tools")
 
 # What each part of the house may import of the house (DESIGN section 2); parts not named here sit on top.
 ARROWS = {
+    "gguf": ["gguf"],
     "kernels": ["kernels", "ops"],
     "ops": ["kernels", "ops"],
-    "params": ["params", "ops.weights"],
-    "models": ["models", "params", "ops"],
-    "text": ["text"],
+    "params": ["params", "ops.weights", "gguf"],
+    "models": ["models", "params", "ops", "gguf"],
+    "text": ["text", "gguf"],
     "media": ["media"],
     "serve": ["serve", "params", "ops", "models", "text", "media"],
     "train": ["train", "params", "ops", "models", "serve", "text", "media"],
@@ -53,6 +55,7 @@ TARGET = "fdel/ops/platform.py"  # says which platform is traced for; what the p
 LAUNCHERS = "fdel/train/processes.py"  # reads who started this process: nothing else says it
 # These run without jax and aiohttp.
 HOST_ONLY = {
+    "gguf",
     "text",
     "media",
     "serve.engine.pages",

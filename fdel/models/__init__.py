@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from fdel import params as P
+from fdel.gguf import find
 from fdel.models import heads, pooling, protocol
 from fdel.models.keys import ConfigError, dropouts, quantization, show, text_tensor
 from fdel.params import gguf
@@ -105,7 +106,7 @@ def hearing(path: str | Path) -> ModuleType | None:
 
 def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any, dict[str, Any]]:
     file = Path(path) / "config.json"
-    single = None if file.is_file() else gguf.file(Path(path))
+    single = None if file.is_file() else find(Path(path))
     if not file.is_file() and single is None:
         raise FileNotFoundError(f"{path} holds no config.json; expected a checkpoint directory in Hugging Face layout")
     try:
@@ -136,9 +137,9 @@ def load(
     path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None, rules: Mapping | None = None, stacked: bool = True,
     revision: str | None = None, family: ModuleType | None = None,
 ) -> Model:  # fmt: skip
-    """Load a checkpoint from a directory or a Hub id (extra `hub`) in Hugging Face layout.
+    """Load a checkpoint from a directory or a Hub id (extra `hub`) in Hugging Face layout, or from a GGUF file.
 
-    What the file has in few bits (see `params.published`; a directory's only .gguf file too) stays so, as `Quantized`.
+    What the file has in few bits (see `params.published`; also a .gguf file, or a directory's only one) stays so, as `Quantized`.
     Of a file of several modalities the language model is loaded. A model with a head of its own (classifier, reward, span
     of an answer, value) has the params of `heads.spec`. `family` is the module to use, whatever model_type says.
 

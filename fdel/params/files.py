@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from fdel.gguf import find
+
 from . import gguf
 from .tensor import DTYPES, NAMES, CheckpointError, Tensor
 
@@ -174,14 +176,14 @@ def _indexed(index: Path, header: Header, problems: list[str]) -> dict[str, Tens
 
 def scan(path: Path, problems: list[str]) -> dict[str, Tensor]:
     """Do what `tensors` does, but append what is wrong to `problems`."""
-    if path.is_file():
+    if path.is_file() and path.suffix != ".gguf":
         return (safetensors_header if path.suffix == ".safetensors" else bin_header)(path, problems)
     for name, header in ("model.safetensors", safetensors_header), ("pytorch_model.bin", bin_header):
         if (path / name).is_file():
             return header(path / name, problems)
         if (path / f"{name}.index.json").is_file():
             return _indexed(path / f"{name}.index.json", header, problems)
-    if file := gguf.file(path):
+    if file := find(path):
         return gguf.header(file, problems, _readinto)
     seen = sorted(f.name for f in path.iterdir())[:10] if path.is_dir() else "no such directory"
     raise FileNotFoundError(f"{path}: no model.safetensors, pytorch_model.bin or index of either; found {seen}")

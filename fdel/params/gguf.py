@@ -1,29 +1,25 @@
 """GGUF, llama.cpp's file of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
 
-Tensors get the names of the Hub's Llama, Mixtral and Qwen 3, dense or of experts. The blocks of a quantised one are rows of
+Tensors get the names of the Hub's Llama, Mixtral, Qwen 2 and Qwen 3, dense or of experts. The blocks of a quantised one are rows of
 bytes here, named with their type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its values are those
 of ggml-quants.c.
 """
 
 import re
-import struct
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from fdel import gguf
 from fdel.ops.weights import Quantized
 
 from .formats import Found, by_group, derived, leaf
 from .tensor import CheckpointError, Tensor
 
-MOST = 2**24  # of tensors, keys, items of an array, bytes of a string
-NUMBERS = dict(
-    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
-)  # type of a value: its struct code
 PLAIN = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 # A type's name, and how many numbers and bytes a block has.
 BLOCKS = {8: ("q8_0", 32, 34), 12: ("q4_k", 256, 144), 14: ("q6_k", 256, 210)}
@@ -36,7 +32,7 @@ NAMES = {
 }  # fmt: skip
 # What of a mixture is where: the tensors of all experts lie one behind the other in one tensor of the file.
 EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
-KINDS = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}  # architecture: model_type
+KINDS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}  # architecture: model_type
 MOST_EXPERTS = 2**12
 SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 KEYS = {
@@ -52,62 +48,11 @@ EXPERT_KEYS = {
 Infos = dict[str, tuple[tuple[int, ...], int, int]]  # name: shape, type, offset
 
 
-def file(directory: Path) -> Path | None:
-    """Find the only GGUF file of a directory."""
-    found = sorted(directory.glob("*.gguf"))
-    return found[0] if len(found) == 1 else None
-
-
-def _number(f: BinaryIO, code: str) -> Any:
-    raw = f.read(struct.calcsize(code))
-    if len(raw) < struct.calcsize(code):
-        raise ValueError("the file ends inside its header: truncated, fetch it again")
-    return struct.unpack("<" + code, raw)[0]
-
-
-def _count(f: BinaryIO) -> int:
-    n = _number(f, "Q")
-    if n > MOST:
-        raise ValueError(f"{n:,} items in the header, expected at most {MOST:,}")
-    return n
-
-
-def _text(f: BinaryIO) -> str:
-    n = _count(f)
-    return _number(f, f"{n}s").decode(errors="replace")
-
-
-def _value(f: BinaryIO, kind: int) -> Any:
-    if kind == 8:
-        return _text(f)
-    if kind == 9:
-        inner, n = _number(f, "I"), _count(f)
-        return [_value(f, inner) for _ in range(n)]
-    if kind not in NUMBERS:
-        raise ValueError(f"a value of type {kind} in the header; known are 0 to 12")
-    return _number(f, NUMBERS[kind])
-
-
-def _header(file: Path) -> tuple[dict[str, Any], Infos, int]:
-    """Read metadata, tensors, and where their bytes begin."""
+def _header(file: Path) -> gguf.Header:
     try:
-        with file.open("rb") as f:
-            magic, version = f.read(4), _number(f, "I")
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"it begins with {magic!r}, version {version}; expected GGUF of version 2 or 3")
-            tensors, keys = _count(f), _count(f)
-            meta = {_text(f): _value(f, _number(f, "I")) for _ in range(keys)}
-            infos: Infos = {}
-            for _ in range(tensors):
-                name, axes = _text(f), min(_number(f, "I"), 64)
-                shape = tuple(_number(f, "Q") for _ in range(axes))[::-1]
-                infos[name] = shape, _number(f, "I"), _number(f, "Q")
-            step = meta.get("general.alignment", 32)
-            if type(step) is not int or step < 1 or step & step - 1:
-                raise ValueError(f"general.alignment is {step!r:.100}; expected a power of two")
-            return meta, infos, -(-f.tell() // step) * step
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as e:
-        raise CheckpointError(file, [f"{file.name}: {e}"]) from e
+        return gguf.read(file)
+    except ValueError as e:
+        raise CheckpointError(file, [str(e)]) from e
 
 
 def _model_type(meta: Mapping[str, Any]) -> str | None:
@@ -117,7 +62,7 @@ def _model_type(meta: Mapping[str, Any]) -> str | None:
 
 
 def config(file: Path) -> dict[str, Any]:
-    """Give the dict of a config.json for a file of a Llama, Mixtral or Qwen 3. CheckpointError for others."""
+    """Give the dict of a config.json for a file of one of `KINDS`. CheckpointError for others."""
     meta, infos, start = _header(file)
     kind, model_type = meta.get("general.architecture"), _model_type(meta)
     of = {key.removeprefix(f"{kind}."): value for key, value in meta.items()}
@@ -145,7 +90,7 @@ def config(file: Path) -> dict[str, Any]:
         "head_dim": of.get("attention.key_length", d["hidden_size"] // heads), "rope_theta": of.get("rope.freq_base", 1e4),
         "tie_word_embeddings": "output.weight" not in infos, "quantization_config": {"quant_method": "gguf"},
         **({"rope_scaling": rope} if rope else {}),
-        **({"attention_bias": True} if "blk.0.attn_q.bias" in infos else {}),
+        **({"attention_bias": True} if "blk.0.attn_q.bias" in infos and model_type != "qwen2" else {}),
         **({"norm_topk_prob": True} if model_type == "qwen3_moe" else {}),  # llama.cpp does so in any case
     }  # fmt: skip
 

@@ -16,14 +16,14 @@ def _hub(what: str) -> ModuleType:
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None) -> Path:
-    """Give the local directory of a checkpoint: an existing directory as it is, else the snapshot of a Hub repository.
+    """Give the local directory of a checkpoint: an existing directory or GGUF file as it is, else the snapshot of a Hub repository.
 
     Downloads safetensors (.bin files only if there are none), configuration and tokenizer files, and nothing that the
     cache has. `revision` is a branch, tag or commit. What is neither a directory nor in the cache nor within reach is a
     FileNotFoundError; without the `hub` extra an ImportError. The Hub's own errors (access, names) pass.
     """
     path, name = Path(path_or_id).expanduser(), str(path_or_id)
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         if revision is not None:
             raise ValueError(f"{name} is a local directory, which has no revision {revision!r}; leave revision out")
         return path

@@ -13,6 +13,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from fdel.gguf import find
+from fdel.text import gguf
+
 GROWTH = 1000  # times that a normalizer may make a text longer
 END_OF_TEXT = "<|endoftext|>"
 # In transformers' order, which decides the ids of tokens that tokenizer.json lacks.
@@ -90,7 +93,7 @@ class Tokenizer:
 
 
 def load(folder: str | Path) -> Tokenizer:
-    """Read a tokenizer from a checkpoint folder: tokenizer.json, and what is there of the files beside it.
+    """Read a tokenizer from a checkpoint folder: tokenizer.json, and what is there of the files beside it; or a GGUF file's.
 
     These are tokenizer_config.json, special_tokens_map.json, chat_template.jinja, additional_chat_templates/*.jinja,
     generation_config.json and config.json. `eos_ids` come from generation_config.json, or else are the eos token, or
@@ -108,6 +111,8 @@ def load(folder: str | Path) -> Tokenizer:
 
 def _load(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
+    if not file.is_file() and (whole := find(folder)):
+        return Tokenizer(**gguf.read(whole))
     if not file.is_file():
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(

@@ -1,13 +1,15 @@
-"""GGUF files of mixtures of experts and of scaled rotary positions, against transformers' models of the same weights."""
+"""GGUF files of mixtures of experts, of scaled rotary positions, and their tokenizers, against transformers."""
 
+import json
 import struct
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
-from fdel import models
+from fdel import cli, models, text
 from fdel.params import CheckpointError
 from tests.params.test_published import gguf_file
 
@@ -20,7 +22,8 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 PARTS = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
          "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp"}  # fmt: skip
+         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}  # fmt: skip
 
 
 def eights(x: np.ndarray) -> tuple[bytes, np.ndarray]:
@@ -38,7 +41,7 @@ def tensors(oracle, pairs: bool) -> dict:
     put = lambda name, x: found.update({name: ("f32", x.shape, x.astype(np.float32).tobytes())})
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for name, tensor in state.items():
-        x, stem = tensor.numpy(), name.removesuffix(".weight")
+        x, (stem, _, leaf) = tensor.numpy(), name.rpartition(".") if "experts" not in name else (name, "", "")
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
         if stem in outer:
             put(f"{outer[stem]}.weight", x)
@@ -51,8 +54,97 @@ def tensors(oracle, pairs: bool) -> dict:
         else:
             if pairs and part in ("self_attn.q_proj", "self_attn.k_proj"):  # neighbours turn together there
                 x = x.reshape(-1, 2, 8, 64).swapaxes(1, 2).reshape(x.shape)
-            put(f"blk.{layer}.{PARTS[part]}.weight", x)
+            put(f"blk.{layer}.{PARTS[part]}.{leaf}", x)
     return found
+
+
+WORDS = ["low lower lowest slow slowest, 12345 and don't", "the cat's mats, and 42 hats; naïve café", "日本語 ü", "a  b\n\n c"] * 3
+TEXTS = ["the lowest cat", "  two  spaces", "don't DON'T I'LL 123456", "naïve 日本 🙂 ü", "a<|end|>b\r\n x", "", "<unk>", "lo\tw"]
+
+
+def byte_level(pre: str) -> tuple[dict, text.Tokenizer]:
+    """What llama.cpp's converter writes of a BPE over bytes, and the tokenizer that it was."""
+    tok = text.train_bpe(WORDS, 320, special_tokens=["<|end|>", "<|bos|>"])
+    model, vocab = json.loads(tok.json)["model"], tok.backend.get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    types = [3 if t in ("<|end|>", "<|bos|>", "<|endoftext|>") else 1 for t in tokens]
+    return {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "token_type": types, "eos_token_id": 0,
+            "bos_token_id": vocab["<|bos|>"], "eot_token_id": vocab["<|end|>"]}, tok  # fmt: skip
+
+
+def sentencepiece() -> dict:
+    """What it writes of a SentencePiece model: scores of its pieces, and no merges."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("▁", "first", split=False)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(WORDS, trainer)
+    vocab = backend.get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    scores = [-float(i) for i in range(len(tokens))]
+    return {"model": "llama", "tokens": tokens, "scores": scores, "token_type": types, "bos_token_id": 1,
+            "eos_token_id": 2, "unknown_token_id": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "tekken", "llama"])
+def test_the_tokenizer_of_a_file_is_that_of_transformers(kind, tmp_path):
+    """Ids of texts with all that is odd, and the texts that they are; where texts begin; what ends them; templates."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    said, tok = (sentencepiece(), None) if kind == "llama" else byte_level(kind)
+    template = "{{ messages[0].content }}"
+    keys = {"general.architecture": "llama", "tokenizer.chat_template": template}
+    gguf_file(tmp_path, keys | {f"tokenizer.ggml.{k}": v for k, v in said.items()}, {})
+    found = text.load(tmp_path / "model.gguf")
+    arch, described, config = get_gguf_tokenizer(str(tmp_path / "model.gguf"))
+    oracle, _ = convert_gguf_tokenizer(arch, described)
+    for s in [*WORDS, *TEXTS]:
+        ids = text.encode(found, s, special=False)
+        assert ids == oracle.encode(s, add_special_tokens=False).ids, s
+        if kind == "gpt-2":
+            assert ids == text.encode(tok, s, special=False)
+        assert text.decode(found, ids, skip_special=False) == oracle.decode(ids, skip_special_tokens=False), s
+        detokenizer, streamed = text.Detokenizer(found, skip_special=False), ""
+        for i in ids:
+            detokenizer, more = text.step(detokenizer, [i])
+            streamed += more
+        assert streamed + text.flush(detokenizer) == text.decode(found, ids, skip_special=False)
+    begins = kind in ("llama", "llama-bpe")  # as llama.cpp has it where the file says nothing
+    bos = [said["bos_token_id"]] if begins else []
+    assert text.encode(found, "the cat") == bos + text.encode(found, "the cat", special=False)
+    assert found.eos_ids == ((2,) if kind == "llama" else (0, said["eot_token_id"])) and found.templates["default"] == template
+    assert found.special["eos_token"] == config["eos_token"]
+    (tmp_path / "saved").mkdir()
+    text.save(found, tmp_path / "saved")
+    again = text.load(tmp_path / "saved")
+    assert [text.encode(again, s) for s in TEXTS] == [text.encode(found, s) for s in TEXTS] and again.eos_ids == found.eos_ids
+    said |= {"add_bos_token": not begins, "add_eos_token": True}
+    gguf_file(tmp_path, keys | {f"tokenizer.ggml.{k}": v for k, v in said.items()}, {})
+    bos = [] if begins else [said["bos_token_id"]]
+    found = text.load(tmp_path)
+    inner = text.encode(found, "the cat", special=False)
+    assert text.encode(found, "the cat") == [*bos, *inner, said["eos_token_id"]]
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; understood are gpt2, llama"),
+        ({"pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; understood are llama3"),
+        ({"merges": ["a b c"]}, "merges: expected pairs"),
+        ({"token_type": [1, 2]}, "token_type has 2 items for"),
+        ({"eos_token_id": 10**6}, "eos_token_id is 1000000 of"),
+        ({"tokens": ["x" * 2000]}, "expected texts of at most 1024"),
+        ({"tokens": 3}, "expected texts"),
+    ],
+)
+def test_tokenizers_that_are_not_understood_are_named(change, message, tmp_path):
+    said = byte_level("gpt-2")[0] | change
+    gguf_file(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in said.items()}, {})
+    with pytest.raises(ValueError, match=message):
+        text.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3moe"])
@@ -109,3 +201,34 @@ def test_experts_and_scaled_positions(kind, tmp_path):
         gguf_file(tmp_path, keys | {f"{arch}.rope.scaling.type": "none"}, found | {f"{name}.weight": x})
         with pytest.raises(CheckpointError, match=message):
             models.load(tmp_path)
+
+
+def test_a_qwen_2_by_the_path_of_its_file(tmp_path, capsys):
+    """Biases of queries, keys and values; `models.load`, `fdel info` and `fdel convert` of the file itself, as one would
+    serve it; what is converted has its tokenizer. 1e-5 of the largest logit."""
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in SIZES.items() if k != "num_experts_per_tok"} | {"vocab_size": 330}
+    oracle = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).eval()
+    tokens = np.random.default_rng(0).integers(0, 330, (2, 20))
+    with torch.no_grad():
+        for p in oracle.parameters():
+            p.normal_(1 if p.ndim == 1 else 0, 0.2)
+        found, want = tensors(oracle, pairs=False), oracle(torch.tensor(tokens)).logits.numpy()
+    keys = {
+        "embedding_length": 64, "feed_forward_length": 96, "block_count": 2, "context_length": 64,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    said = {"general.architecture": "qwen2"} | {f"qwen2.{key}": value for key, value in keys.items()}
+    gguf_file(tmp_path, said | {f"tokenizer.ggml.{k}": v for k, v in byte_level("qwen2")[0].items()}, found)
+    (tmp_path / "other.gguf").write_bytes(b"")  # so that the directory has no only one
+    file = tmp_path / "model.gguf"
+    model = models.load(file, dtype=jnp.float32)
+    got = model.family.forward(model.params, tokens, model.cfg)[0]
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert cli.main(["info", str(file)]) == 0 and "family" in (out := capsys.readouterr().out) and "qwen2" in out
+    assert cli.main(["convert", str(file), str(tmp_path / "out")]) == 0
+    there = models.load(tmp_path / "out", dtype=jnp.float32)
+    np.testing.assert_array_equal(there.family.forward(there.params, tokens, there.cfg)[0], got)
+    assert text.encode(text.load(tmp_path / "out"), "the lowest") == text.encode(text.load(file), "the lowest")
+    with pytest.raises(FileNotFoundError, match="no model.safetensors|no config.json"):
+        models.load(tmp_path)

@@ -475,13 +475,20 @@ GGML = {"f32": 0, "f16": 1, "q8_0": 8, "q4_k": 12, "q6_k": 14}
 
 def gguf_file(path: Path, keys: dict, tensors: dict) -> None:
     """Write a GGUF file: version 3, tensors of bytes [rows, bytes of a row] with their type and shape."""
-    text = lambda s: struct.pack("<Q", len(s)) + s.encode()
+    text = lambda s: struct.pack("<Q", len(s.encode())) + s.encode()
     kinds = {str: (8, text), int: (4, part(struct.pack, "<I")), float: (6, part(struct.pack, "<f"))}
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys) + 1)
+    kinds |= {bool: (7, part(struct.pack, "<?"))}
+
+    def listed(xs: list) -> bytes:
+        kind, pack = kinds[type(xs[0])]
+        return struct.pack("<IQ", kind, len(xs)) + b"".join(map(pack, xs))
+
+    kinds |= {list: (9, listed)}
+    keys = {"tokenizer.ggml.tokens": ["a"] * 32} | keys
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
     for key, value in keys.items():
         kind, pack = kinds[type(value)]
         head += text(key) + struct.pack("<I", kind) + pack(value)
-    head += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 32) + text("a") * 32
     data = b""
     for name, (kind, shape, raw) in tensors.items():
         data += bytes(-len(data) % 32)

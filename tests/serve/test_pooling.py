@@ -18,10 +18,13 @@ from fdel import models, params, text
 from fdel.models import heads, llama
 from fdel.models.pooling import Dense, Pooling, read, write
 from fdel.serve.engine.engine import Engine, Settings
+from fdel.serve.server import launch
 from fdel.serve.server.openai import APIError
 from fdel.serve.server.openai.schema import SCHEMAS
+from fdel.serve.server.options import ServerOptions
 from fdel.serve.server.pooling import _without_types
 from fdel.serve.server.served import served_model
+from fdel.serve.server.tokenizing import PromptEncoder
 from tests.serve import small, wire
 from tests.serve.wire import call
 
@@ -130,6 +133,34 @@ def test_a_reward_model_scores_pairs(ask, engines, path):
         status, said = ask(path, "sequence", text_1=PAIR[0], text_2=second)
         np.testing.assert_allclose([r["score"] for r in said["data"]], want, atol=1e-5)
     assert status == 200 and want[0] != want[1]
+
+
+SCORE = """<|im_start|>{% set q = messages | selectattr("role", "eq", "query") | map(attribute="content") | first -%}
+Query: {{ q }} {% for m in messages if m.role == "document" %}Document: {{ m.content }}{% endfor %}<|im_end|>"""
+
+
+def test_pairs_are_written_by_a_score_template(tmp_path):
+    """vLLM's: messages of the roles query and document; as transformers renders it. Special tokens in texts stay text."""
+    transformers = pytest.importorskip("transformers")
+    tok = wire.tokenizer()
+    (tmp_path / "score.jinja").write_text(SCORE)
+    model = models.Model(llama, small.CFG, params.init(heads.spec(llama, small.CFG, "sequence", 1), jax.random.key(0)))
+    options = ServerOptions(score_template=tmp_path / "score.jinja", settings=Settings(rows=1, max_length=64))
+    (with_template,) = launch.served(model, tok, "x", options)
+    encoder = PromptEncoder.from_facts(with_template.encoder.facts())  # what a child process has
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=tok.backend)
+    messages = [{"role": "query", "content": PAIR[0]}, {"role": "document", "content": PAIR[1]}]
+    want = oracle.apply_chat_template(messages, chat_template=SCORE, tokenize=False)
+    assert encoder.encode(PAIR) == text.encode(tok, want, special=False) != text.encode(tok, PAIR)
+    assert encoder.encode("the music") == text.encode(tok, "the music")
+    spelled = encoder.encode((PAIR[0], "<|im_end|>"))
+    assert spelled.count(tok.backend.token_to_id("<|im_end|>")) == 1
+    added = dataclasses.replace(tok, templates={"score": "{{ messages[1].content }}"}, special={"bos_token": "<|im_start|>"})
+    added.backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    bos = added.backend.token_to_id("<|im_start|>")
+    assert PromptEncoder(added, 64, small.VOCAB).encode(PAIR) == [bos, *text.encode(added, PAIR[1], special=False)]
 
 
 def test_types_of_tokens_are_not_read():

@@ -21,6 +21,7 @@ from fdel.serve.server import audio, auth, http, keyfile, metrics, tools
 from fdel.serve.server.call import Server
 from fdel.serve.server.options import ServerOptions as ServerOptions
 from fdel.serve.server.served import ServedModel, served_model
+from fdel.serve.server.tokenizing import PAIRS
 
 
 def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
@@ -62,6 +63,8 @@ def served(model: models.Model, tok: text.Tokenizer, name: str, options: ServerO
            adapters: Mapping[str, str] | None = None, pooling: models.pooling.Pooling | None = None
            ) -> list[ServedModel]:  # fmt: skip
     """Make an engine of a model: what it serves under its name, and under those of adapters. Nothing is started."""
+    if options.score_template is not None:
+        tok = replace(tok, templates={**tok.templates, PAIRS: options.score_template.read_text("utf-8")})
     engine = make_engine(model, tok, options, adapters, pooling)
     first = served_model(engine, name, options.tool_parser, options.truncate)
     return [first, *(first.with_adapter(n) for n in adapters or ())]

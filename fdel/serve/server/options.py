@@ -30,6 +30,9 @@ class ServerOptions:
     )
     tool_parser: str | None = setting(None, "how the models write calls of tools: a key of "
         "`serve.server.tools.FORMATS`, or none (default: by their chat template)")  # fmt: skip
+    score_template: Path | None = setting(None,
+        "chat template of the roles query and document, by which a classifier's pairs for /v1/score and /v1/rerank are "
+        "written (default: the model's chat template named score, or as its tokenizer joins pairs)")  # fmt: skip
     key_file: Path | None = setting(None, "keys that may ask; see `fdel keys`", "--api-key-file")
     adapter_root: Path | None = setting(None,
         "directory below which admins may load adapters while the server runs (default: none)")  # fmt: skip

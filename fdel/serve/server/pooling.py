@@ -10,6 +10,7 @@ from fdel.serve.server import openai
 from fdel.serve.server.call import Call
 from fdel.serve.server.openai import APIError, body
 from fdel.serve.server.served import Prompts, ServedModel
+from fdel.serve.server.tokenizing import PAIRS
 
 
 async def embeddings(call: Call) -> web.Response:
@@ -72,7 +73,8 @@ def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
                 raise APIError(
                     f"{served.name} has {labels} labels; a score needs a model of one: ask /classify", param="model"
                 )
-            _without_types(served)
+            if PAIRS not in served.tokenizer.templates:
+                _without_types(served)
             ids = await call.workers.encode(call.holder, served.base, asked.pairs)
             values = [float(p[0]) for p in await _classes(call, served, ids, asked.activation)]
         meta, used = body.meta("score", asked.model), sum(map(len, ids))

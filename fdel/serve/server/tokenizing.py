@@ -22,6 +22,9 @@ _FIXED = frozenset(
 )
 
 
+PAIRS = "score"  # the name of the chat template for pairs
+
+
 @dataclass(frozen=True, eq=False)
 class PromptEncoder:
     """A tokenizer with its chat template; `context` is the model's length in tokens, `width` its number of logits."""
@@ -80,12 +83,25 @@ class PromptEncoder:
             )  # fmt: skip
 
     def encode(self, said: str | Sequence[str], special: bool = True) -> list[int]:
-        """Tokenize a client's text, or a pair; special tokens in it stay text. `special`: the tokenizer adds its own."""
+        """Tokenize a client's text, or a pair; special tokens in it stay text. `special`: the tokenizer adds its own.
+
+        A pair is a query and a document: written by the chat template `PAIRS` where there is one, as vLLM does.
+        """
+        if not isinstance(said, str) and PAIRS in self.tokenizer.templates:
+            return self._pair(*said)
         self.look(said if isinstance(said, str) else "".join(said))
         ids = text.encode(self.plain, said, special=special)
         if not ids:
             raise APIError("the prompt is empty; it needs at least one token", param="prompt")
         return ids
+
+    def _pair(self, query: str, document: str) -> list[int]:
+        """Write a pair by its template; bos and eos are added as to any text, unless the template wrote them."""
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        _, ids = self.chat(messages, None, {"template": PAIRS, "add_generation_prompt": False})
+        tok = self.tokenizer
+        first, last = [tok.ids["bos"]] if tok.add_bos else [], [tok.ids["eos"]] if tok.add_eos else []
+        return first * (ids[:1] != first) + ids + last * (ids[-1:] != last)
 
     def tokens(self, said: str, special: bool) -> list[int]:
         """Tokenize what somebody wants to see as tokens; a text that is one special token alone is asked for its id."""
