@@ -11,7 +11,7 @@ NUMBERS = dict(
 
 
 class Header(NamedTuple):
-    """Metadata by key; (shape, ggml's type, offset) of each tensor by name; the place in the file where their bytes begin."""
+    """Metadata by key; (shape, ggml's type, offset) of each tensor by name; where in the file they begin."""
 
     meta: dict[str, Any]
     infos: dict[str, tuple[tuple[int, ...], int, int]]

@@ -36,8 +36,15 @@ MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sublaye
 FAMILIES = {f.stem for f in (ROOT / "fdel" / "models").glob("*.py")}
 FAMILIES -= {"__init__", "builders", "config", "heads", "keys", "pooling", "protocol", "rope", "sublayers"}
 # The demo's own model; formats of files and of chats, which others named.
-NAMES_OF_OTHERS = ("models", "demo", "easylm", "params.gguf", "text.gguf", "serve.server.reasoning",
-                   "serve.server.tools")
+NAMES_OF_OTHERS = (
+    "models",
+    "demo",
+    "easylm",
+    "params.gguf",
+    "text.gguf",
+    "serve.server.reasoning",
+    "serve.server.tools",
+)
 
 # What each part of the house may import of the house (DESIGN section 2); parts not named here sit on top.
 ARROWS = {
@@ -526,3 +533,24 @@ def test_no_path_of_a_machine() -> None:
             lines = enumerate(data.decode("utf-8", "replace").splitlines(), 1)
             found += [f"{name}:{i}: {m.group()}" for i, line in lines if (m := MACHINE_PATH.search(line))]
     assert not found, "\n".join(found)
+
+
+# The families that came after the first nine, and those of them that are more than a decoder with a feed-forward: experts,
+# states, an encoder, latent attention, several kinds of layers or of heads.
+LATER = (
+    "llama4 qwen2 qwen2_moe qwen3_5 qwen3_5_moe mistral ministral3 gemma gemma2 gemma4 deepseek_v2 kimi_linear glm "
+    "glm4 glm4_moe glm4_moe_lite glm_moe_dsa phi phi3 phimoe opt gpt_neox gpt_j gpt_oss mamba falcon_mamba "
+    "falcon_h1 rwkv arctic cohere cohere2 dbrx exaone exaone4 falcon grok_1 internlm2 internlm3 mpt olmo olmo2 "
+    "olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd"
+).split()
+LARGE = set(
+    "arctic dbrx falcon falcon_h1 gemma2 gemma4 gidd glm_moe_dsa gpt_oss kimi_linear llama4 mamba minimax openelm opt "
+    "qwen2_moe roberta rwkv xerxes xerxes2".split()
+)
+
+
+def test_families_stay_short():
+    """All of them together 3,500 lines, and a plain one 60."""
+    lines = {n: (ROOT / "fdel" / "models" / f"{n}.py").read_text().count("\n") for n in LATER}
+    assert sum(lines.values()) <= 3500
+    assert {name for name, n in lines.items() if n > 60} <= LARGE

@@ -139,7 +139,7 @@ def load(
 ) -> Model:  # fmt: skip
     """Load a checkpoint from a directory or a Hub id (extra `hub`) in Hugging Face layout, or from a GGUF file.
 
-    What the file has in few bits (see `params.published`; also a .gguf file, or a directory's only one) stays so, as `Quantized`.
+    What the file has in few bits (see `params.published`; the only .gguf file of a directory too) stays so, as `Quantized`.
     Of a file of several modalities the language model is loaded. A model with a head of its own (classifier, reward, span
     of an answer, value) has the params of `heads.spec`. `family` is the module to use, whatever model_type says.
 

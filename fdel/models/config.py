@@ -187,6 +187,10 @@ def _fit(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"config fields: {found}")
     if size("experts") and not 1 <= size("top_k") <= size("experts"):
         raise ConfigError(f"config field 'num_experts_per_tok': found {size('top_k')} of {size('experts')} experts")
+    each, groups = size("experts") // (size("groups") or 1), size("topk_groups")
+    if groups and "method" not in values and not (each > 1 and size("top_k") <= groups * each <= size("experts")):
+        found = f"found {size('top_k')} of {size('experts')} experts in {groups} of {size('groups')} groups"
+        raise ConfigError(f"config fields 'num_experts_per_tok', 'topk_group', 'n_group': {found}, which lack experts")
 
 
 def _known(rest: Mapping[str, Any], read: set[str], where: str, also: frozenset[str] = frozenset()) -> None:

@@ -46,7 +46,7 @@ class Config(deepseek_v3.Config):
     )  # fmt: skip
     ONLY = deepseek_v3.Config.ONLY | dict(
         moe_router_activation_func="sigmoid", mla_use_nope=True, use_grouped_topk=config.ANY, rope_theta=config.ANY,
-        rope_parameters=config.ANY, num_nextn_predict_layers=0,
+        rope_parameters=config.ANY, num_nextn_predict_layers=0, tie_word_embeddings=False,
     )  # fmt: skip
     experts: int = config.hf("num_local_experts", 256)
     key_dim: int = config.hf("linear_head_dim", 128)

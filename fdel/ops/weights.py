@@ -46,8 +46,8 @@ class Quantized:
 
     Formats: "int8"; "uint8"; "fp8": float8_e4m3fn, kept as its bits in uint8, which XLA:CPU decodes ten times faster than
     the type itself; "e5m2": float8_e5m2, kept alike; "dynamic": indices into `DYNAMIC`; and with two values per byte
-    "uint4", "int4" (stored with 8 added), and indices into `NF4`, `FP4` and `E2M1`, "nf4", "fp4" and "e2m1". There byte r of a group of n
-    holds element r in its high and element r + n/2 in its low bits.
+    "uint4", "int4" (stored with 8 added), and indices into `NF4`, `FP4` and `E2M1`, "nf4", "fp4" and "e2m1". There byte r
+    of a group of n holds element r in its high and element r + n/2 in its low bits.
     """
 
     values: Integer[Array, "*outputs inputs"]

@@ -230,7 +230,9 @@ def e2m1(found: Found, name: str, values: Tensor, outer: str) -> Quantized:
     nv, group = scale.dtype == ml_dtypes.float8_e4m3fn, 2 * half // max(groups, 1)
     if values.dtype != np.uint8 or (group, scale.dtype.itemsize) != (16 if nv else 32, 1) or group * groups != 2 * half:
         found_ = f"{values.dtype}{list(values.shape)} with scales {scale.dtype}{list(scale.shape)}"
-        raise ValueError(f"four-bit floats {found_}; understood are groups of 16 with e4m3 scales, of 32 with exponents")
+        raise ValueError(
+            f"four-bit floats {found_}; understood are groups of 16 with e4m3 scales, of 32 with exponents"
+        )
 
     def make() -> np.ndarray:
         x = values.read()

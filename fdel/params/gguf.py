@@ -1,8 +1,8 @@
 """GGUF, llama.cpp's file of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
 
-Tensors get the names of the Hub's Llama, Mixtral, Qwen 2 and Qwen 3, dense or of experts. The blocks of a quantised one are rows of
-bytes here, named with their type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its values are those
-of ggml-quants.c.
+Tensors get the names of the Hub's Llama, Mixtral, Qwen 2 and Qwen 3, dense or of experts. The blocks of a quantised one
+are rows of bytes here, named with their type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its
+values are those of ggml-quants.c.
 """
 
 import re

@@ -16,7 +16,7 @@ def _hub(what: str) -> ModuleType:
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None) -> Path:
-    """Give the local directory of a checkpoint: an existing directory or GGUF file as it is, else the snapshot of a Hub repository.
+    """Give the local directory of a checkpoint: an existing one or a GGUF file as it is, else a Hub repository's snapshot.
 
     Downloads safetensors (.bin files only if there are none), configuration and tokenizer files, and nothing that the
     cache has. `revision` is a branch, tag or commit. What is neither a directory nor in the cache nor within reach is a

@@ -34,12 +34,12 @@ def read(file: Path) -> dict[str, Any]:
     """Give the fields of a `Tokenizer`. ValueError for a vocabulary of another kind, or one that is damaged."""
     meta = gguf.read(file).meta
     of = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
-    kind, tokens = of.get("model"), of.get("tokens")
+    kind, tokens = of.get("model"), of.get("tokens") or []
     if kind not in MODELS:
         raise ValueError(f"{file}: tokenizer.ggml.model is {kind!r:.100}; understood are {', '.join(MODELS)}")
     if not _texts(tokens) or max(map(len, tokens)) > LONGEST:
         raise ValueError(f"{file}: tokenizer.ggml.tokens: expected texts of at most {LONGEST} characters")
-    types, ids = of.get("token_type") or [1] * len(tokens), {}
+    types, ids = of.get("token_type") or [1] * len(tokens), dict[str, int]()
     for name, theirs in NAMES.items() | {(e, e) for e in ENDS}:
         number = of.get(f"{theirs}_token_id")
         if number is not None and not (type(number) is int and 0 <= number < len(tokens)):
@@ -48,9 +48,9 @@ def read(file: Path) -> dict[str, Any]:
     if len(types) != len(tokens):
         raise ValueError(f"{file}: tokenizer.ggml.token_type has {len(types)} items for {len(tokens)} tokens")
     backend = (_bytes if kind == "gpt2" else _sentencepiece)(file, of, tokens, types)
-    for number, special in ((CONTROL, True), (USER, False)):
+    for number in (CONTROL, USER):
         new = [t for t, x in zip(tokens, types, strict=True) if x == number]
-        backend.add_tokens([AddedToken(t, special=special, normalized=False) for t in new])
+        backend.add_tokens([AddedToken(t, special=number == CONTROL, normalized=False) for t in new])
     _around(backend, of, tokens, ids, kind)
     special = {f"{name}_token": tokens[ids[name]] for name in NAMES if name in ids}
     return {
@@ -75,7 +75,7 @@ def _bytes(file: Path, of: Mapping[str, Any], tokens: Sequence[str], types: Sequ
     merges, pre = of.get("merges"), of.get("pre", "default")
     if pre not in CUTS:
         raise ValueError(f"{file}: tokenizer.ggml.pre is {pre!r:.100}; understood are {', '.join(CUTS)}")
-    pairs = [tuple(m.split(" ")) for m in merges] if _texts(merges) else []
+    pairs: Any = [tuple(m.split(" ")) for m in merges or ()] if _texts(merges) else []
     if not pairs or any(len(p) != 2 for p in pairs):
         raise ValueError(f"{file}: tokenizer.ggml.merges: expected pairs of pieces with a space between")
     model = models.BPE({t: i for i, t in enumerate(tokens)}, pairs, ignore_merges=pre in WHOLE)

@@ -93,7 +93,7 @@ class Tokenizer:
 
 
 def load(folder: str | Path) -> Tokenizer:
-    """Read a tokenizer from a checkpoint folder: tokenizer.json, and what is there of the files beside it; or a GGUF file's.
+    """Read a tokenizer from a checkpoint folder: tokenizer.json and what is there of the files beside it; or a GGUF file.
 
     These are tokenizer_config.json, special_tokens_map.json, chat_template.jinja, additional_chat_templates/*.jinja,
     generation_config.json and config.json. `eos_ids` come from generation_config.json, or else are the eos token, or

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fdel import models, ops, params
-from fdel.models import config, deepseek_v3, gemma3, gpt2, llama, mixtral, qwen3
+from fdel.models import config, deepseek_v3, gemma3, gpt2, kimi_linear, llama, mixtral, qwen3
 
 BASE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             max_position_embeddings=128)  # fmt: skip
@@ -47,6 +47,8 @@ def test_defaults_are_those_of_transformers():
         (gemma3, {"use_bidirectional_attention": True}, r"'use_bidirectional_attention': found True"),
         (gpt2, {"scale_attn_by_inverse_layer_idx": True}, r"'scale_attn_by_inverse_layer_idx': found True"),
         (deepseek_v3, {"hidden_act": "tanh3"}, r"'hidden_act': found 'tanh3'"),
+        (deepseek_v3, {"topk_group": 1, "n_routed_experts": 16}, r"found 8 of 16 experts in 1 of 8 groups"),
+        (kimi_linear, {"tie_word_embeddings": True}, r"'tie_word_embeddings': found True, only False"),
     ],
 )
 def test_values_that_are_not_understood_are_refused(module, change, message):

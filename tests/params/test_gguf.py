@@ -58,8 +58,10 @@ def tensors(oracle, pairs: bool) -> dict:
     return found
 
 
-WORDS = ["low lower lowest slow slowest, 12345 and don't", "the cat's mats, and 42 hats; naïve café", "日本語 ü", "a  b\n\n c"] * 3
-TEXTS = ["the lowest cat", "  two  spaces", "don't DON'T I'LL 123456", "naïve 日本 🙂 ü", "a<|end|>b\r\n x", "", "<unk>", "lo\tw"]
+WORDS = ["low lower lowest slow slowest, 12345 and don't", "the cat's mats, and 42 hats; naïve café"]
+WORDS = [*WORDS, "日本語 ü", "a  b\n\n c"] * 3
+TEXTS = ["the lowest cat", "  two  spaces", "don't DON'T I'LL 123456", "naïve 日本 🙂 ü", "a<|end|>b\r\n x", ""]
+TEXTS += ["<unk>", "lo\tw"]
 
 
 def byte_level(pre: str) -> tuple[dict, text.Tokenizer]:
@@ -114,12 +116,13 @@ def test_the_tokenizer_of_a_file_is_that_of_transformers(kind, tmp_path):
     begins = kind in ("llama", "llama-bpe")  # as llama.cpp has it where the file says nothing
     bos = [said["bos_token_id"]] if begins else []
     assert text.encode(found, "the cat") == bos + text.encode(found, "the cat", special=False)
-    assert found.eos_ids == ((2,) if kind == "llama" else (0, said["eot_token_id"])) and found.templates["default"] == template
-    assert found.special["eos_token"] == config["eos_token"]
+    assert found.eos_ids == ((2,) if kind == "llama" else (0, said["eot_token_id"]))
+    assert found.templates["default"] == template and found.special["eos_token"] == config["eos_token"]
     (tmp_path / "saved").mkdir()
     text.save(found, tmp_path / "saved")
     again = text.load(tmp_path / "saved")
-    assert [text.encode(again, s) for s in TEXTS] == [text.encode(found, s) for s in TEXTS] and again.eos_ids == found.eos_ids
+    assert [text.encode(again, s) for s in TEXTS] == [text.encode(found, s) for s in TEXTS]
+    assert again.eos_ids == found.eos_ids
     said |= {"add_bos_token": not begins, "add_eos_token": True}
     gguf_file(tmp_path, keys | {f"tokenizer.ggml.{k}": v for k, v in said.items()}, {})
     bos = [] if begins else [said["bos_token_id"]]

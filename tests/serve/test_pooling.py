@@ -155,7 +155,8 @@ def test_pairs_are_written_by_a_score_template(tmp_path):
     assert encoder.encode("the music") == text.encode(tok, "the music")
     spelled = encoder.encode((PAIR[0], "<|im_end|>"))
     assert spelled.count(tok.backend.token_to_id("<|im_end|>")) == 1
-    added = dataclasses.replace(tok, templates={"score": "{{ messages[1].content }}"}, special={"bos_token": "<|im_start|>"})
+    second = {"score": "{{ messages[1].content }}"}
+    added = dataclasses.replace(tok, templates=second, special={"bos_token": "<|im_start|>"})
     added.backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )
