@@ -15,9 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from fdel.ops import expert_parallel
 from fdel.ops.contraction import wide, widen
-from fdel.ops.cpu import collective, expert_tiles, in_step
-from fdel.ops.dispatch import kernel, operation, weight
+from fdel.ops.cpu import expert_tiles, in_step
+from fdel.ops.dispatch import Implementation, Table, kernel, operation, run, weight
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
 from fdel.ops.platform import context, target
@@ -184,49 +185,36 @@ def moe(
     `p` holds gate, up [E F D] and down [E D F], and where a family has them gate_bias, up_bias [E F] and down_bias
     [E D]; weights and experts come from a router. `gated(gate, up)` stands for act(gate) * up where a family has another
     product. With `scale_inputs` the weights multiply what goes into the experts: sum over j of
-    glu(weights[j] x, expert experts[j]). No token is dropped.
+    glu(weights[j] x, expert experts[j]). No token is dropped here; an index that is no expert's (-1) adds nothing.
 
-    On a mesh (`jax.set_mesh`) every device sorts its own rows. With an axis `ep` it holds E / ep experts, fetches the
-    rows of the ep devices, and returns its experts' part of their sums: an all-gather and a reduce-scatter of [rows D].
+    `ops.use(moe=...)` names how a device computes its experts: "fused" (sorted rows, grouped products), "dense" (every
+    expert, every token) or "standard" (one expert after another, every token). On a mesh (`jax.set_mesh`) every device
+    sorts its own rows. With an axis `ep` it holds E / ep experts, and `ops.use(expert_parallel=...)` names how rows
+    get to their experts and back: see `ops/expert_parallel.py`. `ops.explain` says what is chosen.
     >>> p = {"gate": jnp.ones((4, 8, 2)), "up": jnp.ones((4, 8, 2)), "down": jnp.ones((4, 2, 8))}
     >>> ops.moe(jnp.ones((3, 2)), p, *ops.route_softmax(jnp.zeros((3, 4)), 2, normalize=True), jax.nn.relu)[0]
     Array([32., 32.], dtype=float32)
     """
     product = gated or (lambda gate, up: act(gate) * up)
-    local = partial(_local, gated=product, scale_inputs=scale_inputs)
+    names = [name + end for name in MATRICES for end in ("", "_bias")]
+    p = {name: p[name] for name in names if name in p}
+    local = lambda *args: run(METHODS, None, *args, gated=product, scale_inputs=scale_inputs)
     axes = set(context("dp", "fsdp", "ep", "sp"))
     if not axes:
         return local(x, p, weights, experts)
     rows = partition(x, "rows tokens embed") if x.ndim == 3 else P()
-    rows_divided = bool(rows) and "ep" in (rows[0] or ())
-
-    def per_device(x: Array, p: Mapping[str, Any], weights: Array, experts: Array) -> Array:
-        if "ep" not in axes:
-            return local(x, p, weights, experts)
-        if rows_divided:  # fetch those of the `ep` group, for the experts that this device holds
-            fetch = lambda c: lax.all_gather(c, "ep", axis=0, tiled=True)
-            x, weights, experts = collective(fetch, x), collective(fetch, weights), fetch(experts)
-        y = local(x, p, weights, experts - lax.axis_index("ep") * p["gate"].shape[0])
-        y = widen(y)  # the experts' parts add up in float32, as they do on one device
-        y = lax.psum_scatter(y, "ep", scatter_dimension=0, tiled=True) if rows_divided else lax.psum(y, "ep")
-        return y.astype(x.dtype)
-
-    of_experts = P("ep") if "ep" in axes else P()
-    run = divided(per_device, axes, (rows, of_experts, rows, rows), rows)
-    names = [name + end for name in MATRICES for end in ("", "_bias")]
-    return run(x, {name: p[name] for name in names if name in p}, weights, experts)
+    if "ep" in axes:
+        return expert_parallel.exchange(local, x, p, weights, experts, rows, scale_inputs=scale_inputs)
+    return divided(local, axes, (rows, P(), rows, rows), rows)(x, p, weights, experts)
 
 
-def _local(
+def _fused(
     x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
 ) -> Array:
-    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing."""
+    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert."""
     *batch, k = experts.shape
     held = p["gate"].shape[0]
     chosen = experts.reshape(-1)
-    arrays = all(isinstance(p[name], jax.Array) for name in MATRICES)
-    if target() != "cpu" and arrays and held <= 2 * len(chosen) and len(chosen) <= FEW * k:
-        return checkpoint_name(_every(x, p, weights, experts, gated, scale_inputs), "moe_output")
     chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, held)
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=held + 1)[:held]
@@ -246,22 +234,74 @@ def _local(
     return checkpoint_name(jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype), "moe_output")
 
 
-def _every(
-    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, gated: Callable, scale_inputs: bool
+def _shares(weights: Array, experts: Array, held: int) -> tuple[Array, Array]:
+    """Give each held expert's weight of each token, and whether the token chose it: both [E T 1]."""
+    chosen = experts[..., None] == jnp.arange(held)  # [... k E]
+    by_expert = lambda c: c.reshape(-1, held).T[..., None]
+    return by_expert(jnp.where(chosen, weights[..., None], 0).sum(-2)), by_expert(chosen.any(-2))
+
+
+def _dense(
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
 ) -> Array:
-    """Compute `_local` of a few tokens by all experts, without a loop: nearly all are chosen, and each is read once."""
+    """Compute `_fused` by all experts for every token, without a loop: of a few, nearly all are chosen, each read once."""
 
     def product(name: str, saved: str, text: str, rows: Array) -> Array:
-        y = jnp.einsum(text, rows, p[name], preferred_element_type=jnp.float32)
+        y = einsum(text, rows, p[name], out_dtype=jnp.float32)
         y = y + p[f"{name}_bias"][:, None].astype(y.dtype) if f"{name}_bias" in p else y
         return checkpoint_name(y.astype(x.dtype), saved)
 
-    chosen = experts[..., None] == jnp.arange(p["gate"].shape[0])  # [... k E]
-    share = jnp.where(chosen, weights[..., None], 0).sum(-2).reshape(-1, chosen.shape[-1]).T[..., None]  # [E T 1]
+    share, mine = _shares(weights, experts, p["gate"].shape[0])
     rows, text = x.reshape(-1, x.shape[-1]), "td,efd->etf"
     if scale_inputs:
         rows, text, share = (rows * share.astype(x.dtype)), "etd,efd->etf", jnp.ones_like(share)
     gate, up = (product(name, f"moe_{name}", text, rows) for name in ("gate", "up"))
     down = product("down", "moe_expert_output", "etf,edf->etd", gated(gate, up))
-    mine = chosen.any(-2).reshape(-1, chosen.shape[-1]).T[..., None]  # another expert's result may be infinite
-    return jnp.where(mine, down * share, 0).sum(0).astype(x.dtype).reshape(x.shape)
+    y = jnp.where(mine, down * share, 0).sum(0)  # another expert's result may be infinite
+    return checkpoint_name(y.astype(x.dtype).reshape(x.shape), "moe_output")
+
+
+def _standard(
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
+) -> Array:
+    """Compute `_fused` one expert after another, each for every token: nothing is sorted, and one expert's rows are held."""
+    rows = x.reshape(-1, x.shape[-1])
+
+    def expert(total: Array, each: tuple) -> tuple[Array, None]:
+        p, share, mine = each
+
+        def linear(rows: Array, name: str) -> Array:
+            y = einsum("td,fd->tf", rows, p[name])
+            return y + p[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in p else y
+
+        inputs = rows * share.astype(rows.dtype) if scale_inputs else rows
+        down = linear(gated(linear(inputs, "gate"), linear(inputs, "up")), "down")
+        return total + jnp.where(mine, widen(down) if scale_inputs else down * share, 0), None
+
+    each = (dict(p), *_shares(weights, experts, p["gate"].shape[0]))
+    total, _ = lax.scan(expert, jnp.zeros(rows.shape, wide(jnp.float32)), each)
+    return checkpoint_name(total.astype(x.dtype).reshape(x.shape), "moe_output")
+
+
+def _not_dense(x: Array, p: Mapping[str, Any], *_: Any, **__: Any) -> str | None:
+    arrays = all(isinstance(p[name], jax.Array) for name in MATRICES)
+    return None if arrays else "its products of all experts are of arrays; some are quantized or have adapters"
+
+
+def _not_few(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, **_: Any) -> str | None:
+    """Say why few tokens are no reason to compute all experts: where they are, reading them takes the time."""
+    if target() == "cpu":
+        return "a CPU takes as long as it multiplies"
+    tokens, held = experts.size // experts.shape[-1], p["gate"].shape[0]
+    return None if held <= 2 * experts.size and tokens <= FEW else f"{tokens} tokens for {held} experts"
+
+
+METHODS = Table(
+    "moe",
+    {
+        "dense": Implementation(_dense, _not_dense, passed_over=_not_few),
+        "standard": Implementation(_standard, passed_over=lambda *_, **__: "it computes every expert for every token"),
+        "fused": Implementation(_fused),
+    },
+    also={"fused_moe": "fused", "standard_moe": "standard", "dense_moe": "dense"},  # EasyDeL's names
+)
