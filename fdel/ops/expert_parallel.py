@@ -3,8 +3,9 @@
 With n devices along `ep` and R tokens on each, of which each chose k experts, a device sends, forward:
 
 - all_gather: its R rows to all others, and what its experts make of the other devices' rows, summed, in float32.
-- all_to_all: a row to each chosen expert's device and back, in the rows' dtype: k / n of the all-gather's rows. Rounds have a fixed
-  size, a quarter more than even routing needs; only a router that is less even needs a second one. No row is ever dropped.
+- all_to_all: a row to each chosen expert's device and back, in the rows' dtype: k / n of the all-gather's rows. Rounds have
+  a fixed size, a quarter more than even routing needs; only a router that is less even needs a second one. No row is
+  ever dropped.
 - ragged_all_to_all: as many rows as were chosen, in one exchange whose buffer is for the worst case. XLA:CPU lacks it.
 - ring: as many bytes as all_gather; a device holds the rows of one other at a time.
 
@@ -64,13 +65,13 @@ def _ring(local: Local, x: Array, p: Mapping[str, Any], weights: Array, experts:
     onwards = [(i, (i + 1) % n) for i in range(n)]
     pass_on = lambda c: lax.ppermute(c, AXIS, onwards)
 
-    def hop(carry: tuple, _: None) -> tuple[tuple, None]:
+    def hop(carry: tuple, _: Any) -> tuple[tuple, None]:
         x, weights, experts, total = carry
         total = pass_on(total + widen(local(x, p, weights, experts - first)))
         return (collective(pass_on, x), collective(pass_on, weights), pass_on(experts), total), None
 
-    (*_, total), _ = lax.scan(hop, (x, weights, experts, jnp.zeros_like(widen(x))), length=n)
-    return total.astype(x.dtype)
+    carry, _ = lax.scan(hop, (x, weights, experts, jnp.zeros_like(widen(x))), length=n)
+    return carry[-1].astype(x.dtype)
 
 
 def _all_to_all(
@@ -103,7 +104,8 @@ def _all_to_all(
         return swap(local(swap(rows), p, jnp.ones(expert.shape, weights.dtype), expert)), places
 
     def add(out: Array, j: Any, args: tuple) -> Array:
-        back, places = send(*args, j)
+        given, weights, p = args
+        back, places = send(given, weights, p, j)
         return out.at[places].add(back, mode="drop")
 
     args = given, weights, p
@@ -185,7 +187,8 @@ def _more_bytes(x: Array, p: Any, experts: Array, rows: P) -> str | None:
     if tokens < FEW:
         return f"a device has {tokens} tokens, fewer than {FEW}: one exchange is faster than two"
     share = SLACK * k / n
-    return None if share <= 0.5 else f"with {k} experts for each token and ep={n} it sends {share:.2f} of all_gather's rows"
+    why = f"with {k} experts for each token and ep={n} it sends {share:.2f} of all_gather's rows, more than half"
+    return None if share <= 0.5 else why
 
 
 TABLE = Table(  # each takes (local, x, p, weights, experts), on each device, and is chosen by (x, p, experts, rows)
