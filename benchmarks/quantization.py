@@ -2,9 +2,10 @@
 
     python benchmarks/quantization.py DIR --tokens held_out.npy
 
-DIR is a checkpoint, as `fdel demo --out DIR` leaves one; the tokens, int[N], are text that it has not learnt from. Without them it is the
-tail of the demo's own text, which the demo's model has learnt from. A column says how far the scores are from those of full
-precision: the mean of |log p - log p'| over tokens. `--speed` adds tokens per second of one sequence that decodes.
+DIR is a checkpoint, as `fdel demo --out DIR` leaves one; the tokens, int[N], are text that it has not learnt from. Without
+them it is the tail of the demo's own text, which the demo's model has learnt from. A column says how far the scores are
+from those of full precision: the mean of |log p - log p'| over tokens. `--speed` adds tokens per second of one sequence
+that decodes.
 """
 
 import argparse
@@ -90,8 +91,9 @@ def main() -> None:
         full = found if full is None else full
         nll, ppl, base = -found.mean(), np.exp(-found.mean()), np.exp(-full.mean())
         size = params.nbytes(weights) / 2**20
-        text = f"| {name} | {cache} | {size:.1f} | {nll:.4f} | {ppl:.3f} | {ppl / base - 1:+.2%} | {np.abs(found - full).mean():.4f} |"
-        print(text + (f" {bench.decode(model._replace(params=weights), 1):.1f} |" if o.speed else ""), flush=True)
+        figures = f"{size:.1f} | {nll:.4f} | {ppl:.3f} | {ppl / base - 1:+.2%} | {np.abs(found - full).mean():.4f}"
+        speed = f" {bench.decode(model._replace(params=weights), 1):.1f} |" if o.speed else ""
+        print(f"| {name} | {cache} | {figures} |{speed}", flush=True)
 
     scores = scored(model)
     line("float32", "-", model.params, np.asarray(scores(model.params, batch), np.float64))

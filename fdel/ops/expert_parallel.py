@@ -86,7 +86,7 @@ def _all_to_all(
     sort = _Sorted(experts, n, held)
     width = x.shape[-1]
     given = x.reshape(-1, width)
-    each = len(given) * min(k, held)  # the most rows that one device may send to another
+    each = len(given) * k  # the most rows that one device may send to another
     size = min(each, max(1, math.ceil(SLACK * len(given) * k / n)))
     start, count = sort.start, sort.to
     swap = partial(collective, lambda c: lax.all_to_all(c, AXIS, 0, 0, tiled=True))
@@ -134,7 +134,7 @@ def _ragged(
         rows = rows * weights.reshape(-1)[sort.order, None].astype(rows.dtype)
     me, sizes = lax.axis_index(AXIS), sort.every.reshape(n, n, held).sum(-1)  # [from to]
     sent, received = sizes.cumsum(1) - sizes, sizes.cumsum(0) - sizes  # where a part begins with each of the two
-    arriving = jnp.zeros((n * len(given) * min(k, held), x.shape[-1]), x.dtype)
+    arriving = jnp.zeros((n * len(given) * k, x.shape[-1]), x.dtype)
     rows = lax.ragged_all_to_all(rows, arriving, sent[me], sizes[me], received[me], sizes[:, me], axis_name=AXIS)
     ends = sort.incoming.reshape(-1).cumsum()
     at = jnp.arange(len(rows))
