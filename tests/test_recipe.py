@@ -293,7 +293,7 @@ IMPOSSIBLE = [
     ({"quantization": {"platform": "triton"}}, "quantization.platform: 'triton' cannot be honoured: fdel chooses"),
     ({"quantization": {"model": {"quantization_method": "a4bit"}}}, "quantization.model.quantization_method: "),
     ({"base_config": {"operation_configs": {"flash_attn2": {}}}}, "base_config.operation_configs: "),
-    ({"sharding": {"use_ring_of_experts": True}}, "sharding.use_ring_of_experts: True cannot be honoured"),
+    ({"sharding": {"sp_is_ep_bound": True}}, "sharding.sp_is_ep_bound: True cannot be honoured"),
     ({"sharding": {"axis_dims": [1, 1]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [1, 1]"),
     ({"sharding": {"dcn_axis_dims": [2]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [2]"),
     ({"sharding": {"dcn_axis_dims": [-1, 1, 1, 1, 1]}}, "sharding.dcn_axis_dims: found [-1, 1, 1, 1, 1], expected"),

@@ -21,14 +21,24 @@ from fdel.ops.dispatch import Implementation, explain, use
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed, entries, place
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
+from fdel.ops.grouped import grouped_matmul
 from fdel.ops.head import Head, logits
 from fdel.ops.layers import layers, pool_index
 from fdel.ops.mask import Mask
 from fdel.ops.mla import mla
-from fdel.ops.moe import grouped_matmul, moe
+from fdel.ops.moe import moe
 from fdel.ops.norm import layer_norm, rms_norm
 from fdel.ops.rope import Rope, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.route import route_sigmoid, route_softmax, route_sparsemixer
+from fdel.ops.route_capacity import (
+    expert_capacity,
+    route_expert_choice,
+    route_switch,
+    router_jitter,
+    router_metrics,
+    router_z_loss,
+    update_router_bias,
+)
 from fdel.ops.sparse import Chosen, choose_keys, none_chosen, sparse_mla
 from fdel.ops.ssm import causal_conv, selective_scan, ssd
 from fdel.ops.wkv import token_shift, wkv

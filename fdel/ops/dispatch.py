@@ -31,6 +31,7 @@ class Implementation:
     """One way to compute an operation. `unsupported(*args, **kwargs)` is the reason why not, or None.
 
     `local`: XLA cannot partition it (a `pallas_call`, a call of a library), so each device calls it with its own part.
+    `passed_over(*args, **kwargs)` is a reason to take a later one all the same, unless `use` or `impl` names it.
     """
 
     call: Callable[..., Any]
@@ -38,6 +39,7 @@ class Implementation:
     local: bool = False
     backward: Callable[..., Any] = lambda *_: None  # of an implementation in two passes: see `mask.Passes`
     on_request: bool = False  # taken only where `use` or `impl` names it: it has not run on its device yet
+    passed_over: Callable[..., str | None] = lambda *_, **__: None
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,14 @@ def choose(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Impleme
     """Choose the implementation `impl`, else the one that `use` names, else the first that supports the call."""
     name = impl or dict(_wanted.value).get(table.op)
     ways = table.implementations
+    why_not = lambda way: way.unsupported(*args, **kwargs) or way.passed_over(*args, **kwargs)
     if name is None:
-        name = next(n for n, way in ways.items() if not way.on_request and way.unsupported(*args, **kwargs) is None)
+        name = next(n for n, way in ways.items() if not way.on_request and why_not(way) is None)
     elif why := ways[name := _ours(table, name)].unsupported(*args, **kwargs):
         raise ValueError(f"{table.op}: impl={name!r} cannot serve this call: {why}; leave it out to use one that can")
     if _notes.value is not None:
         later = lambda way: "supported, where `use` names it" if way.on_request else "supported, later in the order"
-        reasons = {n: way.unsupported(*args, **kwargs) or later(way) for n, way in ways.items()}
+        reasons = {n: why_not(way) or later(way) for n, way in ways.items()}
         _notes.value.append(table.op + "".join(f"\n  {n}: {why}" for n, why in {**reasons, name: "chosen"}.items()))
     return ways[name]
 

@@ -13,7 +13,7 @@ from fdel.ops.cpu import bordered
 from fdel.ops.platform import context
 
 # Mesh axes of each activation axis. Rows spread over every axis that does not divide a row's own work; `ep` is among
-# them because only a mixture's experts lie on it, and they fetch their tokens (see `ops.moe`).
+# them because only a mixture's experts lie on it, and they get their tokens (see `ops/expert_parallel.py`).
 AXES: dict[str, tuple[str, ...]] = {
     "rows": ("dp", "fsdp", "ep"),
     "tokens": ("sp",),

@@ -87,7 +87,7 @@ class Sharding:
     rules: Mapping[str, Any] | None = key(None, "mesh axis of an axis of weights, as in {kv_heads: null}")
     auto_shard_model: bool = key(True, "divide parameters by axis names",
         refuse="parameters follow axis_dims; for whole ones use dp alone")  # fmt: skip
-    use_ring_of_experts: bool = key(False, "pass tokens round a ring of experts", refuse=ALWAYS)
+    use_ring_of_experts: bool = key(False, "pass tokens round a ring of experts along ep")
     fsdp_is_ep_bound: bool = key(False, "fold fsdp into the experts' axis", refuse=ALWAYS)
     sp_is_ep_bound: bool = key(False, "fold sp into the experts' axis", refuse=ALWAYS)
 

@@ -77,7 +77,8 @@ def settle(recipe: Recipe | Settled) -> Settled:
         reference=reference if _refers(method, keys) else None, precomputed=t.precompute_ref_log_probs,
         remat="nothing_saveable" if policy is True else None if policy == "none" else policy or None,
         train_rules={**params.TRAIN, **(recipe.sharding.rules or {})},
-        serve_rules={**params.SERVE, **(recipe.sharding.rules or {})}, kernels=load.kernels or {},
+        serve_rules={**params.SERVE, **(recipe.sharding.rules or {})},
+        kernels=({"expert_parallel": "ring"} if recipe.sharding.use_ring_of_experts else {}) | dict(load.kernels or {}),
         sampling=method.samples.share(keys) if method.samples else 0.0,
         trains="train" in actions or not actions or (not actions & {"eval", "serve"} and bool(m.informs)),
     )  # fmt: skip

@@ -209,6 +209,15 @@ def head(x, w, bias):
     return ops.Head(w, 3.0, 0.5, bias)
 
 
+CHOSEN = jnp.asarray(np.random.default_rng(5).integers(0, 4, (4, 6, 2)))
+EXPERTS = normal(4, 8, 12, seed=1), normal(4, 8, 12, seed=2), normal(4, 12, 8, seed=3)
+
+
+def mixture(x, gate, up, down):
+    p = {"gate": gate, "up": up, "down": down}
+    return ops.moe(x, p, jnp.ones(CHOSEN.shape) / 2, CHOSEN, jax.nn.silu)
+
+
 INT8, FULL = quantized(PRODUCTS["q"], "int8", 3)
 LABELS = jnp.asarray(np.random.default_rng(4).integers(-1, 37, (2, 6)))
 floats = lambda stats: {name: stats[name] for name in test_head.FIELDS}
@@ -221,6 +230,8 @@ CASES |= {
         by_group,
         sees={0: (40, 12), 1: (5, 4, 12)},
     ),
+    "moe": Case("moe", mixture, (normal(4, 6, 12), *EXPERTS)),
+    "expert_parallel": Case("expert_parallel", mixture, (normal(4, 6, 12), *EXPERTS), None, 1e-5, mesh={"ep": 2}),
     "quantized_matmul": Case(
         "quantized_matmul",
         lambda x: ops.einsum("...d,nhd->...nh", x, INT8),

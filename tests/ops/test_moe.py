@@ -10,7 +10,7 @@ import pytest
 
 from fdel import ops, params
 from fdel.ops import cpu
-from fdel.ops.moe import grouped_matmul
+from fdel.ops.grouped import grouped_matmul
 from fdel.ops.platform import tracing_for
 from fdel.ops.weights import LowRank, Quantized, dense
 from fdel.params import Param

@@ -624,7 +624,9 @@ def test_other_kinds_of_bodies(running, kind):
     body = '--x\r\nContent-Disposition: form-data; name="file"; filename="../../a"\r\n\r\n{}\r\n--x--\r\n'
     refused(call(running, "POST", "/v1/chat/completions", body, headers={"Content-Type": kind}), 415)
     form = kind.startswith("multipart/form-data")  # its file is no sound, and it names no model
-    refused(call(running, "POST", "/v1/audio/transcriptions", body, headers={"Content-Type": kind}), 400 if form else 415)
+    refused(
+        call(running, "POST", "/v1/audio/transcriptions", body, headers={"Content-Type": kind}), 400 if form else 415
+    )
 
 
 @rows("t40", "c42")
