@@ -123,16 +123,22 @@ def normalize(x: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.
     return (x - np.array(mean, x.dtype)) / np.array(std, x.dtype)
 
 
-def patches(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def patches(x: np.ndarray, size: int, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Cut [H W 3] into squares, row by row: float32[P 3 * size * size], channels first, and places int32[P 3].
 
-    A size that does not divide height and width is a ValueError.
+    With `merge` the patches of each square of merge x merge ones stand one after the other. Sizes that do not divide
+    height and width are a ValueError.
     """
     height, width, channels = x.shape
-    if height % size or width % size:
-        raise ValueError(f"an image of {height} x {width} pixels does not divide into patches of {size} x {size}")
+    if height % (size * merge) or width % (size * merge):
+        raise ValueError(
+            f"an image of {height} x {width} pixels does not divide into {merge} x {merge} patches of {size}"
+        )
     rows, columns = height // size, width // size
-    cut = x.reshape(rows, size, columns, size, channels).transpose(0, 2, 4, 1, 3)
+    cut = x.reshape(rows, size, columns, size, channels).transpose(0, 2, 4, 1, 3).reshape(rows, columns, -1)
     places = np.zeros((rows, columns, 3), np.int32)
     places[..., 1], places[..., 2] = np.arange(rows)[:, None], np.arange(columns)
-    return cut.reshape(rows * columns, -1).astype(np.float32), places.reshape(-1, 3)
+    blocks = lambda a: (
+        a.reshape(rows // merge, merge, columns // merge, merge, -1).swapaxes(1, 2).reshape(len(a) * columns, -1)
+    )
+    return blocks(cut).astype(np.float32), blocks(places)

@@ -2,6 +2,7 @@
 
 A file beside this one for each kind of image processor has read(config, processor, token) -> settings, a frozen
 dataclass, and prepare(settings, rgb) -> Picture; `KINDS` names it for the model_type of a tower or of a whole model.
+`config` is config.json, with ids of the tokenizer's special tokens below "tokens".
 """
 
 import json
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media import clip
+from fdel.media import clip, pixtral
 from fdel.media.image import Picture, decode
 
 __all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read"]
-KINDS: Mapping[str, ModuleType] = MappingProxyType({"clip_vision_model": clip, "siglip_vision_model": clip})
+KINDS: Mapping[str, ModuleType] = MappingProxyType(
+    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral}
+)
 TOKENS = ("image_token_index", "image_token_id")
 
 
@@ -61,17 +64,23 @@ def read(directory: str | Path) -> Sight | None:
     vision = config.get("vision_config")
     kind = next((t for t in (config.get("model_type"), (vision or {}).get("model_type")) if t in KINDS), None)
     token = next((config[name] for name in TOKENS if isinstance(config.get(name), int)), None)
-    processor = _object(Path(directory) / "preprocessor_config.json")
-    if processor is None:
-        processor = (_object(Path(directory) / "processor_config.json") or {}).get("image_processor")
+    processor, outer = (_object(Path(directory) / f"{p}_config.json") for p in ("preprocessor", "processor"))
+    processor = (outer or {}).get("image_processor") if processor is None else processor
     if kind is None or token is None or processor is None:
         return None
     try:
-        s = KINDS[kind].read(config, processor, token)
+        s = KINDS[kind].read(config | {"tokens": _tokens(Path(directory), outer or {})}, processor, token)
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from e
     placeholder, entries = getattr(s, "placeholder", token), getattr(s, "entries", (token,))
     return Sight(config["model_type"], kind, placeholder, entries, s, getattr(s, "merge", 1), getattr(s, "extra", 0))
+
+
+def _tokens(directory: Path, outer: Mapping[str, Any]) -> dict[str, int]:
+    """Give the ids of special tokens by their text, and by the key of processor_config.json that names one."""
+    found = (_object(directory / "tokenizer.json") or {}).get("added_tokens") or []
+    ids = {t["content"]: t["id"] for t in found}
+    return ids | {k: ids[v] for k, v in outer.items() if isinstance(v, str) and v in ids}
 
 
 def _object(file: Path) -> Any:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from fdel import ops
 from fdel.models import builders, config, sight
+from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "llava", "LlavaForConditionalGeneration"
 
@@ -38,24 +39,30 @@ def of_places(value: Any) -> tuple[int, ...]:
 
 def spec(cfg: Config) -> dict:
     """Declare every array; see `sight.spec`."""
-    name, d = "multi_modal_projector.linear_", cfg.embed
-    sides = ("in", 1, "channels", cfg.vision.embed * len(cfg.places)), ("out", 2, "inner", d)
-    projector = {}
-    for part, n, axis, size in sides:
-        to = "inner" if part == "in" else "embed"
-        projector[part] = builders.matrix(f"{name}{n}.weight", (axis, size), (to, d))
-        projector |= {f"{part}_bias": builders.bias(f"{name}{n}.bias", d, to)} if cfg.project_bias else {}
-    return sight.spec(cfg, projector)
+    return sight.spec(cfg, projector(cfg, cfg.vision.embed * len(cfg.places)))
+
+
+def projector(cfg: Any, inputs: int) -> dict[str, Param]:
+    """Declare two linear maps, of a tower's channels to the language model's, and their biases."""
+    name, d, tree = "multi_modal_projector.linear_", cfg.embed, dict[str, Param]()
+    for part, n, a, b in (("in", 1, ("channels", inputs), "inner"), ("out", 2, ("inner", d), "embed")):
+        tree[part] = builders.matrix(f"{name}{n}.weight", a, (b, d))
+        tree |= {f"{part}_bias": builders.bias(f"{name}{n}.bias", d, b)} if cfg.project_bias else {}
+    return tree
+
+
+def project(x: Float[Array, "... channels"], p: Any, cfg: Any) -> Float[Array, "... D"]:
+    """Apply the maps of `projector`."""
+    act = ops.ACTIVATIONS[cfg.project_act]
+    x = act(ops.linear("...d,fd->...f", x, p["in"], p.get("in_bias")))
+    return ops.linear("...d,fd->...f", x, p["out"], p.get("out_bias"))
 
 
 def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*rows entries D"]:
     """Compute what stands in the place of tokens: an entry of each patch, and of the class token unless it is left out."""
     found = sight.of_tower(cfg).states(params["vision"], patches, cfg.vision, cfg.places)
     x = jnp.concatenate([s[:, 1:] if cfg.select == "default" else s for s in found], -1)
-    p, act = params["projector"], ops.ACTIVATIONS[cfg.project_act]
-    x = act(ops.linear("...d,fd->...f", x, p["in"], p.get("in_bias")))
-    x = ops.linear("...d,fd->...f", x, p["out"], p.get("out_bias"))
-    return sight.entries(x, patches.values.shape[:-2])
+    return sight.entries(project(x, params["projector"], cfg), patches.values.shape[:-2])
 
 
 @builders.hidden("attention", encode=encode)

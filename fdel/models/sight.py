@@ -23,10 +23,11 @@ from fdel.params.spec import Param
 LANGUAGES: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32),
     "mistral": {},
+    "ministral3": {},
     "qwen2": {},
     "qwen3": {},
 }
-TOWERS = {"clip_vision_model": "clip"}  # model_type of a vision_config -> file
+TOWERS = {"clip_vision_model": "clip", "pixtral": "pixtral"}  # model_type of a vision_config -> file
 INNER = "language_model."  # before the names of the language model's tensors
 # Names of newer files (transformers holds its arrays so) and of older towers, as prefixes.
 RENAMED = {
@@ -37,16 +38,16 @@ RENAMED = {
 }
 
 
-def language(d: Mapping[str, Any]) -> Any:
+def language(d: Mapping[str, Any], default: str = "llama", tied: bool = False) -> Any:
     """Read the language model's Config of the text_config of a config dict; ConfigError for one that takes no media.
 
-    Its head is tied if either config says so, as in transformers.
+    Its head is tied if either config says so, as in transformers; `default` and `tied` are what it assumes otherwise.
     """
     inner = dict(mapping("text_config", d.get("text_config")))
-    name = inner.setdefault("model_type", "llama")
+    name = inner.setdefault("model_type", default)
     if name not in LANGUAGES:
         raise ConfigError(f"text_config: found model_type {show(name)}, understood are {', '.join(LANGUAGES)}")
-    if d.get("tie_word_embeddings"):
+    if d.get("tie_word_embeddings", tied):
         inner["tie_word_embeddings"] = True
     try:
         return models.family(name).Config.from_hf(LANGUAGES[name] | inner)
