@@ -50,7 +50,7 @@ SHARED = (
     "sublayers",
 )  # files here that are not families
 HEARS = ("whisper",)  # families of functions of their own: what goes in is a sound
-SEES = ("clip", "pixtral")  # or an image
+SEES = ("clip", "pixtral", "siglip")  # or an image
 LONGEST = 16 * 2**20  # bytes of a config.json
 
 

@@ -69,7 +69,8 @@ class Config:
     layers = property(lambda self: self.text.layers)
 
 
-def _layers(name: str, cfg: Any) -> dict[str, Any]:
+def tower_layers(name: str, cfg: Any) -> dict[str, Any]:
+    """Declare the stacked layers of a tower."""
     name, d = name + "encoder.layers.{layers}.", cfg.embed
     layer = {
         **builders.layer_norm("attn_norm", name + "layer_norm1", d),
@@ -86,7 +87,8 @@ def patch_embedding(name: str, cfg: Any) -> Param:
     return Param("embed channels height width", shape, normal(builders.STD), f"{name}.weight")
 
 
-def _table(axis: str, n: int, d: int, name: str) -> Param:
+def table(axis: str, n: int, d: int, name: str) -> Param:
+    """Declare a table of n embeddings, {name}.weight."""
     return Param(f"{axis} embed", (n, d), normal(builders.STD), f"{name}.weight")
 
 
@@ -96,8 +98,8 @@ def tower(cfg: Vision, name: str) -> dict[str, Any]:
     return {
         "class": Param("embed", (d,), normal(builders.STD), name + "embeddings.class_embedding"),
         "patch": patch_embedding(name + "embeddings.patch_embedding", cfg),
-        "positions": _table("positions", cfg.side**2 + 1, d, name + "embeddings.position_embedding"),
-        **builders.layer_norm("first_norm", name + "pre_layrnorm", d), "layers": _layers(name, cfg),
+        "positions": table("positions", cfg.side**2 + 1, d, name + "embeddings.position_embedding"),
+        **builders.layer_norm("first_norm", name + "pre_layrnorm", d), "layers": tower_layers(name, cfg),
         **builders.layer_norm("norm", name + "post_layernorm", d),
     }  # fmt: skip
 
@@ -107,9 +109,9 @@ def spec(cfg: Config) -> dict:
     t, project = cfg.text, lambda name, d: builders.matrix(name, ("embed", d), ("channels", cfg.width))
     return {
         "text": {
-            "embed": _table("vocab", t.vocab, t.embed, "text_model.embeddings.token_embedding"),
-            "positions": _table("positions", t.max_positions, t.embed, "text_model.embeddings.position_embedding"),
-            "layers": _layers("text_model.", t),
+            "embed": table("vocab", t.vocab, t.embed, "text_model.embeddings.token_embedding"),
+            "positions": table("positions", t.max_positions, t.embed, "text_model.embeddings.position_embedding"),
+            "layers": tower_layers("text_model.", t),
             **builders.layer_norm("norm", "text_model.final_layer_norm", t.embed),
         },
         "vision": tower(cfg.vision, "vision_model."),
@@ -124,16 +126,17 @@ def rename(name: str, cfg: Config) -> str | None:
     return None if name.endswith(".position_ids") else name
 
 
-def _block(cfg: Any, batch: ops.Batch, causal: bool) -> Any:
+def block(cfg: Any, batch: ops.Batch, causal: bool) -> Any:
+    """Make the block of a tower's layers."""
     mask, act = ops.Mask(cfg.head_dim**-0.5, causal=causal), ops.ACTIVATIONS[cfg.act]
     norm = lambda x, p, part: sublayers.layer_norm(x, p, part, cfg.norm_eps)
 
-    def block(x, carry, p, layer):
+    def apply(x, carry, p, layer):
         a, carry = sublayers.attention(norm(x, p, "attn_norm"), carry, p, layer, batch, mask)
         x = x + a
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, act), carry
 
-    return block
+    return apply
 
 
 def _images(
@@ -148,7 +151,7 @@ def _images(
     segments = ahead(jnp.where(real, 0, -1), 0)
     batch = ops.Packed(jnp.broadcast_to(jnp.arange(x.shape[1]), segments.shape), segments, single=True)
     x = sublayers.layer_norm(x, p, "first_norm", cfg.norm_eps)
-    return sight.states_at(_block(cfg, batch, False), x, p["layers"], at)
+    return sight.states_at(block(cfg, batch, False), x, p["layers"], at)
 
 
 def states(params: Any, patches: ops.Patches, cfg: Vision, places: tuple[int, ...]) -> tuple[Array, ...]:
@@ -179,19 +182,24 @@ def text_features(params: Any, tokens: Int[Array, "B T"], cfg: Config) -> Float[
         raise ValueError(f"found texts of {tokens.shape[1]} tokens, expected at most {t.max_positions}; cut them")
     batch = ops.packed(tokens)
     x = ops.embed(p["embed"], tokens) + ops.embed(p["positions"], batch.positions)
-    x, _ = ops.layers(_block(t, batch, True), x, ops.Carry(), p["layers"])
+    x, _ = ops.layers(block(t, batch, True), x, ops.Carry(), p["layers"])
     x = sublayers.layer_norm(x, p, "norm", t.norm_eps)
     last = jnp.argmax(tokens if t.end == 2 else tokens == t.end, -1)
     x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]
     return ops.linear("nd,cd->nc", x, params["text_projection"])
 
 
+def cosines(images: Float[Array, "images width"], texts: Float[Array, "texts width"]) -> Float[Array, "images texts"]:
+    """Compute the cosines of features, float32."""
+    unit = lambda x: x.astype(jnp.float32) / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
+    return jnp.einsum("ic,tc->it", unit(images), unit(texts))
+
+
 def logits(
     params: Any, images: Float[Array, "images width"], texts: Float[Array, "texts width"]
 ) -> Float[Array, "images texts"]:
     """Compute scaled cosines of features, float32: softmax over texts classifies images without training."""
-    unit = lambda x: x.astype(jnp.float32) / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
-    return jnp.exp(params["scale"].astype(jnp.float32)) * jnp.einsum("ic,tc->it", unit(images), unit(texts))
+    return jnp.exp(params["scale"].astype(jnp.float32)) * cosines(images, texts)
 
 
 def forward(

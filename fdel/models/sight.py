@@ -27,7 +27,11 @@ LANGUAGES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
-TOWERS = {"clip_vision_model": "clip", "pixtral": "pixtral"}  # model_type of a vision_config -> file
+TOWERS = {
+    "clip_vision_model": "clip",
+    "pixtral": "pixtral",
+    "siglip_vision_model": "siglip",
+}  # model_type of a vision_config -> file
 INNER = "language_model."  # before the names of the language model's tensors
 # Names of newer files (transformers holds its arrays so) and of older towers, as prefixes.
 RENAMED = {

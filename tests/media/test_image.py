@@ -2,7 +2,7 @@
 
 import io
 import json
-from types import SimpleNamespace
+import zlib
 
 import numpy as np
 import pytest
@@ -58,22 +58,19 @@ def test_pixels_are_those_of_transformers_for_clip(values, tmp_path):
 def test_pixels_and_runs_are_those_of_transformers_for_pixtral(tmp_path):
     """Bit for bit, and as many tokens as its processor writes, rows and ends among them."""
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
     oracle = PixtralImageProcessorPil(size=dict(longest_edge=40), patch_size=dict(height=8, width=8), do_pad=False)
     oracle.save_pretrained(tmp_path)
     processor = json.loads((tmp_path / "preprocessor_config.json").read_text())
     see = write(tmp_path, SEES, processor, ENDS)
-    names = SimpleNamespace(
-        patch_size=4, spatial_merge_size=2, image_token="7", image_break_token="8", image_end_token="9"
-    )
     for size in SIZES:
         found = oracle(PIL.fromarray(rgb(*size)), return_tensors="np")
         want = found["pixel_values"][0]
         np.testing.assert_array_equal(pixtral.pixels(see.settings, rgb(*size)).transpose(2, 0, 1), want)
         picture = sight.prepare(see, rgb(*size))
-        text = PixtralProcessor.replace_image_token(names, {"image_sizes": found["image_sizes"]}, 0)
-        assert "".join(map(str, picture.run)) == text
+        # What PixtralProcessor.replace_image_token writes; its file does not load without torchvision.
+        height, width = (n // 8 for n in found["image_sizes"][0])
+        assert list(picture.run) == (([7] * width + [8]) * height)[:-1] + [9]
         for patch, (_, row, column) in zip(picture.patches, picture.places, strict=True):
             cut = want[:, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
             np.testing.assert_array_equal(patch.reshape(3, 4, 4), cut)
@@ -165,7 +162,8 @@ def test_files_of_each_format_are_decoded():
 
 def test_what_is_no_image_says_what_was_found():
     png = encoded("PNG", rgb(40, 40))
-    huge = png[:16] + (100_000).to_bytes(4, "big") * 2 + png[24:]
+    head = b"IHDR" + (100_000).to_bytes(4, "big") * 2 + png[24:29]
+    huge = png[:12] + head + zlib.crc32(head).to_bytes(4, "big") + png[33:]
     bad = [
         (b"", "found nothing, no image of a known format"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "found b.<svg xmlns=", ),
@@ -173,7 +171,7 @@ def test_what_is_no_image_says_what_was_found():
         (encoded("JPEG", rgb(40, 40))[:300], "cannot be read"),
         (png[:8], "no image of a known format|cannot be read"),
         (encoded("TIFF", rgb(4, 4)), "no image of a known format; expected PNG"),
-        (huge, "far more than 1600 pixels|100000 x 100000 pixels, expected at most 1600|cannot be read"),
+        (huge, "the image has far more than 1600 pixels; make it smaller"),
         (encoded("PNG", rgb(41, 40)), "has 40 x 41 pixels, expected at most 1600; make it smaller"),
     ]  # fmt: skip
     for data, message in bad:

@@ -20,9 +20,9 @@ import tiny
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 pytest.importorskip("PIL", reason="extra `media`")
 
-from fdel import models, ops, params  # noqa: E402
+from fdel import models, ops, params, train  # noqa: E402
 from fdel.media import sight  # noqa: E402
-from fdel.models import clip, llama, llava  # noqa: E402
+from fdel.models import clip, llama, llava, pixtral, siglip  # noqa: E402
 
 NAMES = list(tiny.sight.PROCESSORS)
 SIZES = ((37, 53), (24, 16), (16, 31))  # height and width of images; two are in the first row, one in the second
@@ -147,6 +147,68 @@ def test_gradients_equal_torch(seen, name, tmp_path):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(np.abs(a).max(), 1e-3), rtol=0)
 
 
+def training(c):
+    return {"tokens": jnp.asarray(c.tokens), "lengths": jnp.asarray(c.lengths), "media": c.media}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "mistral3"])
+def test_training_loss_is_that_of_torch(seen, name):
+    """Not of media's own tokens, 1e-5; in microbatches, and on a mesh of eight devices."""
+    c = seen(name)
+    labels = np.where(mask(c.lengths) & (np.asarray(c.media.index) < 0), c.tokens, -100)
+    with torch.no_grad():
+        want = c.oracle(**c.inputs, labels=torch.tensor(labels)).loss.item()
+    loss = train.losses.sft(c.model.family, c.model.cfg)
+    g, sums = jax.jit(train.normalize(train.grads(loss)))(c.model.params, training(c))
+    np.testing.assert_allclose(sums["loss"], want, rtol=1e-5)
+    assert sums["weight"] == (labels[:, 1:] >= 0).sum()
+    apart, sums = jax.jit(train.normalize(train.accumulate(train.grads(loss), 3)))(c.model.params, training(c))
+    np.testing.assert_allclose(sums["loss"], want, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(g), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * max(np.abs(a).max(), 1e-3), rtol=0)
+    mesh = params.make_mesh({"dp": 2, "fsdp": 2, "tp": 2})
+    sharded = models.load(c.directory, dtype=jnp.float32, mesh=mesh)
+    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(sharded.params["vision"]))
+    rows = jax.tree.map(lambda x: jnp.concatenate([x, x, x, x])[:8], training(c))
+    want = float(jax.jit(loss)(c.model.params, rows)[0])
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+            sharded.params, jax.device_put(rows, params.batch_sharding(mesh))
+        )
+    np.testing.assert_allclose(got[0][0], want, rtol=1e-5)
+
+
+def test_pairs_with_media_are_rows_with_media(seen):
+    """[:, 0] chosen and [:, 1] rejected, as tokens have it; nothing is learnt in the place of media."""
+    c = seen("llava")
+    tokens, packed, labels = train.losses.forward.rows(training(c))
+    pair = jax.tree.map(lambda x: x[:2][None], training(c))
+    again, two, learnt = train.losses.forward.rows(pair)
+    np.testing.assert_array_equal(again, tokens[:2])
+    np.testing.assert_array_equal(learnt, labels[:2])
+    jax.tree.map(np.testing.assert_array_equal, two.media, jax.tree.map(lambda x: x[:2], packed.media))
+    assert (np.asarray(labels)[:, :-1][np.asarray(c.media.index)[:, 1:] >= 0] < 0).all() and (labels >= 0).sum() > 20
+    turned = train.losses.forward.rows(pair | {"rotary": jnp.ones((*pair["tokens"].shape, 3), int)})[1]
+    assert turned.rotary.shape == (2, tokens.shape[1], 3)
+
+
+@pytest.mark.parametrize("where", ["^layers", "^vision", "^projector"])
+def test_adapters_by_pattern(seen, where):
+    """On the text, the tower or the projector alone: zero at first, merged as they are applied."""
+    c = seen("llava")
+    spec = c.model.family.spec(c.model.cfg)
+    adapted = params.lora.add(c.model.params, 4, 8.0, where, key=jax.random.key(1), spec=spec)
+    trainable, frozen = params.lora.split(adapted)
+    moved = params.lora.join(jax.tree.map(lambda x: x + 0.05, trainable), frozen)
+    run = lambda p: np.asarray(suite.full(c.model._replace(params=p), c.tokens, batch(c)))
+    real, plain = mask(c.lengths), suite.full(c.model, c.tokens, batch(c))
+    assert suite.error(run(adapted)[real], np.asarray(plain)[real]) < 2e-5
+    changed = run(moved)
+    assert suite.error(changed[real], np.asarray(plain)[real]) > 1e-3
+    assert suite.error(changed[real], run(params.lora.merge(moved))[real]) < 1e-4
+
+
 @pytest.mark.parametrize(
     "name,first,block",
     [(n, 7, 4) for n in NAMES if ":" not in n] + [pytest.param(n, 1, 1, marks=pytest.mark.slow) for n in NAMES],
@@ -242,3 +304,64 @@ def test_clip_scores_images_and_texts_as_torch_does(end, tmp_path):
     assert suite.error(again.numpy(), want.logits_per_image.numpy()) < 1e-6
     with pytest.raises(ValueError, match="found texts of 17 tokens, expected at most 16"):
         clip.text_features(m.params, jnp.zeros((1, 17), int), m.cfg)
+
+
+def test_siglip_scores_images_and_texts_as_torch_does(tmp_path):
+    """Features and logits, 2e-5, of padded images too; the round trip, byte for byte."""
+    import transformers
+
+    text = dict(vocab_size=128, hidden_size=40, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                max_position_embeddings=16, projection_size=32, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    cfg = transformers.SiglipConfig(text_config=text, vision_config=tiny.sight.SIGLIP)
+    oracle = transformers.SiglipModel._from_config(cfg, attn_implementation="eager").eval()
+    tiny.randomise(oracle, 0)
+    oracle.save_pretrained(tmp_path / "a")
+    m = models.load(tmp_path / "a", family=siglip, dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    tokens, pixels = rng.integers(6, 100, (3, 16)), rng.normal(size=(2, 3, 16, 16)).astype(np.float32)
+    cut = [sight.clip.image.patches(x.transpose(1, 2, 0), 4) for x in pixels]
+    values, places = (np.stack(x) for x in zip(*cut, strict=True))
+    with torch.no_grad():
+        want = oracle(input_ids=torch.tensor(tokens), pixel_values=torch.tensor(pixels))
+        images = oracle.get_image_features(pixel_values=torch.tensor(pixels)).pooler_output
+    wide = np.pad(values, ((0, 0), (0, 4), (0, 0))), np.pad(places, ((0, 0), (0, 4), (0, 0)), constant_values=-1)
+    for patches in (ops.Patches(values, places), ops.Patches(*wide)):
+        assert suite.error(siglip.image_features(m.params, patches, m.cfg), images.numpy()) < 2e-5
+        got = jax.jit(siglip.forward, static_argnums=2)(m.params, tokens, m.cfg, patches)
+        assert suite.error(got, want.logits_per_image.numpy()) < 2e-5
+    models.save(m, tmp_path / "b")
+    a, b = (safetensors.numpy.load_file(tmp_path / x / "model.safetensors") for x in "ab")
+    assert {k: v.tobytes() for k, v in a.items()} == {k: v.tobytes() for k, v in b.items()}
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert siglip.Config.from_hf(written) == m.cfg and written["architectures"] == ["SiglipModel"]
+    bare = replace(m.cfg, vision=replace(m.cfg.vision, pooled=False))
+    with pytest.raises(ValueError, match="vision_use_head is false"):
+        siglip.image_features(m.params, patches, bare)
+
+
+def test_pixtrals_tower_alone(tmp_path):
+    """Of images of two sizes, whose states transformers gives in one row: 2e-5; and its file, byte for byte."""
+    import transformers
+
+    cfg = transformers.PixtralVisionConfig(**{k: v for k, v in tiny.sight.PIXTRAL.items() if k != "model_type"})
+    oracle = transformers.PixtralVisionModel._from_config(cfg, attn_implementation="eager").eval()
+    tiny.randomise(oracle, 0)
+    oracle.save_pretrained(tmp_path / "a")
+    m = models.load(tmp_path / "a", family=pixtral, dtype=jnp.float32)
+    pixels = np.random.default_rng(0).normal(size=(2, 3, 16, 24)).astype(np.float32)
+    sizes = [[16, 24], [8, 16]]
+    cut = [
+        sight.clip.image.patches(x[:, :h, :w].transpose(1, 2, 0), 4) for x, (h, w) in zip(pixels, sizes, strict=True)
+    ]
+    values, places = np.zeros((2, 24, 48), np.float32), np.full((2, 24, 3), -1, np.int32)
+    for i, (v, at) in enumerate(cut):
+        values[i, : len(v)], places[i, : len(v)] = v, at
+    with torch.no_grad():
+        want = oracle(torch.tensor(pixels), image_sizes=torch.tensor(sizes)).last_hidden_state[0].numpy()
+    got = np.asarray(pixtral.encode(m.params, ops.Patches(values, places), m.cfg))
+    assert suite.error(np.concatenate([got[0], got[1, :8]]), want) < 2e-5
+    models.save(m, tmp_path / "b")
+    a, b = (safetensors.numpy.load_file(tmp_path / x / "model.safetensors") for x in "ab")
+    assert {k: v.tobytes() for k, v in a.items()} == {k: v.tobytes() for k, v in b.items()}
+    with pytest.raises(models.ConfigError, match="only 'axial' is understood"):
+        pixtral.Config.from_hf({"rope_parameters": {"rope_type": "yarn"}})

@@ -21,7 +21,11 @@ THREE.pop("vision_feature_select_strategy")
 BOTH = dict(vision_config=PIXTRAL | dict(hidden_act="silu", rope_parameters=dict(rope_type="axial", rope_theta=100.0)),
             text_config=BASE | dict(model_type="ministral3", head_dim=24, rope_parameters=TUNED),
             image_token_index=IMAGE)  # fmt: skip
+SIGLIP = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+              num_attention_heads=2, image_size=16, patch_size=4)  # fmt: skip
+POOLED = LLAVA | dict(vision_config=SIGLIP, vision_feature_select_strategy="full", vision_feature_layer=-1)
 TINY = {
+    "llava:siglip": Entry("LlavaConfig", POOLED, "LlavaForConditionalGeneration"),
     "llava": Entry("LlavaConfig", LLAVA, "LlavaForConditionalGeneration", wiring=True),
     "llava:full": Entry("LlavaConfig", ALL, "LlavaForConditionalGeneration"),
     "llava:pixtral": Entry("LlavaConfig", TWELVE, "LlavaForConditionalGeneration"),
@@ -43,6 +47,11 @@ OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
 OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
 SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
 PROCESSORS = {
+    "llava:siglip": (
+        "siglip.image_processing_pil_siglip",
+        "SiglipImageProcessorPil",
+        dict(size=dict(height=16, width=16)),
+    ),
     "llava": (*OF_LLAVA, EDGE),
     "llava:full": (*OF_LLAVA, EDGE | dict(do_pad=True)),
     "llava:pixtral": (*OF_PIXTRAL, SQUARES | dict(patch_size=dict(height=4, width=4), size=dict(longest_edge=20))),
