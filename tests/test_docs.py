@@ -276,6 +276,16 @@ def test_the_custom_loop_learns():
 
 
 @pytest.mark.slow
+def test_colors_of_images_are_learnt(capsys):
+    """By adapters of the text and by the projector; the tower is frozen."""
+    pytest.importorskip("PIL", reason="extra `media`")
+    runpy.run_path(str(ROOT / "examples" / "images.py"))
+    shown = capsys.readouterr().out
+    losses, right = ([float(x) for x in re.findall(rf"{name} ([\d.]+)", shown)] for name in ("loss", "accuracy"))
+    assert len(losses) == 30 and losses[0] > 3 and losses[-1] < 0.1 and right[0] < 0.5 and right[-1] == 1, shown
+
+
+@pytest.mark.slow
 def test_custom_grpo_learns(monkeypatch, capsys):
     """A whole loop in at most 60 lines; with other seeds (0, 1, 2 were tried) the reward rises as much."""
     file = ROOT / "examples" / "custom_grpo.py"

@@ -30,11 +30,12 @@ MODEL_LINES = {
     "qwen3_moe": 250,
     "qwen3_next": 350,
     "whisper": 350,
+    **dict.fromkeys(["clip", "llava", "mistral3", "pixtral", "siglip"], 350),
 }
-MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sublayers"], FILE_LINES)
+MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sight", "sublayers"], FILE_LINES)
 
 FAMILIES = {f.stem for f in (ROOT / "fdel" / "models").glob("*.py")}
-FAMILIES -= {"__init__", "builders", "config", "heads", "keys", "pooling", "protocol", "rope", "sublayers"}
+FAMILIES -= {"__init__", "builders", "config", "heads", "keys", "pooling", "protocol", "rope", "sight", "sublayers"}
 # The demo's own model; formats of files and of chats, which others named.
 NAMES_OF_OTHERS = (
     "models",
@@ -74,6 +75,7 @@ HOST_ONLY = {
 NO_TEXT = ("fdel.text", "fdel.serve.server", "fdel.serve.output_text")  # the engine knows token ids only,
 FACADE = "serve.engine.engine"  # but for what hands each request its text
 OPTIONAL = {
+    "PIL",
     "accelerate",
     "huggingface_hub",
     "llguidance",

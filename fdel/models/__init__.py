@@ -47,9 +47,11 @@ SHARED = (
     "pooling",
     "protocol",
     "rope",
+    "sight",
     "sublayers",
 )  # files here that are not families
 HEARS = ("whisper",)  # families of functions of their own: what goes in is a sound
+SEES = ("clip", "pixtral", "siglip")  # or an image
 LONGEST = 16 * 2**20  # bytes of a config.json
 
 
@@ -69,7 +71,7 @@ def families() -> list[str]:
     >>> "llama" in models.families()
     True
     """
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in (*SHARED, *HEARS))
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in (*SHARED, *HEARS, *SEES))
 
 
 def family(model_type: str) -> ModuleType:
@@ -90,6 +92,9 @@ def family(model_type: str) -> ModuleType:
     if name in HEARS:
         use = f"load it with models.load(path, family=fdel.models.{name}), or serve it with `fdel serve`"
         raise ConfigError(f"config field 'model_type': found {name!r}, which writes down sounds; {use}")
+    if name in SEES:
+        use = f"load it with models.load(path, family=fdel.models.{name})"
+        raise ConfigError(f"config field 'model_type': found {name!r}, which writes no text; {use}")
     found = f"found {show(model_type)}, not a family of this version"
     raise ConfigError(f"config field 'model_type': {found}; it has {', '.join([*families(), *registered])}")
 
@@ -118,7 +123,7 @@ def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any
         if family_ is None:
             module = family(d.get("model_type", "(absent)"))
         else:
-            module = family_ if getattr(family_, "MODEL_TYPE", None) in HEARS else protocol.check(family_)
+            module = family_ if getattr(family_, "MODEL_TYPE", None) in (*HEARS, *SEES) else protocol.check(family_)
         return module, module.Config.from_hf(d), d
     except P.CheckpointError:
         raise
@@ -168,7 +173,8 @@ def _spec(module: ModuleType, cfg: Any, d: Mapping[str, Any], path: str | Path) 
     """Give the Config for the files of a directory, and declare their arrays, those of a head among them; stacked."""
     names = scan(Path(path), [])
     cfg = module.of_file(cfg, names) if hasattr(module, "of_file") else cfg
-    return cfg, heads.spec(module, cfg, *heads.read(d, module, names))
+    kind = (None, 0) if module.MODEL_TYPE in SEES else heads.read(d, module, names)
+    return cfg, heads.spec(module, cfg, *kind)
 
 
 def _reading(module: ModuleType, cfg: Any, d: Mapping[str, Any], spec: Any) -> dict[str, Any]:

@@ -145,13 +145,13 @@ def _read(field: dataclasses.Field, d: Keys, hint: Any, where: str) -> Any:
 
 
 def from_hf(cls: type, d: Mapping[str, Any]) -> Any:
-    """Build a Config from the dict of a config.json, or of its `text_config` where the file is of several modalities.
+    """Build a Config from the dict of a config.json; of its `text_config` if there is one that no field `text` reads.
 
     ConfigError for what is missing, of a wrong type or beyond the bounds, and for keys that nothing here knows.
     """
     if not isinstance(d, Mapping) or not all(isinstance(key, str) for key in d):
         raise ConfigError(f"config.json: found {show(d)}, expected an object")
-    if d.get("text_config") is not None:
+    if d.get("text_config") is not None and "text" not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
         flat = text_part(d, cls.__module__)
         try:
             return cls.from_hf(flat)  # type: ignore[attr-defined]

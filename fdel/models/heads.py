@@ -140,7 +140,7 @@ def spec(family: ModuleType, cfg: Any, kind: str | None, labels: int = 1) -> dic
 
 def prefix(spec: Mapping[str, Any]) -> str:
     """Name what transformers puts before the tensors of a model below a head, "model." for most."""
-    return jax.tree.leaves(spec["embed"])[0].hf.partition(".")[0] + "."
+    return jax.tree.leaves(spec.get("embed", spec))[0].hf.partition(".")[0] + "."
 
 
 def rename(name: str, known: Collection[str], before: str) -> str:

@@ -1,5 +1,6 @@
 """What every family must satisfy: checks over (model, oracle), shared by the suite and by its proof through mutations."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -53,8 +54,13 @@ def logits_error(case: Case) -> float:
     return error(full(case.model, case.tokens), case.logits)
 
 
-def serving_logits(model: models.Model, tokens: np.ndarray, chunks: list[int], block: int) -> np.ndarray:
-    """Logits of two interleaved sequences fed in chunks through Paged state; a chunk of 1 goes through block=1."""
+def serving_logits(
+    model: models.Model, tokens: np.ndarray, chunks: list[int], block: int, media: ops.Media | None = None
+) -> np.ndarray:
+    """Logits of two interleaved sequences fed in chunks through Paged state; a chunk of 1 goes through block=1.
+
+    `media` has the entries of both, with an index of each token.
+    """
     page, rows = 4, 3  # rows 0 and 2 are used; every cache starts full of NaN
     width = -(-tokens.shape[1] // page)
     table = np.stack([np.arange(width) * 2 + 1, np.full(width, 2 * width + 5), np.arange(width) * 2])
@@ -73,6 +79,10 @@ def serving_logits(model: models.Model, tokens: np.ndarray, chunks: list[int], b
         parts = [(row, start, tokens[i, start : start + n].tolist()) for i, row in enumerate((0, 2))]
         size = (2 * -(-n // b) + 1) * b  # one block of padding
         new, batch = ops.paged(parts, table, block=b, size=size)
+        if media is not None:
+            places = [(row, start, (media.index[i, start : start + n] + 1).tolist()) for i, row in enumerate((0, 2))]
+            here = ops.paged(places, table, block=b, size=size)[0] - 1
+            batch = replace(batch, media=replace(media, index=here))
         logits, state = run(listed, new, batch, state)
         stride = -(-n // b) * b
         for i in range(2):

@@ -6,6 +6,9 @@ A batch is a dict of arrays with the rows in front, so that `accumulate` can div
     mask    bool, as tokens: the tokens to be learnt (the completion's); absent: all of them
     lengths int, as tokens without T: the real tokens of each row, the rest is padding at its end; absent: all
     packed  ops.Packed for tokens [B T] with several sequences in a row; it replaces `lengths`
+    media   ops.Media, what stands in the place of tokens, each of its arrays with the rows (pairs) in front. Tokens in
+            whose place something stands are not learnt
+    rotary  int, as tokens with [T 3] in T's place: see `ops.Packed`
     places  int, as tokens with K in T's place, optional (`learnt_places`): where next tokens are learnt. Losses from
             `token_scores` and samples then compute the output projection there alone: long prompts cost none
 """
@@ -49,6 +52,12 @@ def rows(batch: Batch) -> tuple[Int[Array, "R T"], ops.Packed, Int[Array, "R T"]
     lengths = flat(batch["lengths"], 0) if "lengths" in batch else None
     packed = batch["packed"] if "packed" in batch else ops.packed(tokens, lengths)
     mask = flat(batch["mask"], 1) if "mask" in batch else None
+    if "media" in batch:
+        media = jax.tree.map(lambda x: x.reshape(-1, *x.shape[batch["tokens"].ndim - 1 :]), batch["media"])
+        packed, own = replace(packed, media=media), media.index < 0
+        mask = own if mask is None else own & (mask != 0)
+    if "rotary" in batch:
+        packed = replace(packed, rotary=flat(batch["rotary"], 2))
     return tokens, packed, shift(tokens, packed.segment_ids, mask)
 
 

@@ -1,0 +1,156 @@
+"""What a checkpoint's model sees: how an image becomes patches, and which tokens stand for it in a prompt.
+
+A file beside this one for each kind of image processor has read(config, processor, token) -> settings, a frozen
+dataclass, and prepare(settings, rgb) -> Picture; `KINDS` names it for the model_type of a tower or of a whole model.
+`config` is config.json, with ids of the tokenizer's special tokens below "tokens".
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from fdel.media import clip, pixtral
+from fdel.media.image import Picture, decode
+
+__all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read"]
+KINDS: Mapping[str, ModuleType] = MappingProxyType(
+    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral}
+)
+TOKENS = ("image_token_index", "image_token_id")
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How a model sees, as data.
+
+    `placeholder` is the token that a chat template writes once for an image; `entries` are the tokens of a run that take
+    what the tower gives. The tower gives one entry for `merge` patches, and `extra` ones besides; of patches that pad an
+    image, behind its own, it gives entries too. `settings` are those of the image processor's file.
+    """
+
+    model_type: str
+    kind: str  # of KINDS
+    placeholder: int
+    entries: tuple[int, ...]
+    settings: Any
+    merge: int = 1
+    extra: int = 0
+
+    def count(self, patches: int) -> int:
+        """Count the entries that the tower gives of so many patches."""
+        return patches // self.merge + self.extra
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A prompt with its images: tokens, the entry of each (-1 for none) over all images, and M-RoPE's turns or None."""
+
+    tokens: list[int]
+    index: list[int]
+    rotary: list[tuple[int, int, int]] | None = None
+
+
+def read(directory: str | Path) -> Sight | None:
+    """Read how the model of a checkpoint directory sees; None if it does not, or has no image processor's file.
+
+    From config.json and preprocessor_config.json or processor_config.json. ValueError for what is not understood.
+    """
+    config = _object(Path(directory) / "config.json") or {}
+    vision = config.get("vision_config")
+    kind = next((t for t in (config.get("model_type"), (vision or {}).get("model_type")) if t in KINDS), None)
+    token = next((config[name] for name in TOKENS if isinstance(config.get(name), int)), None)
+    processor, outer = (_object(Path(directory) / f"{p}_config.json") for p in ("preprocessor", "processor"))
+    processor = (outer or {}).get("image_processor") if processor is None else processor
+    if kind is None or token is None or processor is None:
+        return None
+    try:
+        s = KINDS[kind].read(config | {"tokens": _tokens(Path(directory), outer or {})}, processor, token)
+    except ValueError as e:
+        raise ValueError(f"{directory}: {e}") from e
+    placeholder, entries = getattr(s, "placeholder", token), getattr(s, "entries", (token,))
+    return Sight(config["model_type"], kind, placeholder, entries, s, getattr(s, "merge", 1), getattr(s, "extra", 0))
+
+
+def _tokens(directory: Path, outer: Mapping[str, Any]) -> dict[str, int]:
+    """Give the ids of special tokens by their text, and by the key of processor_config.json that names one."""
+    found = (_object(directory / "tokenizer.json") or {}).get("added_tokens") or []
+    ids = {t["content"]: t["id"] for t in found}
+    return ids | {k: ids[v] for k, v in outer.items() if isinstance(v, str) and v in ids}
+
+
+def _object(file: Path) -> Any:
+    if not file.is_file():
+        return None
+    out = json.loads(file.read_bytes())
+    if not isinstance(out, dict):
+        raise ValueError(f"{file}: found {type(out).__name__}, expected an object")
+    return out
+
+
+def prepare(sight: Sight, rgb: np.ndarray) -> Picture:
+    """Prepare an image uint8[H W 3]."""
+    if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3 or not rgb.size:
+        raise ValueError(f"found an image {rgb.dtype}{list(rgb.shape)}, expected uint8[height, width, 3]")
+    picture: Picture = KINDS[sight.kind].prepare(sight.settings, rgb)
+    return picture
+
+
+def expand(sight: Sight, tokens: Sequence[int], pictures: Sequence[Picture]) -> Expanded:
+    """Put each picture's run in the place of its placeholder, in order.
+
+    `index` counts the entries of all pictures of this prompt. Where pictures have `turns`, `rotary` has those of every
+    token: a text goes on from one more than the greatest before it. ValueError for another number of placeholders.
+    """
+    places = sum(t == sight.placeholder for t in tokens)
+    if places != len(pictures):
+        raise ValueError(
+            f"the prompt has {places} places for images (token {sight.placeholder}), found {len(pictures)} images"
+        )
+    out, index, rotary, rest = [], [], list[tuple[int, int, int]](), iter(pictures)
+    entry, at = 0, 0
+    for token in tokens:
+        picture = next(rest) if token == sight.placeholder else None
+        run = (int(token),) if picture is None else picture.run
+        turns = None if picture is None else picture.turns
+        turns = np.repeat(np.arange(len(run))[:, None], 3, 1) if turns is None else turns
+        for t in run:
+            here = picture is not None and t in sight.entries
+            out.append(t)
+            index.append(entry if here else -1)
+            entry += here
+        rotary += [(int(a), int(b), int(c)) for a, b, c in turns + at]
+        at += int(turns.max(initial=-1)) + 1
+    return Expanded(out, index, rotary if any(p.turns is not None for p in pictures) else None)
+
+
+def gather(
+    sight: Sight, rows: Sequence[Sequence[Picture]], index: np.ndarray, *, images: int | None = None,
+    patches: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Put the pictures of rows into arrays: float32[rows images patches numbers], places int32[rows images patches 3].
+
+    `images` and `patches` pad them; None is the most that there are. Also gives `index` int[rows T], of `expand`, as it
+    counts the entries of padded images. More pictures than `images`, or patches than `patches`, are a ValueError.
+    """
+    every = [p for row in rows for p in row]
+    most = max(map(len, rows), default=0), max((len(p.patches) for p in every), default=0)
+    images, patches = most[0] if images is None else images, most[1] if patches is None else patches
+    if images < most[0] or patches < most[1]:
+        raise ValueError(f"found rows of {most[0]} images of {most[1]} patches, expected at most {images} of {patches}")
+    numbers = every[0].patches.shape[-1] if every else 0
+    values = np.zeros((len(rows), images, patches, numbers), np.float32)
+    places, out, stride = np.full((*values.shape[:3], 3), -1, np.int32), np.full_like(index, -1), sight.count(patches)
+    for i, row in enumerate(rows):
+        before = 0
+        for j, p in enumerate(row):
+            values[i, j, : len(p.patches)], places[i, j, : len(p.patches)] = p.patches, p.places
+            count = sum(t in sight.entries for t in p.run)
+            mine = (index[i] >= before) & (index[i] < before + count)
+            out[i] = np.where(mine, index[i] - before + j * stride, out[i])
+            before += count
+    return values, places, out

@@ -1,0 +1,171 @@
+"""What families that see share: a Config around a language model's and a tower's, their arrays, names of both in files.
+
+A tower is a file beside this one with `Vision`, its Config; `tower(cfg, name)`, its arrays; and
+states(params, patches, cfg, places), its hidden states at some places, of every image.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel import models, ops
+from fdel.models import builders, config
+from fdel.models.keys import ConfigError, mapping, show
+from fdel.params.spec import Param
+
+# Language models whose walk places media (`ops.place`), by model_type; what transformers assumes where a file says less.
+LANGUAGES: dict[str, dict[str, Any]] = {
+    "llama": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32),
+    "mistral": {},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {},
+}
+TOWERS = {
+    "clip_vision_model": "clip",
+    "pixtral": "pixtral",
+    "siglip_vision_model": "siglip",
+}  # model_type of a vision_config -> file
+INNER = "language_model."  # before the names of the language model's tensors
+# Names of newer files (transformers holds its arrays so) and of older towers, as prefixes.
+RENAMED = {
+    "model.language_model.": INNER + "model.",
+    "lm_head.": INNER + "lm_head.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+
+
+def language(d: Mapping[str, Any], default: str = "llama", tied: bool = False) -> Any:
+    """Read the language model's Config of the text_config of a config dict; ConfigError for one that takes no media.
+
+    Its head is tied if either config says so, as in transformers; `default` and `tied` are what it assumes otherwise.
+    """
+    inner = dict(mapping("text_config", d.get("text_config")))
+    name = inner.setdefault("model_type", default)
+    if name not in LANGUAGES:
+        raise ConfigError(f"text_config: found model_type {show(name)}, understood are {', '.join(LANGUAGES)}")
+    if d.get("tie_word_embeddings", tied):
+        inner["tie_word_embeddings"] = True
+    try:
+        return models.family(name).Config.from_hf(LANGUAGES[name] | inner)
+    except ConfigError as e:
+        raise ConfigError(f"text_config: {e}") from e
+
+
+def of_text(cfg: Any) -> ModuleType:
+    """Give the family of the language model of a Config."""
+    return models.family(json.loads(cfg.text.source)["model_type"])
+
+
+def of_tower(cfg: Any) -> ModuleType:
+    """Give the file of the tower of a Config."""
+    return importlib.import_module(f"fdel.models.{TOWERS[cfg.vision.MODEL_TYPE]}")
+
+
+def vision(d: Mapping[str, Any], default: str) -> Any:
+    """Read the tower's Config of the vision_config of a config dict; `default` is its model_type where it has none."""
+    inner = mapping("vision_config", d.get("vision_config"))
+    name = inner.get("model_type", default)
+    if name not in TOWERS:
+        raise ConfigError(f"vision_config: found model_type {show(name)}, understood are {', '.join(TOWERS)}")
+    try:
+        return importlib.import_module(f"fdel.models.{TOWERS[name]}").Vision.from_hf(inner)
+    except ConfigError as e:
+        raise ConfigError(f"vision_config: {e}") from e
+
+
+def write_language(text: Any) -> dict[str, Any]:
+    """Write a language model's Config as keys of the whole."""
+    inner = {"model_type": json.loads(text.source)["model_type"]} | text.to_hf()
+    return {"text_config": inner, "tie_word_embeddings": text.tied}
+
+
+def tower_config(default: str) -> Any:
+    """Declare the field `vision` of a family whose towers are by default of this model_type."""
+    return config.computed(
+        lambda d: vision(d, default),
+        lambda v: {"vision_config": {"model_type": v.MODEL_TYPE} | v.to_hf()},
+    )
+
+
+class Around:
+    """Sizes and constants of the language model, `text`, by the names that others read of a Config."""
+
+    text: Any
+
+    vocab = property(lambda self: self.text.vocab)
+    embed = property(lambda self: self.text.embed)
+    layers = property(lambda self: self.text.layers)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is no field here is the language model's."""
+        if name.startswith("__") or name == "text":
+            raise AttributeError(name)
+        return getattr(self.text, name)
+
+
+def spec(cfg: Any, projector: Mapping[str, Param]) -> dict[str, Any]:
+    """Declare every array: the language model's at the top, the tower's below "vision", and those of the projector."""
+    inside = lambda p: builders.replace(p, hf=INNER + p.hf)
+    text = jax.tree.map(inside, of_text(cfg).spec(cfg.text))
+    return text | {"vision": of_tower(cfg).tower(cfg.vision, "vision_tower."), "projector": dict(projector)}
+
+
+def rename(name: str, cfg: Any) -> str | None:
+    """Give the names of published files and of transformers' modules as those that it saves.
+
+    A head that is tied is left out.
+    """
+    name = next((new + name.removeprefix(old) for old, new in RENAMED.items() if name.startswith(old)), name)
+    name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    if name.startswith(INNER):
+        inner = getattr(of_text(cfg), "rename", lambda name, cfg: name)(name.removeprefix(INNER), cfg.text)
+        return None if inner is None or (cfg.tied and inner.startswith("lm_head.")) else INNER + inner
+    return None if name.endswith(".position_ids") else name
+
+
+def walk(params, tokens, cfg: Any, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the language model's final normalised hidden states, [... T embed], with media of the carry."""
+    return of_text(cfg).hidden.walk(params, tokens, cfg.text, batch, carry, remat)
+
+
+def state_spec(cfg: Any, *, pages: int, page: int = 64, rows: int = 0) -> ops.State:
+    """Declare what serving remembers: what the language model does."""
+    return of_text(cfg).state_spec(cfg.text, pages=pages, page=page, rows=rows)
+
+
+def head(params: Any, cfg: Any) -> ops.Head:
+    """Give the output projection, the language model's."""
+    return of_text(cfg).head(params, cfg.text)
+
+
+def flat(patches: ops.Patches, dtype: Any) -> tuple[Float[Array, "N patches numbers"], Array, tuple[int, ...]]:
+    """Give values [N patches numbers] and places [N patches 3] of all images, and what axes they had before."""
+    lead = patches.values.shape[:-2]
+    values = patches.values.reshape(-1, *patches.values.shape[-2:]).astype(dtype)
+    return values, patches.places.reshape(-1, *patches.places.shape[-2:]), lead
+
+
+def states_at(
+    block: Any, x: Float[Array, "N T D"], layers: Any, places: tuple[int, ...]
+) -> tuple[Float[Array, "N T D"], tuple[Float[Array, "N T D"], ...]]:
+    """Walk the layers of a tower: what leaves the last one, and the hidden states at places (negative: from the end)."""
+    count = len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
+    at = tuple(p % (count + 1) for p in places)
+    carry = ops.Carry(taps=ops.Taps(hidden=ops.HiddenStates(at))) if at else ops.Carry()
+    if isinstance(layers, list) and at:
+        layers = layers[: max(at)]
+    x, carry = ops.layers(block, x, carry, layers)
+    return x, carry.taps.hidden.values if at else ()
+
+
+def entries(x: Float[Array, "N T D"], lead: tuple[int, ...]) -> Float[Array, "*rows entries D"]:
+    """Put what a tower gives of the images of a row one after the other."""
+    return jnp.reshape(x, (*lead[:-1], -1, x.shape[-1]))

@@ -1,0 +1,60 @@
+"""Language models that see. Their text alone goes through the suite; what needs images is in test_sight.py."""
+
+from .dense import TUNED
+from .entry import BASE, Entry
+
+CLIP = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+            num_attention_heads=2, image_size=16, patch_size=4, projection_dim=24)  # fmt: skip
+IMAGE = 110  # the token of an entry; the suite's own tokens are below
+TEXT = BASE | dict(model_type="llama", rms_norm_eps=1e-5)
+LLAVA = dict(vision_config=CLIP, text_config=TEXT, image_token_index=IMAGE, image_seq_length=16)
+ONES = dict(vision_config=CLIP | dict(num_channels=3, patch_size=8, hidden_act="gelu"), image_token_index=IMAGE)
+SLIDING = BASE | dict(model_type="mistral", sliding_window=8, head_dim=24, tie_word_embeddings=True)
+ALL = ONES | dict(text_config=SLIDING, vision_feature_layer=[-1, 0, 2], vision_feature_select_strategy="full",
+                  multimodal_projector_bias=False, tie_word_embeddings=True, projector_hidden_act="gelu_new")  # fmt: skip
+PIXTRAL = dict(model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+               image_size=32, patch_size=4)  # fmt: skip
+TWELVE = dict(vision_config=PIXTRAL, text_config=BASE | dict(model_type="mistral", head_dim=24, sliding_window=None),
+              image_token_index=IMAGE, vision_feature_layer=-1, vision_feature_select_strategy="full")  # fmt: skip
+THREE = TWELVE | dict(vision_feature_layer=-2, tie_word_embeddings=False, multimodal_projector_bias=True)
+THREE.pop("vision_feature_select_strategy")
+BOTH = dict(vision_config=PIXTRAL | dict(hidden_act="silu", rope_parameters=dict(rope_type="axial", rope_theta=100.0)),
+            text_config=BASE | dict(model_type="ministral3", head_dim=24, rope_parameters=TUNED),
+            image_token_index=IMAGE)  # fmt: skip
+SIGLIP = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+              num_attention_heads=2, image_size=16, patch_size=4)  # fmt: skip
+POOLED = LLAVA | dict(vision_config=SIGLIP, vision_feature_select_strategy="full", vision_feature_layer=-1)
+TINY = {
+    "llava:siglip": Entry("LlavaConfig", POOLED, "LlavaForConditionalGeneration"),
+    "llava": Entry("LlavaConfig", LLAVA, "LlavaForConditionalGeneration", wiring=True),
+    "llava:full": Entry("LlavaConfig", ALL, "LlavaForConditionalGeneration"),
+    "llava:pixtral": Entry("LlavaConfig", TWELVE, "LlavaForConditionalGeneration"),
+    "mistral3": Entry("Mistral3Config", THREE, "Mistral3ForConditionalGeneration"),
+    "mistral3:ministral3": Entry("Mistral3Config", BOTH, "Mistral3ForConditionalGeneration"),
+}
+
+
+def processor(name: str):
+    """Make transformers' image processor of an entry, on pillow."""
+    import importlib
+
+    file, kind, values = PROCESSORS[name]
+    return getattr(importlib.import_module(f"transformers.models.{file}"), kind)(**values)
+
+
+EDGE = dict(size=dict(shortest_edge=16), crop_size=dict(height=16, width=16))
+OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
+OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
+SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
+PROCESSORS = {
+    "llava:siglip": (
+        "siglip.image_processing_pil_siglip",
+        "SiglipImageProcessorPil",
+        dict(size=dict(height=16, width=16)),
+    ),
+    "llava": (*OF_LLAVA, EDGE),
+    "llava:full": (*OF_LLAVA, EDGE | dict(do_pad=True)),
+    "llava:pixtral": (*OF_PIXTRAL, SQUARES | dict(patch_size=dict(height=4, width=4), size=dict(longest_edge=20))),
+    "mistral3": (*OF_PIXTRAL, SQUARES),
+    "mistral3:ministral3": (*OF_PIXTRAL, SQUARES),
+}
