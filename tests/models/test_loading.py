@@ -1,6 +1,7 @@
 """What `models.load` finds beside plain language models: parts of other models, classifiers, a family of one's own."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -156,6 +157,42 @@ def test_heads_load_compute_and_are_saved_again(tmp_path, name, labels, kind):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     again = transformers.AutoConfig.from_pretrained(tmp_path / "again")
     assert again.architectures == [theirs] and (again.num_labels == labels or not labels)
+
+
+WITH_HEADS = [n for n, e in tiny.TINY.items() if ":" not in n and not e.make and n not in ("gemma3", "internlm3")]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_heads_of_every_family(tmp_path, name):
+    """All classes that transformers has for classes and answers: outputs to 2e-5, and the names and bytes of the file."""
+    entry = tiny.TINY[name]
+    stem = re.sub("(ForCausalLM|LMHeadModel|ForMaskedLM)$", "", entry.model)
+    values = json.loads(json.dumps(entry.values)) | {"num_labels": 2, "pad_token_id": 0}
+    for ending in CLASSES.values():
+        theirs, directory = getattr(transformers, f"{stem}For{ending}", None), tmp_path / ending
+        if theirs is None:
+            continue
+        oracle = theirs._from_config(
+            getattr(transformers, entry.config)(**values), attn_implementation=entry.attn
+        ).eval()
+        tiny.randomise(oracle, 1, entry.keep)
+        oracle.save_pretrained(directory)
+        tokens = TOKENS[:, :12] % 100 + 3
+        with torch.no_grad():
+            out = oracle(torch.tensor(tokens))
+        want = torch.stack([out.start_logits, out.end_logits], -1) if "start_logits" in out else out.logits
+        model = models.load(directory, dtype=jnp.float32)
+        x = model.family.hidden(models.heads.inner(model.params), tokens, model.cfg)[0]
+        got = models.heads.outputs(model.params, x)
+        pool = models.heads.of(model.family, models.heads.kind_of(model.params)).pool
+        got = {"last": got[:, -1], "first": got[:, 0], "every": got}[pool]
+        assert suite.error(got, want.numpy()) < 2e-5, ending
+        models.save(model, directory / "again")
+        a, b = (safetensors.torch.load_file(p / "model.safetensors") for p in (directory, directory / "again"))
+        a = {k: x for k, x in a.items() if not k.endswith(entry.keep)} if entry.keep else a
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), ending
 
 
 def test_a_value_head_is_trls(tmp_path):

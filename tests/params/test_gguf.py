@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from fdel import cli, models, text
+from fdel import cli, models, params, text
 from fdel.params import CheckpointError
+from fdel.serve.engine import weights
 from tests.params.test_published import gguf_file
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
@@ -228,6 +229,9 @@ def test_a_qwen_2_by_the_path_of_its_file(tmp_path, capsys):
     model = models.load(file, dtype=jnp.float32)
     got = model.family.forward(model.params, tokens, model.cfg)[0]
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert models.hearing(params.resolve(file)) is None is models.pooling.read(file)  # what `fdel serve` asks first
+    served = weights.load(file, dtype=jnp.float32).params
+    np.testing.assert_array_equal(served["layers"][1]["q"], model.params["layers"]["q"][1])
     assert cli.main(["info", str(file)]) == 0 and "family" in (out := capsys.readouterr().out) and "qwen2" in out
     assert cli.main(["convert", str(file), str(tmp_path / "out")]) == 0
     there = models.load(tmp_path / "out", dtype=jnp.float32)
