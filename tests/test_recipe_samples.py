@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import models, ops, params, recipe, text
+from fdel import models, ops, params, recipe, serve, text
 from fdel.models import llama
 from fdel.recipe import methods, samples, settled
 from fdel.recipe import rewards as recipe_rewards
 from fdel.recipe.rewards import build_rewards, build_turn
 from fdel.train import metrics
-from fdel.train.rollout import Rewards, Sample, Task, collate
+from fdel.train.rollout import Rewards, Sample, Task, collate, rollout
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
 EVEN = """def even(completion_ids, **columns):
@@ -190,6 +190,30 @@ def test_on_eight_devices_it_is_the_same_run(folder, tmp_path):
         for column_name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
             one, other = (column(tmp_path / where, column_name) for where in ("one", name))
             np.testing.assert_allclose(one, other, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_held_out_tasks_are_sampled_and_rewarded(folder, tmp_path):
+    """Every two steps, also with a batch drawn ahead: as the weights then draw, and the run learns what it does without."""
+    held = [{"prompt": f"what is two and {a}", "answer": "2"} for a in range(3)]
+    keys = {"max_training_steps": 4, "save_steps": 2, "rollout_ahead": 1}
+    recipe.train(made(folder, tmp_path / "plain", **keys))
+    more = {"evaluation_steps": 2, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    wanted = made(folder, tmp_path / "run", **keys, **more)
+    with pytest.raises(recipe.RecipeError, match="evaluation needs both; one is missing"):
+        recipe.train(wanted)
+    _, out, last = recipe.train(wanted, eval_dataset=held)
+    rows = rows_of(tmp_path / "run")
+    bare = [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in rows]
+    assert bare == rows_of(tmp_path / "plain") and [row["step"] for row in rows if "eval_reward" in row] == [2, 4]
+    tok = text.load(out)
+    engine = serve.Engine(models.load(out), serve.Settings(rows=8, max_length=32), tokenizer=tok)
+    tasks = [Task(i, tuple(text.encode(tok, row["prompt"]))) for i, row in enumerate(held)]
+    ask = serve.SamplingParams(max_tokens=16, temperature=1.0)
+    drawn = rollout(engine, tasks, ask, samples=4, seed=wanted.trainer.seed + samples.HELD_OUT)
+    even = np.mean([np.mean([i % 2 == 0 for i in s.completion]) for s in drawn])
+    assert last["eval_rewards/even/mean"] == pytest.approx(even) and last["eval_rewards/exact/mean"] == 0
+    assert last["eval_completions/mean_length"] == pytest.approx(np.mean([s.length for s in drawn]))
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------
@@ -372,6 +396,7 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"loss_type": "ppo"}, "loss_type"),
         ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),
         ({"kl_coef": 0.1}, "trainer_type grpo does not read it"),
+        ({"eval_batch_size": 8}, "eval_batch_size: "),
         ({"trainer_type": "ppo", "lora": {"r": 4}}, "ppo trains all weights in this version"),
     ],
 )  # fmt: skip

@@ -244,8 +244,10 @@ def _samples(s: Settled) -> Iterator[str]:
         (k.max_completion_length >= s.length,
          f"trainer.max_completion_length: {k.max_completion_length} tokens leave no room for a prompt in max_length "
          f"{s.length}; raise that, or lower this"),
-        (m.eval_informs and s.sampling == 1,
-         "mixture.eval_informs: samples are not evaluated apart in this version; remove it"),
+        (m.eval_informs and s.sampling == 1 and not hasattr(k, "reward_functions"),
+         f"mixture.eval_informs: samples are evaluated by their rewards, and {s.method.name} has none; remove it"),
+        (s.recipe.trainer.eval_batch_size and s.sampling == 1,
+         "trainer.eval_batch_size: all samples of evaluation are drawn at once; remove it"),
         ((e := k.environment) and (e.tools is None) == (e.path is None),
          "trainer.environment: expected one of tools and path"),
         (m.pack_on_the_fly, "mixture.pack_on_the_fly: tasks are read before the first step; remove it"),

@@ -237,7 +237,8 @@ def near_policy(t: Tokens, threshold: float) -> PerToken:
 def policy(t: Tokens, c: Policy, entropy_coef: Array | float | None = None) -> tuple[Float[Array, ""], Sums]:
     """Compute the loss that the options ask for: (sum, sums), whose "weight" counts tokens or sequences.
 
-    Sums that are not over the weight are pairs (sum, count), or `Extreme`s. With `Policy.coupled` all rows must be here. `entropy_coef`
+    Sums that are not over the weight are pairs (sum, count), or `Extreme`s. With `Policy.coupled` all rows must be here.
+    `entropy_coef`
     takes the place of the options', if theirs is not 0.
     >>> x = jnp.zeros((1, 2))
     >>> policy(Tokens(x, x, x + 1, x + 3, x), Policy())[0]  # ratio 1, advantage 3, two tokens

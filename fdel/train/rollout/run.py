@@ -256,6 +256,9 @@ def metrics(samples: Sequence[Sample]) -> Mapping[str, float]:
     }
     for name in sorted({k for s in samples for k in s.info}):
         found[f"rollout/{name}"] = float(np.mean([s.info.get(name, 0.0) for s in samples]))
+    if (calls := found.pop("rollout/tools/calls", None)) is not None:
+        failures = found.pop("rollout/tools/failures", 0.0)
+        found |= {"tools/call_frequency": calls, "tools/failure_frequency": failures / calls if calls else 0.0}
     return found
 
 
