@@ -80,11 +80,16 @@ KINDS = {
 }  # fmt: skip
 
 
+MORE = pytest.mark.matrix  # what `make matrix` runs beside the rest
+ALL = [pytest.param(kind, marks=MORE) for kind in KINDS]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reward_rises(kind, folder, tmp_path):
+def test_the_reward_rises(kind, seed, folder, tmp_path):
     """The share of even tokens, from about a half."""
-    found = recipe.train(made(folder, tmp_path, kind, **KINDS[kind]))
+    found = recipe.train(made(folder, tmp_path, kind, seed=seed, **KINDS[kind]))
     reward = column(tmp_path, "reward")
     assert len(reward) == 12 and reward[0] < 0.6 and reward[-3:].mean() > reward[:3].mean() + 0.1, reward
     if (off := "sampling/sampling_logp_difference/mean") in metrics.read(tmp_path)[0]:
@@ -155,11 +160,20 @@ def test_a_run_that_was_cut_goes_on_bit_by_bit(keys, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on(folder, tmp_path):
+@pytest.mark.parametrize("kind", ALL)
+def test_each_type_goes_on_bit_by_bit(kind, folder, tmp_path):
+    """What it draws, what it learns and what it shows."""
+    test_a_run_that_was_cut_goes_on_bit_by_bit({"trainer_type": kind} | KINDS[kind], folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=MORE), pytest.param("nash_md", marks=MORE)])
+def test_a_run_that_was_killed_goes_on(kind, folder, tmp_path):
     """kill -9 in the middle of sampling or learning, in a process of its own."""
     files = {name: tmp_path / f"{name}.yaml" for name in ("whole", "killed")}
     for name, file in files.items():
-        made(folder, tmp_path / name, max_training_steps=8, save_steps=2).to_yaml(file)
+        how = {"max_training_steps": 8, "save_steps": 2} | (KINDS[kind] if kind != "grpo" else {})
+        made(folder, tmp_path / name, kind, **how).to_yaml(file)
     env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = lambda name: [sys.executable, "-m", "fdel", "run", str(files[name])]
@@ -214,6 +228,81 @@ def test_held_out_tasks_are_sampled_and_rewarded(folder, tmp_path):
     even = np.mean([np.mean([i % 2 == 0 for i in s.completion]) for s in drawn])
     assert last["eval_rewards/even/mean"] == pytest.approx(even) and last["eval_rewards/exact/mean"] == 0
     assert last["eval_completions/mean_length"] == pytest.approx(np.mean([s.length for s in drawn]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_each_type_is_the_same_run_on_eight_devices(kind, folder, tmp_path):
+    """Against one device, to float32's rounding over three steps."""
+    keys = KINDS[kind] | {"max_training_steps": 3, "save_steps": 3, "learning_rate": 1e-3}
+    for devices in (1, 8):
+        recipe.train(made(folder, tmp_path / str(devices), kind, devices=devices, **keys))
+    for name in ("reward", "completions/mean_length", "grad_norm", "loss"):
+        one, eight = (column(tmp_path / str(n), name) for n in (1, 8))
+        np.testing.assert_allclose(one, eight, rtol=5e-3, atol=1e-5 if name == "loss" else 0, err_msg=name)
+
+
+TOLD = """def told(completions, **columns):
+    "Who called the tool, and says what it said."
+    said = [c[0]["content"] for c in completions]
+    return [float("</tool_call>" in x and x.endswith("#### 3")) for x in said]
+"""
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def hesitant(tmp_path_factory) -> Path:
+    """A tiny model that calls a tool in half of the cases, and says what it was told; else it guesses wrong."""
+    path = tmp_path_factory.mktemp("hesitant")
+    said = lambda role, content: {"role": role, "content": content}
+    question = said("user", "what is 1 + 2")
+    chats = [[question, said("assistant", CALL), said("tool", "3"), said("assistant", "#### 3")],
+             [question, said("assistant", "#### 4")]]  # fmt: skip
+    tok = text.train_bpe([m["content"] for c in chats for m in c] * 9, 340, ["<|im_start|>", "<|im_end|>"])
+    tok = dataclasses.replace(tok, templates={"default": TURNS}, special={"eos_token": "<|im_end|>"}, eos_ids=(2,))
+    cfg = dataclasses.replace(CFG, vocab=340)
+    weights = params.init(llama.spec(cfg), jax.random.key(0), dtype=jnp.float32)
+    text.save(tok, path / "start")
+    models.save(models.Model(llama, cfg, weights), path / "start")
+    given = recipe.to_dict(made(path, path / "taught"))
+    given["model"]["name_or_path"] = str(path / "start")
+    given["trainer"] = {
+        "trainer_type": "sft", "max_length": 96, "total_batch_size": 8, "max_training_steps": 160, "learning_rate": 5e-3,
+        "scheduler": "constant", "save_directory": str(path / "taught"),
+    }  # fmt: skip
+    recipe.train(recipe.from_dict(given | {"mixture": {}}), [{"messages": c} for c in chats] * 8)
+    (path / "rows.jsonl").write_text((json.dumps({"prompt": [question], "answer": "#### 3"}) + "\n") * 16)
+    (path / "env.py").write_text(ENVIRONMENT + TOLD)
+    (path / "taught" / "model").rename(path / "model")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
+def test_a_model_learns_to_call_a_tool(seed, hesitant, tmp_path):
+    """Two turns: whoever calls is told the sum, and says it. The call is learnt, what the tool said is not."""
+    keys = {
+        "environment": {"tools": f"{hesitant}/env.py:add", "parser": "hermes", "max_turns": 2}, "max_length": 160,
+        "max_completion_length": 96, "reward_functions": [{"path": f"{hesitant}/env.py:told"}], "learning_rate": 7e-4,
+        "seed": seed, "max_training_steps": 8,
+    }  # fmt: skip
+    recipe.train(made(hesitant, tmp_path / "whole", **keys))
+    for name in ("reward", "tools/call_frequency", "rollout/turns"):
+        found = column(tmp_path / "whole", name)
+        assert found[-3:].mean() > found[:2].mean() + 0.15, (name, found)
+    assert column(tmp_path / "whole", "tools/failure_frequency").max() < 0.3
+    assert (column(tmp_path / "whole", "sampling/sampling_logp_difference/max") < 1e-5).all()
+    assert any(
+        line["completion"].count("#### 3") and "<tool_call>" in line["completion"] for line in shown(tmp_path / "whole")
+    )
+    for steps in (4, 8):
+        recipe.train(made(hesitant, tmp_path / "cut", **keys | {"max_training_steps": steps}))
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "cut")
+    assert shown(tmp_path / "whole") == shown(tmp_path / "cut")
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------
