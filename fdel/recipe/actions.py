@@ -68,7 +68,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     with jax.set_mesh(mesh):
         model = build_model(s, mesh)
         dataset, evaluation = precompute(s, model, tok, mesh, dataset, evaluation)
-        policy = samples.build_policy(s, model, tok) if s.sampling else None  # first: the step donates the model
+        policy: Any = samples.build_policy(s, model, tok) if s.sampling else None  # first: the step donates the model
         training = build_step(s, model, steps, mesh)
         batches = dataset if policy is None else samples.build_source(s, policy, training, tok, tasks, functions)
         evaluate = build_evaluate(s, training, evaluation, mesh)

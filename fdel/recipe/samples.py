@@ -71,7 +71,8 @@ def build_tasks(
         given = [replace(x, transform=partial(_with_tools, offered, x.transform)) for x in given]
     build_turn(s.keys.environment, tok)  # now, if there is none
     try:
-        return data.tasks(given, replace(task_settings(s), **({"batch": 1} if held_out else {})), tok)
+        settings = task_settings(s)
+        return data.tasks(given, replace(settings, batch=1) if held_out else settings, tok)
     except ValueError as e:
         raise parse.RecipeError(f"mixture.{'eval_' * held_out}informs: {e}") from e
 

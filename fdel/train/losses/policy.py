@@ -210,7 +210,10 @@ def correction(t: Tokens, c: Policy) -> tuple[PerToken, Sums]:
     raw = jnp.exp(sequence_sum(d, t.segments) if (c.correction or "").startswith("sequence") else d)
     low, high = ((-jnp.inf, jnp.inf)[i] if x is None else x for i, x in enumerate(c.correction_clip))
     outside = (raw < low) | (raw > high)
-    metrics = {"sampling/sampling_logp_difference/mean": jnp.abs(d), "sampling/importance_sampling_ratio/mean": raw}
+    metrics: Sums = {
+        "sampling/sampling_logp_difference/mean": jnp.abs(d),
+        "sampling/importance_sampling_ratio/mean": raw,
+    }
     metrics["sampling/sampling_logp_difference/max"] = among(jnp.abs(d), known)
     for name in ("min", "max"):
         metrics[f"sampling/importance_sampling_ratio/{name}"] = among(raw, known, largest=name == "max")
