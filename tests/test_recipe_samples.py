@@ -207,6 +207,20 @@ def test_on_eight_devices_it_is_the_same_run(folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_sampler_sleeps_while_samples_are_learnt(folder, tmp_path, monkeypatch):
+    """Both that there are, and the run is the same to the bit."""
+    slept, sleep = [], serve.Engine.sleep
+    monkeypatch.setattr(serve.Engine, "sleep", lambda e: slept.append(e) or sleep(e))
+    keys = KINDS["nash_md"] | {"max_training_steps": 3, "save_steps": 3}
+    for name in ("awake", "asleep"):
+        recipe.train(made(folder, tmp_path / name, "nash_md", sampler_sleeps=name == "asleep", **keys))
+    assert len(slept) == 6 and len({id(e) for e in slept}) == 2
+    assert rows_of(tmp_path / "awake") == rows_of(tmp_path / "asleep")
+    with pytest.raises(recipe.RecipeError, match="sampler_sleeps: the sampler works while samples are learnt"):
+        recipe.train(made(folder, tmp_path / "ahead", sampler_sleeps=True, rollout_ahead=1))
+
+
+@pytest.mark.slow
 def test_held_out_tasks_are_sampled_and_rewarded(folder, tmp_path):
     """Every two steps, also with a batch drawn ahead: as the weights then draw, and the run learns what it does without."""
     held = [{"prompt": f"what is two and {a}", "answer": "2"} for a in range(3)]

@@ -246,6 +246,8 @@ def _samples(s: Settled) -> Iterator[str]:
          f"{s.length}; raise that, or lower this"),
         (m.eval_informs and s.sampling == 1 and not hasattr(k, "reward_functions"),
          f"mixture.eval_informs: samples are evaluated by their rewards, and {s.method.name} has none; remove it"),
+        (k.sampler_sleeps and (k.rollout_ahead or k.sampling_devices),
+         "trainer.sampler_sleeps: the sampler works while samples are learnt, or has devices of its own; remove it"),
         (s.recipe.trainer.eval_batch_size and s.sampling == 1,
          "trainer.eval_batch_size: all samples of evaluation are drawn at once; remove it"),
         ((e := k.environment) and (e.tools is None) == (e.path is None),

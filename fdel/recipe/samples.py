@@ -170,6 +170,8 @@ def build_source(
         begun, n = time.monotonic(), len(batch) // parts
         with jax.set_mesh(policy.mesh):  # samples may be drawn in another thread
             samples = draw(batch[mine * n :][:n])
+            if k.sampler_sleeps:
+                [e.sleep() for e in engines(policy)]
         drawn = time.monotonic()
         found = told(samples)
         row = {**statistics(found, k.num_generations), **run.metrics(samples)}
@@ -203,6 +205,13 @@ def hand_over(policy: Policy, trained: Any) -> None:
     with jax.set_mesh(policy.mesh):
         policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
         rival.publish(policy.rival, new)
+        [e.wake() for e in engines(policy)]
+
+
+def engines(policy: Policy) -> list[Any]:
+    """List what samples: an adapter's engine may be the rival too."""
+    mine = policy.engine.engine if isinstance(policy.engine, Adapter) else policy.engine
+    return [mine, *([] if policy.rival in (None, mine) else [policy.rival])]
 
 
 def build_evaluate(
