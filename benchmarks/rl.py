@@ -80,13 +80,15 @@ def ours(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, f
         at.append(time.perf_counter())
         reward = np.array([float(s.completion[0] % 7) for s in samples])
         row = length + SAMPLES // 2 * (NEW + 1)
-        state, metrics = step(state, collate(samples, advantages.grouped(reward, SAMPLES), length=row, shared=True))
+        batch = collate(samples, advantages.grouped(reward, SAMPLES), length=row, shared=True)
+        at.append(time.perf_counter())
+        state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
         at.append(time.perf_counter())
         engine.update_params(state.params)
         jax.block_until_ready(engine.model.params)
         at.append(time.perf_counter())
-        spent = dict(zip(("sampling", "learning", "hand-over"), np.diff(at).tolist(), strict=True))
+        spent = dict(zip(("sampling", "scoring", "learning", "hand-over"), np.diff(at).tolist(), strict=True))
         found.append(spent | {"step": at[-1] - at[0], "off": float(metrics["sampling/sampling_logp_difference/mean"])})
     return found
 
@@ -158,11 +160,12 @@ def main() -> None:
     mean = {side: {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]} for side, rows in found.items()}
     if (mine := mean.get("ours")) is None:
         sys.exit(1)
-    lines = ["| | step, s | sampling | learning | hand-over |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| | step, s | sampling | scoring | learning | hand-over |", "| --- | --- | --- | --- | --- | --- |"]
     share = lambda name: f"{mine[name]:.2f} s ({100 * mine[name] / mine['step']:.1f} %)"
-    lines.append(f"| fdel | {mine['step']:.2f} | {share('sampling')} | {share('learning')} | {share('hand-over')} |")
+    shares = " | ".join(map(share, ("sampling", "scoring", "learning", "hand-over")))
+    lines.append(f"| fdel | {mine['step']:.2f} | {shares} |")
     if "theirs" in mean:
-        lines.append(f"| TRL, transformers generates | {mean['theirs']['step']:.2f} | | | |")
+        lines.append(f"| TRL, transformers generates | {mean['theirs']['step']:.2f} | | | | |")
         lines.append(f"\nfdel is {mean['theirs']['step'] / mine['step']:.2f} times as fast.")
     lines.append(f"\nSampler against trainer, mean |d log p|: {mine['off']:.1e}.")
     print(text := "\n".join(lines))

@@ -12,7 +12,8 @@ from typing import Any
 from fdel.train import metrics
 
 COLOURS = ("#1764ab", "#d1495b", "#2e8b57", "#e09f3e", "#6a4c93", "#00798c", "#8d6a4a", "#5c677d")
-SAMPLED = ("reward", "completions/mean_length", "kl", "entropy", "clip_ratio/region_mean", "frac_reward_zero_std")
+SAMPLED = ("reward", "eval_reward", "completions/mean_length", "kl", "objective/kl", "entropy", "clip_ratio/region_mean",
+           "cispo_clip_ratio", "frac_reward_zero_std")  # fmt: skip
 FIRST = ("loss", "eval_loss", "mean_token_accuracy", "rewards/margins", "rewards/accuracies", "grad_norm",
          "learning_rate", "tokens_per_second")  # fmt: skip
 

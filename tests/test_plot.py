@@ -72,6 +72,9 @@ def test_a_run_of_samples_shows_the_last_ones(runs, tmp_path):
         "kl",
         "entropy",
         "completions/mean_length",
+        "cispo_clip_ratio",
+        "objective/kl",
+        "eval_reward",
     ):
         with (runs[0] / "metrics.jsonl").open("a") as f:
             f.write("\n" + json.dumps({"step": 11, name: 0.5}))
@@ -84,7 +87,7 @@ def test_a_run_of_samples_shows_the_last_ones(runs, tmp_path):
     assert cli.main(["plot", *map(str, runs), "--out", str(out)]) == 0
     page = out.read_text()
     titles = re.findall(r'font-size="14">([^<]*)<', page)
-    assert titles[:7] == [*plot.SAMPLED, "loss"]
+    assert titles[: 1 + len(plot.SAMPLED)] == [*plot.SAMPLED, "loss"]
     found = page[page.index("<h1>first</h1>") :]
     assert "Completions, step 5" in found and "old" not in found and found.count("<h1>") == 1 and "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;\nfour &amp; more" in found and "2 &lt;b&gt;+&lt;/b&gt; 2?" in found

@@ -62,8 +62,8 @@ NEEDY = {  # keys that only others make sense of; what else says so is tested by
 # Keys of what is sampled and how it is rewarded: tests/test_recipe_samples.py finds what they do.
 SAMPLING = {
     "reward_functions", "reward_timeout", "top_p", "top_k", "min_p", "repetition_penalty", "sampling_timeout",
-    "steps_per_generation", "num_iterations", "rollout_ahead", "sampling_devices", "mask_truncated_completions",
-    "log_completions",
+    "steps_per_generation", "num_iterations", "rollout_ahead", "sampling_devices", "sampler_sleeps",
+    "mask_truncated_completions", "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
     "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment", "kl_coef",
     "kl_estimator", "whiten_rewards", "gamma", "lam", "samples_per_row",

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import models, ops, params, recipe, text
+from fdel import models, ops, params, recipe, serve, text
 from fdel.models import llama
 from fdel.recipe import methods, samples, settled
 from fdel.recipe import rewards as recipe_rewards
 from fdel.recipe.rewards import build_rewards, build_turn
 from fdel.train import metrics
-from fdel.train.rollout import Rewards, Sample, Task, collate
+from fdel.train.rollout import Rewards, Sample, Task, collate, rollout
 
 CFG = llama.Config(vocab=300, embed=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
 EVEN = """def even(completion_ids, **columns):
@@ -80,11 +80,16 @@ KINDS = {
 }  # fmt: skip
 
 
+MORE = pytest.mark.matrix  # what `make matrix` runs beside the rest
+ALL = [pytest.param(kind, marks=MORE) for kind in KINDS]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reward_rises(kind, folder, tmp_path):
+def test_the_reward_rises(kind, seed, folder, tmp_path):
     """The share of even tokens, from about a half."""
-    found = recipe.train(made(folder, tmp_path, kind, **KINDS[kind]))
+    found = recipe.train(made(folder, tmp_path, kind, seed=seed, **KINDS[kind]))
     reward = column(tmp_path, "reward")
     assert len(reward) == 12 and reward[0] < 0.6 and reward[-3:].mean() > reward[:3].mean() + 0.1, reward
     if (off := "sampling/sampling_logp_difference/mean") in metrics.read(tmp_path)[0]:
@@ -155,11 +160,20 @@ def test_a_run_that_was_cut_goes_on_bit_by_bit(keys, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on(folder, tmp_path):
+@pytest.mark.parametrize("kind", ALL)
+def test_each_type_goes_on_bit_by_bit(kind, folder, tmp_path):
+    """What it draws, what it learns and what it shows."""
+    test_a_run_that_was_cut_goes_on_bit_by_bit({"trainer_type": kind} | KINDS[kind], folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=MORE), pytest.param("nash_md", marks=MORE)])
+def test_a_run_that_was_killed_goes_on(kind, folder, tmp_path):
     """kill -9 in the middle of sampling or learning, in a process of its own."""
     files = {name: tmp_path / f"{name}.yaml" for name in ("whole", "killed")}
     for name, file in files.items():
-        made(folder, tmp_path / name, max_training_steps=8, save_steps=2).to_yaml(file)
+        how = {"max_training_steps": 8, "save_steps": 2} | (KINDS[kind] if kind != "grpo" else {})
+        made(folder, tmp_path / name, kind, **how).to_yaml(file)
     env = os.environ | {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = lambda name: [sys.executable, "-m", "fdel", "run", str(files[name])]
@@ -190,6 +204,151 @@ def test_on_eight_devices_it_is_the_same_run(folder, tmp_path):
         for column_name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
             one, other = (column(tmp_path / where, column_name) for where in ("one", name))
             np.testing.assert_allclose(one, other, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_a_sampler_sleeps_while_samples_are_learnt(folder, tmp_path, monkeypatch):
+    """Both that there are, and the run is the same to the bit."""
+    slept, sleep = [], serve.Engine.sleep
+    monkeypatch.setattr(serve.Engine, "sleep", lambda e: slept.append(e) or sleep(e))
+    keys = KINDS["nash_md"] | {"max_training_steps": 3, "save_steps": 3}
+    for name in ("awake", "asleep"):
+        recipe.train(made(folder, tmp_path / name, "nash_md", sampler_sleeps=name == "asleep", **keys))
+    assert len(slept) == 6 and len({id(e) for e in slept}) == 2
+    assert rows_of(tmp_path / "awake") == rows_of(tmp_path / "asleep")
+    with pytest.raises(recipe.RecipeError, match="sampler_sleeps: the sampler works while samples are learnt"):
+        recipe.train(made(folder, tmp_path / "ahead", sampler_sleeps=True, rollout_ahead=1))
+
+
+@pytest.mark.slow
+def test_held_out_tasks_are_sampled_and_rewarded(folder, tmp_path):
+    """Every two steps, also with a batch drawn ahead: as the weights then draw, and the run learns what it does without."""
+    held = [{"prompt": f"what is two and {a}", "answer": "2"} for a in range(3)]
+    keys = {"max_training_steps": 4, "save_steps": 2, "rollout_ahead": 1}
+    recipe.train(made(folder, tmp_path / "plain", **keys))
+    more = {"evaluation_steps": 2, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    wanted = made(folder, tmp_path / "run", **keys, **more)
+    with pytest.raises(recipe.RecipeError, match="evaluation needs both; one is missing"):
+        recipe.train(wanted)
+    _, out, last = recipe.train(wanted, eval_dataset=held)
+    rows = rows_of(tmp_path / "run")
+    bare = [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in rows]
+    assert bare == rows_of(tmp_path / "plain") and [row["step"] for row in rows if "eval_reward" in row] == [2, 4]
+    tok = text.load(out)
+    engine = serve.Engine(models.load(out), serve.Settings(rows=8, max_length=32), tokenizer=tok)
+    tasks = [Task(i, tuple(text.encode(tok, row["prompt"]))) for i, row in enumerate(held)]
+    ask = serve.SamplingParams(max_tokens=16, temperature=1.0)
+    drawn = rollout(engine, tasks, ask, samples=4, seed=wanted.trainer.seed + samples.HELD_OUT)
+    even = np.mean([np.mean([i % 2 == 0 for i in s.completion]) for s in drawn])
+    assert last["eval_rewards/even/mean"] == pytest.approx(even) and last["eval_rewards/exact/mean"] == 0
+    assert last["eval_completions/mean_length"] == pytest.approx(np.mean([s.length for s in drawn]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_each_type_is_the_same_run_on_eight_devices(kind, folder, tmp_path):
+    """Against one device, to float32's rounding over three steps."""
+    keys = KINDS[kind] | {"max_training_steps": 3, "save_steps": 3, "learning_rate": 1e-3}
+    for devices in (1, 8):
+        recipe.train(made(folder, tmp_path / str(devices), kind, devices=devices, **keys))
+    for name in ("reward", "completions/mean_length", "grad_norm", "loss"):
+        one, eight = (column(tmp_path / str(n), name) for n in (1, 8))
+        np.testing.assert_allclose(one, eight, rtol=5e-3, atol=1e-5 if name == "loss" else 0, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_a_student_is_the_same_on_eight_devices(folder, taught, tmp_path):
+    """gkd's steps on its own samples and on rows of the data, with a teacher: against one device, as above."""
+    for devices in (1, 8):
+        keys = {"lmbda": 0.5, "total_batch_size": 16, "max_training_steps": 6, "learning_rate": 1e-3}
+        found = recipe.to_dict(made(folder, tmp_path / str(devices), "gkd", devices=devices, **keys))
+        del found["trainer"]["reward_functions"], found["trainer"]["num_generations"]
+        recipe.train(recipe.from_dict(found | {"teacher_model": {"name_or_path": str(taught)}}))
+    for name in ("own_samples", "grad_norm", "loss"):
+        one, eight = (column(tmp_path / str(n), name) for n in (1, 8))
+        np.testing.assert_allclose(one, eight, rtol=5e-3, err_msg=name)
+    assert 0 < column(tmp_path / "1", "own_samples").sum() < 6
+
+
+TOLD = """def told(completions, **columns):
+    "Who called the tool, and says what it said."
+    said = [c[0]["content"] for c in completions]
+    return [float("</tool_call>" in x and x.endswith("#### 3")) for x in said]
+"""
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def hesitant(tmp_path_factory) -> Path:
+    """A tiny model that calls a tool in half of the cases, and says what it was told; else it guesses wrong."""
+    path = tmp_path_factory.mktemp("hesitant")
+    said = lambda role, content: {"role": role, "content": content}
+    question = said("user", "what is 1 + 2")
+    chats = [[question, said("assistant", CALL), said("tool", "3"), said("assistant", "#### 3")],
+             [question, said("assistant", "#### 4")]]  # fmt: skip
+    tok = text.train_bpe([m["content"] for c in chats for m in c] * 9, 340, ["<|im_start|>", "<|im_end|>"])
+    tok = dataclasses.replace(tok, templates={"default": TURNS}, special={"eos_token": "<|im_end|>"}, eos_ids=(2,))
+    cfg = dataclasses.replace(CFG, vocab=340)
+    weights = params.init(llama.spec(cfg), jax.random.key(0), dtype=jnp.float32)
+    text.save(tok, path / "start")
+    models.save(models.Model(llama, cfg, weights), path / "start")
+    given = recipe.to_dict(made(path, path / "taught"))
+    given["model"]["name_or_path"] = str(path / "start")
+    given["trainer"] = {
+        "trainer_type": "sft", "max_length": 96, "total_batch_size": 8, "max_training_steps": 160, "learning_rate": 5e-3,
+        "scheduler": "constant", "save_directory": str(path / "taught"),
+    }  # fmt: skip
+    recipe.train(recipe.from_dict(given | {"mixture": {}}), [{"messages": c} for c in chats] * 8)
+    (path / "rows.jsonl").write_text((json.dumps({"prompt": [question], "answer": "#### 3"}) + "\n") * 16)
+    (path / "env.py").write_text(ENVIRONMENT + TOLD)
+    (path / "taught" / "model").rename(path / "model")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
+def test_a_model_learns_to_call_a_tool(seed, hesitant, tmp_path):
+    """Two turns: whoever calls is told the sum, and says it. The call is learnt, what the tool said is not."""
+    keys = {
+        "environment": {"tools": f"{hesitant}/env.py:add", "parser": "hermes", "max_turns": 2}, "max_length": 160,
+        "max_completion_length": 96, "reward_functions": [{"path": f"{hesitant}/env.py:told"}], "learning_rate": 7e-4,
+        "seed": seed, "max_training_steps": 8,
+    }  # fmt: skip
+    recipe.train(made(hesitant, tmp_path / "whole", **keys))
+    for name in ("reward", "tools/call_frequency", "rollout/turns"):
+        found = column(tmp_path / "whole", name)
+        assert found[-3:].mean() > found[:2].mean() + 0.15, (name, found)
+    assert column(tmp_path / "whole", "tools/failure_frequency").max() < 0.3
+    assert (column(tmp_path / "whole", "sampling/sampling_logp_difference/max") < 1e-5).all()
+    assert any(
+        line["completion"].count("#### 3") and "<tool_call>" in line["completion"] for line in shown(tmp_path / "whole")
+    )
+    if seed:
+        for steps in (4, 8):
+            recipe.train(made(hesitant, tmp_path / "cut", **keys | {"max_training_steps": steps}))
+        assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "cut")
+        assert shown(tmp_path / "whole") == shown(tmp_path / "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_tools_are_called_on_eight_devices(hesitant, tmp_path):
+    """Against one device, to rounding over two steps."""
+    keys = {
+        "environment": {"tools": f"{hesitant}/env.py:add", "parser": "hermes", "max_turns": 2}, "max_length": 160,
+        "max_completion_length": 96, "reward_functions": [{"path": f"{hesitant}/env.py:told"}], "learning_rate": 1e-4,
+        "max_training_steps": 2,
+    }  # fmt: skip
+    for devices in (1, 8):
+        recipe.train(made(hesitant, tmp_path / str(devices), devices=devices, **keys))
+    for name in ("reward", "tools/call_frequency", "completions/mean_length", "grad_norm"):
+        one, eight = (column(tmp_path / str(n), name) for n in (1, 8))
+        np.testing.assert_allclose(one, eight, rtol=5e-3, err_msg=name)
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------
@@ -372,6 +531,7 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"loss_type": "ppo"}, "loss_type"),
         ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),
         ({"kl_coef": 0.1}, "trainer_type grpo does not read it"),
+        ({"eval_batch_size": 8}, "eval_batch_size: "),
         ({"trainer_type": "ppo", "lora": {"r": 4}}, "ppo trains all weights in this version"),
     ],
 )  # fmt: skip

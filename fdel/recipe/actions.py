@@ -57,7 +57,8 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     tasks: Any = samples.build_tasks(s, tok, train_dataset) if s.sampling else None
     dataset: Any = tasks if s.sampling == 1 else build_dataset(s, tok, train_dataset)
     _tell(f"data: {dataset.report if dataset.batches else 'a stream, whose rows are counted when it was read'}")
-    evaluation, mesh = build_evaluation(s, tok, eval_dataset), build_mesh(s)
+    held_out: Any = samples.build_tasks(s, tok, eval_dataset, held_out=True) if s.sampling == 1 else None
+    evaluation, mesh = None if s.sampling == 1 else build_evaluation(s, tok, eval_dataset), build_mesh(s)
     if not (known := [n for n in (t.max_training_steps, dataset.total) if n]):
         raise parse.RecipeError("trainer.max_training_steps: missing; the length of a stream is not known")
     steps, old = min(known), Path(t.save_directory) / "checkpoints"
@@ -67,9 +68,13 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
     with jax.set_mesh(mesh):
         model = build_model(s, mesh)
         dataset, evaluation = precompute(s, model, tok, mesh, dataset, evaluation)
-        policy = samples.build_policy(s, model, tok) if s.sampling else None  # first: the step donates the model
+        policy: Any = samples.build_policy(s, model, tok) if s.sampling else None  # first: the step donates the model
         training = build_step(s, model, steps, mesh)
         batches = dataset if policy is None else samples.build_source(s, policy, training, tok, tasks, functions)
+        evaluate = build_evaluate(s, training, evaluation, mesh)
+        if held_out is not None:
+            sampled = samples.build_evaluate(s, policy, batches, tok, held_out, functions)
+            evaluate = lambda state: sampled(dataclasses.replace(state, params=final_params(s, state)))
         if 0 < s.sampling < 1:
             batches = Mixed(dataset, batches, s.sampling, seed=t.seed)
         settings = loop.Loop(
@@ -82,7 +87,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
         )  # fmt: skip
         state = loop.fit(
             training.step, training.state, batches, settings, given=training.given,
-            evaluate=build_evaluate(s, training, evaluation, mesh), sharding=params.batch_sharding(mesh),
+            evaluate=evaluate, sharding=params.batch_sharding(mesh),
             config=to_dict(recipe),
         )  # fmt: skip
         model = model._replace(params=training.complete(final_params(s, state)))

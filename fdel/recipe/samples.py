@@ -1,7 +1,5 @@
 """From a recipe to batches of own samples: tasks, the engine that answers them, rewards, and what is shown of it."""
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +20,13 @@ from fdel.recipe.methods.samples import Rloo
 from fdel.recipe.read import Recipe
 from fdel.recipe.rewards import build_turn, tools
 from fdel.recipe.settled import Settled, settle
+from fdel.recipe.shown import Shown, statistics
 from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine import weights
 from fdel.train import data, losses, processes
 from fdel.train.data.files import sources
 from fdel.train.evaluation import place
-from fdel.train.metrics import Row, cut_back
+from fdel.train.metrics import Row
 from fdel.train.rollout import (
     Adapter,
     Rewards,
@@ -45,6 +44,7 @@ from fdel.train.steps import Step
 
 NAME = "policy"  # of the adapter that is learnt
 DECODE_STEPS = 8
+HELD_OUT = 1 << 20  # added to the seed of a run, for samples of evaluation
 NO_MESH = Mesh(np.empty((), object), ())  # set beside a trainer's, arrays themselves say where they are
 
 
@@ -58,17 +58,23 @@ class Policy(NamedTuple):
     rival: Engine | None = None
 
 
-def build_tasks(recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None) -> data.Tasks:
-    """Read the tasks, `rows` if they are given."""
+def build_tasks(
+    recipe: Recipe | Settled, tok: text.Tokenizer, rows: Any = None, *, held_out: bool = False
+) -> data.Tasks | None:
+    """Read the tasks, `rows` if they are given; those of evaluation if `held_out`, None if there are none."""
     s = settle(recipe)
-    given = sources(build_sources(s, s.recipe.mixture.informs) if rows is None else rows)
+    informs = s.recipe.mixture.eval_informs if held_out else s.recipe.mixture.informs
+    if held_out and rows is None and not informs:
+        return None
+    given = sources(build_sources(s, informs) if rows is None else rows)
     if offered := [turns.schema(f) for f in tools(s.keys.environment)]:
         given = [replace(x, transform=partial(_with_tools, offered, x.transform)) for x in given]
     build_turn(s.keys.environment, tok)  # now, if there is none
     try:
-        return data.tasks(given, task_settings(s), tok)
+        settings = task_settings(s)
+        return data.tasks(given, replace(settings, batch=1) if held_out else settings, tok)
     except ValueError as e:
-        raise parse.RecipeError(f"mixture.informs: {e}") from e
+        raise parse.RecipeError(f"mixture.{'eval_' * held_out}informs: {e}") from e
 
 
 def _with_tools(offered: list[dict], before: Callable | None, row: Any) -> Any:
@@ -151,13 +157,9 @@ def build_source(
     most = k.max_completion_length if parts > 1 else None
     put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most)
     shared = put if (n := getattr(k, "samples_per_row", 1)) == 1 else share(s, put, n)
-    ask = SamplingParams(
-        max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
-        repetition_penalty=k.repetition_penalty,
-    )  # fmt: skip
     how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
     how_many |= {"turn": build_turn(k.environment, tok)}
-    draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, ask, **how_many)
+    draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, asked(k), **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
     divergence = build_divergence(s, policy.model, training) if isinstance(k, Rloo) and k.beta else None
@@ -168,6 +170,8 @@ def build_source(
         begun, n = time.monotonic(), len(batch) // parts
         with jax.set_mesh(policy.mesh):  # samples may be drawn in another thread
             samples = draw(batch[mine * n :][:n])
+            if k.sampler_sleeps:
+                [e.sleep() for e in engines(policy)]
         drawn = time.monotonic()
         found = told(samples)
         row = {**statistics(found, k.num_generations), **run.metrics(samples)}
@@ -182,12 +186,68 @@ def build_source(
 
     def publish(state: train.TrainState) -> None:
         show.step = int(state.step) // getattr(k, "updates", 1) + 1
-        new = policy.served(state.params)
-        with jax.set_mesh(policy.mesh):
-            policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
-            rival.publish(policy.rival, new)
+        hand_over(policy, state.params)
 
     return Source(tasks, publish, sample, ahead=k.rollout_ahead)
+
+
+def asked(k: Any) -> SamplingParams:
+    """Say what a sample is drawn with."""
+    return SamplingParams(
+        max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
+        repetition_penalty=k.repetition_penalty,
+    )  # fmt: skip
+
+
+def hand_over(policy: Policy, trained: Any) -> None:
+    """Sample with other weights from now on."""
+    new = policy.served(trained)
+    with jax.set_mesh(policy.mesh):
+        policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
+        rival.publish(policy.rival, new)
+        [e.wake() for e in engines(policy)]
+
+
+def engines(policy: Policy) -> list[Any]:
+    """List what samples: an adapter's engine may be the rival too."""
+    mine = policy.engine.engine if isinstance(policy.engine, Adapter) else policy.engine
+    return [mine, *([] if policy.rival in (None, mine) else [policy.rival])]
+
+
+def build_evaluate(
+    recipe: Recipe | Settled, policy: Policy, source: Source, tok: text.Tokenizer, tasks: data.Tasks,
+    functions: Mapping[str, rewards.Reward],
+) -> Callable[[train.TrainState], Row]:  # fmt: skip
+    """Build `evaluate(state)` for `loop.fit`: rewards of the policy's samples of other tasks.
+
+    All evaluations draw with the same noise, so that their numbers compare. With several processes each samples a part of
+    the tasks. RecipeError if they cannot be divided.
+    """
+    s = settle(recipe)
+    k, t, every = s.keys, s.recipe.trainer, [x._replace(number=i) for i, x in enumerate(tasks.rows)]
+    mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
+    if len(every) % parts:
+        raise parse.RecipeError(f"mixture.eval_informs: {len(every)} tasks are not divisible by {parts} processes")
+    steps = -(-len(every) * k.num_generations // s.rows)
+    score = build_score(s, functions, lambda ids: text.decode(tok, ids), steps=steps)
+    turn = build_turn(k.environment, tok)
+
+    def evaluate(state: train.TrainState) -> Row:
+        source.wait()
+        hand_over(policy, state.params)
+        with jax.set_mesh(policy.mesh):
+            samples = run.rollout(
+                policy.engine,
+                every[mine::parts],
+                asked(k),
+                samples=k.num_generations,
+                seed=t.seed + HELD_OUT,
+                turn=turn,
+            )
+        row = {**statistics(score(samples), k.num_generations), **run.metrics(samples)}
+        return {f"eval_{name}": x for name, x in (row if parts == 1 else mean(row)).items()}
+
+    return evaluate
 
 
 def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..., dict[str, Any]]:
@@ -199,13 +259,13 @@ def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..
 
 
 def build_score(
-    s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str]
+    s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str], *, steps: int = 1
 ) -> Callable[[Sequence[Sample]], Rewards]:
-    """Build what rewards samples; of types that have no rewards, they are 0."""
+    """Build what rewards samples, as many as of so many steps; of types that have no rewards, they are 0."""
     if not hasattr(s.keys, "reward_functions"):
         return lambda samples: Rewards(np.zeros((0, len(samples))), np.zeros(len(samples)), ())
     weights = [f.weight for f in s.keys.reward_functions]
-    return partial(rewards.score, functions, decode=decode, weights=weights, timeout=s.keys.reward_timeout)
+    return partial(rewards.score, functions, decode=decode, weights=weights, timeout=steps * s.keys.reward_timeout)
 
 
 def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable[[dict[str, Any]], np.ndarray]:
@@ -234,56 +294,3 @@ def learning(s: Settled, model: models.Model, step: Step) -> Step:
     before = lambda p, batch, given: found(whole(p, given), batch, given)
     then, apart = how.then and partial(how.then, k), k.steps_per_generation
     return train.minibatches(step, apart, times=k.num_iterations, first=before, then=then, chunks=parts * apart)
-
-
-# ---- what is shown -------------------------------------------------------------------------------------------------
-
-
-def statistics(found: Rewards, n: int) -> Row:
-    """Compute TRL's metrics of rewards."""
-    if not found.names:
-        return {}
-    mean = lambda x: float(np.nanmean(x)) if not np.isnan(x).all() else 0.0
-    groups = np.where(np.isnan(found.total), 0.0, found.total).reshape(-1, n)
-    row = {"reward": mean(found.total), "reward_std": float(groups.std(1, ddof=min(1, n - 1)).mean())}
-    row["frac_reward_zero_std"] = float((groups.max(1) == groups.min(1)).mean())
-    for name, each in zip(found.names, found.each, strict=True):
-        there = each[~np.isnan(each)]
-        row |= {f"rewards/{name}/mean": mean(each), f"rewards/{name}/std": float(there.std()) if len(there) else 0.0}
-    return row | {f"rewards/{name}/failed": float(n) for name, n in found.failed.items()}
-
-
-class Shown:
-    """Samples of every `every`-th step with their rewards: one line of JSON each, and a few on the terminal.
-
-    Lines of steps that a run repeats, which its checkpoint does not have, are dropped before the first.
-    """
-
-    def __init__(self, path: Path, every: int, count: int):
-        self.path, self.every, self.count, self.begun = path, every, count, False
-        self.step = 1  # of the run, in which they are drawn
-
-    def __call__(self, samples: Sequence[Sample], found: Rewards, decode: Callable[[Sequence[int]], str]) -> None:
-        if jax.process_index():
-            return
-        if not self.begun:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            cut_back(self.path, self.step - 1)
-            self.begun = True
-        if (self.step - 1) % self.every:
-            return
-        lines = [self.line(i, s, found, decode) for i, s in enumerate(samples[: max(self.count, 4)])]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
-        for line in lines[: self.count]:
-            cut = lambda x: " ".join(x.split())[:60]
-            print(f"{line['reward']:8.3f}  {cut(line['prompt']):60}  {cut(line['completion'])}", file=sys.stderr)
-
-    def line(self, i: int, s: Sample, found: Rewards, decode: Callable[[Sequence[int]], str]) -> Mapping[str, Any]:
-        """Describe one sample."""
-        number = lambda x: None if np.isnan(x) else float(x)
-        each = {name: number(x[i]) for name, x in zip(found.names, found.each, strict=True)}
-        return {
-            "step": self.step, "task": s.task.number, "prompt": decode(s.prompt), "completion": decode(s.completion),
-            "finish": s.finish, "reward": float(found.total[i]), "rewards": each,
-        }  # fmt: skip

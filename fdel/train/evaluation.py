@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fdel.train import extremes
 from fdel.train.data import Data, in_order, with_columns
 from fdel.train.given import NOTHING, Batch, Given, Loss, collect
 from fdel.train.metrics import Row
@@ -45,11 +46,15 @@ def evaluator(
 
     def evaluate(state: TrainState) -> Row:
         totals: dict[str, list[tuple[float, float]]] = {}
+        ends: dict[str, list[extremes.Extreme]] = {}
 
         def add(total: Any, sums: Any) -> None:
             sums = jax.device_get({"loss": total, **sums})
             weight = sums.pop("weight")
             for name, value in sums.items():
+                if isinstance(value, extremes.Extreme):
+                    ends.setdefault(name, []).append(value)
+                    continue
                 pair = value if isinstance(value, tuple) else (value, weight)
                 totals.setdefault(name, []).append((float(pair[0]), float(pair[1])))
 
@@ -63,7 +68,8 @@ def evaluator(
         if unread is None:
             raise ValueError("the evaluation data has no batch; give it one, or leave out eval_every")
         add(*unread)
-        return {f"eval_{name}": _mean(name, pairs) for name, pairs in totals.items()}
+        found = {name: _mean(name, pairs) for name, pairs in totals.items()}
+        return {f"eval_{k}": x for k, x in (found | {k: extremes.last(v) for k, v in ends.items()}).items()}
 
     return evaluate
 

@@ -19,10 +19,10 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel.ops.contraction import widen
 from fdel.ops.platform import context
 from fdel.ops.shard import divided, require_mesh
 from fdel.params.mesh import joined
+from fdel.train.extremes import over_axis
 from fdel.train.given import NOTHING, Given, fold
 from fdel.train.steps import GradFn
 
@@ -86,7 +86,7 @@ def reduce_once(g: GradFn, axis: str = "dp") -> GradFn:
 
         def local(params: Any, batch: Any, given: Given) -> tuple[Any, Any]:
             found = g(params, batch, fold(given, jax.lax.axis_index(axis)))
-            return jax.lax.psum(jax.tree.map(widen, found), axis)
+            return over_axis(found, axis)
 
         return divided(local, {axis}, (P(), P(axis), P()), P())(params, batch, dict(given))
 

@@ -13,7 +13,8 @@ A gradient function `g` maps (params, batch, given) to (gradients, sums). `given
     g = grads(lambda adapters, batch, given: loss(join(adapters, given["base"]), batch, given))
     state, metrics = step(state, batch, base=base)
 
-A sum is a scalar, or a pair (sum, count) if its denominator is not the weight. A loss that couples the rows of a batch (by
+A sum is a scalar, or a pair (sum, count) if its denominator is not the weight; an `extremes.Extreme` among them is a
+largest or smallest number. A loss that couples the rows of a batch (by
 a sort, a mean, negatives) comes in two parts, and `gradcache(outputs, objective, n)` takes the place of `accumulate` and
 `grads`.
 """
@@ -31,6 +32,7 @@ from jaxtyping import Array, Int
 from fdel.ops.contraction import widen
 from fdel.ops.platform import target
 from fdel.ops.shard import require_mesh
+from fdel.train import extremes
 from fdel.train.given import NOTHING, Batch, Given, Loss, Params, Sums, check_signature, collect, fold
 
 Metrics = dict[str, Array]
@@ -187,9 +189,8 @@ def join(micro: Any, rows: int) -> Any:
 def _scan_sum(f: Callable[[Any], Any], xs: Any) -> Any:
     """Sum f over the leading axis of xs, one item after the other, in float32 or wider."""
     one = lambda x: jax.tree.map(widen, f(x))
-    zero = jax.eval_shape(lambda xs: one(jax.tree.map(lambda x: x[0], xs)), xs)
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), zero)
-    return jax.lax.scan(lambda acc, x: (jax.tree.map(jnp.add, acc, one(x)), None), zero, xs)[0]
+    zero = extremes.zero(jax.eval_shape(lambda xs: one(jax.tree.map(lambda x: x[0], xs)), xs))
+    return jax.lax.scan(lambda acc, x: (extremes.added(acc, one(x)), None), zero, xs)[0]
 
 
 def normalize(g: GradFn) -> GradFn:
@@ -205,7 +206,9 @@ def normalize(g: GradFn) -> GradFn:
         grad, sums = g(params, batch, given)
         ratio = lambda x, w: widen(x) / jnp.where(w > 0, w, 1)
         weight = sums["weight"]
-        metrics = {k: ratio(*v) if isinstance(v, tuple) else ratio(v, weight) for k, v in sums.items()}
+        known = {k: extremes.number(v) for k, v in sums.items() if isinstance(v, extremes.Extreme)}
+        means = {k: v if isinstance(v, tuple) else (v, weight) for k, v in sums.items() if k not in known}
+        metrics = {k: ratio(*v) for k, v in means.items()} | known
         # Multiplied: a division would be a pass of its own over the gradients.
         share = 1 / jnp.where(weight > 0, weight, 1)
         return jax.tree.map(lambda x: widen(x) * share, grad), metrics | {"weight": weight}

@@ -13,7 +13,8 @@ from fdel.models import llama
 from fdel.train import losses
 from fdel.train.losses.distillation import student_top_k
 from fdel.train.losses.on_policy import prefix_weighted, sampled_kl
-from fdel.train.losses.policy import Policy, Tokens, policy
+from fdel.train.losses.policy import Policy, policy
+from fdel.train.losses.sequences import Tokens
 
 DATA = np.load(Path(__file__).parent / "fixtures" / "policy_trl116.npz")
 CASES = [(i, c) for i, c in enumerate(json.loads(str(DATA["cases"]))) if c["kind"] != "policy"]

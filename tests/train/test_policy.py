@@ -14,14 +14,14 @@ import pytest
 
 from fdel import ops, params, train
 from fdel.models import llama
-from fdel.train import losses
-from fdel.train.losses.policy import Policy, Tokens, policy
-from fdel.train.losses.sequences import sequence_mean, sequence_sum, starts
+from fdel.train import extremes, losses
+from fdel.train.losses.policy import Policy, policy
+from fdel.train.losses.sequences import Tokens, sequence_mean, sequence_sum, starts
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = {name: np.load(FIXTURES / f"policy_{name}.npz") for name in ("trl112", "trl116")}
 CASES = [(f, i, c) for f in FILES for i, c in enumerate(json.loads(str(FILES[f]["cases"]))) if c["kind"] == "policy"]
-NOT_SUMS = {"clip_ratio/low_min", "clip_ratio/high_max", "entropy_coef"}  # TRL's that we do not have
+NOT_OURS = {"entropy_coef"}  # TRL's that we do not have
 
 
 def close(got, want, rtol=1e-5):
@@ -68,6 +68,7 @@ def test_as_trl(file, index, case, layout) -> None:
     def loss(logp, entropy):
         total, sums = policy(Tokens(form(logp, 0), form(entropy, 0), mask, **columns, segments=segments), options)
         ratio = lambda v: v[0] / v[1] if isinstance(v, tuple) else v / sums["weight"]
+        ratio = lambda v, ratio=ratio: v.value if isinstance(v, extremes.Extreme) else ratio(v)
         return total / sums["weight"], {k: ratio(v) for k, v in sums.items()}
 
     arguments = jnp.asarray(data["logp"]), jnp.asarray(data["entropy"])
@@ -78,7 +79,7 @@ def test_as_trl(file, index, case, layout) -> None:
             close(grad * data["mask"], data[f"{index}/{name}"] * data["mask"])
         else:
             assert not grad.any()
-    for name in case["metrics"].keys() - NOT_SUMS:
+    for name in case["metrics"].keys() - NOT_OURS:
         np.testing.assert_allclose(metrics[name], case["metrics"][name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -136,6 +137,9 @@ def test_nan_of_the_sampler_weighs_one() -> None:
     t = Tokens(-one, one, one, one, -one, sampled=jnp.array([[jnp.nan, -2.0]]))
     total, sums = policy(t, Policy(correction="token_truncate", correction_clip=(None, 2.0)))
     assert float(total) == -3 and float(sums["sampling/importance_sampling_ratio/bounded"][0]) == 1
+    for name, want in (("logp_difference/max", 1), ("ratio/min", np.e), ("ratio/max", np.e)):  # of the other token
+        (found,) = (v for k, v in sums.items() if k.startswith("sampling/") and k.endswith(name))
+        assert isinstance(found, extremes.Extreme) and float(found.value) == pytest.approx(want)
     total, sums = policy(t, Policy(correction="sequence_mask", correction_clip=(None, 2.0)))  # e > 2: nothing is learnt
     assert float(total) == 0 and float(sums["weight"]) == 2
     assert float(sums["sampling/importance_sampling_ratio/mean"][0]) == pytest.approx(np.e)

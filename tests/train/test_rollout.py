@@ -139,6 +139,22 @@ def test_an_environment_that_waits_or_raises(engine):
     assert {s.finish for s in hangs} == {"deadline"} and all(s.length for s in hangs)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_how_fast_an_environment_answers_changes_nothing(engine, order):
+    """Not a bit of a log-probability: all trajectories take their next turn together."""
+
+    def turn(s):
+        time.sleep(0.02 * (s.index if order > 0 else 3 - s.index))
+        return Said((6,), done=s.info["turns"] >= 3)
+
+    ask = SamplingParams(max_tokens=30, temperature=1.0)
+    first, again = (rollout(engine, small.tasks(4), ask, samples=4, turn=t)
+                    for t in (turn, lambda s: Said((6,), done=s.info["turns"] >= 3)))  # fmt: skip
+    assert list(map(key, first)) == list(map(key, again)) and max(s.info["turns"] for s in first) == 3
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a.logps, b.logps)
+
+
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ class Sampling(Generating):
         "importance_sampling_mode then corrects them", least=0)  # fmt: skip
     sampling_devices: int = key(0, "the last so many devices sample, divided along tp, and the others train; 0: all do "
         "both, in turn", least=0)  # fmt: skip
+    sampler_sleeps: bool = key(False, "free the sampler's cache while samples are learnt")
     mask_truncated_completions: bool = key(False, "learn only samples that ended by themselves")
     environment: Environment | None = key(None, "what answers the model; a sample then has several replies")
     log_completions: bool = key(False, "print some samples at each log_steps")

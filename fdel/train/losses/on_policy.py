@@ -20,9 +20,8 @@ from jaxtyping import Array
 
 from fdel.train.given import NOTHING, Given, lookup
 from fdel.train.losses.forward import Batch
-from fdel.train.losses.policy import Tokens
 from fdel.train.losses.sampled import Sums, at_next, policy_outputs, sampled_tokens
-from fdel.train.losses.sequences import PerToken, Segments, sequence_sum, starts
+from fdel.train.losses.sequences import PerToken, Segments, Tokens, sequence_sum, starts
 from fdel.train.losses.stats import check_range
 
 AVERAGES = ("tokens", "sequences")

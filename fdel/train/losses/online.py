@@ -15,10 +15,9 @@ from jaxtyping import Array
 
 from fdel.train.given import NOTHING, Given
 from fdel.train.losses.completions import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
-from fdel.train.losses.policy import Tokens
 from fdel.train.losses.preference import cpo, dpo, mean_length, mean_nll
 from fdel.train.losses.sampled import policy_outputs, sampled_tokens
-from fdel.train.losses.sequences import sequence_sum, starts
+from fdel.train.losses.sequences import Tokens, sequence_sum, starts
 from fdel.train.losses.stats import check_call, check_range
 
 Sums = dict[str, Any]

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
-from fdel.train.losses.sequences import PerToken, Segments, sequence_mean, sequence_sum, starts
+from fdel.train.extremes import among
+from fdel.train.losses.sequences import PerToken, Tokens, sequence_mean, sequence_sum
 from fdel.train.losses.stats import check_range
+from fdel.train.losses.totals import summed
 
 Sums = dict[str, Any]
 LOWEST = math.log(1e-8)  # sequence ratios of VESPO and their parts stay above this, and below 20
@@ -94,19 +96,6 @@ class Policy:
     def coupled(self) -> bool:
         """Whether a token's loss depends on other rows than its own, so that microbatches need `train.gradcache`."""
         return self.top_entropy_quantile < 1 or (self.entropy_coef > 0 and TERMS[self.loss_type][1] != "tokens")
-
-
-class Tokens(NamedTuple):
-    """What a policy loss reads, per token; `segments` tells the sequences of packed rows, None: each row is one."""
-
-    logp: PerToken
-    entropy: PerToken
-    mask: PerToken  # 1 at tokens to be learnt, 0 elsewhere
-    advantages: PerToken
-    old: PerToken
-    sampled: PerToken | None = None
-    reference: PerToken | None = None
-    segments: Segments = None
 
 
 class _Ratio(NamedTuple):
@@ -221,7 +210,13 @@ def correction(t: Tokens, c: Policy) -> tuple[PerToken, Sums]:
     raw = jnp.exp(sequence_sum(d, t.segments) if (c.correction or "").startswith("sequence") else d)
     low, high = ((-jnp.inf, jnp.inf)[i] if x is None else x for i, x in enumerate(c.correction_clip))
     outside = (raw < low) | (raw > high)
-    metrics = {"sampling/sampling_logp_difference/mean": jnp.abs(d), "sampling/importance_sampling_ratio/mean": raw}
+    metrics: Sums = {
+        "sampling/sampling_logp_difference/mean": jnp.abs(d),
+        "sampling/importance_sampling_ratio/mean": raw,
+    }
+    metrics["sampling/sampling_logp_difference/max"] = among(jnp.abs(d), known)
+    for name in ("min", "max"):
+        metrics[f"sampling/importance_sampling_ratio/{name}"] = among(raw, known, largest=name == "max")
     if not c.correction:
         return jnp.ones_like(raw), metrics
     bounded = jnp.clip(raw, low, high) if c.correction.endswith("truncate") else jnp.where(outside, 0, raw)
@@ -245,7 +240,8 @@ def near_policy(t: Tokens, threshold: float) -> PerToken:
 def policy(t: Tokens, c: Policy, entropy_coef: Array | float | None = None) -> tuple[Float[Array, ""], Sums]:
     """Compute the loss that the options ask for: (sum, sums), whose "weight" counts tokens or sequences.
 
-    Sums that are not over the weight are pairs (sum, count). With `Policy.coupled` all rows must be here. `entropy_coef`
+    Sums that are not over the weight are pairs (sum, count), or `Extreme`s. With `Policy.coupled` all rows must be here.
+    `entropy_coef`
     takes the place of the options', if theirs is not 0.
     >>> x = jnp.zeros((1, 2))
     >>> policy(Tokens(x, x, x + 1, x + 3, x), Policy())[0]  # ratio 1, advantage 3, two tokens
@@ -271,29 +267,15 @@ def policy(t: Tokens, c: Policy, entropy_coef: Array | float | None = None) -> t
         corrected = c.loss_type != "gmpo" if c.use_bias_correction_kl is None else c.use_bias_correction_kl
         metrics["kl"] = kl = kl * jnp.exp(r.log) if corrected else kl
         term = term + c.beta * kl
-    total, sums = _summed(t, c, term, metrics)
+    by_sequence = {"vespo/phi_seq_mean"}
+    if c.importance_sampling_level in ("sequence", "sequence_sum"):
+        by_sequence |= {k for k in metrics if "clip_ratio" in k}
+    if (c.correction or "").startswith("sequence"):
+        by_sequence |= {k for k in metrics if k.startswith("sampling/importance")}
+    total, sums = summed(t, term, metrics, TERMS[c.loss_type][1], c.max_completion_length, by_sequence)
     if c.entropy_coef:
         entropy, count = jnp.where(keep > 0, keep * t.entropy, 0).sum(), keep.sum()
         coef = c.entropy_coef if entropy_coef is None else entropy_coef
         sums |= {"policy_loss": total, "entropy_of_learnt": (stop_gradient(entropy), count)}
         total = total - coef * sums["weight"] * entropy / jnp.maximum(count, 1)
     return total, sums
-
-
-def _summed(t: Tokens, c: Policy, term: PerToken, metrics: Sums) -> tuple[Array, Sums]:
-    """Sum a loss and its metrics, each over what it is a mean of."""
-    lengths, average = sequence_sum(t.mask, t.segments), TERMS[c.loss_type][1]
-    per_sequence = t.mask / jnp.maximum(lengths, 1)
-    sequences = (starts(t.segments, t.mask.shape) & (lengths > 0)).sum(dtype=jnp.float32)
-    tokens = t.mask.sum()
-    weight = tokens if average == "tokens" else sequences
-    weight = weight * float(c.max_completion_length or 1) if average == "length" else weight
-    over = lambda x, mask: jnp.where(mask > 0, x * mask, 0).sum()
-    total = over(term, per_sequence if average == "means" else t.mask)
-    by_sequence = {"vespo/phi_seq_mean"}
-    if c.importance_sampling_level in ("sequence", "sequence_sum"):
-        by_sequence |= {k for k in metrics if "clip_ratio" in k}
-    if (c.correction or "").startswith("sequence"):
-        by_sequence |= {k for k in metrics if k.startswith("sampling/importance")}
-    pair = lambda k, x: (over(x, per_sequence), sequences) if k in by_sequence else (over(x, t.mask), tokens)
-    return total, {"weight": weight} | {k: pair(k, stop_gradient(x)) for k, x in metrics.items()}

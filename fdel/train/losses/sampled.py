@@ -30,7 +30,8 @@ from fdel.train.extras import carry
 from fdel.train.given import NOTHING, Given
 from fdel.train.losses.forward import Batch, rows, token_scores
 from fdel.train.losses.head import CHUNK
-from fdel.train.losses.policy import Policy, Tokens, policy
+from fdel.train.losses.policy import Policy, policy
+from fdel.train.losses.sequences import Tokens
 from fdel.train.losses.stats import check_range
 from fdel.train.steps import Step
 

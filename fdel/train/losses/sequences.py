@@ -1,5 +1,7 @@
 """Sums over the sequences of packed rows, per token: what belongs to a sequence stands at each of its tokens."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -8,6 +10,19 @@ from fdel.ops.shard import row_lookup
 
 PerToken = Float[Array, "R T"]
 Segments = Int[Array, "R T"] | None  # rising along a row, as in `ops.Packed`; None: each row is one sequence
+
+
+class Tokens(NamedTuple):
+    """What a policy loss reads, per token; `segments` tells the sequences of packed rows, None: each row is one."""
+
+    logp: PerToken
+    entropy: PerToken
+    mask: PerToken  # 1 at tokens to be learnt, 0 elsewhere
+    advantages: PerToken
+    old: PerToken
+    sampled: PerToken | None = None
+    reference: PerToken | None = None
+    segments: Segments = None
 
 
 def starts(segments: Segments, shape: tuple[int, ...]) -> Bool[Array, "R T"]:

@@ -115,6 +115,8 @@ def ppo(
         metrics |= {"loss/value_avg": error, "val/clipfrac_avg": clipped, "val/mean": o["value"]}
         if "kl" in batch:
             metrics["objective/kl"] = at_next(batch, "kl", t.mask)
+        if "clip_ratio/region_mean" in sums:
+            sums["policy/clipfrac_avg"] = sums["clip_ratio/region_mean"]
         sums |= {"loss/policy_avg": total} | {k: over(stop_gradient(x)) for k, x in metrics.items()}
         return total + vf_coef * over(error), sums
 

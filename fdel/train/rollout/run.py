@@ -88,12 +88,14 @@ def rollout(
     Noise is a function of (seed, task.number, index, turn) and of the tokens so far: the same weights give the same
     samples, whatever else runs. `engine` is an `Engine`, or an `Adapter` of one. After a generation that ends with a stop,
     `turn(sample)` says what the environment answers, as token ids, which are appended as they are; without `turn` the
-    first generation is all. `deadline` seconds after the start whatever goes on is cut, with the tokens that it has.
+    first generation is all. All trajectories take their next turn together: how fast an environment answers then changes
+    no bit. `deadline` seconds after the start whatever goes on is cut, with the tokens that it has; a rollout with a
+    deadline depends on clocks anyway, and there each goes on as soon as it has its answer.
     `each` gets each task's samples as soon as all of them have ended. ValueError for what cannot be asked, RuntimeError if
     the engine is closed meanwhile.
     """
     _check(ask, samples)
-    run = _Rollout(engine, ask, seed, turn)
+    run = _Rollout(engine, ask, seed, turn, together=deadline is None)
     groups = [[_Trajectory(task, i, list(task.prompt)) for i in range(samples)] for task in tasks]
     untold, end = list(groups), None if deadline is None else time.monotonic() + deadline
     waiting = deque(group for group in groups if group)
@@ -155,20 +157,25 @@ class _Rollout:
     ask: SamplingParams
     seed: int
     turn: Turn | None
+    together: bool
     drawing: dict[_Trajectory, Job] = field(default_factory=dict)
     asking: dict[_Trajectory, Future] = field(default_factory=dict)  # what the environment will say
-    ready: deque[_Trajectory] = field(default_factory=deque)  # whose next turn is not queued yet
+    ready: list[_Trajectory] = field(default_factory=list)  # who wait for their next turn
+    next: deque[_Trajectory] = field(default_factory=deque)  # whose next turn is to be queued now
 
     def begin(self, waiting: deque[list[_Trajectory]]) -> None:
         """Queue next turns and first ones, as far as the queue has room."""
         try:
-            while self.ready:
-                t = self.ready[0]
+            if not (self.together and (self.drawing or self.asking or waiting or self.next)):
+                self.next.extend(sorted(self.ready, key=lambda t: (t.task.number, t.index)))
+                self.ready.clear()
+            while self.next:
+                t = self.next[0]
                 room = self.ask.max_tokens - t.drawn
                 asked = replace(self.ask, max_tokens=room, min_tokens=min(self.ask.min_tokens, room))
                 seed = _fold(self.seed, t.task.number, t.turns, t.index)
                 (self.drawing[t],) = self._submit(t.tokens, replace(asked, seed=seed))
-                self.ready.popleft()
+                self.next.popleft()
             while waiting:
                 task, group = waiting[0][0].task, waiting[0]
                 asked = replace(self.ask, n=len(group), seed=_fold(self.seed, task.number, 0))
@@ -231,7 +238,7 @@ class _Rollout:
         self.abort()
         for t, job in self.drawing.items():
             t.take_generation(job)
-        for of in (self.drawing, self.asking, self.ready):
+        for of in (self.drawing, self.asking, self.ready, self.next):
             of.clear()
 
     def abort(self) -> None:
@@ -256,6 +263,9 @@ def metrics(samples: Sequence[Sample]) -> Mapping[str, float]:
     }
     for name in sorted({k for s in samples for k in s.info}):
         found[f"rollout/{name}"] = float(np.mean([s.info.get(name, 0.0) for s in samples]))
+    if (calls := found.pop("rollout/tools/calls", None)) is not None:
+        failures = found.pop("rollout/tools/failures", 0.0)
+        found |= {"tools/call_frequency": calls, "tools/failure_frequency": failures / calls if calls else 0.0}
     return found
 
 

@@ -79,6 +79,10 @@ class Source:
         times = {"time/publish": published - begun, "time/wait_for_samples": now - published}
         return found.batch, found.row | times | {"staleness": self.version - found.version}
 
+    def wait(self) -> None:
+        """Wait for the batch that is being sampled: its weights are no longer needed then."""
+        self._collect()
+
     def _begin(self) -> bool:
         """Begin to sample the next tasks, in a thread if there is something to do meanwhile; False if there are none."""
         tasks = next(self.tasks, None)
