@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from fdel.ops.contraction import Plan, inputs_last, ordered, wide
 from fdel.ops.cpu import dot, in_tiles
-from fdel.ops.dispatch import operation
+from fdel.ops.dispatch import kernel, operation
 from fdel.ops.weights import (
     PACKED,
     Adapters,
@@ -157,7 +157,7 @@ def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, 
     return ("", x_axes, w_axes, ""), out
 
 
-@operation(_axes)
+@operation(_axes, mosaic=kernel("quantized_matmul_tpu"))
 def _quantized_matmul(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     inputs = plan.w[-len(w.inputs) :]
     if inputs != plan.contracted:

@@ -54,14 +54,20 @@ def lower(chip: str, name: str, impl: str, length: int):
     return aot.compile(target, jax.jit(call), batch, pages, pages, q, mesh=mesh)
 
 
-def bundles(text: str) -> tuple[int, int, int, int]:
-    """Count the bundles of a step of the grid, of a group of pages, of a page, and of products in a loop of their own."""
+def parts(text: str) -> list[tuple[int, int, str]]:
+    """Cut a program at the borders of its loops: depth, bundles and instructions of each part."""
     loops: list[list] = []
     for label, depth, rest in re.findall(r"^\s*0x[0-9a-f]+\s+(\w\w)?\s*: (>*)(.*)$", text, re.M):
         if not loops or loops[-1][0] != len(depth) or label == "LB":
             loops.append([len(depth), 0, ""])
         loops[-1][1] += 1
         loops[-1][2] += rest
+    return [(depth, n, ops) for depth, n, ops in loops]
+
+
+def bundles(text: str) -> tuple[int, int, int, int]:
+    """Count the bundles of a step of the grid, of a group of pages, of a page, and of products in a loop of their own."""
+    loops = parts(text)
     inner = [(n, "vmatmul" in ops, "dma" in ops) for depth, n, ops in loops if depth == 3]
     products, page = (sum(n for n, *kinds in inner if kinds[i]) for i in (0, 1))
     clear = sum(n for n, *kinds in inner if not any(kinds))  # of what no token wrote: in the last page of a sequence

@@ -36,11 +36,15 @@ def compared(f, args, argnums, impl):
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("spec", MASKS, ids=str)
 def test_splash_attention_equals_the_reference(spec, with_sinks, monkeypatch):
-    """Two segments and padding in a row, grouped heads; 1e-5 (seen: 3e-6). The older interpreter takes the batch axis."""
+    """Two segments and padding in a row, grouped heads; 2e-5 (seen: 1.5e-5). The older interpreter takes the batch axis.
+
+    The last key of a segment is huge: neither the next segment nor a query before it may see it.
+    """
     interpreted = functools.partial(splash_attention.make_splash_mha_single_device, interpret=True)
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", interpreted)
     r = np.random.default_rng(0)
     q, k, v, weight = (f32(r.normal(size=(2, T, n, 64))) for n in (4, 2, 2, 4))
+    k = k.at[0, 99].multiply(100)
     segments = np.stack([np.repeat([0, 1, -1], [100, 120, 36]), np.zeros(T)]).astype(np.int32)
     batch, mask = Packed(jnp.zeros((2, T), int), jnp.asarray(segments)), ops.Mask(0.125, **spec)
 
@@ -49,7 +53,7 @@ def test_splash_attention_equals_the_reference(spec, with_sinks, monkeypatch):
         return (out * weight).sum(), out
 
     args = q, k, v, f32(r.normal(size=4)) if with_sinks else None
-    assert compared(f, args, (0, 1, 2, 3) if with_sinks else (0, 1, 2), {"attend": "splash"}) < 1e-5
+    assert compared(f, args, (0, 1, 2, 3) if with_sinks else (0, 1, 2), {"attend": "splash"}) < 2e-5
 
 
 @pytest.mark.slow
@@ -57,10 +61,12 @@ def test_splash_attention_equals_the_reference(spec, with_sinks, monkeypatch):
     ("shape", "sizes"), [((200, 96, 160), [50, 0, 100, 30]), ((256, 128, 256), [0, 256, 0, 0])], ids=str
 )
 def test_megablox_equals_the_reference(shape, sizes):
-    """Empty groups, one group with all rows, rows of no group, sizes that no tile divides; 2e-6 of the largest."""
+    """Empty groups, one group with all rows, rows of no group, which are NaN, sizes that no tile divides; 2e-6 of the
+    largest."""
     m, k, n = shape
     r = np.random.default_rng(0)
     x, w, weight = f32(r.normal(size=(m, k))), f32(r.normal(size=(4, n, k))), f32(r.normal(size=(m, n)))
+    x = x.at[sum(sizes) :].set(jnp.nan)
 
     def f(x, w):
         y = ops.grouped_matmul(x, w, jnp.asarray(sizes, jnp.int32))
