@@ -558,6 +558,17 @@ def test_a_plan_is_made_of_a_run_file(checkpoint):
         recipe.planned(wanted.set("trainer.lora", {}))
 
 
+def test_a_ring_of_experts_is_an_implementation():
+    """EasyDeL's key; what `loader.kernels` says of it comes first."""
+    ring = recipe.from_dict(SFT).set("sharding.use_ring_of_experts", True)
+    assert (
+        recipe.settle(ring).kernels == {"expert_parallel": "ring"}
+        and recipe.settle(recipe.from_dict(SFT)).kernels == {}
+    )
+    named = ring.set("loader.kernels", {"expert_parallel": "all_to_all", "moe": "fused_moe"})
+    assert recipe.settle(named).kernels == {"expert_parallel": "all_to_all", "moe": "fused_moe"}
+
+
 def test_an_implementation_that_is_named_computes_the_step_and_the_server(checkpoint):
     """One that cannot serve here says why; nothing else is taken in its place."""
     wanted = (

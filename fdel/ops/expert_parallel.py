@@ -42,7 +42,8 @@ def exchange(
     """Compute `ops.moe` on devices that hold E / ep experts each, by local(x, p, weights, experts) of those experts."""
     way = choose(TABLE, None, x, p, experts, rows)
     axes = set(context("dp", "fsdp", AXIS, "sp"))
-    sent = partial(way.call, local, divided=_divided(rows), scale_inputs=scale_inputs, axes=tuple(sorted(axes)))
+    call = way.call if _divided(rows) else _all_gather  # where every device has all rows, none is sent
+    sent = partial(call, local, divided=_divided(rows), scale_inputs=scale_inputs, axes=tuple(sorted(axes)))
     return divided(sent, axes, (rows, P(AXIS), rows, rows), rows)(x, p, weights, experts)
 
 
@@ -170,17 +171,14 @@ def _divided(rows: P) -> bool:
     return bool(rows) and AXIS in (rows[0] or ())
 
 
-def _undivided(x: Array, p: Any, experts: Array, rows: P) -> str | None:
-    """Say why rows need no way to their experts, or None."""
-    return None if _divided(rows) else "every device along ep has all rows: ep does not divide them"
-
-
-def _no_ragged(*args: Any) -> str | None:
-    return "XLA:CPU has no ragged all-to-all" if target() == "cpu" else _undivided(*args)
+def _no_ragged(*_: Any) -> str | None:
+    return "XLA:CPU has no ragged all-to-all" if target() == "cpu" else None
 
 
 def _more_bytes(x: Array, p: Any, experts: Array, rows: P) -> str | None:
     """Say why rows are gathered all the same, or None."""
+    if not _divided(rows):
+        return "every device along ep has all rows: ep does not divide them"
     n, k = context(AXIS)[AXIS], experts.shape[-1]
     names = [a for part in rows for a in ((part,) if isinstance(part, str) else part or ())]
     tokens = experts.size // k // math.prod(context(*names).values())
@@ -195,8 +193,8 @@ TABLE = Table(  # each takes (local, x, p, weights, experts), on each device, an
     "expert_parallel",
     {
         "ragged_all_to_all": Implementation(_ragged, _no_ragged, on_request=True),
-        "all_to_all": Implementation(_all_to_all, _undivided, passed_over=_more_bytes),
-        "ring": Implementation(_ring, _undivided, passed_over=lambda *_: "it sends as much as all_gather, in ep steps"),
+        "all_to_all": Implementation(_all_to_all, passed_over=_more_bytes),
+        "ring": Implementation(_ring, passed_over=lambda *_: "it sends as much as all_gather, in ep steps"),
         "all_gather": Implementation(_all_gather),
     },
     also={"ring_of_experts": "ring"},
