@@ -60,7 +60,13 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
     """
     vision = config["vision_config"]
     clip = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
-    p = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "resample": 3}
+    p: dict[str, Any] = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+    }
     p |= (CLIP if clip else SIGLIP) | {k: v for k, v in processor.items() if v is not None}
     refuse(p, {*CLIP, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample", "do_pad"})
     size = p["size"]
@@ -87,7 +93,7 @@ def pixels(s: Settings, rgb: np.ndarray) -> np.ndarray:
     """Compute what transformers calls pixel_values of uint8[H W 3]: float32[H W 3]."""
     x = image.square(rgb, [int(255 * m) for m in s.mean or (0, 0, 0)]) if s.pad else rgb
     if s.edge or s.size:
-        x = image.resize(x, *(s.size or image.shortest(*x.shape[:2], s.edge or 0)), s.resample)
+        x = image.resize(x, *(s.size or image.shortest(x.shape[0], x.shape[1], s.edge or 0)), s.resample)
     x = image.center_crop(x, *s.crop) if s.crop else x
     x = image.rescale(x, s.factor) if s.factor else x
     return image.normalize(x, s.mean, s.std) if s.mean else x.astype(np.float32)

@@ -33,22 +33,24 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
 
     The tokens that end rows and images are the tokenizer's [IMG_BREAK] and [IMG_END], or what processor_config.json names.
     """
-    p = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "resample": 3,
-         "size": {"longest_edge": 1024}, "image_mean": clip.CLIP_MEAN, "image_std": clip.CLIP_STD}  # fmt: skip
+    p: dict[str, Any] = {
+        "do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "resample": 3,
+        "size": {"longest_edge": 1024}, "image_mean": clip.CLIP_MEAN, "image_std": clip.CLIP_STD,
+    }  # fmt: skip
     p |= {k: v for k, v in processor.items() if v is not None}
     clip.refuse(p, {*clip.CLIP, "do_resize", "do_rescale", "do_normalize", "rescale_factor", "resample", "do_pad",
                     "patch_size"})  # fmt: skip
     if not p["do_resize"] or p.get("do_center_crop"):
         raise ValueError("image processor: found do_resize false or do_center_crop true, which no Pixtral has")
     tokens, size = config["tokens"], p["size"]
-    ends = [tokens.get(f"image_{name.lower()}_token", tokens.get(f"[IMG_{name}]")) for name in ("BREAK", "END")]
-    if None in ends:
+    row, end = (tokens.get(f"image_{name.lower()}_token", tokens.get(f"[IMG_{name}]")) for name in ("BREAK", "END"))
+    if None in (row, end):
         raise ValueError(
             "tokenizer.json has no [IMG_BREAK] and [IMG_END] among its added tokens, which end rows of images"
         )
     edge = size.get("longest_edge") if isinstance(size, Mapping) else size
     return Settings(
-        token, *ends, clip.pair(size if edge is None else edge, "size"),
+        token, row, end, clip.pair(size if edge is None else edge, "size"),
         int(config["vision_config"].get("patch_size", 16)), int(config.get("spatial_merge_size", 1)), int(p["resample"]),
         float(p["rescale_factor"]) if p["do_rescale"] else None, tuple(p["image_mean"]) if p["do_normalize"] else None,
         tuple(p["image_std"]),
@@ -66,7 +68,7 @@ def size(s: Settings, height: int, width: int) -> tuple[int, int]:
 
 def pixels(s: Settings, rgb: np.ndarray) -> np.ndarray:
     """Compute what transformers calls pixel_values of uint8[H W 3], without its padding: float32[H W 3]."""
-    x = image.resize(rgb, *size(s, *rgb.shape[:2]), s.resample)
+    x = image.resize(rgb, *size(s, rgb.shape[0], rgb.shape[1]), s.resample)
     x = image.rescale(x, s.factor) if s.factor else x
     return image.normalize(x, s.mean, s.std) if s.mean else x.astype(np.float32)
 

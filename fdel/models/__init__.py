@@ -145,8 +145,9 @@ def load(
     """Load a checkpoint from a directory or a Hub id (extra `hub`) in Hugging Face layout, or from a GGUF file.
 
     What the file has in few bits (see `params.published`; the only .gguf file of a directory too) stays so, as `Quantized`.
-    Of a file of several modalities the language model is loaded. A model with a head of its own (classifier, reward, span
-    of an answer, value) has the params of `heads.spec`. `family` is the module to use, whatever model_type says.
+    Of a file of several modalities the language model is loaded, and the tower if the family sees. A model with a head of
+    its own (classifier, reward, span of an answer, value) has the params of `heads.spec`. `family` is the module to use,
+    whatever model_type says.
 
     dtype None keeps the checkpoint's. With a mesh, arrays go straight to their shards by `rules` (default `params.TRAIN`).
     stacked=False gives one tree per layer, which serving walks (see `params.unstack`).

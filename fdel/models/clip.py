@@ -59,7 +59,7 @@ class Config:
     ONLY = dict.fromkeys(("logit_scale_init_value", "text_config_dict", "vision_config_dict"), config.ANY)
     width: int = config.hf("projection_dim", 512)
     text: Text = config.computed(
-        lambda d: Text.from_hf(mapping("text_config", d.get("text_config"))),
+        lambda d: Text.from_hf(mapping("text_config", d.get("text_config"))),  # type: ignore[attr-defined]
         lambda v: {"text_config": {"model_type": "clip_text_model"} | v.to_hf()},
     )
     vision: Vision = sight.tower_config("clip_vision_model")

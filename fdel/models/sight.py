@@ -159,11 +159,11 @@ def states_at(
     """Walk the layers of a tower: what leaves the last one, and the hidden states at places (negative: from the end)."""
     count = len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
     at = tuple(p % (count + 1) for p in places)
-    carry = ops.Carry(taps=ops.Taps(hidden=ops.HiddenStates(at))) if at else ops.Carry()
-    if isinstance(layers, list) and at:
-        layers = layers[: max(at)]
-    x, carry = ops.layers(block, x, carry, layers)
-    return x, carry.taps.hidden.values if at else ()
+    if not at:
+        return ops.layers(block, x, ops.Carry(), layers)[0], ()
+    layers = layers[: max(at)] if isinstance(layers, list) else layers
+    x, carry = ops.layers(block, x, ops.Carry(taps=ops.Taps(hidden=ops.HiddenStates(at))), layers)
+    return x, carry.taps.hidden.values  # type: ignore[union-attr]
 
 
 def entries(x: Float[Array, "N T D"], lead: tuple[int, ...]) -> Float[Array, "*rows entries D"]:

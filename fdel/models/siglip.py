@@ -57,7 +57,7 @@ class Config:
     """Sizes and constants of both towers."""
 
     text: Text = config.computed(
-        lambda d: Text.from_hf(mapping("text_config", d.get("text_config"))),
+        lambda d: Text.from_hf(mapping("text_config", d.get("text_config"))),  # type: ignore[attr-defined]
         lambda v: {"text_config": {"model_type": "siglip_text_model"} | v.to_hf()},
     )
     vision: Vision = sight.tower_config("siglip_vision_model")

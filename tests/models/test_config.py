@@ -191,6 +191,8 @@ def test_a_key_that_nothing_reads_is_refused_unless_it_says_no(name):
         with pytest.raises(config.ConfigError, match=f"'{key}': found .*fdel.models.{name} does not read"):
             module.Config.from_hf(d | {key: value})
     with pytest.raises(config.ConfigError, match="'vocab_sizes': found 7 .did you mean 'vocab_size'"):
+        if "text_config" in d:  # of a family that sees
+            module.Config.from_hf(d | {"text_config": d["text_config"] | {"vocab_sizes": 7}})
         module.Config.from_hf(d | {"vocab_sizes": 7})
 
 
