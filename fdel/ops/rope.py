@@ -90,7 +90,7 @@ def frequencies(r: Rope) -> tuple[np.ndarray, float]:
 
 
 def components(r: Rope) -> np.ndarray:
-    """Give the component of `Packed.rotary` by which each pair turns, int[dim / 2]; ValueError for sections that do not fit.
+    """Give the component of `Packed.rotary` by which each pair turns, int[dim / 2]; ValueError for sections that misfit.
 
     Chunks as in arXiv:2409.12191, section 2.1, alternating as in arXiv:2511.21631, section 2.
     >>> ops.components(ops.Rope(16, 1e4, sections=(2, 3, 3))).tolist()
@@ -102,7 +102,9 @@ def components(r: Rope) -> np.ndarray:
     fit = len(r.sections) == 3 and sum(r.sections) == pairs
     if not fit or (r.interleaved and (ends[1] > pairs + 1 or ends[2] > pairs)):
         found = f"Rope.sections={r.sections}, interleaved={r.interleaved}"
-        raise ValueError(f"{found}: expected three numbers of pairs, {pairs} together, and room for those that alternate")
+        raise ValueError(
+            f"{found}: expected three numbers of pairs, {pairs} together, and room for those that alternate"
+        )
     if not r.interleaved:
         return np.repeat(np.arange(3), r.sections)
     out = np.zeros(pairs, int)

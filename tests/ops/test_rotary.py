@@ -19,7 +19,9 @@ BATCH = replace(ops.packed(jnp.zeros((2, 7), int)), rotary=jnp.array(ROTARY))
 
 
 @pytest.mark.parametrize(
-    ("r", "of"), [(CHUNKED, [0, 0, 1, 1, 1, 2, 2, 2]), (ALTERNATING, [0, 1, 2, 0, 1, 2, 0, 1])], ids=["chunks", "in turn"]
+    ("r", "of"),
+    [(CHUNKED, [0, 0, 1, 1, 1, 2, 2, 2]), (ALTERNATING, [0, 1, 2, 0, 1, 2, 0, 1])],
+    ids=["chunks", "in turn"],
 )
 def test_each_pair_turns_by_its_component(r, of):
     angles = ROTARY[:, :, of] * 1e4 ** (-np.arange(8) / 8)
@@ -39,7 +41,7 @@ def test_a_paged_batch_turns_its_tokens():
         np.testing.assert_array_equal(a, b[1])
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}], ids=["default", "yarn"])
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}], ids=str)
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_rotations_equal_transformers(name, scaling):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
@@ -52,7 +54,9 @@ def test_rotations_equal_transformers(name, scaling):
         oracle = two.Qwen2VLRotaryEmbedding(two.Qwen2VLTextConfig(**sizes, rope_parameters=parameters))
     else:
         parameters["mrope_interleaved"] = True
-        oracle = three.Qwen3VLTextRotaryEmbedding(three.Qwen3VLTextConfig(**sizes, head_dim=16, rope_parameters=parameters))
+        oracle = three.Qwen3VLTextRotaryEmbedding(
+            three.Qwen3VLTextConfig(**sizes, head_dim=16, rope_parameters=parameters)
+        )
     with torch.no_grad():
         want = oracle(torch.zeros(1), torch.tensor(ROTARY).permute(2, 0, 1))
     r = rope({"rope_parameters": parameters, "max_position_embeddings": 64}, 16)
