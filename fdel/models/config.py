@@ -211,7 +211,7 @@ def _known(rest: Mapping[str, Any], read: set[str], where: str, also: frozenset[
 def text_part(d: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Give the config of the language model inside one of several modalities, with what stands around it for all parts."""
     inner = K.mapping("text_config", d["text_config"])
-    _known({k: v for k, v in d.items() if k not in K.SWITCHES}, set(), where, K.OUTER)
+    _known({k: v for k, v in d.items() if k not in K.SWITCHES}, set(inner), where, K.OUTER)
     around = {k: v for k, v in d.items() if k in K.TEXT and v is not None}
     return {k: v for k, v in inner.items() if k != "architectures"} | around
 

@@ -11,7 +11,7 @@ MOST = {"layers": 4096, "experts": 65536}  # by field of a Config: a spec has an
 DIVIDES = (("kv_heads", "heads"), ("key_heads", "value_heads"), ("groups", "experts"))
 POSITIVE = set(
     "vocab embed ffn layers heads kv_heads head_dim query_scale max_positions key_heads value_heads key_dim value_dim "
-    "kernel state groups chunk window latent v_dim rope_dim nope_dim every floor".split()
+    "kernel state groups chunk window latent v_dim rope_dim nope_dim every floor patch frames merge out".split()
 )
 
 

@@ -17,12 +17,16 @@ class Config(config.Decoder):
     kinds: tuple[str, ...] = config.computed(qwen3.kinds, lambda k: {"layer_types": list(k)})
 
 
+def blocks(cfg: Config, batch: ops.Batch) -> dict:
+    """Make the block of each kind of layer."""
+    change = sublayers.rotate(ops.rotation(cfg.rope, batch))
+    return {kind: llama.block(cfg, batch, change, w) for kind, w in ((FULL, None), (SLIDING, cfg.window))}
+
+
 @builders.hidden("attention")
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    change = sublayers.rotate(ops.rotation(cfg.rope, batch))
-    blocks = {kind: llama.block(cfg, batch, change, w) for kind, w in ((FULL, None), (SLIDING, cfg.window))}
-    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
+    return sublayers.walk(params, tokens, cfg, blocks(cfg, batch), carry, remat)
 
 
 spec, state_spec, head, forward = llama.spec, builders.kv_state, builders.head, builders.forward(hidden)

@@ -61,9 +61,8 @@ def attention(x, carry, p, layer, cfg, batch, rot, mask):
     return x + a, carry
 
 
-@builders.hidden("attention")
-def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
-    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+def blocks(cfg: Config, batch: ops.Batch) -> dict:
+    """Make the block of each kind of layer."""
     rot = ops.rotation(cfg.rope, batch)
     act = ops.ACTIVATIONS[cfg.act]
 
@@ -76,8 +75,13 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
 
         return apply
 
-    blocks = {FULL: block(None), SLIDING: block(cfg.window)}
-    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
+    return {FULL: block(None), SLIDING: block(cfg.window)}
+
+
+@builders.hidden("attention")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    return sublayers.walk(params, tokens, cfg, blocks(cfg, batch), carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

@@ -1,5 +1,7 @@
 """Qwen3-MoE (arXiv:2505.09388): Qwen3's attention, and a mixture of gated feed-forwards in some layers or in all."""
 
+from collections.abc import Callable
+
 from fdel import ops
 from fdel.models import builders, config, sublayers
 from fdel.models.qwen3 import attention, attention_spec, window_field
@@ -43,29 +45,36 @@ class Config(config.Decoder):
         return config.to_hf(self) | {"num_local_experts": self.experts}
 
 
+def layer_spec(cfg: Config, kind: str) -> dict:
+    """Declare a layer: attention, and experts or one feed-forward."""
+    name = "model.layers.{layers}."
+    moe = builders.moe(name + "mlp.", cfg.embed, cfg.moe_ffn, cfg.experts)
+    return attention_spec(cfg, name) | (moe if kind == MOE else builders.glu(name + "mlp.", cfg.embed, cfg.ffn))
+
+
 def spec(cfg: Config) -> dict:
     """Declare every array."""
-    name = "model.layers.{layers}."
-    ffn = {
-        DENSE: builders.glu(name + "mlp.", cfg.embed, cfg.ffn),
-        MOE: builders.moe(name + "mlp.", cfg.embed, cfg.moe_ffn, cfg.experts),
-    }
-    return builders.decoder(cfg, lambda kind: attention_spec(cfg, name) | ffn[kind])
+    return builders.decoder(cfg, lambda kind: layer_spec(cfg, kind))
 
 
-@builders.hidden("attention", "router")
-def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
-    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+def block(cfg: Config, batch: ops.Batch) -> Callable:
+    """Make the block of every layer."""
     rot = ops.rotation(cfg.rope, batch)
     mask = ops.Mask(cfg.head_dim**-0.5, window=cfg.window)
 
-    def block(x, carry, p, layer):
+    def apply(x, carry, p, layer):
         x, carry = attention(x, carry, p, layer, cfg, batch, rot, mask)
         h = ops.rms_norm(x, p["mlp_norm"], cfg.norm_eps)
         y, carry = sublayers.softmax_experts(h, carry, p, cfg, batch, normalize=cfg.normalize)
         return x + y, carry
 
-    return sublayers.walk(params, tokens, cfg, block, carry, remat)
+    return apply
+
+
+@builders.hidden("attention", "router")
+def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    return sublayers.walk(params, tokens, cfg, block(cfg, batch), carry, remat)
 
 
 state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)

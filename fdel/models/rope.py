@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fdel.models.keys import ConfigError, mapping, show
-from fdel.ops.rope import Rope
+from fdel.ops.rope import Rope, components
 
 ROPE_KEYS = {name: name for name in ("factor", "beta_fast", "beta_slow", "mscale", "truncate")} | {
     "original": "original_max_position_embeddings", "attention": "attention_factor", "mscale_all": "mscale_all_dim",
@@ -12,7 +12,7 @@ ROPE_KEYS = {name: name for name in ("factor", "beta_fast", "beta_slow", "mscale
     "short_mscale": "short_mscale", "long_mscale": "long_mscale", "partial": "partial_rotary_factor",
 }  # fmt: skip
 ROPE_KNOWN = {*ROPE_KEYS.values(), "rope_type", "type", "rope_theta", "finetuned"}
-ROPE_KNOWN |= {"mrope_section", "mrope_interleaved"}  # of several rows of positions: in text they are equal
+ROPE_KNOWN |= {"mrope_section", "mrope_interleaved"}  # of three components of positions: in text they are equal
 ROPE_NEEDS = {
     "default": (),
     "proportional": (),
@@ -68,7 +68,25 @@ def rope(
     dim = int(dim * fraction)
     if kind == "longrope" and not len(values["short"]) == len(values["long"]) == dim // 2:
         raise ConfigError(f"config field 'rope_parameters': short_factor and long_factor need {dim // 2} numbers each")
-    return Rope(dim, base, kind, **(values | numbers))
+    return Rope(dim, base, kind, **(values | numbers), **_sections(p, dim // 2))
+
+
+def _sections(p: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    """Read how many pairs turn by each component of a position; none where the parameters do not say it."""
+    sections, interleaved = p.get("mrope_section"), p.get("mrope_interleaved") or False
+    if sections is None:
+        return {}
+    if not isinstance(sections, list | tuple) or not all(type(n) is int and 0 <= n <= pairs for n in sections):
+        found = f"found {show(sections)}, expected three numbers of pairs, {pairs} together"
+        raise ConfigError(f"config field 'rope_parameters.mrope_section': {found}")
+    if not isinstance(interleaved, bool):
+        found = f"found {show(interleaved)}, expected true or false"
+        raise ConfigError(f"config field 'rope_parameters.mrope_interleaved': {found}")
+    try:
+        components(Rope(2 * pairs, 1.0, sections=tuple(sections), interleaved=interleaved))
+    except ValueError as e:
+        raise ConfigError(f"config field 'rope_parameters.mrope_section': {e}") from e
+    return {"sections": tuple(sections), "interleaved": interleaved}
 
 
 def _number(p: Mapping[str, Any], key: str, default: Any) -> float:
@@ -87,4 +105,6 @@ def rope_to_hf(r: Rope) -> dict[str, Any]:
     if r.kind == "default":
         changed = {k: v for k, v in changed.items() if k == "partial_rotary_factor"}
     needed = {key: getattr(r, k) for k, key in ROPE_KEYS.items() if key in ROPE_NEEDS[r.kind] and key not in changed}
+    if r.sections:
+        changed |= {"mrope_section": list(r.sections)} | ({"mrope_interleaved": True} if r.interleaved else {})
     return {"rope_type": r.kind, "rope_theta": r.theta} | needed | changed

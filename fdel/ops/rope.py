@@ -18,6 +18,8 @@ class Rope:
     scaling. `attention` is an explicit attention factor (yarn, longrope); `mscale` and `mscale_all` the two of DeepSeek's
     yarn; `short_mscale` and `long_mscale` the factors of a long rope below and above `original`. `partial` is the share of
     a head that `dim` is; a proportional rope has the frequencies of the whole head, and turns that share of its pairs.
+    `sections` are how many pairs turn by each component of `Packed.rotary` (time, row, column): the pairs lie in chunks one
+    behind the other, or with `interleaved` alternate as long as rows and columns have some (`components`).
     """
 
     dim: int
@@ -38,6 +40,8 @@ class Rope:
     short_mscale: float | None = None
     long_mscale: float | None = None
     partial: float = 1.0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -85,11 +89,36 @@ def frequencies(r: Rope) -> tuple[np.ndarray, float]:
     )
 
 
+def components(r: Rope) -> np.ndarray:
+    """Give the component of `Packed.rotary` by which each pair turns, int[dim / 2]; ValueError for sections that misfit.
+
+    Chunks as in arXiv:2409.12191, section 2.1, alternating as in arXiv:2511.21631, section 2.
+    >>> ops.components(ops.Rope(16, 1e4, sections=(2, 3, 3))).tolist()
+    [0, 0, 1, 1, 1, 2, 2, 2]
+    >>> ops.components(ops.Rope(16, 1e4, sections=(4, 2, 2), interleaved=True)).tolist()
+    [0, 1, 2, 0, 1, 2, 0, 0]
+    """
+    pairs, ends = r.dim // 2, [3 * n for n in r.sections]  # where rows and columns end among pairs that alternate
+    fit = len(r.sections) == 3 and sum(r.sections) == pairs
+    if not fit or (r.interleaved and (ends[1] > pairs + 1 or ends[2] > pairs)):
+        found = f"Rope.sections={r.sections}, interleaved={r.interleaved}"
+        raise ValueError(
+            f"{found}: expected three numbers of pairs, {pairs} together, and room for those that alternate"
+        )
+    if not r.interleaved:
+        return np.repeat(np.arange(3), r.sections)
+    out = np.zeros(pairs, int)
+    for part in 1, 2:
+        out[part : ends[part] : 3] = part
+    return out
+
+
 def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T half"], Float[Array, "... T half"]]:
     """Compute cos and sin of every position's angles, in float32, once per forward.
 
     `dynamic` (NTK) and `longrope` depend on the length of each sequence so far. As in transformers, keys that were cached
-    before the length passed `original` keep their old angles.
+    before the length passed `original` keep their old angles. A rope with sections turns by `batch.rotary`, if it is there;
+    for one without them that is a ValueError.
     >>> cos, sin = ops.rotation(ops.Rope(4, 1e4), ops.packed(tokens))  # tokens [4 6]
     >>> cos.shape
     (4, 6, 2)
@@ -106,7 +135,13 @@ def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T half"], Float[A
         else:
             base = jnp.maximum(r.factor * length / r.original - (r.factor - 1), 1.0)
             freq = freq * base ** (-jnp.arange(0, r.dim, 2) / (r.dim - 2))
-    angles = batch.positions[..., None].astype(jnp.float32) * freq
+    if batch.rotary is None:
+        places = batch.positions[..., None]
+    elif r.sections:
+        places = batch.rotary[..., components(r)]
+    else:
+        raise ValueError("batch.rotary: the rope has no sections, it turns by positions; leave batch.rotary out")
+    angles = places.astype(jnp.float32) * freq
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
