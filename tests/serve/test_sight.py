@@ -90,7 +90,12 @@ def engine(model, total: int = SHAPE["pages"], **changes) -> Engine:
 
 ASKED = serve.SamplingParams(max_tokens=10, ignore_eos=True)
 A, B, C = picture(1, 50), picture(2, 20), picture(3, 70)
-SHOWN = [prompt(5, A, 7), prompt(40, B, 3, C, 9, seed=1), prompt(6, C, 2, seed=2), prompt(3, A, B, 80, seed=3, turned=False)]
+SHOWN = [
+    prompt(5, A, 7),
+    prompt(40, B, 3, C, 9, seed=1),
+    prompt(6, C, 2, seed=2),
+    prompt(3, A, B, 80, seed=3, turned=False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +221,11 @@ def idle(model) -> Engine:
     [
         (SHOWN[0][0][1:], SHOWN[0][1], "the prompt has 61 tokens, its media 62"),
         (SHOWN[3][0], prompt(3, A, C, 30)[1], "the pictures of the prompt have 120 entries, there is room for 110"),
-        ([1] * 8, prompt(1, Image(np.ones((2, 5), np.float32), np.zeros((2, 3), int), 2), 5)[1], "5 numbers, expected 12"),
+        (
+            [1] * 8,
+            prompt(1, Image(np.ones((2, 5), np.float32), np.zeros((2, 3), int), 2), 5)[1],
+            "5 numbers, expected 12",
+        ),
         ([1], SHOWN[0], "media holds a tuple; expected PromptMedia"),
     ],
 )
@@ -267,7 +276,8 @@ def test_pictures_take_the_places_of_a_prompt():
 def test_turns_go_on_after_the_prompt():
     tokens, media = prompt(2, picture(0, 6), 1)
     assert media.turns(0, 11).tolist() == [
-        [0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 3, 2], [2, 2, 3], [2, 3, 3], [2, 2, 4], [2, 3, 4], [5, 5, 5], [6, 6, 6], [7, 7, 7]
+        [0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 3, 2], [2, 2, 3], [2, 3, 3], [2, 2, 4], [2, 3, 4],
+        [5, 5, 5], [6, 6, 6], [7, 7, 7],
     ]  # fmt: skip
     assert media.turns(9, 11).tolist() == [[6] * 3, [7] * 3] and media.shift == -3
 

@@ -1,7 +1,7 @@
 """The programs of a device, compiled before they are needed: the largest first, the others beside the first steps."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,8 @@ import numpy as np
 from fdel import ops
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Call
-from fdel.serve.engine.request import TOP
 from fdel.serve.engine.pictures import Holders, rounded
+from fdel.serve.engine.request import TOP
 from fdel.serve.engine.sampling import sampling_rows
 from fdel.serve.engine.step import PAGE, Programs
 
@@ -28,7 +28,7 @@ class Compiling:
     weights: Any
     model: Any
     blocks: list[int]  # sizes of programs
-    batches: list[int]
+    batches: Sequence[int]
     lengths: list[int]
     drafts: int
     steps: int
@@ -108,7 +108,13 @@ class Compiling:
             args, ways = (*arrays, self._blank(packing.Extend, n), self.unmasked[n], *seen), [{"block": BLOCK}]
         elif name == "encode" and self.example is not None:
             values = np.zeros((n, self.example[1]), np.float32)
-            args = shape(self.entries), values, np.zeros((n, 3), np.int32), np.zeros(self.sight.count(n), np.int32), one[0]
+            args = (
+                shape(self.entries),
+                values,
+                np.zeros((n, 3), np.int32),
+                np.zeros(self.sight.count(n), np.int32),
+                one[0],
+            )
         elif name == "decode":
             args = (*arrays, self._blank(packing.Decode, n), self.unmasked[n])
             drafted = {(self.drafts, 1)} if self.small else {(0, 1), (self.drafts, 1), (0, self.steps)}

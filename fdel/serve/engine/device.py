@@ -40,8 +40,8 @@ class Device(Seeing):
 
     Programs are compiled for some numbers of prefill blocks (`blocks`) and of decode rows (`batches`). `draft` is a smaller
     model that guesses `settings.drafts` tokens at each decode, so that its own cache has no gaps; without it they are
-    guessed from earlier tokens, in the steps that ask for it. `sight` (`media.sight.Sight`) is how the model sees; without it it reads
-    text alone. Processes that follow one make the same `Device`.
+    guessed from earlier tokens, in the steps that ask for it. `sight` (`media.sight.Sight`) is how the model sees; without
+    it it reads text alone. Processes that follow one make the same `Device`.
     """
 
     fixed: ClassVar[str | None] = None  # why weights stay as they are and nothing is scored, where that is so
@@ -115,7 +115,9 @@ class Device(Seeing):
             if masks:  # where that one is, else it would compile again; every process has the whole
                 mask = jax.make_array_from_callback(mask.shape, mask.sharding, lambda part: masks[0][part])
             step = getattr(self.programs, call.name)
-            self.state, self.sequences, out = step(weights, self.state, self.sequences, plan, mask, *seen, **call.static)
+            self.state, self.sequences, out = step(
+                weights, self.state, self.sequences, plan, mask, *seen, **call.static
+            )
             return out
         return None
 
@@ -194,7 +196,8 @@ class Device(Seeing):
         size = next(n for n in self.usable[name] if n >= len(plan.row))
         arrays = [packing.pack_plan(plan, size, self.rows)]
         if seen is not None:
-            arrays.append(packing.pack_seen(*seen, size))
+            index, turns = seen
+            arrays.append(packing.pack_seen(index, turns, size))
         if masks and any(r.id in masks for r in requests):
             arrays.append(np.zeros(self.unmasked[size].shape, np.uint32))
             for i, r in zip(lines, requests, strict=True):

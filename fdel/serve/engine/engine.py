@@ -93,7 +93,9 @@ class Engine(Reading):
         sampling = SamplingParams() if sampling is None else sampling
         if isinstance(sampling, SamplingParams):  # else refused below
             sampling.check_single()
-        return self.submit_all([prompt], sampling, mask=None if mask is None else lambda: mask, media=[media], **where)[0]
+        return self.submit_all([prompt], sampling, mask=None if mask is None else lambda: mask, media=[media], **where)[
+            0
+        ]
 
     def submit_all(
         self,
@@ -113,7 +115,9 @@ class Engine(Reading):
         `mask` makes each output's MaskSource; `queue` gets their deltas, by the place of each in what is returned. `key` is
         whose fair share it uses; cached pages are shared by those who have the same key and salt. The highest priority goes
         first. `media` are the pictures of each prompt, None for none, as `prompt_media` gives them beside its tokens:
-        each is encoded once, whoever shows it, as long as it has room in `settings.media_bytes`. Raises ValueError for what cannot be served, QueueFull, and RuntimeError once the engine is closed.
+        each is encoded once, whoever shows it, as long as it has room in `settings.media_bytes`.
+
+        Raises ValueError for what cannot be served, QueueFull, and RuntimeError once the engine is closed.
         """
         self.check_open()
         if self.silent is not None:

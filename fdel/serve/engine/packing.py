@@ -15,8 +15,8 @@ sequence (`Extend`) or a sequence that decodes (`Decode`); its columns are the f
 Spare lines name a row and pages that do not exist: they read zeros, write nothing and draw nothing. **Masks** are
 uint32[lines, ceil(V / 32)], one bit per token of the vocabulary, the lowest first; read where `masked` is 1.
 
-**What is seen** by a call of "extend" of a model that sees is int32[lines, 4 block] beside its plan: of each token of a line
-the entry that stands in its place, -1 for none, then three components of its rotary position each.
+**What is seen** by a call of "extend" of a model that sees is int32[lines, 4 block] beside its plan: of each token of a
+line the entry that stands in its place, -1 for none, then three components of its rotary position each.
 
 **Copies** of pages are int32[rows, 2], from which to which, in their order; spare ones name pages that do not exist.
 

@@ -22,7 +22,7 @@ class Seeing(Compiling):
     """The part of a `Device` that has pictures encoded before the calls that show them."""
 
     def _open_eyes(self, sight: Any, most: int) -> None:
-        """Make room for what is encoded, `most` bytes of it, or as much as all rows could show. ValueError if that is none."""
+        """Make room for what is encoded: `most` bytes, or what all rows could show. ValueError for a model of text."""
         self.sight, self.example, self.like, self.holders, self.entries = sight, None, None, Holders(0), None
         family = self.model.family
         if sight is None:
@@ -44,13 +44,19 @@ class Seeing(Compiling):
     def check_media(self, media: Any, prompt: Sequence[int]) -> None:
         """Raise ValueError for what a prompt cannot show."""
         if not isinstance(media, PromptMedia):
-            raise ValueError(f"media holds a {type(media).__name__}; expected PromptMedia, see serve.prompt_media, or None")
+            raise ValueError(
+                f"media holds a {type(media).__name__}; expected PromptMedia, see serve.prompt_media, or None"
+            )
         if self.example is None:
-            raise ValueError("this engine reads text alone; of a model that sees, give it sight=media.sight.read(folder)")
+            raise ValueError(
+                "this engine reads text alone; of a model that sees, give it sight=media.sight.read(folder)"
+            )
         if len(media.index) != len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, its media {len(media.index)}; they must not be cut")
         if wrong := [i for i in media.images if i.patches.shape[1] != self.example[1]]:
-            raise ValueError(f"a picture has patches of {wrong[0].patches.shape[1]} numbers, expected {self.example[1]}")
+            raise ValueError(
+                f"a picture has patches of {wrong[0].patches.shape[1]} numbers, expected {self.example[1]}"
+            )
         if not self.holders.fits((("", i.digest), i) for i in media.images):
             room = f"{self.holders.total} entries; show fewer or smaller ones, or give the engine more media_bytes"
             raise ValueError(f"the pictures of the prompt have {media.starts[-1]} entries, there is room for {room}")
@@ -82,7 +88,12 @@ class Seeing(Compiling):
             fill = lambda x, value, size=size: np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)],
                                                       constant_values=value)  # fmt: skip
             slot = np.int32(self.weights.slot(key[0]))
-            arrays = fill(image.patches, 0), fill(image.places.astype(np.int32), -1), np.full(self.sight.count(size), NOWHERE, np.int32), slot
+            arrays = (
+                fill(image.patches, 0),
+                fill(image.places.astype(np.int32), -1),
+                np.full(self.sight.count(size), NOWHERE, np.int32),
+                slot,
+            )
             arrays[2][: len(which)] = which
             try:
                 self.execute(Call("encode", arrays, key[0]))

@@ -59,9 +59,9 @@ def compute_dtype(params: Any) -> np.dtype:
 
 
 def encoded(family: ModuleType, cfg: Any, params: Any, example: tuple[int, int]) -> jax.ShapeDtypeStruct:
-    """Shape one entry of what a family's tower gives of a picture of so many patches of so many numbers: [D] or [parts D]."""
+    """Shape one entry, [D] or [parts D], of what a family gives of a picture of so many patches of so many numbers."""
     patches, numbers = example
-    picture = ops.Patches(np.zeros((1, patches, numbers), np.float32), np.zeros((1, patches, 3), np.int32))  # type: ignore[arg-type]
+    picture = ops.Patches(np.zeros((1, patches, numbers), np.float32), np.zeros((1, patches, 3), np.int32))
     out = jax.eval_shape(lambda p, x: family.encode(heads.inner(p), x, cfg), params, picture)
     return jax.ShapeDtypeStruct(out.shape[1:], out.dtype)
 
@@ -91,19 +91,13 @@ def programs(
         tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
         return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1, known if sees else None)
 
-    def extend(
-        params, state, rows: Rows, plan: Array, masks: Array, *seen: Array, block: int
-    ) -> tuple[States, Rows, Out]:
+    def extend(params, state, rows: Rows, plan: Array, masks: Array, *seen: Array, block: int) -> tuple:
         return _extend(nets, params, state, rows, packing.unpack_plan(packing.Extend, plan), masks, block, seen)
 
-    def encode(params, entries: Array, patches: Array, places: Array, which: Array, slot: Array) -> Array:
-        params = heads.inner(P.lora.choose(params, slot[None]))
-        new = family.encode(params, ops.Patches(patches[None], places[None]), cfg)
-        return entries.at[which[: len(new)]].set(new.astype(entries.dtype), mode="drop")
+    def encode(params, entries: Array, *picture: Array) -> Array:
+        return _encode(family, cfg, params, entries, *picture)
 
-    def decode(
-        params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int
-    ) -> tuple[States, Rows, Out]:
+    def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int) -> tuple:
         lines = packing.unpack_plan(packing.Decode, plan)
         one = lambda state, rows: _decode(nets, params, state, rows, lines, masks, drafts)
         return one(state, rows) if steps == 1 else _repeat(one, state, rows, steps)
@@ -113,9 +107,7 @@ def programs(
         x = family.hidden(heads.inner(params), tokens, cfg, batch)[0]
         return x if heads.kind_of(params) is None else heads.outputs(params, x)
 
-    def score(
-        params, tokens: Array, lengths: Array, slot: Array, targets: Array, count: Array, *, top: int
-    ) -> tuple[Array, Array, Array]:
+    def score(params, tokens: Array, lengths: Array, slot: Array, targets: Array, count: Array, *, top: int) -> tuple:
         x = embed(params, tokens, slot, ops.packed(tokens, lengths))
         return _score(x, family.head(P.lora.choose(params, slot[None]), cfg), targets, count, top)
 
@@ -135,6 +127,15 @@ def programs(
         jit(encode, donate=(1,)),
         traces,
     )
+
+
+def _encode(
+    family: ModuleType, cfg: Any, params: Any, entries: Array, patches: Array, places: Array, which: Array, slot: Array
+) -> Array:
+    """Put what the tower gives of one picture into the array of entries; numbers past its end are dropped."""
+    params = heads.inner(P.lora.choose(params, slot[None]))
+    new = family.encode(params, ops.Patches(patches[None], places[None]), cfg)
+    return entries.at[which[: len(new)]].set(new.astype(entries.dtype), mode="drop")
 
 
 def _counted(f: Callable, traces: Counter) -> Callable:
@@ -184,7 +185,7 @@ def _extend(
     nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: packing.Extend, masks: Array, block: int,
     seen: Sequence[Array] = (),
 ) -> tuple[tuple, Rows, Out]:  # fmt: skip
-    """Run blocks of known tokens through every model; each that ends its prompt draws a token. A draft model sees nothing."""
+    """Run blocks of known tokens through every model; each that ends its prompt draws a token. Draft models see nothing."""
     (family, cfg), *_ = nets
     offset = jnp.arange(block)
     positions = jnp.where(offset < plan.length[:, None], plan.start[:, None] + offset, -1)
