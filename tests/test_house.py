@@ -20,7 +20,7 @@ Findings = Iterator[tuple[int, str]]
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 8
 # The most lines of a file in fdel/models: 150 for a dense family (the default), 250 with experts or latent attention,
 # 350 for a hybrid or several modalities. Files that are not families have the budget of all others.
-CONTEXT = ("self", "cls", "batch", "state", "slots", "layer", "impl", "remat")
+CONTEXT = ("self", "cls", "batch", "media", "state", "slots", "layer", "impl", "remat")
 KNOWN_BY_NAME = {"dpo"}  # every option a keyword that users of TRL know
 MODEL_LINES = {
     "deepseek_v3": 250,

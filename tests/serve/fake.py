@@ -56,6 +56,12 @@ class FakeDevice:
     def group(self, adapter: str) -> str:
         return adapter
 
+    def forget(self) -> None:
+        """There are no pictures."""
+
+    def divided(self, chunks: list[Chunk]) -> list[list[Chunk]]:
+        return [chunks]
+
     def admit(self, r: Request, sampling: object, running: bool) -> None:
         self.rows[r.row] = [list(r.tokens), r.limit, running]
 

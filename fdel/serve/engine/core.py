@@ -98,6 +98,7 @@ class Core:
         """Change weights between steps; what was computed with the old ones is computed again."""
         deltas = self.drain()  # first: what is in flight was drawn by the old ones, and gets their number
         self.device.weights[adapter] = weights
+        self.device.forget()
         self.versions[adapter] += 1
         self._requeue_all()
         return deltas
@@ -152,7 +153,8 @@ class Core:
         if copies := [c for c in plan.copies if not c[0].done]:
             calls.append(([r for r, *_ in copies], lambda: self.device.copy([pages for _, *pages in copies])))
         for chunks in self._groups([c for c in plan.chunks if not c.request.done], lambda c: c.request):
-            calls.append(([c.request for c in chunks], partial(self._extend, chunks, masks)))
+            for some in self.device.divided(chunks):
+                calls.append(([c.request for c in some], partial(self._extend, some, masks)))
         for requests in self._groups([r for r in plan.decodes if not r.done], lambda r: r):
             calls.append((requests, partial(self._decode, requests, masks)))
         for requests, call in calls:

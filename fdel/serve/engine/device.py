@@ -1,10 +1,8 @@
 """The arrays of one engine: weights, cache and rows, and the programs that change them."""
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,15 +13,16 @@ from fdel import ops
 from fdel.models import Model
 from fdel.ops.platform import target
 from fdel.serve.engine import packing
+from fdel.serve.engine.compiling import BLOCK as BLOCK
 from fdel.serve.engine.packing import NOWHERE, Call, Out
-from fdel.serve.engine.request import TOP, check_prompt, length_limit
-from fdel.serve.engine.sampling import Sampling, sampling_rows
+from fdel.serve.engine.request import check_prompt, length_limit
+from fdel.serve.engine.sampling import Sampling
+from fdel.serve.engine.seeing import Seeing
 from fdel.serve.engine.settings import LENGTH, Settings
 from fdel.serve.engine.step import PAGE, compute_dtype, programs
 from fdel.serve.engine.weights import Weights, owned
 from fdel.serve.engine.work import Chunk, Request
 
-BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 COMMON_PAGES = 1024 // PAGE  # pages of a row by default, if a sequence may have more
 
 
@@ -36,19 +35,20 @@ def sizes(first: int, last: int, factor: int) -> list[int]:
     return [*out, last]
 
 
-class Device:
+class Device(Seeing):
     """What runs on the accelerators: `rows` sequences at a time, of at most `length` tokens, in `pages` pages.
 
     Programs are compiled for some numbers of prefill blocks (`blocks`) and of decode rows (`batches`). `draft` is a smaller
     model that guesses `settings.drafts` tokens at each decode, so that its own cache has no gaps; without it they are
-    guessed from earlier tokens, in the steps that ask for it. Processes that follow one make the same `Device`.
+    guessed from earlier tokens, in the steps that ask for it. `sight` (`media.sight.Sight`) is how the model sees; without
+    it it reads text alone. Processes that follow one make the same `Device`.
     """
 
     fixed: ClassVar[str | None] = None  # why weights stay as they are and nothing is scored, where that is so
 
     def __init__(
         self, model: Model, settings: Settings, adapters: Mapping[str, Any] | None = None, draft: Model | None = None, *,
-        writes: bool = True,
+        writes: bool = True, sight: Any = None,
     ):  # fmt: skip
         s, limit = settings, length_limit(model, settings.max_length)
         self.length = min(LENGTH, (s.pages or LENGTH) * PAGE) if limit == math.inf else int(limit)
@@ -63,7 +63,9 @@ class Device:
         self.small = () if draft is None else (owned(draft.params),)
         net = None if draft is None else (draft.family, draft.cfg)
         kernels = tuple(sorted(s.kernels.items()))
-        self.programs = programs(model.family, model.cfg, self.weights.mesh, net, s.kv_cache_dtype, kernels)
+        self._open_eyes(sight, s.media_bytes)
+        sees = self.example is not None
+        self.programs = programs(model.family, model.cfg, self.weights.mesh, net, s.kv_cache_dtype, kernels, sees)
         self.words = -(-model.cfg.vocab // 32)  # of a mask
         put = partial(jax.device_put, device=self.weights.everywhere)
         self.unmasked = {n: put(np.zeros((n, self.words), np.uint32)) for n in {*self.blocks, *self.batches}}
@@ -84,35 +86,49 @@ class Device:
 
         "extend" and "decode" take a packed plan, and masks if there are any; "copy" packed copies; "admit" the row, its
         tokens, their number, whether decode can continue it, the slot of its adapter, and the leaves of its `Sampling`.
+        Of a model that sees, "admit" takes its shift too, "extend" what is seen before masks, and "encode" the patches of a
+        picture, their places, which entries it gets, and the slot of its adapter.
         """
+        return self.perform(call)
+
+    def perform(self, call: Call) -> Out | None:
+        """Execute it here."""
         if call.name == "begin":
             self._begin()
         elif call.name == "warm_up":
             self._warm_up(**call.static)
         elif call.name == "sleep":
-            self.state = self.sequences = None
+            self.state = self.sequences = self.entries = None
         elif call.name == "admit":
-            *known, slot = call.arrays[:5]
-            self.sequences = self.programs.admit(self.sequences, *known, Sampling(*call.arrays[5:]), slot)
+            (*known, slot), count = call.arrays[:5], 5 + len(fields(Sampling))
+            sampling, shift = Sampling(*call.arrays[5:count]), call.arrays[count:]
+            self.sequences = self.programs.admit(self.sequences, *known, sampling, slot, *shift)
+        elif call.name == "encode":
+            self.entries = self.programs.encode(self.weights.call(call.adapter), self.entries, *call.arrays)
         elif call.name == "copy":
             self.state = self.programs.copy(self.state, *call.arrays)
         else:
             plan, *masks = call.arrays
+            seen = (masks.pop(0), self.entries) if call.name == "extend" and self.example is not None else ()
             weights = (self.weights.call(call.adapter), *self.small)
             mask = self.unmasked[len(plan)]
             if masks:  # where that one is, else it would compile again; every process has the whole
                 mask = jax.make_array_from_callback(mask.shape, mask.sharding, lambda part: masks[0][part])
             step = getattr(self.programs, call.name)
-            self.state, self.sequences, out = step(weights, self.state, self.sequences, plan, mask, **call.static)
+            self.state, self.sequences, out = step(
+                weights, self.state, self.sequences, plan, mask, *seen, **call.static
+            )
             return out
         return None
 
     def reset(self) -> None:
         """Start with an empty cache and empty rows."""
+        self.forget()
         self.execute(Call("begin"))
 
     def sleep(self) -> None:
         """Free cache and rows, which `reset` makes again."""
+        self.forget()
         self.execute(Call("sleep"))
 
     def warm_up(self, least: bool = False) -> None:
@@ -131,7 +147,8 @@ class Device:
         tokens[: len(r.tokens)] = r.tokens
         slot = np.int32(self.weights.slot(r.adapter))
         known = np.int32(r.row), tokens, np.int32(len(r.tokens)), np.bool_(running)
-        self.execute(Call("admit", [*known, slot, *jax.tree.leaves(sampling)]))
+        shift = self._shift(0 if r.media is None else r.media.shift)
+        self.execute(Call("admit", [*known, slot, *jax.tree.leaves(sampling), *shift]))
 
     def copy(self, copies: Sequence[Sequence[int]]) -> None:
         """Copy pages: from which to which, in their order."""
@@ -142,7 +159,10 @@ class Device:
         return adapter if self.weights.slot(adapter) < 0 else ""
 
     def extend(self, chunks: Sequence[Chunk], masks: Mapping[int, np.ndarray]) -> tuple[Out, list[int]]:
-        """Compute chunks of one group of adapters: (what was drawn, the line there of each). Masks are by request id."""
+        """Compute chunks of one group of adapters, as `divided`: (what was drawn, the line there of each).
+
+        Masks are by request id. What the chunks show is encoded first, unless it is.
+        """
         parts: list[packing.Extend] = []
         lines: list[int] = []
         for c in chunks:
@@ -154,7 +174,8 @@ class Device:
             parts.append(packing.Extend(row, start, length, draws, masked, pages))
             lines.append((lines[-1] if lines else -1) + len(start))
         plan = packing.Extend(*map(np.concatenate, zip(*parts, strict=True)))
-        return self._run("extend", [c.request for c in chunks], plan, lines, masks, block=BLOCK), lines
+        seen = self._see(chunks, len(plan.row)) if self.example is not None else None
+        return self._run("extend", [c.request for c in chunks], plan, lines, masks, seen, block=BLOCK), lines
 
     def decode(
         self, requests: Sequence[Request], masks: Mapping[int, np.ndarray], draft: bool, many: bool = False
@@ -168,15 +189,19 @@ class Device:
         return self._run("decode", requests, plan, lines, masks, drafts=drafts, steps=steps), lines
 
     def _run(
-        self, name: str, requests: Sequence[Request], plan: Any, lines: Sequence[int], masks: Any, **static: int
-    ) -> Out:
+        self, name: str, requests: Sequence[Request], plan: Any, lines: Sequence[int], masks: Any, seen: Any = None,
+        **static: int,
+    ) -> Out:  # fmt: skip
         """Execute a plan, in the smallest program that holds it."""
         size = next(n for n in self.usable[name] if n >= len(plan.row))
         arrays = [packing.pack_plan(plan, size, self.rows)]
+        if seen is not None:
+            index, turns = seen
+            arrays.append(packing.pack_seen(index, turns, size))
         if masks and any(r.id in masks for r in requests):
             arrays.append(np.zeros(self.unmasked[size].shape, np.uint32))
             for i, r in zip(lines, requests, strict=True):
-                arrays[1][i] = masks.get(r.id, 0)
+                arrays[-1][i] = masks.get(r.id, 0)
         out: Any = self.execute(Call(name, arrays, requests[0].adapter, static))
         out.drawn.copy_to_host_async()
         return out
@@ -190,7 +215,7 @@ class Device:
         return self.table[r.row]
 
     def _begin(self) -> None:
-        self.state = self.sequences = None  # free the old ones first
+        self.state = self.sequences = self.entries = None  # free the old ones first
         if not self.writes:
             return
         options = dict(rows=self.rows, length=self.table.shape[1] * PAGE, pages=self.pages)
@@ -199,6 +224,7 @@ class Device:
         if self.weights.mesh is None:  # committed, as every step returns them: else the second step would compile again
             arrays = jax.device_put(arrays, self.weights.everywhere)
         self.state, self.sequences = arrays
+        self._begin_to_see()
 
     # ---- whole sequences, without a cache ----
 
@@ -232,69 +258,3 @@ class Device:
         size = sum(map(len, listed))
         tokens, batch = ops.pack(listed, next(n for n in self.lengths if n >= size))
         return tokens, replace(batch, single=self.apart and len(texts) == 1)
-
-    # ---- compiling ----
-
-    def complete(self) -> None:
-        """Compile what `warm_up` left, while another thread runs steps: each program is used once it is there."""
-        while self.uncompiled and threading.main_thread().is_alive():  # a process that ends waits for one at most
-            name, size, compilers = self.uncompiled[0]
-            for compile in compilers:
-                compile()
-            self.usable[name] = sorted([*self.usable.get(name, ()), size])
-            self.uncompiled = self.uncompiled[1:]
-
-    def close(self) -> None:
-        """Leave what is not compiled yet; see also `engine.follow`."""
-        self.uncompiled = []
-
-    def _warm_up(self, least: int) -> None:
-        every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
-        every = every if self.writes else []
-        if self.fixed is None:
-            every += [(name, n) for n in self.lengths for name in ("score", "embed")[not self.writes :]]
-        sized = [(name, n, self._compilers(name, n)) for name, n in every]
-        largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
-        self.uncompiled = [(name, n, c) for name, n, c in sized if least and n != largest.get(name)]
-        now = [c for c in sized if c not in self.uncompiled]
-        self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in largest}
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
-        if not self.writes:
-            return
-        # One run over nothing, so that memory and threads are there; here alone, since a follower does it by itself.
-        static = dict(drafts=self.drafts if self.small else 0, steps=1)
-        Device.execute(self, Call("decode", [self._blank(packing.Decode, self.batches[-1])], static=static))
-        one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
-        tokens, nowhere = np.zeros(self.table.shape[1] * PAGE, np.int32), np.int32(self.rows)
-        known = nowhere, tokens, np.int32(0), np.bool_(False)
-        self.sequences = self.programs.admit(self.sequences, *known, one, np.int32(-1))
-        Device.execute(self, Call("copy", [packing.pack_copies([], self.rows)]))
-        jax.block_until_ready((self.state, self.sequences))
-
-    def _compilers(self, name: str, n: int) -> list[Callable[[], Any]]:
-        """What compiles a size: a function for each program. The jitted function's next call of that size finds it."""
-        row, one = np.zeros((1, n), np.int32), np.ones(1, np.int32)
-        # Shapes alone: steps that run meanwhile replace these arrays.
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        arrays = jax.tree.map(shape, (self.state, self.sequences))
-        args: tuple = (row, one, one[0])
-        ways: list[dict[str, Any]] = [{}]
-        if name == "embed":
-            batch = ops.pack([[0]], n)[1]
-            args, ways = (row, one[0]), [{"batch": replace(batch, single=s)} for s in {False, self.apart}]
-        elif name == "score":
-            args, ways = (*args, np.zeros((3, n), np.int32), one[0]), [{"top": TOP}]
-        elif name == "extend":
-            args, ways = (*arrays, self._blank(packing.Extend, n), self.unmasked[n]), [{"block": BLOCK}]
-        elif name == "decode":
-            args = (*arrays, self._blank(packing.Decode, n), self.unmasked[n])
-            drafted = {(self.drafts, 1)} if self.small else {(0, 1), (self.drafts, 1), (0, self.steps)}
-            ways = [{"drafts": drafts, "steps": steps} for drafts, steps in drafted]
-        compile = lambda params, way: getattr(self.programs, name).lower(params, *args, **way).compile()
-        steps = name in ("extend", "decode")
-        every = [(params, *self.small) if steps else params for params in self.weights.calls()]
-        return [partial(compile, params, way) for params in every for way in ways]
-
-    def _blank(self, kind: type[packing.Extend] | type[packing.Decode], lines: int) -> np.ndarray:
-        return packing.blank_plan(kind, lines, self.table.shape[1], self.rows)

@@ -7,20 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-from jaxtyping import Array, Float, Int
-
 from fdel import text
 from fdel.models import Model, heads
-from fdel.models.pooling import Pooling, default_pooling
+from fdel.models.pooling import Pooling
 from fdel.ops import cpu
-from fdel.serve.engine.changes import Changes
 from fdel.serve.engine.core import Core
 from fdel.serve.engine.device import BLOCK, Device
-from fdel.serve.engine.packing import together
 from fdel.serve.engine.pages import Pool
-from fdel.serve.engine.reply import Delta, DeltaQueue, Generation, Job, MaskSource, Reply, Score, best
-from fdel.serve.engine.request import TOP, SamplingParams, check_prompt, end_ids, fit, noise, stop_ids, whole
+from fdel.serve.engine.pictures import PromptMedia
+from fdel.serve.engine.reading import Reading
+from fdel.serve.engine.reply import Delta, DeltaQueue, Generation, Job, MaskSource, Reply, best
+from fdel.serve.engine.request import SamplingParams, check_prompt, end_ids, fit, noise, stop_ids, whole
 from fdel.serve.engine.sampling import sampling_rows
 from fdel.serve.engine.schedule import QueueFull, Schedule
 from fdel.serve.engine.settings import Settings, recurrent, unsupported
@@ -31,7 +28,7 @@ from fdel.serve.output_text import OutputText, special_stops
 COUNTED = ("steps", "prompt tokens", "generated tokens", "stop", "length", "abort", "error", "faults", "drafting steps")
 
 
-class Engine(Changes):
+class Engine(Reading):
     """Serves one model: many requests at a time, whose answers do not depend on their company.
 
     `generate`, `score` and `embed` can be called from any thread, `stream` in asyncio. A background thread runs the steps
@@ -40,7 +37,8 @@ class Engine(Changes):
     `adapters` are parameters with LoRA adapters (share the base arrays with `model.params`), by name. `draft` is a
     smaller model that guesses `settings.drafts` tokens ahead; guesses change no output. With a `tokenizer`, outputs have
     text and may end at stop strings (`OutputText`). `make` makes the device, here (`Device`) or for several processes
-    (`engine.follow.leading`). Raises ValueError with the reason of `unsupported`.
+    (`engine.follow.leading`); `how` goes to it: `sight`, as `media.sight.read(folder)` gives it, of a model that is to see
+    pictures. Raises ValueError with the reason of `unsupported`.
     """
 
     def __init__(
@@ -54,6 +52,7 @@ class Engine(Changes):
         draft: Model | None = None,
         pooling: Pooling | None = None,
         make: Callable[..., Device] = Device,
+        **how: Any,
     ):
         self.settings = s = Settings() if settings is None else settings
         if reason := unsupported(model, s, draft):
@@ -66,8 +65,9 @@ class Engine(Changes):
                 self.silent or "this model embeds texts and writes none; ask Engine.embed, /v1/embeddings, /score"
             )
         self._device = device = (make if self.silent is None else partial(make, writes=False))(
-            model, s, adapters, draft
+            model, s, adapters, draft, **how
         )
+        self.sight = how.get("sight")
         self.limit = device.length
         cache = self.silent is None and not recurrent(model) if s.cache is None else s.cache
         chunk = s.chunk or (cpu.CHUNK if cpu.here() else None)
@@ -86,13 +86,16 @@ class Engine(Changes):
         sampling: SamplingParams | None = None,
         *,
         mask: MaskSource | None = None,
+        media: PromptMedia | None = None,
         **where: Any,
     ) -> Job:
-        """Queue one output of a prompt, with its MaskSource; all other options as in `submit_all`."""
+        """Queue one output of a prompt, with its MaskSource and its pictures; all other options as in `submit_all`."""
         sampling = SamplingParams() if sampling is None else sampling
         if isinstance(sampling, SamplingParams):  # else refused below
             sampling.check_single()
-        return self.submit_all([prompt], sampling, mask=None if mask is None else lambda: mask, **where)[0]
+        return self.submit_all([prompt], sampling, mask=None if mask is None else lambda: mask, media=[media], **where)[
+            0
+        ]
 
     def submit_all(
         self,
@@ -105,12 +108,16 @@ class Engine(Changes):
         salt: str = "",
         priority: int = 0,
         adapter: str = "",
+        media: Sequence[PromptMedia | None] | None = None,
     ) -> list[Job]:
         """Queue n outputs (or best_of) of each prompt, in order: all of them, or none. `best` chooses among them later.
 
         `mask` makes each output's MaskSource; `queue` gets their deltas, by the place of each in what is returned. `key` is
         whose fair share it uses; cached pages are shared by those who have the same key and salt. The highest priority goes
-        first. Raises ValueError for what cannot be served, QueueFull, and RuntimeError once the engine is closed.
+        first. `media` are the pictures of each prompt, None for none, as `prompt_media` gives them beside its tokens:
+        each is encoded once, whoever shows it, as long as it has room in `settings.media_bytes`.
+
+        Raises ValueError for what cannot be served, QueueFull, and RuntimeError once the engine is closed.
         """
         self.check_open()
         if self.silent is not None:
@@ -124,10 +131,10 @@ class Engine(Changes):
             raise ValueError("stop strings need a tokenizer; pass tokenizer=text.load(folder), or use stop_token_ids")
         owner = f"{len(key)} {key} {len(salt)} {salt} {adapter}".encode("utf-8", "surrogatepass")
         jobs: list[Job] = []
-        for prompt in prompts:
+        for prompt, shown in zip(prompts, shown_by(prompts, media), strict=True):
             first = None
             for i in range(sampling.outputs):
-                job = self._job(prompt, sampling, i)
+                job = self._job(prompt, sampling, i, shown)
                 r = job.request
                 r.priority, r.key, r.salt, r.adapter, r.after = int(priority), key, owner, adapter, first
                 first = first or r
@@ -136,7 +143,7 @@ class Engine(Changes):
         self._enqueue(jobs)
         return jobs
 
-    def _job(self, prompt: Sequence[int], sampling: SamplingParams, index: int) -> Job:
+    def _job(self, prompt: Sequence[int], sampling: SamplingParams, index: int, media: PromptMedia | None) -> Job:
         """Make output `index` of a prompt."""
         vocab, tok = self._device.model.cfg.vocab, self.tokenizer
         prompt = check_prompt(fit(prompt, sampling, self.limit), vocab, self.limit, "the prompt")
@@ -145,7 +152,9 @@ class Engine(Changes):
             ends |= {i for i in special_stops(tok, sampling.stops) if i < vocab}
         keyed = replace(sampling, seed=noise(sampling.seed, prompt, index))
         row = sampling_rows([keyed], [len(prompt)], [ends], [room], vocab=vocab)
-        request = Request(next(self._ids), prompt, len(prompt), len(prompt) + room)
+        request = Request(next(self._ids), prompt, len(prompt), len(prompt) + room, media=media)
+        if media is not None:
+            self._device.check_media(media, prompt)
         self._core.schedule.check(request)
         return Job(request, Reply(sampling, ends, room, None if tok is None else OutputText(tok, sampling.stops)), row)
 
@@ -153,6 +162,8 @@ class Engine(Changes):
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        media: Sequence[PromptMedia | None] | None = None,
         **where: Any,
     ) -> list[Generation]:
         """Continue prompts; n outputs of each, in order. `mask` and all other options as in `submit_all`.
@@ -164,8 +175,10 @@ class Engine(Changes):
             raise ValueError(f"{len(every)} SamplingParams for {len(prompts)} prompts; give one, or one per prompt")
         groups: list[list[Job]] = []
         try:
-            for prompt, s in zip(prompts, every, strict=True):
-                groups.append(self._queue(prompt, s, **where))
+            for prompt, s, shown in zip(prompts, every, shown_by(prompts, media), strict=True):
+                if shown is not None and s.prompt_logprobs is not None:
+                    raise ValueError("prompt_logprobs of a prompt with pictures; leave them out")
+                groups.append(self._queue(prompt, s, media=[shown], **where))
             self.wait(lambda: all(job.reply.finish_reason for job in itertools.chain(*groups)))
         except BaseException:
             for job in itertools.chain(*groups):
@@ -206,89 +219,12 @@ class Engine(Changes):
         finally:
             self.abort(job)
 
-    def score(self, tokens: Sequence[int], top: int = 0, *, adapter: str = "") -> Score:
-        """Tell the log-probability of each token after those before it, and of the `top` likeliest (at most 20)."""
-        if not (whole(top) and 0 <= top <= TOP):
-            raise ValueError(f"top={top!r}; expected 0 to {TOP}")
-        self._device.model_of(adapter)  # refused first
-        if self.silent is not None:
-            raise ValueError(self.silent)
-        rows, count = self._device.padded(tokens), len(tokens) - 1
-        positions = np.arange(rows[0].shape[1], dtype=np.int32)
-        out = self.score_rows(rows, np.stack([0 * positions, positions, np.roll(rows[0][0], -1)]), count, TOP, adapter)
-        logprobs, ids, best = (np.asarray(x)[:count].tolist() for x in out)
-        likely = [dict(zip(i[:top], b[:top], strict=True)) for i, b in zip(ids, best, strict=True)]
-        return Score([None, *logprobs], [{}, *likely])
-
-    def score_rows(
-        self, rows: tuple[np.ndarray, np.ndarray], targets: np.ndarray, count: int, top: int = 1, adapter: str = ""
-    ) -> tuple[Float[Array, " N"], Int[Array, "N top"], Float[Array, "N top"]]:
-        """Score the first `count` of `targets`: log-probabilities, and the `top` likeliest with theirs.
-
-        `rows` are tokens int32[B T] and lengths int32[B]; `targets`, int32[3 N], row, position, and the token that may come
-        next there. Each new shape compiles a program; what it gives may not be computed yet.
-        """
-        params, slot = self._device.model_of(adapter)
-        return self._device.programs.score(params, *rows, slot, targets, np.int32(count), top=top)
-
-    def embed(
-        self, tokens: Sequence[int], pool: str | Pooling | None = None, *, adapter: str = ""
-    ) -> Float[np.ndarray, " D"]:
-        """Give a text's embedding, float32[D]: final hidden states pooled as `pool` or `pooling` says, or the last one.
-
-        A prompt of `pooling` is text, which the tokens begin with already.
-        """
-        return self.embed_all([tokens], pool, adapter=adapter)[0]
-
-    def embed_all(
-        self, texts: Sequence[Sequence[int]], pool: str | Pooling | None = None, *, adapter: str = ""
-    ) -> list[Float[np.ndarray, " D"]]:
-        """Embed texts, several at a time in one row."""
-        how = Pooling((pool,), normalize=False) if isinstance(pool, str) else pool or self.pooling
-        how = how or default_pooling(self._device.model)
-        if self.head is not None:
-            raise ValueError(f"this model has a head for a {self.head} and embeds no text; use classify")
-        return [how(x) for x in self._outputs(texts, adapter)]
-
-    @property
-    def head(self) -> str | None:
-        """The kind of the model's head (`models.heads`), None without one."""
-        return heads.kind_of(self._device.weights.like)
-
-    def classify(self, tokens: Sequence[int], *, adapter: str = "") -> Float[np.ndarray, "..."]:
-        """Give logits of the model's head, float32: [labels] for a sequence, [T labels] for its tokens.
-
-        ValueError for a model without one.
-        """
-        return self.classify_all([tokens], adapter=adapter)[0]
-
-    def classify_all(self, texts: Sequence[Sequence[int]], *, adapter: str = "") -> list[Float[np.ndarray, "..."]]:
-        """Classify texts, several at a time in one row."""
-        if self.head is None:
-            raise ValueError("this model has no head that classifies; use embed, score or generate")
-        pool = heads.of(self._device.model.family, self.head).pool
-        found = self._outputs(texts, adapter)
-        return found if pool == "every" else [x[0 if pool == "first" else -1] for x in found]
-
-    def together(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Tell which texts, by their numbers, are computed at once."""
-        return together(texts, self._device.lengths[-1])
-
-    def _outputs(self, texts: Sequence[Sequence[int]], adapter: str) -> list[Float[np.ndarray, "T N"]]:
-        """Compute whole sequences: what the head says of each token, or final hidden states."""
-        (params, slot), out = self._device.model_of(adapter), dict[int, np.ndarray]()
-        for group in self.together(texts):
-            tokens, batch = self._device.row([texts[i] for i in group])
-            x = np.asarray(self._device.programs.embed(params, tokens, slot, batch=batch))[0].astype(np.float32)
-            parts = np.split(x, np.cumsum([len(texts[i]) for i in group]))  # and the spare end
-            out |= zip(group, parts[:-1], strict=True)
-        return [out[i] for i in range(len(texts))]
-
     def stats(self) -> dict[str, float]:
         """Count what the engine has done and holds; counters only grow."""
         core, schedule = self._core, self._core.schedule
         return {
             **{name: core.counts[name] for name in COUNTED},
+            **{f"pictures {name}": self._device.holders.counts[name] for name in ("encoded", "found")},
             **{name: schedule.counts[name] for name in ("arrived", "preempted", "looked up", "found")},
             "running": len(schedule.running),
             "waiting": self._waiting,
@@ -298,3 +234,10 @@ class Engine(Changes):
             "to compile": len(self._device.uncompiled),
             "seconds since a step": time.monotonic() - self._stepped,
         }
+
+
+def shown_by(prompts: Sequence[Any], media: Sequence[PromptMedia | None] | None) -> Sequence[PromptMedia | None]:
+    """List the pictures of each prompt. ValueError if there are those of another number of prompts."""
+    if media is not None and len(media) != len(prompts):
+        raise ValueError(f"media of {len(media)} prompts for {len(prompts)}; give one for each, None without pictures")
+    return [None] * len(prompts) if media is None else media

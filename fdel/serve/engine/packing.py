@@ -15,6 +15,9 @@ sequence (`Extend`) or a sequence that decodes (`Decode`); its columns are the f
 Spare lines name a row and pages that do not exist: they read zeros, write nothing and draw nothing. **Masks** are
 uint32[lines, ceil(V / 32)], one bit per token of the vocabulary, the lowest first; read where `masked` is 1.
 
+**What is seen** by a call of "extend" of a model that sees is int32[lines, 4 block] beside its plan: of each token of a
+line the entry that stands in its place, -1 for none, then three components of its rotary position each.
+
 **Copies** of pages are int32[rows, 2], from which to which, in their order; spare ones name pages that do not exist.
 
 **What a call drew** (`Out.drawn`) is one int32 array too, of 1 + 4k columns: how many tokens; k tokens; the float32 bits of
@@ -39,7 +42,7 @@ TOGETHER = (
     512  # tokens of several texts that are computed in one row: in longer ones attention would take the most time
 )
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
-CALLS = ("begin", "warm_up", "admit", "extend", "decode", "copy", "sleep", "end")
+CALLS = ("begin", "warm_up", "admit", "encode", "extend", "decode", "copy", "sleep", "end")
 
 
 class Extend(NamedTuple):
@@ -91,6 +94,22 @@ def unpack_plan(kind: type[Plan], packed: Array) -> Plan:
     """Take a plan apart again."""
     columns: list[Any] = [packed[:, i] for i in range(len(kind._fields) - 1)]
     return kind._make([*columns, packed[:, len(columns) :]])
+
+
+def pack_seen(
+    index: Int[np.ndarray, "B block"], turns: Int[np.ndarray, "B block 3"], lines: int
+) -> Int[np.ndarray, "lines C"]:
+    """Pack what stands in the place of tokens, and their turns; spare lines see nothing."""
+    packed = np.zeros((lines, 4 * index.shape[1]), np.int32)
+    packed[:, : index.shape[1]] = -1
+    packed[: len(index)] = np.concatenate([index, turns.reshape(len(turns), 3 * index.shape[1])], 1)
+    return packed
+
+
+def unpack_seen(packed: Int[Array, "lines C"]) -> tuple[Int[Array, " T"], Int[Array, "T 3"]]:
+    """Take it apart again: (entry of each token, its turns)."""
+    block = packed.shape[1] // 4
+    return packed[:, :block].reshape(-1), packed[:, block:].reshape(-1, 3)
 
 
 def pack_copies(copies: Sequence[Sequence[int]], rows: int) -> Int[np.ndarray, "rows 2"]:

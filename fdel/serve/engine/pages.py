@@ -8,7 +8,7 @@ pages are shared and nobody writes to those, so sharing copies nothing.
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -44,15 +44,19 @@ class Pool:
         """Count the pages that hold `tokens` tokens."""
         return -(-tokens // self.size)
 
-    def match(self, tokens: Sequence[int], salt: bytes) -> tuple[list[int], list[bytes]]:
+    def match(
+        self, tokens: Sequence[int], salt: bytes, mark: Callable[[int, int], bytes] = lambda start, stop: b""
+    ) -> tuple[list[int], list[bytes]]:
         """Find and own the longest cached beginning of `tokens`: (pages, their digests).
 
-        At least the last token is left out: its logits are wanted. Tokens are compared, not only their digest.
+        At least the last token is left out: its logits are wanted. Tokens are compared, not only their digest. `mark` says
+        of tokens start to stop what else they depend on: the pictures that stand there.
         """
         pages: list[int] = []
         digests: list[bytes] = []
         for start in range(0, (len(tokens) - 1) // self.size * self.size if self.cache else 0, self.size):
-            data = _bytes(tokens[start : start + self.size])
+            stop = start + self.size
+            data = _bytes(tokens[start:stop]) + mark(start, stop)
             digest = self.digest(digests[-1] if digests else salt, data, first=not digests)
             page, stored = self.cached.get(digest, (-1, b""))
             if page < 0 or stored != data:
@@ -92,12 +96,14 @@ class Pool:
                 else:
                     self.free.append(page)
 
-    def publish(self, page: int, tokens: Sequence[int], before: bytes, *, first: bool) -> bytes:
+    def publish(self, page: int, tokens: Sequence[int], before: bytes, *, first: bool, mark: bytes = b"") -> bytes:
         """Let others share a full page; `before` is the digest of the page before it, or the salt of the `first`.
+
+        `mark` is what else it depends on, see `match`.
 
         If the same tokens are cached already, that page stays the shared one. Returns the digest.
         """
-        data = _bytes(tokens)
+        data = _bytes(tokens) + mark
         digest = self.digest(before, data, first=first)
         if self.cache and digest not in self.cached and page not in self.digests:
             self.cached[digest], self.digests[page] = (page, data), digest

@@ -191,7 +191,8 @@ class Schedule:
         r = self._next() if self.free else None
         if r is None:
             return None
-        pages, digests = self.pool.match(r.tokens, r.salt)
+        seen = () if r.media is None else (r.media.mark,)
+        pages, digests = self.pool.match(r.tokens, r.salt, *seen)
         end = self._end_of_prompt(r, len(pages))
         more = self._first_pages(r) - len(pages)
         # A page for each running sequence that will grow stays free: else the newcomer would soon be preempted again.
@@ -230,7 +231,9 @@ class Schedule:
         r.stored, size = len(r.tokens) - 1 if most else end, self.pool.size
         for i in range(len(r.digests), r.stored // size):
             before = r.digests[-1] if i else r.salt
-            r.digests.append(self.pool.publish(r.pages[i], r.tokens[i * size : (i + 1) * size], before, first=i == 0))
+            start, stop = i * size, (i + 1) * size
+            mark = b"" if r.media is None else r.media.mark(start, stop)
+            r.digests.append(self.pool.publish(r.pages[i], r.tokens[start:stop], before, first=i == 0, mark=mark))
 
     # ---- faults ----
 

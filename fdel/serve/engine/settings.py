@@ -65,6 +65,8 @@ class Settings:
         choices=tuple(quantized_pages.FORMATS))  # fmt: skip
     max_loras: int = setting(0, "adapters, of max_lora_rank or by default of 16, that have room from the start, so "
         "that adding one compiles nothing; more work all the same", least=0)  # fmt: skip
+    media_bytes: int = setting(2**28, "memory for what a model that sees has encoded of pictures, which are encoded again "
+        "where they no longer fit; the pictures of one prompt have to fit", least=1)  # fmt: skip
     kernels: Mapping[str, str] = setting(
         {}, "the implementation of an operation, as attend=flash; see fdel.ops.explain", "--kernel OPERATION=NAME"
     )

@@ -34,12 +34,15 @@ class Programs(NamedTuple):
     """The jitted functions of one model on one mesh. Params and state are tuples: the model's, and the draft model's."""
 
     begin: Callable[..., tuple[States, Rows]]  # (rows=, length=, pages=, dtypes=)
-    admit: Callable[..., Rows]  # (Rows, row, tokens[L], length, running, Sampling of one row, slot of its adapter)
+    # (Rows, row, tokens[L], length, running, Sampling of one row, slot of its adapter, and of a model that sees its shift)
+    admit: Callable[..., Rows]
     copy: Callable[..., States]  # (state, packed copies of pages)
-    extend: Callable[..., tuple[States, Rows, Out]]  # (params, state, Rows, packed plan, masks, block=)
+    # (params, state, Rows, packed plan, masks, and of a model that sees what is seen and entries, block=)
+    extend: Callable[..., tuple[States, Rows, Out]]
     decode: Callable[..., tuple[States, Rows, Out]]  # (params, state, Rows, packed plan, masks, drafts=, steps=)
     score: Callable[..., tuple[Array, Array, Array]]  # (params, tokens[B T], lengths, slot, targets[3 N], count, top=)
     embed: Callable[..., Array]  # (the model's params, tokens[B T], slot of the adapter, batch= an ops.Packed)
+    encode: Callable[..., Array]  # (the model's params, entries, patches, places, which entries, slot of the adapter)
     traces: Counter  # how often each was traced, and so compiled
 
 
@@ -55,15 +58,23 @@ def compute_dtype(params: Any) -> np.dtype:
     return jax.eval_shape(lambda table: ops.embed(table, jnp.zeros(1, jnp.int32)), heads.inner(params)["embed"]).dtype
 
 
+def encoded(family: ModuleType, cfg: Any, params: Any, example: tuple[int, int]) -> jax.ShapeDtypeStruct:
+    """Shape one entry, [D] or [parts D], of what a family gives of a picture of so many patches of so many numbers."""
+    patches, numbers = example
+    picture = ops.Patches(np.zeros((1, patches, numbers), np.float32), np.zeros((1, patches, 3), np.int32))
+    out = jax.eval_shape(lambda p, x: family.encode(heads.inner(p), x, cfg), params, picture)
+    return jax.ShapeDtypeStruct(out.shape[1:], out.dtype)
+
+
 @functools.lru_cache(maxsize=16)
 def programs(
     family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net | None = None, kv: str | None = None,
-    kernels: tuple[tuple[str, str], ...] = (),
+    kernels: tuple[tuple[str, str], ...] = (), sees: bool = False,
 ) -> Programs:  # fmt: skip
     """Make the jitted functions of a model, and of a smaller one if that is to make drafts for it.
 
     `kv` is the format of keys and values in the cache, "int8" or "fp8"; None: the dtype of the activations. `kernels` are
-    pairs of an operation and its implementation.
+    pairs of an operation and its implementation. Only of a model that `sees` do rows and programs have what pictures need.
     They are cached because jax keeps compiled programs with the jitted function: a new one would compile again.
     """
     traces: Counter = Counter()
@@ -78,14 +89,15 @@ def programs(
         made = (P.init(s, jax.random.key(0), d) for s, d in zip(specs(pages=pages, rows=rows), dtypes, strict=True))
         sampling = jax.tree.map(jnp.asarray, sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows))
         tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
-        return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1)
+        return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1, known if sees else None)
 
-    def extend(params, state, rows: Rows, plan: Array, masks: Array, *, block: int) -> tuple[States, Rows, Out]:
-        return _extend(nets, params, state, rows, packing.unpack_plan(packing.Extend, plan), masks, block)
+    def extend(params, state, rows: Rows, plan: Array, masks: Array, *seen: Array, block: int) -> tuple:
+        return _extend(nets, params, state, rows, packing.unpack_plan(packing.Extend, plan), masks, block, seen)
 
-    def decode(
-        params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int
-    ) -> tuple[States, Rows, Out]:
+    def encode(params, entries: Array, *picture: Array) -> Array:
+        return _encode(family, cfg, params, entries, *picture)
+
+    def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int) -> tuple:
         lines = packing.unpack_plan(packing.Decode, plan)
         one = lambda state, rows: _decode(nets, params, state, rows, lines, masks, drafts)
         return one(state, rows) if steps == 1 else _repeat(one, state, rows, steps)
@@ -95,9 +107,7 @@ def programs(
         x = family.hidden(heads.inner(params), tokens, cfg, batch)[0]
         return x if heads.kind_of(params) is None else heads.outputs(params, x)
 
-    def score(
-        params, tokens: Array, lengths: Array, slot: Array, targets: Array, count: Array, *, top: int
-    ) -> tuple[Array, Array, Array]:
+    def score(params, tokens: Array, lengths: Array, slot: Array, targets: Array, count: Array, *, top: int) -> tuple:
         x = embed(params, tokens, slot, ops.packed(tokens, lengths))
         return _score(x, family.head(P.lora.choose(params, slot[None]), cfg), targets, count, top)
 
@@ -114,8 +124,18 @@ def programs(
         jit(decode, donate=(1, 2), static=("drafts", "steps"), out=moved),
         jit(score, static=("top",)),
         jit(embed),
+        jit(encode, donate=(1,)),
         traces,
     )
+
+
+def _encode(
+    family: ModuleType, cfg: Any, params: Any, entries: Array, patches: Array, places: Array, which: Array, slot: Array
+) -> Array:
+    """Put what the tower gives of one picture into the array of entries; numbers past its end are dropped."""
+    params = heads.inner(P.lora.choose(params, slot[None]))
+    new = family.encode(params, ops.Patches(patches[None], places[None]), cfg)
+    return entries.at[which[: len(new)]].set(new.astype(entries.dtype), mode="drop")
 
 
 def _counted(f: Callable, traces: Counter) -> Callable:
@@ -130,13 +150,15 @@ def _counted(f: Callable, traces: Counter) -> Callable:
 
 
 def admit(
-    rows: Rows, row: Array, tokens: Array, length: Array, running: Array, sampling: Sampling, adapter: Any = -1
-) -> Rows:
+    rows: Rows, row: Array, tokens: Array, length: Array, running: Array, sampling: Sampling, adapter: Any = -1,
+    shift: Array | None = None,
+) -> Rows:  # fmt: skip
     """Give a row to a sequence: tokens [L], `length` of them known, its Sampling of one row, and its adapter's slot.
 
     It is `running` if all but the newest of these are in the cache.
     """
     new = Rows(tokens[None], length[None], running[None], sampling, jnp.full(1, adapter, jnp.int32))
+    new = new if shift is None else replace(new, shift=shift[None])
     return jax.tree.map(lambda every, one: every.at[row].set(one[0]), rows, new)
 
 
@@ -160,16 +182,21 @@ def _adapted(params: tuple, rows: Rows, row: Array, block: int) -> tuple:
 
 
 def _extend(
-    nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: packing.Extend, masks: Array, block: int
-) -> tuple[tuple, Rows, Out]:
-    """Run blocks of known tokens through every model; each that ends its prompt draws a token."""
+    nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: packing.Extend, masks: Array, block: int,
+    seen: Sequence[Array] = (),
+) -> tuple[tuple, Rows, Out]:  # fmt: skip
+    """Run blocks of known tokens through every model; each that ends its prompt draws a token. Draft models see nothing."""
     (family, cfg), *_ = nets
     offset = jnp.arange(block)
     positions = jnp.where(offset < plan.length[:, None], plan.start[:, None] + offset, -1)
     tokens = rows.tokens.at[plan.row[:, None], positions].get(mode="clip").reshape(-1)
     params = _adapted(params, rows, plan.row, block)
     batch = ops.Paged(positions.reshape(-1), plan.pages, plan.row, block, trace_once=True)
-    ran = [f.hidden(p, tokens, c, batch, s) for (f, c), p, s in zip(nets, params, state, strict=True)]
+    batches = [batch] * len(nets)
+    if seen:
+        index, turns = packing.unpack_seen(seen[0])
+        batches[0] = replace(batch, media=ops.Media(index, seen[1]), rotary=turns)
+    ran = [f.hidden(p, tokens, c, b, s) for (f, c), p, s, b in zip(nets, params, state, batches, strict=True)]
     x = ran[0][0].reshape(len(plan.row), block, -1)
     last = x[jnp.arange(len(plan.row)), jnp.maximum(plan.length - 1, 0)]
     logits, none = ops.logits(last, family.head(params[0], cfg)), jnp.zeros((len(plan.row), 0), jnp.int32)
@@ -196,6 +223,9 @@ def _decode(
     tokens = jnp.concatenate([newest, guessed.tokens], 1).reshape(-1)
     known = jnp.concatenate([running[:, None], guessed.found], 1) & inside
     batch = ops.Paged(jnp.where(known, positions, -1).reshape(-1), plan.pages, plan.row, drafts + 1, trace_once=True)
+    if rows.shift is not None:
+        turns = (positions + rows.shift.at[plan.row].get(mode="clip")[:, None]).reshape(-1, 1)
+        batch = replace(batch, rotary=jnp.broadcast_to(turns, (len(turns), 3)))
     params = _adapted(params, rows, plan.row, drafts + 1)
     x, big, _ = family.hidden(params[0], tokens, cfg, batch, state[0])
     logits = ops.logits(x, family.head(params[0], cfg))

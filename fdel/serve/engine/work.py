@@ -1,6 +1,7 @@
 """What is asked of a device: requests, and what one step does for them. Plain Python."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 NO_ROW = -1  # where a request stands that does not run
 
@@ -17,6 +18,7 @@ class Request:
     key: str = ""  # whose share it uses
     salt: bytes = b""  # who may share its pages
     adapter: str = ""
+    media: Any = None  # its pictures, a `pictures.PromptMedia`
     after: "Request | None" = None  # the first output of the same request: wait until that is computed
     arrival: int = 0
     row: int = NO_ROW  # its row on the device, while it runs

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from fdel.serve.engine.pictures import PromptMedia
 from fdel.serve.engine.reply import NOTHING, Delta, DeltaQueue, Job
 from fdel.serve.engine.request import SamplingParams
 from fdel.serve.engine.schedule import QueueFull
@@ -36,6 +37,7 @@ class Run:
     sampling: SamplingParams  # n outputs, or best_of
     matcher: grammar.Matcher | None = None
     salt: str = ""  # cached pages are shared by requests of the same key and salt
+    media: Sequence[PromptMedia | None] | None = None  # the pictures of each prompt
     began: float = field(default_factory=time.monotonic)
     jobs: list[Job] = field(default_factory=list)
     queue: DeltaQueue = field(default_factory=DeltaQueue)
@@ -68,7 +70,7 @@ class Run:
         try:
             self.jobs = engine.submit_all(
                 self.prompts, replace(self.sampling, prompt_logprobs=None), key=call.key.id if call.key else "",
-                salt=self.salt, adapter=served.adapter, queue=self.queue,
+                salt=self.salt, adapter=served.adapter, queue=self.queue, media=self.media,
                 mask=None if self.matcher is None else self.matcher.copy,
             )  # fmt: skip
         except (QueueFull, ValueError, RuntimeError) as e:

@@ -43,6 +43,11 @@ class Server:
     heard: Mapping[str, Any] = field(default_factory=dict)  # models that write down sounds: `audio.HeardModel`
     audio_seconds: float = 1500.0  # the most of one file
     audio_bytes: int = 25 * 2**20
+    images: int = 8  # the most of one chat
+    image_bytes: int = 10 * 2**20  # the most of one file
+    image_pixels: int = 2**24
+    media_hosts: Collection[str] = ()  # from which images are fetched
+    pictures: Quota = field(default_factory=lambda: Quota(256))  # of all calls, until their end
     bodies: EvictingQuota = field(default_factory=lambda: EvictingQuota(Quota(256)))  # on their way
     uploads: Quota = field(default_factory=lambda: Quota(16))  # files, from their first byte to the answer's end
     calls: Quota = field(default_factory=lambda: Quota(1024))  # that ask for work

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from fdel import text
 from fdel.serve.engine.reply import Delta, Reply, Score, best
-from fdel.serve.server import openai, reasoning
+from fdel.serve.server import openai, pictures, reasoning
 from fdel.serve.server.answer import Events, Run, Writer, answer
 from fdel.serve.server.call import Call
 from fdel.serve.server.openai import APIError, body, responses
@@ -43,12 +43,12 @@ def _writer(call: Call) -> ServedModel:
 
 async def _run(call: Call, served: ServedModel, asked: openai.Chat) -> tuple[Run, bool]:
     """All that can be refused: render, tokenize, compile, queue; and tell whether the prompt ends in the reasoning."""
-    tail, ids = await call.workers.chat(call.holder, served.base, asked, call.large)
-    inside = reasoning.opened(served.thinking, tail)
+    seen = await pictures.prompt(call, served, asked)
+    inside = reasoning.opened(served.thinking, seen.tail)
     spec = lambda: served.structure(asked, inside)
     matcher = await call.matcher(served, await call.in_thread(spec) if call.large else spec())
-    prompts, sampling = served.fit_context([ids], asked.sampling)
-    return Run(call, served, prompts, sampling, matcher, asked.salt).submit(), inside
+    prompts, sampling = served.fit_context([seen.tokens], asked.sampling, seen.media is not None)
+    return Run(call, served, prompts, sampling, matcher, asked.salt, media=[seen.media]).submit(), inside
 
 
 class ChatWriter(Writer):
@@ -217,7 +217,7 @@ async def tokenize(call: Call) -> web.Response:
     served = call.served(optional=True)
     asked = await call.parse(openai.parse_tokenize, served)
     if isinstance(asked, openai.Chat):
-        _, ids = await call.workers.chat(call.holder, served.base, asked, call.large)
+        ids = (await pictures.prompt(call, served, asked)).tokens
     else:
         prompt, special = asked
         ids = (await call.workers.encode(call.holder, served.base, [prompt], special, seen=True))[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from fdel import models, params, text
+from fdel.media import sight
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, quantized
@@ -43,7 +44,8 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
             continue
         model = weights.load(directory, dtype=options.dtype, mesh=mesh, quantize=options.quantize)
         pooling = models.pooling.read(directory)
-        found += served(model, text.load(directory), name, options, {} if found else options.adapters, pooling)
+        found += served(model, text.load(directory), name, options, {} if found else options.adapters, pooling,
+                        sight.read(directory) if hasattr(model.family, "encode") else None)  # fmt: skip
     listen(found, options, keys, heard)
 
 
@@ -60,23 +62,23 @@ def check(options: ServerOptions) -> dict[str, auth.Key] | None:
 
 
 def served(model: models.Model, tok: text.Tokenizer, name: str, options: ServerOptions,
-           adapters: Mapping[str, str] | None = None, pooling: models.pooling.Pooling | None = None
-           ) -> list[ServedModel]:  # fmt: skip
+           adapters: Mapping[str, str] | None = None, pooling: models.pooling.Pooling | None = None,
+           seen: sight.Sight | None = None) -> list[ServedModel]:  # fmt: skip
     """Make an engine of a model: what it serves under its name, and under those of adapters. Nothing is started."""
     if options.score_template is not None:
         tok = replace(tok, templates={**tok.templates, PAIRS: options.score_template.read_text("utf-8")})
-    engine = make_engine(model, tok, options, adapters, pooling)
-    first = served_model(engine, name, options.tool_parser, options.truncate)
+    engine = make_engine(model, tok, options, adapters, pooling, seen)
+    first = replace(served_model(engine, name, options.tool_parser, options.truncate), images=options.images)
     return [first, *(first.with_adapter(n) for n in adapters or ())]
 
 
 def make_engine(
     model: models.Model, tok: text.Tokenizer, options: ServerOptions, adapters: Mapping[str, str] | None = None,
-    pooling: models.pooling.Pooling | None = None,
+    pooling: models.pooling.Pooling | None = None, seen: sight.Sight | None = None,
 ) -> Engine:  # fmt: skip
     """Make an engine as options say, with adapters by their directories; a draft model guesses 3 tokens by default.
 
-    With `pooling` it embeds texts of at most as many tokens, and writes none.
+    With `pooling` it embeds texts of at most as many tokens, and writes none. `seen` is how the model sees.
     """
     model = weights.placed(model, options.rules or params.SERVE)
     spec = params.unstack(models.spec_of(model))
@@ -95,7 +97,7 @@ def make_engine(
         if reason := models.heads.no_text(draft):
             raise ValueError(f"{options.draft}: {reason}")
         settings = replace(settings, drafts=settings.drafts or 3)
-    return Engine(model, settings, tokenizer=tok, adapters=adapted, draft=draft, pooling=pooling)
+    return Engine(model, settings, tokenizer=tok, adapters=adapted, draft=draft, pooling=pooling, sight=seen)
 
 
 def listen(
@@ -125,7 +127,9 @@ def listen(
     hosts = None if options.insecure else (options.host.lower(),)
     watch = None if options.key_file is None else keyfile.Watch(options.key_file)
     server = Server(named, counted, keys, watch, hosts, options.adapter_root, heard=hearing)
-    server.audio_seconds, server.audio_bytes = options.audio_seconds, options.audio_bytes
+    for name in ("audio_seconds", "audio_bytes", "images", "image_bytes", "image_pixels"):
+        setattr(server, name, getattr(options, name))
+    server.media_hosts = frozenset(host.lower() for host in options.media_hosts)
 
     def started(port: int) -> None:
         print(

@@ -44,6 +44,11 @@ class ServerOptions:
         choices=("left", "right", "middle"))  # fmt: skip
     audio_seconds: float = setting(1500.0, "the longest sound that is written down, in seconds")
     audio_bytes: int = setting(25 * 2**20, "the largest file of a sound, in bytes")
+    images: int = setting(8, "the most images of one chat")
+    image_bytes: int = setting(10 * 2**20, "the largest file of an image, in bytes")
+    image_pixels: int = setting(2**24, "the most pixels of an image")
+    media_hosts: Sequence[str] = setting((), "a host from which images may be fetched, NAME or NAME:PORT; never from "
+        "private addresses (default: images come in requests alone)", "--media-host NAME")  # fmt: skip
     grace: float = setting(30.0, "seconds for answers under way when the server is told to end")
     memory: float = setting(0.85,
         "share of a device's memory for weights and cache, where the device tells its size and pages is None",

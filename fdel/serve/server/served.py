@@ -1,5 +1,6 @@
 """One model behind a server: its engine, and how tokens become what it answers."""
 
+import base64
 import functools
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -8,13 +9,16 @@ from typing import Any
 
 from fdel import text
 from fdel.serve.engine.engine import Engine
+from fdel.serve.engine.pictures import PromptMedia, prompt_media
 from fdel.serve.engine.reply import Delta
 from fdel.serve.engine.request import SamplingParams, check_prompt, fit
 from fdel.serve.server import grammar, openai, reasoning, tools
 from fdel.serve.server.openai import body
+from fdel.serve.server.openai.images import Shown, embedded
 from fdel.serve.server.tokenizing import PromptEncoder
 
 Prompts = Sequence[Sequence[int]]
+BYTES, PIXELS = 2**26, 2**26  # the most of an image that `ask` takes
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class ServedModel:
     adapter: str = ""
     parent: str | None = None
     truncate: str | None = None
+    images: int = 8  # the most of one chat, of a model that sees
 
     @property
     def base(self) -> str:
@@ -46,14 +51,16 @@ class ServedModel:
         """The same with an adapter of the engine, under the adapter's name."""
         return replace(self, name=adapter, adapter=adapter, parent=self.name)
 
-    def fit_context(self, prompts: Prompts, asked: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
+    def fit_context(
+        self, prompts: Prompts, asked: SamplingParams, whole: bool = False
+    ) -> tuple[list[list[int]], SamplingParams]:
         """Make prompts and answers fit the context together: max_tokens is cut to what is left after the longest prompt.
 
         Where nothing is left, prompts are cut to leave room for max_tokens, or for a quarter of the context if that is
-        less. APIError if they may not be.
+        less. APIError if they may not be, or have to stay `whole`.
         """
         context, longest = self.engine.limit, max(map(len, prompts))
-        if self.truncate is not None and longest + max(1, asked.min_tokens) > context > asked.min_tokens:
+        if self.truncate is not None and not whole and longest + max(1, asked.min_tokens) > context > asked.min_tokens:
             room = max(1, asked.min_tokens, min(asked.max_tokens, context // 4))
             cut = replace(asked, max_tokens=room, truncate=self.truncate)
             prompts = [fit(p, cut, context) for p in prompts]
@@ -72,12 +79,13 @@ class ServedModel:
     def limits(self) -> openai.Limits:
         """What one request may ask for."""
         limits = openai.Limits(self.engine.model.cfg.vocab, self.engine.limit)
+        limits = replace(limits, images=0 if self.engine.sight is None else self.images)
         return replace(limits, outputs=min(limits.outputs, (self.engine.settings.queue + 1) // 2))  # a key's share
 
     @functools.cached_property
     def encoder(self) -> PromptEncoder:
         """What child processes need to know."""
-        return PromptEncoder(self.tokenizer, self.engine.limit, self.vocabulary.width)
+        return PromptEncoder(self.tokenizer, self.engine.limit, self.vocabulary.width, self.engine.sight)
 
     @property
     def syntax(self) -> tools.Format | None:
@@ -187,8 +195,9 @@ def ask(to: Engine | ServedModel, messages: Sequence[Mapping[str, Any]], *,
     """Answer a chat: {"role": "assistant", "content": ...}, with "tool_calls" and "reasoning_content" where there are any.
 
     `messages`, `tools` and `options` (max_tokens, temperature, tool_choice, response_format, ...) are those of OpenAI's
-    chat completions; what a model writes is parsed as the server parses it. Append the message and the tools' answers,
-    and ask again. An engine needs its tokenizer; `launch.served` makes a ServedModel, which keeps compiled grammars.
+    chat completions, images as data URLs; what a model writes is parsed as the server parses it. Append the message and
+    the tools' answers, and ask again. An engine needs its tokenizer; `launch.served` makes a ServedModel, which keeps
+    compiled grammars.
     APIError for what the server would refuse, RuntimeError with the reason if the engine fails.
     """
     served = served_model(to, "model") if isinstance(to, Engine) else to
@@ -205,10 +214,29 @@ def ask(to: Engine | ServedModel, messages: Sequence[Mapping[str, Any]], *,
             mask = grammar.compile(served.vocabulary, spec, served.grammars).copy
         except ValueError as e:
             raise openai.APIError(str(e), param="response_format") from e
-    prompts, sampling = served.fit_context([ids], asked.sampling)
-    (found,) = served.engine.generate(prompts, sampling, mask=mask, adapter=served.adapter)
+    media = None
+    if asked.images:
+        ids, media = _shown(served, asked.images, ids)
+    prompts, sampling = served.fit_context([ids], asked.sampling, media is not None)
+    (found,) = served.engine.generate(prompts, sampling, mask=mask, adapter=served.adapter, media=[media])
     if found.finish_reason == "error":
         raise RuntimeError(found.error)
     reader = served.reader(asked, inside)
     reader.push(Delta(found.tokens, found.text or "", found.finish_reason))
     return body.message(reader.message())
+
+
+def _shown(served: ServedModel, images: Sequence[Shown], ids: Sequence[int]) -> tuple[list[int], PromptMedia]:
+    """Decode the images of a chat here, and put them into its tokens. APIError for what cannot be shown."""
+    pictures = []
+    for shown in images:
+        if (data := embedded(shown, BYTES)) is None:
+            raise openai.APIError(f"{shown.path}: expected data:image/...;base64,...", param=shown.path)
+        try:
+            pictures.append(served.encoder.picture(base64.b64decode(data, validate=True), PIXELS))
+        except ValueError as e:
+            raise openai.APIError(f"{shown.path}: {e}", param=shown.path) from e
+    try:
+        return prompt_media(served.engine.sight, ids, pictures)
+    except ValueError as e:
+        raise openai.APIError(f"messages: {e}", param="messages") from e

@@ -1,6 +1,8 @@
 """A client's texts as tokens, and messages in the words of a chat template. Child processes do this (`worker`): no jax."""
 
+import dataclasses
 import functools
+import importlib
 import math
 import re
 import secrets
@@ -11,6 +13,8 @@ from typing import Any
 import tokenizers
 
 from fdel import text
+from fdel.media import sight as sights
+from fdel.media.sight import Picture, Sight
 from fdel.serve.server import grammar
 from fdel.serve.server.openai.checks import APIError
 
@@ -18,7 +22,7 @@ from fdel.serve.server.openai.checks import APIError
 _FIXED = frozenset(
     "role type content name arguments function tool_calls tool_call_id id reasoning_content description parameters strict "
     "properties required items enum additionalProperties system user assistant tool text string number integer boolean "
-    "object array null".split()
+    "object array null image".split()
 )
 
 
@@ -27,11 +31,15 @@ PAIRS = "score"  # the name of the chat template for pairs
 
 @dataclass(frozen=True, eq=False)
 class PromptEncoder:
-    """A tokenizer with its chat template; `context` is the model's length in tokens, `width` its number of logits."""
+    """A tokenizer with its chat template; `context` is the model's length in tokens, `width` its number of logits.
+
+    `sight` is how the model sees, if it does.
+    """
 
     tokenizer: text.Tokenizer
     context: int
     width: int
+    sight: Sight | None = None
 
     def facts(self) -> dict[str, Any]:
         """Write it down as JSON values, for `from_facts` in another process."""
@@ -39,6 +47,7 @@ class PromptEncoder:
         return {
             "json": tok.backend.to_str(), "split": tok.backend.encode_special_tokens, "special": dict(tok.special),
             "eos": list(tok.eos_ids), "templates": dict(tok.templates), "context": self.context, "width": self.width,
+            "sight": _written(self.sight),
         }  # fmt: skip
 
     @classmethod
@@ -47,7 +56,7 @@ class PromptEncoder:
         backend = tokenizers.Tokenizer.from_str(facts["json"])
         backend.encode_special_tokens = facts["split"]
         tok = text.Tokenizer(backend, facts["special"], tuple(facts["eos"]), facts["templates"], {}, facts["json"])
-        return cls(tok, facts["context"], facts["width"])
+        return cls(tok, facts["context"], facts["width"], _read(facts["sight"]))
 
     @functools.cached_property
     def vocabulary(self) -> grammar.Vocabulary:
@@ -73,6 +82,28 @@ class PromptEncoder:
         if not (pieces.byte_level or pieces.byte_fallback):
             return math.inf
         return 4 * self.context * max(map(len, self.tokenizer.backend.get_vocab()))  # normalizers may shorten
+
+    @functools.cached_property
+    def listed(self) -> bool:
+        """Whether the chat template of a model that sees shows texts only as parts of a list."""
+        if self.sight is None or "default" not in self.tokenizer.templates:
+            return False
+        shown = []
+        for content in ("4821", [{"type": "text", "text": "4821"}]):
+            try:
+                shown.append("4821" in text.render_chat(self.tokenizer, [{"role": "user", "content": content}]))
+            except text.ChatError:
+                shown.append(False)
+        return shown == [False, True]
+
+    def picture(self, data: bytes, pixels: int) -> Picture:
+        """Decode and prepare an image file of at most `pixels` pixels; ValueError for what is none."""
+        if self.sight is None:
+            raise ValueError("this model reads text alone; leave images out")
+        try:
+            return sights.prepare(self.sight, sights.decode(data, pixels=pixels))
+        except ImportError as e:
+            raise ValueError(f"this server cannot read images: {e}") from e
 
     def look(self, said: str) -> None:
         """Refuse a text that is too long by its characters already: to tokenize megabytes takes seconds."""
@@ -114,6 +145,9 @@ class PromptEncoder:
         Until the template has run, a number that nobody can guess stands for it: digits survive what templates do.
         """
         nonce, found = f"{secrets.randbelow(10**24):024}", re.compile("|".join(map(re.escape, self.specials)))
+        if self.listed:
+            parts = lambda m: m | {"content": [{"type": "text", "text": m["content"]}]}
+            messages = [parts(m) if isinstance(m.get("content"), str) else m for m in messages]
         if self.specials:
             mark = lambda s: found.sub(lambda m: f"{nonce}{self.specials.index(m[0]):06}", s)
             messages, tools = _mapped(messages, mark), _mapped(tools, mark)
@@ -139,3 +173,21 @@ def _mapped(value: Any, change: Any, fixed: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {_mapped(k, change, True): _mapped(v, change, k in ("role", "type")) for k, v in value.items()}
     return [_mapped(v, change, fixed) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _written(value: Any) -> Any:
+    """Write what describes sight as JSON values: its classes are dataclasses of `fdel.media`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _written(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"class": [type(value).__module__, type(value).__name__], "fields": fields}
+    return list(map(_written, value)) if isinstance(value, list | tuple) else value
+
+
+def _read(value: Any) -> Any:
+    """Read what `_written` gave; lists were tuples."""
+    if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
+        module, name = value["class"]
+        if not module.startswith("fdel.media."):
+            raise ValueError(f"found a class of {module}, expected one of fdel.media")
+        return getattr(importlib.import_module(module), name)(**{k: _read(v) for k, v in value["fields"].items()})
+    return tuple(map(_read, value)) if isinstance(value, list) else value

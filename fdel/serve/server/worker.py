@@ -6,8 +6,10 @@ is ended by the kernel when a job takes too long; it has little memory beyond wh
 Messages are `pack`ed: JSON and bytes behind it, no pickle.
 """
 
+import base64
 import contextlib
 import gc
+import hashlib
 import itertools
 import json
 import operator
@@ -33,6 +35,7 @@ HEAD = struct.Struct(">II")  # lengths of the JSON and of the bytes
 ORDER = struct.Struct(">cI?")
 TRIAL_STACK = 2**22  # bytes: chains of 500 to 1,500 references
 TRIAL_STEPS = 16  # tokens
+PIXEL = b"GIF87a\1\0\1\0\x80\0\0\0\0\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"  # a picture
 MEMORY = 2**30  # bytes that a child may take beyond what it begins with
 
 
@@ -87,7 +90,29 @@ def _sound(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
     return len(x) / sound.RATE, sound.log_mel(quiet, asked["bins"], least=0)[:, :frames].tobytes()
 
 
-JOBS: dict[str, Any] = {"check": _check, "encode": _encode, "chat": _chat, "compile": _compile, "sound": _sound}
+def _image(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
+    """Decode and prepare an image of at most `pixels` pixels, `encoded` in base64 or not: its facts, and its arrays."""
+    if asked["encoded"]:
+        try:
+            data = base64.b64decode(data, validate=True)
+        except ValueError as e:
+            raise ValueError(f"expected base64 behind the comma: {e}") from e
+    picture = encoder.picture(data, asked["pixels"])
+    turns = [] if picture.turns is None else [picture.turns]
+    arrays = [picture.patches.astype("<f4"), *(x.astype("<i4") for x in (picture.places, *turns))]
+    raw, shapes = b"".join(x.tobytes() for x in arrays), [x.shape for x in arrays]
+    digest = hashlib.blake2b(json.dumps([shapes, picture.run]).encode() + raw, digest_size=32).hexdigest()
+    return {"shapes": shapes, "run": picture.run, "digest": digest}, raw
+
+
+JOBS: dict[str, Any] = {
+    "check": _check,
+    "encode": _encode,
+    "chat": _chat,
+    "compile": _compile,
+    "sound": _sound,
+    "image": _image,
+}
 
 
 def serve(connection: socket.socket, models: Mapping[str, PromptEncoder]) -> None:
@@ -141,9 +166,14 @@ def main(descriptor: int) -> None:
     """Load what stdin describes, then fork and kill as the socket with this number says, until it is closed."""
     control = socket.socket(fileno=descriptor)
     models = {name: PromptEncoder.from_facts(facts) for name, facts in json.load(sys.stdin.buffer).items()}
-    for encoder, made in itertools.product(models.values(), ("plain", "specials", "longest", "vocabulary.trie")):
+    for encoder, made in itertools.product(
+        models.values(), ("plain", "specials", "longest", "vocabulary.trie", "listed")
+    ):
         with contextlib.suppress(ValueError, ImportError):  # what is made once, before it is shared
             operator.attrgetter(made)(encoder)
+        if encoder.sight is not None:  # what reads images is loaded once
+            with contextlib.suppress(ValueError):
+                encoder.picture(PIXEL, 1)
     gc.freeze()  # a collection in a child would copy every page
     children: dict[int, int] = {}
     while True:

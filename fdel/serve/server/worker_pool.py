@@ -28,7 +28,14 @@ from fdel.serve.server.openai import APIError, Chat
 log = logging.getLogger(__name__)
 
 LARGE = 2**16  # the most bytes of JSON that the event loop parses itself, and characters of text that are light work
-CPU = {"check": 5.0, "encode": 5.0, "chat": 2.0, "compile": 2.0, "sound": 30.0}  # seconds of processor time for one job
+CPU = {
+    "check": 5.0,
+    "encode": 5.0,
+    "chat": 2.0,
+    "compile": 2.0,
+    "sound": 30.0,
+    "image": 2.0,
+}  # seconds of processor time for one job
 WALL = 60.0  # seconds for one job, which may run only where nothing else does
 LIGHT = 0.05  # seconds for which a job may compete with the engine
 START = 120.0  # seconds for the first child: it loads the tokenizers
@@ -41,7 +48,8 @@ _TIME, _MEMORY, _DEPTH = "it needs too much time", "it needs too much memory", "
 _ENDS: dict[int, str] = {signal.SIGPROF: _TIME, signal.SIGALRM: _TIME, signal.SIGABRT: _MEMORY, signal.SIGBUS: _MEMORY,
          signal.SIGSEGV: _DEPTH}  # fmt: skip
 _FAULTS = {"MemoryError": _MEMORY, "RecursionError": _DEPTH}
-_WHAT = {"check": "the body", "encode": "the text", "chat": "the chat", "compile": "the grammar", "sound": "the file"}
+_WHAT = {"check": "the body", "encode": "the text", "chat": "the chat", "compile": "the grammar", "sound": "the file",
+         "image": "the image"}  # fmt: skip
 
 
 @dataclass(eq=False)

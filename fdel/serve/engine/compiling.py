@@ -1,0 +1,137 @@
+"""The programs of a device, compiled before they are needed: the largest first, the others beside the first steps."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from fdel import ops
+from fdel.serve.engine import packing
+from fdel.serve.engine.packing import Call
+from fdel.serve.engine.pictures import Holders, rounded
+from fdel.serve.engine.request import TOP
+from fdel.serve.engine.sampling import sampling_rows
+from fdel.serve.engine.step import PAGE, Programs
+
+BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
+
+
+class Compiling:
+    """The part of a `Device` that compiles its programs, for every size that a step may have."""
+
+    programs: Programs
+    weights: Any
+    model: Any
+    blocks: list[int]  # sizes of programs
+    batches: Sequence[int]
+    lengths: list[int]
+    drafts: int
+    steps: int
+    rows: int
+    small: tuple
+    apart: bool
+    writes: bool
+    fixed: ClassVar[str | None]
+    table: np.ndarray
+    unmasked: dict[int, Any]
+    state: Any
+    sequences: Any
+    entries: Any  # of a model that sees: the array of what its tower gave
+    sight: Any  # how it sees
+    like: Any  # the shape of one
+    holders: Holders
+    length: int
+    execute: Callable[[Call], Any]
+    example: tuple[int, int] | None  # of a model that sees: patches of a picture, and numbers of a patch
+    usable: dict[str, list[int]]
+    uncompiled: list[tuple[str, int, list[Callable[[], Any]]]]
+    perform: Callable[[Call], Any]
+
+    def complete(self) -> None:
+        """Compile what `warm_up` left, while another thread runs steps: each program is used once it is there."""
+        while self.uncompiled and threading.main_thread().is_alive():  # a process that ends waits for one at most
+            name, size, compilers = self.uncompiled[0]
+            for compile in compilers:
+                compile()
+            self.usable[name] = sorted([*self.usable.get(name, ()), size])
+            self.uncompiled = self.uncompiled[1:]
+
+    def close(self) -> None:
+        """Leave what is not compiled yet; see also `engine.follow`."""
+        self.uncompiled = []
+
+    def _warm_up(self, least: int) -> None:
+        every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
+        every = every if self.writes else []
+        if self.fixed is None:
+            every += [(name, n) for n in self.lengths for name in ("score", "embed")[not self.writes :]]
+        every += [("encode", rounded(self.example[0]))] if self.example is not None else []
+        sized = [(name, n, self._compilers(name, n)) for name, n in every]
+        largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
+        self.uncompiled = [(name, n, c) for name, n, c in sized if least and n != largest.get(name)]
+        now = [c for c in sized if c not in self.uncompiled]
+        self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in largest}
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
+        if not self.writes:
+            return
+        # One run over nothing, so that memory and threads are there; here alone, since a follower does it by itself.
+        static = dict(drafts=self.drafts if self.small else 0, steps=1)
+        self.perform(Call("decode", [self._blank(packing.Decode, self.batches[-1])], static=static))
+        one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
+        tokens, nowhere = np.zeros(self.table.shape[1] * PAGE, np.int32), np.int32(self.rows)
+        known = nowhere, tokens, np.int32(0), np.bool_(False)
+        self.sequences = self.programs.admit(self.sequences, *known, one, np.int32(-1), *self._shift(0))
+        self.perform(Call("copy", [packing.pack_copies([], self.rows)]))
+        jax.block_until_ready((self.state, self.sequences))
+
+    def _compilers(self, name: str, n: int) -> list[Callable[[], Any]]:
+        """What compiles a size: a function for each program. The jitted function's next call of that size finds it."""
+        row, one = np.zeros((1, n), np.int32), np.ones(1, np.int32)
+        # Shapes alone: steps that run meanwhile replace these arrays.
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        arrays = jax.tree.map(shape, (self.state, self.sequences))
+        args: tuple = (row, one, one[0])
+        ways: list[dict[str, Any]] = [{}]
+        if name == "embed":
+            batch = ops.pack([[0]], n)[1]
+            args, ways = (row, one[0]), [{"batch": replace(batch, single=s)} for s in {False, self.apart}]
+        elif name == "score":
+            args, ways = (*args, np.zeros((3, n), np.int32), one[0]), [{"top": TOP}]
+        elif name == "extend":
+            seen = (blank_seen(n), shape(self.entries)) if self.example is not None else ()
+            args, ways = (*arrays, self._blank(packing.Extend, n), self.unmasked[n], *seen), [{"block": BLOCK}]
+        elif name == "encode" and self.example is not None:
+            values = np.zeros((n, self.example[1]), np.float32)
+            args = (
+                shape(self.entries),
+                values,
+                np.zeros((n, 3), np.int32),
+                np.zeros(self.sight.count(n), np.int32),
+                one[0],
+            )
+        elif name == "decode":
+            args = (*arrays, self._blank(packing.Decode, n), self.unmasked[n])
+            drafted = {(self.drafts, 1)} if self.small else {(0, 1), (self.drafts, 1), (0, self.steps)}
+            ways = [{"drafts": drafts, "steps": steps} for drafts, steps in drafted]
+        compile = lambda params, way: getattr(self.programs, name).lower(params, *args, **way).compile()
+        steps = name in ("extend", "decode")
+        every = [(params, *self.small) if steps else params for params in self.weights.calls()]
+        return [partial(compile, params, way) for params in every for way in ways]
+
+    def _blank(self, kind: type[packing.Extend] | type[packing.Decode], lines: int) -> np.ndarray:
+        return packing.blank_plan(kind, lines, self.table.shape[1], self.rows)
+
+    def _shift(self, shift: int) -> tuple[np.int32, ...]:
+        """What admits a sequence besides, of a model that sees."""
+        return () if self.example is None else (np.int32(shift),)
+
+
+def blank_seen(lines: int) -> np.ndarray:
+    """Make what lines see that see nothing."""
+    return packing.pack_seen(np.zeros((0, BLOCK), np.int32), np.zeros((0, BLOCK, 3), np.int32), lines)

@@ -1,0 +1,171 @@
+"""What a prompt shows: pictures as the model's tower takes them, and where in the prompt they stand. Plain numpy.
+
+Also who has which entry of the array on the device that holds what the tower gave of them: `Holders`.
+"""
+
+import functools
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from fdel.media import sight as sights
+
+ROUND = 64  # patches for whose multiples programs are compiled, up to 1024; beyond, four significant bits
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """One picture: its patches, their frames, rows and columns, and how many tokens of a prompt stand for it."""
+
+    patches: Float[np.ndarray, "P numbers"]
+    places: Int[np.ndarray, "P 3"]
+    entries: int
+    digest: bytes = b""  # of its content; made here if it is not given
+
+    def __post_init__(self) -> None:
+        p, at = self.patches, self.places
+        if not (p.ndim == 2 and len(p) and p.dtype == np.float32 and at.shape == (len(p), 3) and self.entries > 0):
+            found = f"{p.dtype}{list(p.shape)} at places {list(at.shape)} for {self.entries} entries"
+            raise ValueError(f"found a picture of patches {found}; expected float32[P numbers], [P 3] and at least 1")
+        object.__setattr__(self, "digest", self.digest or digest(p, at))
+
+
+def digest(patches: np.ndarray, places: np.ndarray) -> bytes:
+    """Hash a picture's content (BLAKE2b)."""
+    h = hashlib.blake2b(np.array([*patches.shape], "<i8").tobytes(), digest_size=32)
+    h.update(patches.tobytes())
+    h.update(places.astype("<i4").tobytes())
+    return h.digest()
+
+
+@dataclass(frozen=True, eq=False)
+class PromptMedia:
+    """The pictures of one prompt, and the entry over all of them that stands in the place of each token, -1 for none.
+
+    `rotary` are the time, row and column of each token of the prompt, where the model has rotary embeddings of three
+    components; None: all three its position. `prompt_media` makes it of what `fdel.media.sight` gives.
+    """
+
+    images: Sequence[Image]
+    index: Int[np.ndarray, " T"]
+    rotary: Int[np.ndarray, "T 3"] | None = None
+
+    def __post_init__(self) -> None:
+        total, index = int(self.starts[-1]), self.index
+        used = index[index >= 0]
+        if not (index.ndim == 1 and np.issubdtype(index.dtype, np.integer) and np.array_equal(used, np.arange(total))):
+            found = f"{index.dtype}{list(index.shape)} with {len(used)} of them"
+            raise ValueError(f"index: found {found}; expected entries 0 to {total - 1} in order, -1 between them")
+        if self.rotary is not None and self.rotary.shape != (len(index), 3):
+            raise ValueError(f"rotary has shape {list(self.rotary.shape)}; expected {[len(index), 3]}, as index says")
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """The first entry of each picture, and the number of all."""
+        return np.cumsum([0, *(i.entries for i in self.images)])
+
+    @functools.cached_property
+    def shift(self) -> int:
+        """What is added to the position of a token after the prompt: there all three components are the same."""
+        return 0 if self.rotary is None else int(self.rotary.max()) + 1 - len(self.index)
+
+    def shown(self, start: int, stop: int) -> list[int]:
+        """Name the pictures that stand at the tokens from start to stop."""
+        used = self.index[start:stop]
+        return sorted({*(np.searchsorted(self.starts, used[used >= 0], "right") - 1).tolist()})
+
+    def turns(self, start: int, stop: int) -> Int[np.ndarray, "n 3"]:
+        """Give the three components of the tokens from start to stop, which may be past the prompt."""
+        out = np.repeat(np.arange(start, stop)[:, None], 3, 1)
+        if self.rotary is not None:
+            inside = self.rotary[start:stop]
+            out += self.shift
+            out[: len(inside)] = inside
+        return out
+
+    def mark(self, start: int, stop: int) -> bytes:
+        """Tell what the tokens from start to stop do not: empty where no picture stands and nothing is turned otherwise."""
+        out, stop = [], min(stop, len(self.index))
+        for i in self.shown(start, stop):
+            out += [self.images[i].digest, (self.index[start:stop] - self.starts[i]).astype("<i8").tobytes()]
+        turns = self.turns(start, stop)
+        if (turns != np.arange(start, stop)[:, None]).any():
+            out.append(turns.astype("<i8").tobytes())
+        return b"".join(out)
+
+
+def prompt_media(
+    sight: Any, tokens: Sequence[int], pictures: Sequence[Any], digests: Sequence[bytes] | None = None
+) -> tuple[list[int], PromptMedia]:
+    """Put pictures (`media.sight.prepare`) in the places of a prompt: its tokens, and what an engine takes beside them.
+
+    ValueError if the prompt has places for another number of pictures.
+    >>> rgb = media.sight.decode(file, pixels=2**24)  # doctest: +SKIP
+    >>> tokens, seen = serve.prompt_media(sight, tokens, [media.sight.prepare(sight, rgb)])  # doctest: +SKIP
+    >>> engine.generate([tokens], media=[seen])  # doctest: +SKIP
+    """
+    whole = sights.expand(sight, tokens, pictures)
+    count = lambda p: sum(t in sight.entries for t in p.run)
+    known = digests or [b""] * len(pictures)
+    images = [Image(p.patches, p.places, count(p), d) for p, d in zip(pictures, known, strict=True)]
+    rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
+    return whole.tokens, PromptMedia(images, np.array(whole.index, np.int32), rotary)
+
+
+def rounded(patches: int) -> int:
+    """Round a number of patches up to one for which there is a program."""
+    step = max(ROUND, 1 << max(0, patches.bit_length() - 4))
+    return -(-patches // step) * step
+
+
+Key = tuple[str, bytes]  # whose weights, and a picture's digest
+
+
+@dataclass
+class Holders:
+    """Which entries of an array of `total` hold what the tower gave of which picture; the longest unused make room."""
+
+    total: int
+    held: OrderedDict[Key, np.ndarray] = field(default_factory=OrderedDict)
+    free: list[int] = field(init=False)
+    counts: Counter = field(default_factory=Counter)  # pictures "encoded", and those "found" in the array
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold nothing: weights have changed, or the array is lost."""
+        self.held.clear()
+        self.free = list(range(self.total))[::-1]
+
+    def fits(self, keys: Iterable[tuple[Key, Image]]) -> bool:
+        """Tell whether pictures can all be held at once."""
+        return sum(i.entries for i in dict(keys).values()) <= self.total
+
+    def hold(self, wanted: Iterable[tuple[Key, Image]]) -> list[tuple[Key, Image, np.ndarray]]:
+        """Have entries for all of these pictures, which `fits` has passed: those still to be encoded, and where to."""
+        needed, new = dict(wanted), []
+        for key in needed.keys() & self.held.keys():
+            self.held.move_to_end(key)
+        for key, image in needed.items():
+            if key in self.held:
+                self.counts["found"] += 1
+                continue
+            while len(self.free) < image.entries:  # who is needed now stands behind all others
+                _, entries = self.held.popitem(last=False)
+                self.free += entries.tolist()
+            entries = np.array([self.free.pop() for _ in range(image.entries)], np.int32)
+            self.held[key] = entries
+            new.append((key, image, entries))
+            self.counts["encoded"] += 1
+        return new
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Hold these no more: they could not be encoded."""
+        for key in keys:
+            self.free += self.held.pop(key).tolist()

@@ -1,0 +1,115 @@
+"""How a device sees: pictures go through the model's tower once, and what it gives stays in an array of entries."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdel.media import sight as sights
+from fdel.serve.engine.compiling import BLOCK, Compiling
+from fdel.serve.engine.packing import NOWHERE, Call
+from fdel.serve.engine.pictures import Holders, Image, Key, PromptMedia, rounded
+from fdel.serve.engine.step import encoded
+from fdel.serve.engine.work import Chunk
+
+SIDE = 336  # pixels of the picture for whose size the tower is compiled first
+
+
+class Seeing(Compiling):
+    """The part of a `Device` that has pictures encoded before the calls that show them."""
+
+    def _open_eyes(self, sight: Any, most: int) -> None:
+        """Make room for what is encoded: `most` bytes, or what all rows could show. ValueError for a model of text."""
+        self.sight, self.example, self.like, self.holders, self.entries = sight, None, None, Holders(0), None
+        family = self.model.family
+        if sight is None:
+            return
+        if not hasattr(family, "encode"):
+            raise ValueError(f"sight is given, but {family.MODEL_TYPE} reads text alone; leave it out")
+        picture = sights.prepare(sight, np.zeros((SIDE, SIDE, 3), np.uint8))
+        self.example = len(picture.patches), picture.patches.shape[1]
+        self.like = encoded(family, self.model.cfg, self.weights[""], (rounded(self.example[0]), self.example[1]))
+        each = math.prod(self.like.shape) * self.like.dtype.itemsize
+        self.holders = Holders(max(1, min(most // each, self.rows * self.length)))
+
+    def _begin_to_see(self) -> None:
+        """Make the entries."""
+        if self.like is not None:
+            shape = (self.holders.total, *self.like.shape)
+            self.entries = jax.device_put(jnp.zeros(shape, self.like.dtype), self.weights.everywhere)
+
+    def check_media(self, media: Any, prompt: Sequence[int]) -> None:
+        """Raise ValueError for what a prompt cannot show."""
+        if not isinstance(media, PromptMedia):
+            raise ValueError(
+                f"media holds a {type(media).__name__}; expected PromptMedia, see serve.prompt_media, or None"
+            )
+        if self.example is None:
+            raise ValueError(
+                "this engine reads text alone; of a model that sees, give it sight=media.sight.read(folder)"
+            )
+        if len(media.index) != len(prompt):
+            raise ValueError(f"the prompt has {len(prompt)} tokens, its media {len(media.index)}; they must not be cut")
+        if wrong := [i for i in media.images if i.patches.shape[1] != self.example[1]]:
+            raise ValueError(
+                f"a picture has patches of {wrong[0].patches.shape[1]} numbers, expected {self.example[1]}"
+            )
+        if not self.holders.fits((("", i.digest), i) for i in media.images):
+            room = f"{self.holders.total} entries; show fewer or smaller ones, or give the engine more media_bytes"
+            raise ValueError(f"the pictures of the prompt have {media.starts[-1]} entries, there is room for {room}")
+
+    def forget(self) -> None:
+        """Encode pictures again: weights have changed, or what was encoded is lost."""
+        self.holders.forget()
+
+    def divided(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """Divide chunks among calls, so that the pictures of each have room at once."""
+        calls: list[list[Chunk]] = [[]]
+        for c in chunks:
+            if calls[-1] and not self.holders.fits(key for o in (*calls[-1], c) for key in self._shown(o)):
+                calls.append([])
+            calls[-1].append(c)
+        return calls
+
+    def _shown(self, c: Chunk) -> list[tuple[Key, Image]]:
+        """The pictures of a chunk, with their keys."""
+        r = c.request
+        shown = [] if r.media is None else [r.media.images[i] for i in r.media.shown(c.start, c.start + c.count)]
+        return [((r.adapter, i.digest), i) for i in shown]
+
+    def _see(self, chunks: Sequence[Chunk], lines: int) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the pictures of chunks, unless they are: what each token of their lines sees."""
+        new = self.holders.hold(key for c in chunks for key in self._shown(c))
+        for done, (key, image, which) in enumerate(new):
+            size = rounded(len(image.patches))
+            fill = lambda x, value, size=size: np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)],
+                                                      constant_values=value)  # fmt: skip
+            slot = np.int32(self.weights.slot(key[0]))
+            arrays = (
+                fill(image.patches, 0),
+                fill(image.places.astype(np.int32), -1),
+                np.full(self.sight.count(size), NOWHERE, np.int32),
+                slot,
+            )
+            arrays[2][: len(which)] = which
+            try:
+                self.execute(Call("encode", arrays, key[0]))
+            except Exception:
+                self.holders.drop(k for k, *_ in new[done:])
+                raise
+        index, turns = np.full((lines, BLOCK), -1, np.int32), np.zeros((lines, BLOCK, 3), np.int32)
+        line = 0
+        for c in chunks:
+            media, (start, stop) = c.request.media, (c.start, c.start + c.count)
+            size = -(-c.count // BLOCK)
+            mine, turned = index[line : line + size].reshape(-1), turns[line : line + size].reshape(-1, 3)
+            line += size
+            turned[: c.count] = np.arange(start, stop)[:, None] if media is None else media.turns(start, stop)
+            for i in () if media is None else media.shown(start, stop):
+                local = media.index[start:stop] - media.starts[i]
+                here = np.flatnonzero((media.index[start:stop] >= 0) & (local >= 0) & (local < media.images[i].entries))
+                mine[here] = self.holders.held[c.request.adapter, media.images[i].digest][local[here]]
+        return index, turns

@@ -1,0 +1,70 @@
+"""The images of a chat: from addresses to what an engine takes, decoded and prepared in child processes."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fdel.media.sight import Picture
+from fdel.serve.engine.pictures import PromptMedia, prompt_media
+from fdel.serve.server import openai
+from fdel.serve.server.call import Call
+from fdel.serve.server.fetch import fetch
+from fdel.serve.server.openai import APIError
+from fdel.serve.server.openai.images import Shown, embedded
+from fdel.serve.server.served import ServedModel
+from fdel.serve.server.worker_pool import LARGE
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A chat as tokens, its pictures in their places, and the end of its text."""
+
+    tail: str
+    tokens: list[int]
+    media: PromptMedia | None = None
+
+
+async def prompt(call: Call, served: ServedModel, asked: openai.Chat) -> Prompt:
+    """Render and tokenize a chat, and put its images into it. APIError for what cannot be shown."""
+    if asked.images:
+        call.take(call.server.pictures, len(asked.images))
+    found = [await _picture(call, served, shown) for shown in asked.images]
+    tail, tokens = await call.workers.chat(call.holder, served.base, dataclasses.replace(asked, images=()), call.large)
+    if not found:
+        return Prompt(tail, tokens)
+    work = lambda: prompt_media(served.engine.sight, tokens, [p for p, _ in found], [d for _, d in found])
+    try:
+        return Prompt(tail, *await call.in_thread(work))
+    except ValueError as e:
+        raise APIError(f"messages: {e}; does this model's chat template show images?", param="messages") from e
+
+
+async def _picture(call: Call, served: ServedModel, shown: Shown) -> tuple[Picture, bytes]:
+    """Have an image decoded and prepared: the picture, and a hash of it."""
+    server, data = call.server, embedded(shown, call.server.image_bytes)
+    encoded = data is not None
+    if data is None:
+        data = await fetch(shown.url, server.media_hosts, server.image_bytes, shown.path)
+    facts: dict[str, Any] = {"encoded": encoded, "pixels": server.image_pixels}
+    try:
+        value, raw = await call.workers.ask(
+            call.holder, "image", served.base, data=data, large=len(data) > LARGE, **facts
+        )
+    except APIError as e:
+        if e.status == 400:
+            raise APIError(f"{shown.path}: {e.message}", param=shown.path) from e
+        raise
+    return unpack(value, raw)
+
+
+def unpack(value: Any, raw: bytes) -> tuple[Picture, bytes]:
+    """Read what the job "image" of `worker` gave."""
+    shapes: Sequence[Sequence[int]] = value["shapes"]
+    arrays, at = [], 0
+    for shape, kind in zip(shapes, (np.float32, np.int32, np.int32), strict=False):
+        arrays.append(np.frombuffer(raw, kind, int(np.prod(shape)), at).reshape(shape))
+        at += arrays[-1].nbytes
+    return Picture(arrays[0], arrays[1], tuple(value["run"]), *arrays[2:]), bytes.fromhex(value["digest"])
