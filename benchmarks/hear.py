@@ -5,8 +5,8 @@
 Sounds are made by espeak-ng (a Debian package): one to six digits, by eight voices at many speeds and pitches, with noise.
 The model (0.7 million parameters, windows of four seconds) is trained by `fdel.train` from random weights, saved as a
 checkpoint in Hugging Face layout and served by `fdel serve`; OpenAI's client sends sequences that were not learnt, then
-those of two voices that were not. Digits count as wrong by edit distance. Speed: the same checkpoint in transformers, in the
-same run: work for a second of sound, sound by sound, eight side by side, and two minutes in one file.
+those of two voices that were not. Digits count as wrong by edit distance. Speed: of the same checkpoint in transformers, in
+the same run: work for a second of sound, sound by sound, eight side by side, and two minutes in one file.
 """
 
 import argparse
