@@ -66,7 +66,7 @@ def _ring(local: Local, x: Array, p: Mapping[str, Any], weights: Array, experts:
     onwards = [(i, (i + 1) % n) for i in range(n)]
     pass_on = lambda c: lax.ppermute(c, AXIS, onwards)
 
-    def hop(carry: tuple, _: Any) -> tuple[tuple, None]:
+    def hop(carry: Any, _: Any) -> tuple[Any, None]:
         x, weights, experts, total = carry
         total = pass_on(total + widen(local(x, p, weights, experts - first)))
         return (collective(pass_on, x), collective(pass_on, weights), pass_on(experts), total), None
