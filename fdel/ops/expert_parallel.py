@@ -71,8 +71,8 @@ def _ring(local: Local, x: Array, p: Mapping[str, Any], weights: Array, experts:
         total = pass_on(total + widen(local(x, p, weights, experts - first)))
         return (collective(pass_on, x), collective(pass_on, weights), pass_on(experts), total), None
 
-    carry, _ = lax.scan(hop, (x, weights, experts, jnp.zeros_like(widen(x))), length=n)
-    return carry[-1].astype(x.dtype)
+    begin: Any = (x, weights, experts, jnp.zeros_like(widen(x)))
+    return lax.scan(hop, begin, length=n)[0][-1].astype(x.dtype)
 
 
 def _all_to_all(
