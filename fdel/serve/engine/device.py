@@ -175,7 +175,7 @@ class Device(Seeing):
             lines.append((lines[-1] if lines else -1) + len(start))
         plan = packing.Extend(*map(np.concatenate, zip(*parts, strict=True)))
         seen = self._see(chunks, len(plan.row)) if self.example is not None else None
-        return self._run("extend", [c.request for c in chunks], plan, lines, masks, seen, block=BLOCK), lines
+        return self._run("extend", [c.request for c in chunks], plan, lines, masks, seen=seen, block=BLOCK), lines
 
     def decode(
         self, requests: Sequence[Request], masks: Mapping[int, np.ndarray], draft: bool, many: bool = False
