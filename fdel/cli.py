@@ -198,8 +198,7 @@ def serve(args: argparse.Namespace) -> None:
     from fdel.serve.engine import engine
     from fdel.serve.server import launch
 
-    wanted = options.chosen(launch.ServerOptions, args, settings=options.chosen(engine.Settings, args))
-    launch.main(args.models, wanted)
+    launch.main(args.models, options.chosen(launch.ServerOptions, args, settings=options.chosen(engine.Settings, args)))
 
 
 def eval(args: argparse.Namespace) -> None:
@@ -226,9 +225,7 @@ def keys(args: argparse.Namespace) -> Iterable[str]:
     def rest(known: dict[str, auth.Key]) -> dict[str, auth.Key]:
         left = {h: key for h, key in known.items() if key.id != args.name}
         if len(left) == len(known):
-            raise ValueError(
-                f"{args.file} has no key with the id {args.name!r}; `fdel keys {args.file} list` shows them"
-            )
+            raise ValueError(f"{args.file} has no key with the id {args.name!r}; see `fdel keys {args.file} list`")
         return left
 
     keyfile.change(args.file, rest)

@@ -178,6 +178,7 @@ def _of_few(about: Tiling, r: Any, zero: Any) -> None:
 
 
 def unrolled(steps: int) -> int:
+    """Give how many steps of a loop are written out: the most up to `UNROLL` that divide them."""
     return next(n for n in range(min(UNROLL, steps), 0, -1) if steps % n == 0)
 
 

@@ -45,6 +45,7 @@ def leaf(
 
 
 def take(found: Found, *names: str) -> list[Tensor]:
+    """Take tensors out of those of a module, by name. ValueError names the ones that are not there."""
     lacking = [name for name in names if name not in found]
     if lacking:
         raise ValueError(f"quantized, but the file lacks {', '.join(lacking)}")

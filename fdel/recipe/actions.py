@@ -87,8 +87,7 @@ def train(recipe: Recipe | Settled, train_dataset: Any = None, eval_dataset: Any
         )  # fmt: skip
         state = loop.fit(
             training.step, training.state, batches, settings, given=training.given,
-            evaluate=evaluate, sharding=params.batch_sharding(mesh),
-            config=to_dict(recipe),
+            evaluate=evaluate, sharding=params.batch_sharding(mesh), config=to_dict(recipe),
         )  # fmt: skip
         model = model._replace(params=training.complete(final_params(s, state)))
     if dataset.batches is None:
