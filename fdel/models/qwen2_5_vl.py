@@ -100,7 +100,7 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     return x.reshape(*patches.values.shape[:-3], -1, x.shape[-1])
 
 
-@builders.hidden("attention", encode=encode)
+@builders.hidden("attention", encode=encode, rotary=True)
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     return sublayers.walk(params, tokens, cfg.text, qwen2.blocks(cfg.text, batch), carry, remat)

@@ -170,7 +170,7 @@ def deepened(apply: Callable) -> Callable:
     return deep
 
 
-@builders.hidden("attention", encode=encode)
+@builders.hidden("attention", encode=encode, rotary=True)
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     return walk(params, tokens, cfg, qwen3.blocks(cfg.text, batch), carry, remat)

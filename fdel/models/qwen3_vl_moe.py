@@ -51,7 +51,7 @@ def spec(cfg: Config) -> dict:
     return qwen3_vl.below(builders.decoder(text, layer)) | qwen3_vl.tower_spec(cfg)
 
 
-@builders.hidden("attention", "router", encode=encode)
+@builders.hidden("attention", "router", encode=encode, rotary=True)
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     blocks = dict.fromkeys((DENSE, MOE), qwen3_moe.block(cfg.text, batch))

@@ -85,18 +85,20 @@ class Carry:
 
 def begin(
     tokens: Int[Array, "..."], batch: Batch | None, state: State | None, taps: Taps | None, has: Sequence[str],
-    media: bool = False,
+    takes: Sequence[str] = (),
 ) -> tuple[Batch, Carry]:  # fmt: skip
     """Give the batch of a call (one sequence per row if None) and the carry that enters its first layer.
 
-    `has` names the taps that the model has; `media` says whether it takes them. What cannot be given is a ValueError:
-    another tap, a tap of a Paged call, state in a Packed one, which would neither read nor write it, and media of a model
-    of text.
+    `has` names the taps that the model has, `takes` what it takes of a batch: "media", "rotary". What cannot be given is a
+    ValueError: another tap, a tap of a Paged call, state in a Packed one, which would neither read nor write it, media of a
+    model of text, and turns of three components of one that turns by positions.
     """
     batch = packed(tokens) if batch is None else batch
-    if not media and (batch.media is not None or batch.rotary is not None):
-        found = "media" if batch.media is not None else "rotary"
-        raise ValueError(f"batch.{found}: the model takes text alone; leave it out, or load a model that sees or hears")
+    for name in ("media", "rotary"):
+        if name not in takes and getattr(batch, name) is not None:
+            why = "turns tokens by their positions" if takes else "takes text alone"
+            fix = "" if takes else ", or load a model that sees or hears"
+            raise ValueError(f"batch.{name}: the model {why}; leave it out{fix}")
     wanted = [name for name in ("hidden", "router", "attention") if getattr(taps, name, None) is not None]
     if not isinstance(batch, Packed):
         if wanted:

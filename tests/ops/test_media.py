@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from fdel import ops, params
 from fdel.models import llama
+from fdel.ops.carry import begin
 
 RNG = np.random.default_rng(0)
 INDEX = np.array([[-1, 2, -1, 0], [1, 1, -1, -1], [-1, -1, -1, -1], [0, 1, 2, 3]] * 2)
@@ -72,6 +73,13 @@ def test_a_model_of_text_refuses_media():
     for name, value in ("media", ops.Media(tokens)), ("rotary", jnp.ones((1, 3, 3), int)):
         with pytest.raises(ValueError, match=f"batch.{name}: the model takes text alone"):
             llama.forward(weights, tokens, cfg, replace(ops.packed(tokens), **{name: value}))
+
+
+def test_a_model_that_turns_by_positions_refuses_three_components():
+    tokens = jnp.ones((1, 3), int)
+    batch = replace(ops.packed(tokens), rotary=jnp.ones((1, 3, 3), int))
+    with pytest.raises(ValueError, match="batch.rotary: the model turns tokens by their positions; leave it out$"):
+        begin(tokens, batch, None, None, ("hidden",), ("media",))
 
 
 def test_media_that_are_not_encoded():

@@ -27,11 +27,11 @@ def encode(params, patches, cfg):
     return h.reshape(*h.shape[:-3], -1, cfg.embed)
 
 
-@builders.hidden("attention", encode=encode)
+@builders.hidden("attention", encode=encode, rotary=True)
 def hidden(params, tokens, cfg, batch, carry, remat):
     """Llama's, turned by a sum of three components."""
     turns = jnp.repeat(batch.positions[..., None], 3, -1) if batch.rotary is None else batch.rotary
-    rot = ops.rotation(cfg.rope, replace(batch, positions=turns @ jnp.array([1, 2, 4])))
+    rot = ops.rotation(cfg.rope, replace(batch, positions=turns @ jnp.array([1, 2, 4]), rotary=None))
     return sublayers.walk(params, tokens, cfg, llama.block(cfg, batch, sublayers.rotate(rot)), carry, remat)
 
 

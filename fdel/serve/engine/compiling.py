@@ -48,6 +48,7 @@ class Compiling:
     length: int
     execute: Callable[[Call], Any]
     example: tuple[int, int] | None  # of a model that sees: patches of a picture, and numbers of a patch
+    turned: bool  # whether it sees, and turns tokens by three components
     usable: dict[str, list[int]]
     uncompiled: list[tuple[str, int, list[Callable[[], Any]]]]
     perform: Callable[[Call], Any]
@@ -128,8 +129,8 @@ class Compiling:
         return packing.blank_plan(kind, lines, self.table.shape[1], self.rows)
 
     def _shift(self, shift: int) -> tuple[np.int32, ...]:
-        """What admits a sequence besides, of a model that sees."""
-        return () if self.example is None else (np.int32(shift),)
+        """What admits a sequence besides, of a model whose tokens have three components."""
+        return (np.int32(shift),) if self.turned else ()
 
 
 def blank_seen(lines: int) -> np.ndarray:

@@ -64,8 +64,9 @@ class Device(Seeing):
         net = None if draft is None else (draft.family, draft.cfg)
         kernels = tuple(sorted(s.kernels.items()))
         self._open_eyes(sight, s.media_bytes)
-        sees = self.example is not None
-        self.programs = programs(model.family, model.cfg, self.weights.mesh, net, s.kv_cache_dtype, kernels, sees)
+        self.programs = programs(
+            model.family, model.cfg, self.weights.mesh, net, s.kv_cache_dtype, kernels, self.turned
+        )
         self.words = -(-model.cfg.vocab // 32)  # of a mask
         put = partial(jax.device_put, device=self.weights.everywhere)
         self.unmasked = {n: put(np.zeros((n, self.words), np.uint32)) for n in {*self.blocks, *self.batches}}
@@ -86,8 +87,8 @@ class Device(Seeing):
 
         "extend" and "decode" take a packed plan, and masks if there are any; "copy" packed copies; "admit" the row, its
         tokens, their number, whether decode can continue it, the slot of its adapter, and the leaves of its `Sampling`.
-        Of a model that sees, "admit" takes its shift too, "extend" what is seen before masks, and "encode" the patches of a
-        picture, their places, which entries it gets, and the slot of its adapter.
+        Of a model that sees, "extend" takes what is seen before masks, and "encode" the patches of a picture, their places,
+        which entries it gets, and the slot of its adapter; "admit" the shift, if it turns by three components.
         """
         return self.perform(call)
 

@@ -29,7 +29,7 @@ class Rows:
     running: Bool[Array, " R"]  # decode continues it
     sampling: Sampling  # how each row draws
     adapter: Int[Array, " R"]  # the slot of its adapter in the weights; below zero: none
-    shift: Int[Array, " R"] | None = None  # of a model that sees: what is added to positions that are turned by
+    shift: Int[Array, " R"] | None = None  # of a model that turns by three components: what is added to positions
 
 
 class Drafts(NamedTuple):

@@ -24,11 +24,12 @@ class Seeing(Compiling):
     def _open_eyes(self, sight: Any, most: int) -> None:
         """Make room for what is encoded: `most` bytes, or what all rows could show. ValueError for a model of text."""
         self.sight, self.example, self.like, self.holders, self.entries = sight, None, None, Holders(0), None
-        family = self.model.family
+        family, self.turned = self.model.family, False
         if sight is None:
             return
         if not hasattr(family, "encode"):
             raise ValueError(f"sight is given, but {family.MODEL_TYPE} reads text alone; leave it out")
+        self.turned = family.hidden.rotary
         picture = sights.prepare(sight, np.zeros((SIDE, SIDE, 3), np.uint8))
         self.example = len(picture.patches), picture.patches.shape[1]
         self.like = encoded(family, self.model.cfg, self.weights[""], (rounded(self.example[0]), self.example[1]))
@@ -53,6 +54,8 @@ class Seeing(Compiling):
             )
         if len(media.index) != len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, its media {len(media.index)}; they must not be cut")
+        if media.rotary is not None and not self.turned:
+            raise ValueError("rotary is given, but the model turns tokens by their positions; leave it out")
         if wrong := [i for i in media.images if i.patches.shape[1] != self.example[1]]:
             raise ValueError(
                 f"a picture has patches of {wrong[0].patches.shape[1]} numbers, expected {self.example[1]}"

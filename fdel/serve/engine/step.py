@@ -34,7 +34,7 @@ class Programs(NamedTuple):
     """The jitted functions of one model on one mesh. Params and state are tuples: the model's, and the draft model's."""
 
     begin: Callable[..., tuple[States, Rows]]  # (rows=, length=, pages=, dtypes=)
-    # (Rows, row, tokens[L], length, running, Sampling of one row, slot of its adapter, and of a model that sees its shift)
+    # (Rows, row, tokens[L], length, running, Sampling of one row, slot of its adapter, and of a `turned` one its shift)
     admit: Callable[..., Rows]
     copy: Callable[..., States]  # (state, packed copies of pages)
     # (params, state, Rows, packed plan, masks, and of a model that sees what is seen and entries, block=)
@@ -69,13 +69,13 @@ def encoded(family: ModuleType, cfg: Any, params: Any, example: tuple[int, int])
 @functools.lru_cache(maxsize=16)
 def programs(
     family: ModuleType, cfg: Any, mesh: Mesh | None = None, draft: Net | None = None, kv: str | None = None,
-    kernels: tuple[tuple[str, str], ...] = (), sees: bool = False,
+    kernels: tuple[tuple[str, str], ...] = (), turned: bool = False,
 ) -> Programs:  # fmt: skip
     """Make the jitted functions of a model, and of a smaller one if that is to make drafts for it.
 
     `kv` is the format of keys and values in the cache, "int8" or "fp8"; None: the dtype of the activations. `kernels` are
-    pairs of an operation and its implementation. Only of a model that `sees` do rows and programs have what pictures need.
-    They are cached because jax keeps compiled programs with the jitted function: a new one would compile again.
+    pairs of an operation and its implementation. Rows of a model whose tokens are `turned` by three components have a
+    shift. They are cached because jax keeps compiled programs with the jitted function: a new one would compile again.
     """
     traces: Counter = Counter()
     nets: tuple[Net, ...] = ((family, cfg),) if draft is None else ((family, cfg), draft)
@@ -89,7 +89,7 @@ def programs(
         made = (P.init(s, jax.random.key(0), d) for s, d in zip(specs(pages=pages, rows=rows), dtypes, strict=True))
         sampling = jax.tree.map(jnp.asarray, sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows))
         tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
-        return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1, known if sees else None)
+        return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1, known if turned else None)
 
     def extend(params, state, rows: Rows, plan: Array, masks: Array, *seen: Array, block: int) -> tuple:
         return _extend(nets, params, state, rows, packing.unpack_plan(packing.Extend, plan), masks, block, seen)
@@ -195,7 +195,7 @@ def _extend(
     batches = [batch] * len(nets)
     if seen:
         index, turns = packing.unpack_seen(seen[0])
-        batches[0] = replace(batch, media=ops.Media(index, seen[1]), rotary=turns)
+        batches[0] = replace(batch, media=ops.Media(index, seen[1]), rotary=None if rows.shift is None else turns)
     ran = [f.hidden(p, tokens, c, b, s) for (f, c), p, s, b in zip(nets, params, state, batches, strict=True)]
     x = ran[0][0].reshape(len(plan.row), block, -1)
     last = x[jnp.arange(len(plan.row)), jnp.maximum(plan.length - 1, 0)]
