@@ -18,8 +18,8 @@ class Extreme:
     """The largest number of all microbatches, devices and batches, or the smallest; infinite where there is none.
 
     It stands among the sums of a loss.
-    >>> extremes.added({"a": Extreme(jnp.float32(1)), "b": 1}, {"a": Extreme(jnp.float32(3)), "b": 3})
-    {'a': Extreme(value=Array(3., dtype=float32), largest=True), 'b': Array(4, dtype=int32, weak_type=True)}
+    >>> Extreme(jnp.float32(1)).of(Extreme(jnp.float32(3)))
+    Extreme(value=Array(3., dtype=float32), largest=True)
     """
 
     value: Float[Array, ""]
