@@ -107,6 +107,7 @@ def chosen(k=K, tokens=T * 8, ep=8, flat=False, **use):
         return ops.explain(lambda x, w: ops.moe(x, P, w, e, jax.nn.silu), x, w)
 
 
+@pytest.mark.of_cpu("it tells what a CPU takes")
 def test_the_choice_is_by_bytes_and_explained():
     assert "all_to_all: chosen" in chosen()
     assert "sends 0.62 of all_gather's rows" in chosen(k=4) and "all_gather: chosen" in chosen(k=4)

@@ -80,6 +80,7 @@ def test_runs_are_blocks_that_follow_each_other():
     assert spans.tolist() == [[4, 0, 8, 0, 3], [8, 4, 0, 0, 0], [-1, 8, 0, 0, 0], [40, 12, 2, 3, 3]]
 
 
+NAMED = pytest.mark.of_cpu("with --target the references are named")
 REASONS = [
     ({"platform": "gpu"}, "written for TPUs"),
     ({"dtype": jnp.float16}, "bfloat16 and float32"),
@@ -89,8 +90,8 @@ REASONS = [
     ({"v_dim": 32}, "latent"),
     ({"width": 2**16}, "a page table of"),
     ({"block": 1024}, "blocks of 1024 tokens"),
-    ({}, None),
-    ({"dim": 64}, None),
+    pytest.param({}, None, marks=NAMED),
+    pytest.param({"dim": 64}, None, marks=NAMED),
 ]
 
 

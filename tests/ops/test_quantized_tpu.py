@@ -134,6 +134,7 @@ def test_gradients_and_axes_are_those_of_the_reference(rows, interpreted):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
+NAMED = pytest.mark.of_cpu("with --target the references are named")
 REASONS = [
     ({"platform": "gpu"}, "written for TPUs"),
     ({"dtype": jnp.float16}, "bfloat16 or float32"),
@@ -142,7 +143,7 @@ REASONS = [
     ({"group": 96, "inputs": 768}, "groups of 48 bytes"),
     ({"inputs": 128}, "groups of 64 bytes"),
     ({"inputs": 2**18}, "rows of 131072 bytes"),
-    ({}, None),
+    pytest.param({}, None, marks=NAMED),
 ]
 
 
