@@ -38,7 +38,8 @@ def places(name: str, tree: ast.Module, source: list[str]) -> list[tuple[str, as
     for f in tree.body:
         if not isinstance(f, ast.FunctionDef) or f.name in UNSEEN or "spec" in f.name:
             continue
-        if not any(a.arg in ("carry", "params", "h", "x", "q") for a in f.args.args):
+        inside = [g for g in ast.walk(f) if isinstance(g, ast.FunctionDef)]  # a block may be made by a function
+        if not any(a.arg in ("carry", "params", "h", "x", "q") for g in inside for a in g.args.args):
             continue
         for node in ast.walk(f):
             if not hasattr(node, "lineno") or any(part in source[node.lineno - 1] for part in neutral):
