@@ -1,6 +1,6 @@
 """A small Whisper that learns spoken digits here, served and asked for digits that it never heard; and its speed.
 
-    python benchmarks/hear.py [--steps 1200] [--directory DIR] [--out benchmarks/results/FILE.md]
+    python benchmarks/hear.py [--steps 4000] [--directory DIR] [--out benchmarks/results/FILE.md]
 
 Sounds are made by espeak-ng (a Debian package): one to six digits, by eight voices at many speeds and pitches, with noise.
 The model (0.7 million parameters, windows of four seconds) is trained by `fdel.train` from random weights, saved as a
@@ -249,7 +249,7 @@ def speed(directory: Path, sounds: Sequence[tuple[list[int], np.ndarray]]) -> li
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--steps", type=int, default=1200, help="of training")
+    cli.add_argument("--steps", type=int, default=4000, help="of training")
     cli.add_argument("--directory", type=Path, help="keep the checkpoint here; one that is there is not trained again")
     cli.add_argument("--out", type=Path, help="also write the table here")
     args = cli.parse_args()
