@@ -34,8 +34,10 @@ def model(name: str) -> tuple[Any, Any]:
     """Give a family and a Config; toy models are those of the suite, `tiny.TINY`."""
     family = models.family(name.partition("-")[0])
     values = MODELS[name] if name in MODELS else TINY[name].values
-    # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8 rotary.
+    # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8
+    # rotary; nor of 24 channels in Gemma 2's layers.
     values = {key: 24 if key in LATENT else value for key, value in values.items()}
+    values |= {"head_dim": 32} if name == "gemma2" else {}
     return family, family.Config.from_hf(values | {"model_type": family.MODEL_TYPE})
 
 
