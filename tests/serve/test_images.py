@@ -17,9 +17,10 @@ import pytest
 
 from fdel import serve, text
 from fdel.media import sight
+from fdel.media.image import Picture
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Settings
-from fdel.serve.server import fetch, launch, metrics
+from fdel.serve.server import fetch, launch, metrics, worker
 from fdel.serve.server import http as server_http
 from fdel.serve.server.call import Server
 from fdel.serve.server.openai import APIError, images, parse_chat, responses
@@ -319,6 +320,18 @@ def test_limits_of_a_request(eye, monkeypatch):
 
 
 # ---- without a server --------------------------------------------------------------------------------------------
+
+
+def test_an_image_longer_than_the_context_ends_in_the_child():
+    """Its patches never come to the server."""
+    picture = Picture(np.zeros((5, 12), np.float32), np.zeros((5, 3), np.int32), (7,) * 5)
+    asked, seeing = (
+        {"encoded": False, "pixels": 9},
+        lambda context: SimpleNamespace(picture=lambda *_: picture, context=context),
+    )
+    assert worker._image(seeing(5), asked, b"")[0]["run"] == (7,) * 5
+    with pytest.raises(ValueError, match="takes 5 tokens, more than the model's 4; make it smaller"):
+        worker._image(seeing(4), asked, b"")
 
 
 def test_a_model_of_text_says_so():

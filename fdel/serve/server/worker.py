@@ -98,6 +98,9 @@ def _image(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
         except ValueError as e:
             raise ValueError(f"expected base64 behind the comma: {e}") from e
     picture = encoder.picture(data, asked["pixels"])
+    if len(picture.run) > encoder.context:  # before its patches go to the server, which would hold them
+        found = f"the image takes {len(picture.run)} tokens, more than the model's {encoder.context}"
+        raise ValueError(f"{found}; make it smaller")
     turns = [] if picture.turns is None else [picture.turns]
     arrays = [picture.patches.astype("<f4"), *(x.astype("<i4") for x in (picture.places, *turns))]
     raw, shapes = b"".join(x.tobytes() for x in arrays), [x.shape for x in arrays]
