@@ -58,8 +58,10 @@ def _prepare(chunk: tuple) -> tuple[Array, ...]:
         kk, qk = _channel_pairs(q, k, g)
     begin, end = begin * sees[:, :1], end * sees[-1, 1:, None]
     kk, qk = (jnp.where(sees[:, 1:], x, 0) for x in (kk, qk))
-    solved = _solve(jnp.tril(beta * kk, -1), beta * jnp.concatenate([v, k * begin], -1))
-    new, reads = jnp.split(solved, [v.shape[-1]], -1)
+    new, reads = beta * v, beta * k * begin
+    if v.shape[1] > 1:
+        solved = _solve(jnp.tril(beta * kk, -1), jnp.concatenate([new, reads], -1))
+        new, reads = jnp.split(solved, [v.shape[-1]], -1)
     return new, reads, q * begin, qk, k * end, begin[:, -1]
 
 
@@ -76,8 +78,6 @@ def _solve(a: Float[Array, "N C C"], b: Float[Array, "N C R"]) -> Float[Array, "
     Not by `triangular_solve`: two of them at once can block each other for ever on XLA:CPU (jax 0.10.2).
     """
     c = a.shape[-1]
-    if c == 1:
-        return b
     pad = (1 << (c - 1).bit_length()) - c
     inverse = _unit_inverse(jnp.pad(jax.lax.stop_gradient(a), ((0, 0), (0, pad), (0, pad))))[:, :c, :c]
     forward, transposed = lambda _, b: inverse @ b, lambda _, b: inverse.mT @ b
