@@ -1,6 +1,6 @@
 """A small Whisper that learns spoken digits here, served and asked for digits that it never heard; and its speed.
 
-    python benchmarks/hear.py [--steps 4000] [--directory DIR] [--out benchmarks/results/FILE.md]
+    python benchmarks/hear.py [--directory DIR] [--out benchmarks/results/FILE.md]
 
 Sounds are made by espeak-ng (a Debian package): one to six digits, by eight voices at many speeds and pitches, with noise.
 The model (0.7 million parameters, windows of four seconds) is trained by `fdel.train` from random weights, saved as a

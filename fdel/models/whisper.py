@@ -56,12 +56,17 @@ class Memory:
     v: Any
 
 
+def sinusoids(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Give the encoder's positions before training: sines, then cosines, of wavelengths from 2 pi to 20,000 pi states."""
+    half = shape[1] // 2
+    angles = jnp.arange(shape[0])[:, None] * 10000 ** (-jnp.arange(half) / (half - 1))
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(dtype)
+
+
 def spec(cfg: Config) -> dict:
     """Declare every array: the decoder's at the top, the encoder's below "encoder". Keys have no bias."""
     d, file = cfg.embed, "model.{}.layers.{{layers}}.".format
-    table = lambda n, part: Param(
-        "positions embed", (n, d), normal(builders.STD), f"model.{part}.embed_positions.weight"
-    )
+    table = lambda n, part, begin: Param("positions embed", (n, d), begin, f"model.{part}.embed_positions.weight")
     conv = lambda n, inputs: Param(
         "embed channels kernel", (d, inputs, 3), normal(builders.STD), f"model.encoder.conv{n}.weight"
     )
@@ -69,7 +74,7 @@ def spec(cfg: Config) -> dict:
     encoder = {
         "conv1": conv(1, cfg.bins), "conv1_bias": builders.bias("model.encoder.conv1.bias", d),
         "conv2": conv(2, d), "conv2_bias": builders.bias("model.encoder.conv2.bias", d),
-        "positions": table(cfg.states, "encoder"), **builders.layer_norm("norm", "model.encoder.layer_norm", d),
+        "positions": table(cfg.states, "encoder", sinusoids), **builders.layer_norm("norm", "model.encoder.layer_norm", d),
         "layers": stack(layer, "layers", range(cfg.encoder_layers)),
     }  # fmt: skip
     layer = _layer(file("decoder"), cfg, cfg.ffn) | {
@@ -78,7 +83,8 @@ def spec(cfg: Config) -> dict:
     }
     return {
         "embed": Param("vocab embed", (cfg.vocab, d), normal(builders.STD), "model.decoder.embed_tokens.weight"),
-        "positions": table(cfg.max_positions, "decoder"), **builders.layer_norm("norm", "model.decoder.layer_norm", d),
+        "positions": table(cfg.max_positions, "decoder", normal(builders.STD)),
+        **builders.layer_norm("norm", "model.decoder.layer_norm", d),
         "layers": stack(layer, "layers", range(cfg.layers)), "encoder": encoder,
     }  # fmt: skip
 

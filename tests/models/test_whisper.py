@@ -50,6 +50,15 @@ def test_states_and_logits_are_those_of_transformers(both):
         np.testing.assert_allclose(found, want.cross_attentions[layer][:, head], atol=1e-5)
 
 
+def test_positions_begin_as_sinusoids(both):
+    """Those of a Whisper that transformers just made; 1e-6."""
+    import transformers
+
+    begin = params.init({"positions": whisper.spec(both.model.cfg)["encoder"]["positions"]}, jax.random.key(0))
+    fresh = transformers.WhisperModel(both.oracle.config).encoder.embed_positions.weight
+    np.testing.assert_allclose(begin["positions"], fresh.detach(), atol=1e-6)
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_cached_decoding_is_transformers_greedy_search(both):
