@@ -23,7 +23,7 @@ _processor_class""".split()
 class Settings:
     """What is done to an image, in this order; None or False leaves a step out. Sizes are height and width in pixels."""
 
-    token: int  # of an entry
+    token: int  # of an entry; -1 where no prompt shows images
     patch: int  # pixels along a side
     pad: bool = False  # to a square, with the mean color
     edge: int | None = None  # of the shorter side
@@ -77,7 +77,7 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
     # LLaVA's "default" leaves the first state out, of CLIP the class token's.
     first = config.get("vision_feature_select_strategy", "default") == "default"
     out = Settings(
-        token, int(vision.get("patch_size", 32)), bool(p.get("do_pad")), edge if p["do_resize"] else None,
+        token, int(vision.get("patch_size", 32 if clip else 16)), bool(p.get("do_pad")), edge if p["do_resize"] else None,
         pair(size, "size") if p["do_resize"] and edge is None else None, crop, int(p["resample"]),
         float(p["rescale_factor"]) if p["do_rescale"] else None, tuple(p["image_mean"]) if p["do_normalize"] else None,
         tuple(p["image_std"]), clip - first,
@@ -102,4 +102,4 @@ def pixels(s: Settings, rgb: np.ndarray) -> np.ndarray:
 def prepare(s: Settings, rgb: np.ndarray) -> Picture:
     """Prepare an image uint8[H W 3] for the tower."""
     patches, places = image.patches(pixels(s, rgb), s.patch)
-    return Picture(patches, places, (s.token,) * (len(patches) + s.extra))
+    return Picture(patches, places, (s.token,) * (len(patches) + s.extra) if s.token >= 0 else ())

@@ -23,15 +23,18 @@ KINDS: Mapping[str, ModuleType] = MappingProxyType(
     {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral} | QWEN
 )
 TOKENS = ("image_token_index", "image_token_id")
+# Models of two towers, whose prompts show no images: model_type -> that of their tower
+ALONE = MappingProxyType({"clip": "clip_vision_model", "siglip": "siglip_vision_model"})
 
 
 @dataclass(frozen=True)
 class Sight:
     """How a model sees, as data.
 
-    `placeholder` is the token that a chat template writes once for an image; `entries` are the tokens of a run that take
-    what the tower gives. The tower gives one entry for `merge` patches, and `extra` ones besides; of patches that pad an
-    image, behind its own, it gives entries too. `settings` are those of the image processor's file.
+    `placeholder` is the token that a chat template writes once for an image, -1 where no prompt shows any; `entries` are
+    the tokens of a run that take what the tower gives. The tower gives one entry for `merge` patches, and `extra` ones
+    besides; of patches that pad an image, behind its own, it gives entries too. `settings` are those of the image
+    processor's file.
     """
 
     model_type: str
@@ -62,9 +65,11 @@ def read(directory: str | Path) -> Sight | None:
     From config.json and preprocessor_config.json or processor_config.json. ValueError for what is not understood.
     """
     config = _object(Path(directory) / "config.json") or {}
+    if (alone := ALONE.get(str(config.get("model_type")))) is not None:
+        config["vision_config"] = {"model_type": alone} | (config.get("vision_config") or {})
     vision = config.get("vision_config")
     kind = next((t for t in (config.get("model_type"), (vision or {}).get("model_type")) if t in KINDS), None)
-    token = next((config[name] for name in TOKENS if isinstance(config.get(name), int)), None)
+    token = next((config[name] for name in TOKENS if isinstance(config.get(name), int)), -1 if alone else None)
     processor, outer = (_object(Path(directory) / f"{p}_config.json") for p in ("preprocessor", "processor"))
     processor = (outer or {}).get("image_processor") if processor is None else processor
     if kind is None or token is None or processor is None:

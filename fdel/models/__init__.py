@@ -52,6 +52,7 @@ SHARED = (
 )  # files here that are not families
 HEARS = ("whisper",)  # families of functions of their own: what goes in is a sound
 SEES = ("clip", "pixtral", "siglip")  # or an image
+SCORES = ("clip", "siglip")  # of those, families that score images and texts
 LONGEST = 16 * 2**20  # bytes of a config.json
 
 
@@ -94,6 +95,7 @@ def family(model_type: str) -> ModuleType:
         raise ConfigError(f"config field 'model_type': found {name!r}, which writes down sounds; {use}")
     if name in SEES:
         use = f"load it with models.load(path, family=fdel.models.{name})"
+        use += ", or serve it with `fdel serve`" if name in SCORES else ""
         raise ConfigError(f"config field 'model_type': found {name!r}, which writes no text; {use}")
     found = f"found {show(model_type)}, not a family of this version"
     raise ConfigError(f"config field 'model_type': {found}; it has {', '.join([*families(), *registered])}")
@@ -101,12 +103,21 @@ def family(model_type: str) -> ModuleType:
 
 def hearing(path: str | Path) -> ModuleType | None:
     """Give the family of a checkpoint directory if it writes down sounds (`HEARS`), for `load`; else None."""
+    return _one_of(path, HEARS)
+
+
+def scoring(path: str | Path) -> ModuleType | None:
+    """Give the family of a checkpoint directory if it scores images and texts (`SCORES`), for `load`; else None."""
+    return _one_of(path, SCORES)
+
+
+def _one_of(path: str | Path, names: tuple[str, ...]) -> ModuleType | None:
     file = Path(path) / "config.json"
     if not file.is_file() or file.stat().st_size > LONGEST:
         return None
     d = json.loads(file.read_bytes())
     name = d.get("model_type") if isinstance(d, dict) else None
-    return importlib.import_module(f"{__name__}.{name}") if name in HEARS else None
+    return importlib.import_module(f"{__name__}.{name}") if name in names else None
 
 
 def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any, dict[str, Any]]:

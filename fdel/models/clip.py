@@ -5,6 +5,7 @@ It scores images and texts and writes none: no `protocol.Family`. Load it by `mo
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -14,6 +15,7 @@ from fdel.models.keys import mapping
 from fdel.params.spec import Param, constant, normal, stack
 
 MODEL_TYPE, ARCHITECTURE = "clip", "CLIPModel"
+PADDED = False  # what stands behind a text changes nothing
 NAMES = "q_proj", "k_proj", "v_proj", "out_proj"
 
 
@@ -200,6 +202,11 @@ def logits(
 ) -> Float[Array, "images texts"]:
     """Compute scaled cosines of features, float32: softmax over texts classifies images without training."""
     return jnp.exp(params["scale"].astype(jnp.float32)) * cosines(images, texts)
+
+
+def probabilities(logits: Float[Array, "images texts"]) -> Float[Array, "images texts"]:
+    """Compute how likely each text is of an image, if one of them is."""
+    return jax.nn.softmax(logits, -1)
 
 
 def forward(

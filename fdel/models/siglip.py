@@ -15,6 +15,7 @@ from fdel.models.keys import mapping
 from fdel.params.spec import Param, normal, zeros
 
 MODEL_TYPE, ARCHITECTURE = "siglip", "SiglipModel"
+PADDED = True  # texts are seen with padding up to `max_positions`
 
 
 @config.config
@@ -65,6 +66,7 @@ class Config:
     vocab = property(lambda self: self.text.vocab)
     embed = property(lambda self: self.text.embed)
     layers = property(lambda self: self.text.layers)
+    width = property(lambda self: self.text.width)
 
 
 def tower(cfg: Vision, name: str) -> dict[str, Any]:
@@ -174,6 +176,11 @@ def logits(
     """Compute scaled cosines of features and a bias, float32: sigmoid says how likely a text is of an image."""
     scale, bias = (params[k].astype(jnp.float32) for k in ("scale", "bias"))
     return jnp.exp(scale) * clip.cosines(images, texts) + bias
+
+
+def probabilities(logits: Float[Array, "images texts"]) -> Float[Array, "images texts"]:
+    """Compute how likely each text is of an image, by itself."""
+    return jax.nn.sigmoid(logits)
 
 
 def forward(

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdel.serve.dual import DualEncoder
     from fdel.serve.engine.beam import Beam, beam_search
     from fdel.serve.engine.engine import Engine
     from fdel.serve.engine.naive import naive_generate
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fdel.serve.server.served import ask
 
 _PLACES = {
+    "dual": ("DualEncoder",),
     "engine.beam": ("Beam", "beam_search"),
     "engine.engine": ("Engine",),
     "generation": ("generate", "stream"),

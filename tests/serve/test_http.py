@@ -340,7 +340,8 @@ def test_models_by_name(running, monkeypatch):
     """Names may have slashes; nobody deletes a model."""
     monkeypatch.setattr(running.state, "models", {"org/small": dataclasses.replace(running.served, name="org/small")})
     status, said, _ = call(running, "GET", "/v1/models/org/small")
-    assert status == 200 and said == {"id": "org/small", "object": "model", "created": 1, "owned_by": "fdel"}
+    facts = {"created": 1, "owned_by": "fdel", "input_modalities": ["text"]}
+    assert status == 200 and said == {"id": "org/small", "object": "model"} | facts
     assert call(running, "GET", "/v1/models")[1] == {"object": "list", "data": [said]}
     jsonschema.validate({"object": "list", "data": [said]}, SCHEMAS["models"])
     assert call(running, "DELETE", "/v1/models/org/small", role="admin")[0] == 405

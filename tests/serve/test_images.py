@@ -5,6 +5,7 @@ import base64
 import contextlib
 import http.server
 import io
+import ipaddress
 import socket
 import struct
 import threading
@@ -22,7 +23,7 @@ from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Settings
 from fdel.serve.server import fetch, launch, metrics, worker
 from fdel.serve.server import http as server_http
-from fdel.serve.server.call import Server
+from fdel.serve.server.call import Server, picture_quota
 from fdel.serve.server.openai import APIError, images, parse_chat, responses
 from fdel.serve.server.openai.tables import Limits
 from tests.serve import small, wire
@@ -62,6 +63,21 @@ def said(*content) -> list[dict]:
     return [{"role": "user", "content": [plain(c) for c in content]}]
 
 
+@contextlib.contextmanager
+def serving(directory, name: str):
+    """A server of a checkpoint that sees, and OpenAI's client of it."""
+    options = launch.ServerOptions(settings=Settings(rows=4, batches=(4,), budget=32, max_length=320))
+    (served,) = launch.served(
+        weights.load(directory), text.load(directory), name, options, seen=sight.read(directory)
+    )  # fmt: skip
+    served.engine.start(wait=True)
+    state = Server({name: served}, metrics.Metrics(metrics.serving([name], server_http.PATHS)))
+    with wire.listening(state) as port:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        yield SimpleNamespace(port=port, state=state, secrets={}, client=client, served=served)
+    served.engine.close()
+
+
 @pytest.fixture(scope="module")
 def eye(tmp_path_factory):
     """transformers' tiny LLaVA with its processor, and a server of its files with OpenAI's client of it."""
@@ -86,24 +102,8 @@ def eye(tmp_path_factory):
     text.save(text.Tokenizer(**{**vars(tok), "templates": {"default": TEMPLATE}, "eos_ids": (small.EOS,)}), directory)
     processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     processor.save_pretrained(directory)
-    options = launch.ServerOptions(settings=Settings(rows=4, batches=(4,), budget=32, max_length=320))
-    model, tok = weights.load(directory), text.load(directory)
-    (served,) = launch.served(model, tok, "eye", options, seen=sight.read(directory))
-    served.engine.start(wait=True)
-    state = Server({"eye": served}, metrics.Metrics(metrics.serving(["eye"], server_http.PATHS)))
-    with wire.listening(state) as port:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        yield SimpleNamespace(
-            port=port,
-            state=state,
-            secrets={},
-            client=client,
-            served=served,
-            oracle=oracle,
-            processor=processor,
-            token=token,
-        )
-    served.engine.close()
+    with serving(directory, "eye") as found:
+        yield SimpleNamespace(**vars(found), oracle=oracle, processor=processor, token=token)
 
 
 def wanted(eye, messages: list, arrays: list, most: int = 12) -> tuple[str, int]:
@@ -170,7 +170,7 @@ def test_a_text_that_spells_the_placeholder_shows_nothing(eye):
         model="eye", messages=said("<image>", url(file(rgb(0)))), temperature=0, max_tokens=2
     )
     assert found.usage.prompt_tokens > 16 + 7
-    with pytest.raises(openai.BadRequestError, match="this model reads text alone|found 'video_url'"):
+    with pytest.raises(openai.BadRequestError, match="this model takes text and images in a chat; leave videos out"):
         eye.client.chat.completions.create(model="eye", messages=[{"role": "user", "content": [{"type": "video_url"}]}])
 
 
@@ -319,6 +319,21 @@ def test_limits_of_a_request(eye, monkeypatch):
         eye.client.chat.completions.create(model="eye", messages=said(url(file(rgb(0)))))
 
 
+@pytest.mark.slow
+def test_images_are_bounded_by_their_bytes(eye, monkeypatch):
+    """16 patches of 48 numbers and their places are 3264 bytes: one has room, two have not, and none if others need it."""
+    monkeypatch.setattr(eye.state, "pictures", quota := picture_quota(8000))
+    ask = lambda *shown: eye.client.chat.completions.create(model="eye", messages=said("a ", *shown), max_tokens=1)
+    assert ask(url(file(rgb(0)))).usage.completion_tokens == 1
+    with pytest.raises(openai.BadRequestError, match="take 6528 bytes as the model sees them, expected at most 4000"):
+        ask(url(file(rgb(0))), url(file(rgb(1))))
+    wire.wait_for(lambda: quota.taken == 0)
+    assert quota.acquire("another", 2000)
+    with pytest.raises(openai.RateLimitError, match="0 of at most 8000 bytes of prepared images are yours"):
+        ask(url(file(rgb(0))))
+    wire.wait_for(lambda: quota.taken == 2000)
+
+
 # ---- without a server --------------------------------------------------------------------------------------------
 
 
@@ -344,6 +359,20 @@ def test_a_model_of_text_says_so():
         responses.parse({"model": "m", "input": item}, Limits(10, 10))
 
 
+@pytest.mark.parametrize("kind", images.OTHERS)
+def test_what_no_model_takes_is_refused_by_what_this_one_does(kind):
+    """Sounds, videos and files in chats and responses; of the first, where they are taken."""
+    for most, takes in ((0, "text alone"), (3, "text and images")):
+        limits, content = Limits(10, 10, images=most), [{"type": kind, kind: {"data": "AAAA", "format": "wav"}}]
+        for parse, body in (
+            (parse_chat, {"messages": [{"role": "user", "content": content}]}),
+            (responses.parse, {"input": [{"role": "user", "content": content}]}),
+        ):
+            with pytest.raises(APIError, match=f"content.0.: this model takes {takes} in a chat; leave") as e:
+                parse({"model": "m"} | body, limits)
+            assert e.value.status == 400 and ("/v1/audio/transcriptions" in e.value.message) == ("audio" in kind)
+
+
 def test_images_are_taken_out_in_order():
     messages = said("a", url(b"1"), "b", url(b"2")) + [{"role": "assistant", "content": "c"}] + said(url(b"3"))
     asked = parse_chat({"model": "m", "messages": messages}, Limits(10, 10, images=3))
@@ -360,12 +389,32 @@ def test_images_are_taken_out_in_order():
 
 
 PRIVATE = """127.0.0.1 10.0.0.1 192.168.1.1 172.16.0.1 169.254.169.254 0.0.0.0 100.64.0.1 224.0.0.1 255.255.255.255 ::1 ::
-fe80::1 fe80::1%eth0 fd00::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 2002:7f00:1:: 64:ff9b:1::1 ff02::1""".split()
+fe80::1 fe80::1%eth0 fd00::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b:1::1 64:ff9b:1::808:808 ff02::1""".split()
 
 
 def test_private_addresses_are_none_of_the_internets():
     assert [a for a in PRIVATE if fetch.public(a)] == []
     assert fetch.public("8.8.8.8") and fetch.public("2606:4700:4700::1111")
+
+
+@pytest.mark.parametrize("inner", ["127.0.0.1", "10.1.2.3", "192.168.1.1", "169.254.169.254", "0.0.0.0", "224.0.0.1"])
+def test_private_addresses_inside_of_others_are_found(inner):
+    """By each way in which IPv6 carries IPv4; and a public one, by those ways that lead somewhere."""
+    ways = {
+        "mapped": "::ffff:{0}", "compatible": "::{0}", "translated": "::ffff:0:{0}", "NAT64": "64:ff9b::{0}",
+        "NAT64 of a site": "64:ff9b:1::{0}", "6to4": "2002:{1}::1", "ISATAP": "2606:4700::5efe:{0}",
+        "ISATAP, unique": "2606:4700::200:5efe:{0}", "Teredo's server": "2001:0:{1}::f7f7:f7f7",
+        "Teredo's client": "2001:0:808:808::{2}",
+    }  # fmt: skip
+
+    def written(way: str, address: str) -> str:
+        n = int(ipaddress.IPv4Address(address))
+        halves = lambda n: f"{n >> 16:x}:{n & 0xFFFF:x}"
+        return way.format(address, halves(n), halves(n ^ 0xFFFFFFFF))
+
+    assert [name for name, way in ways.items() if fetch.public(written(way, inner))] == []
+    open_ = {name for name, way in ways.items() if fetch.public(written(way, "8.8.8.8"))}
+    assert {"NAT64", "ISATAP"} <= open_ and not open_ & {"NAT64 of a site", "compatible"}
 
 
 class Files(http.server.BaseHTTPRequestHandler):

@@ -393,7 +393,8 @@ def test_completions() -> None:
 
 def test_the_rest() -> None:
     asked = {"model": "m", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 8}
-    assert parse("embed", **asked) == asked and parse("embed", dimensions=None) == {"model": "m", "input": ["hi"]}
+    assert parse("embed", **asked) == openai.Pooled("m", ["a", "b"], base64=True, dimensions=8, labels=[])
+    assert parse("embed", dimensions=None) == openai.Pooled("m", ["hi"], labels=[])
     assert parse("score").pairs == [("a", "b"), ("a", "c")]
     assert parse("rerank", top_n=1).top == 1 and parse("rerank").pairs == [("a", "b"), ("a", "c")]
     assert parse("tokenize", add_special_tokens=False) == ("hi", False)

@@ -63,18 +63,17 @@ async def version(call: Call) -> web.Response:
 
 async def models(call: Call) -> web.Response:
     """GET /v1/models."""
-    listed = [
-        body.model(s.name, s.created, parent=s.parent)
-        for s in [*call.server.models.values(), *call.server.heard.values()]
-    ]
+    server = call.server
+    found = [*server.models.values(), *server.heard.values(), *server.dual.values()]
+    listed = [body.model(s.name, s.created, s.takes, parent=s.parent) for s in found]
     return call.json({"object": "list", "data": listed})
 
 
 async def model(call: Call) -> web.Response:
     """GET /v1/models/{id}."""
     call.body = {"model": call.request.match_info["id"]}
-    found = call.server.heard.get(call.body["model"]) or call.served()
-    return call.json(body.model(found.name, found.created, parent=found.parent))
+    found = call.server.heard.get(call.body["model"]) or call.dual() or call.served()
+    return call.json(body.model(found.name, found.created, found.takes, parent=found.parent))
 
 
 async def tokenizer_info(call: Call) -> web.Response:
@@ -103,7 +102,7 @@ def pages() -> tuple[dict[str, str], str]:
     scripts = [re.search("<script>(.*)</script>", t, re.DOTALL)[1] for t in texts.values()]  # type: ignore[index]
     digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     allowed = " ".join(f"'sha256-{d}'" for d in digests)
-    closed = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    closed = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src data:"
     return texts, f"{closed}; connect-src 'self'; style-src 'unsafe-inline'; script-src {allowed}"
 
 

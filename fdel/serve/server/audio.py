@@ -33,7 +33,7 @@ class HeardModel:
     scribe: scribe.Scribe
     tokenizer: text.Tokenizer
     created: float  # seconds since 1970
-    parent = None  # as of a `ServedModel`
+    parent, takes = None, ("audio",)  # as of a `ServedModel`
 
     @property
     def listener(self) -> hear.Listener:

@@ -23,6 +23,11 @@ from fdel.serve.server.worker_pool import LARGE, WorkerPool
 T = TypeVar("T")
 
 
+def picture_quota(size: int) -> Quota:
+    """Bound the images that a server holds, prepared for its models, by their bytes."""
+    return Quota(size, "bytes of prepared images")
+
+
 @dataclass
 class Server:
     """Models by name, keys by hash (None: no key is asked for), and what is going on."""
@@ -41,13 +46,14 @@ class Server:
     draining: bool = False
     active: int = 0  # calls under way
     heard: Mapping[str, Any] = field(default_factory=dict)  # models that write down sounds: `audio.HeardModel`
+    dual: Mapping[str, Any] = field(default_factory=dict)  # models that score images and texts: `dual.DualModel`
     audio_seconds: float = 1500.0  # the most of one file
     audio_bytes: int = 25 * 2**20
     images: int = 8  # the most of one chat
     image_bytes: int = 10 * 2**20  # the most of one file
     image_pixels: int = 2**24
     media_hosts: Collection[str] = ()  # from which images are fetched
-    pictures: Quota = field(default_factory=lambda: Quota(256))  # of all calls, until their end
+    pictures: Quota = field(default_factory=lambda: picture_quota(2**31))  # of all calls, until their end
     bodies: EvictingQuota = field(default_factory=lambda: EvictingQuota(Quota(256)))  # on their way
     uploads: Quota = field(default_factory=lambda: Quota(16))  # files, from their first byte to the answer's end
     calls: Quota = field(default_factory=lambda: Quota(1024))  # that ask for work
@@ -62,7 +68,7 @@ class Server:
     async def with_workers(self, app: web.Application) -> AsyncIterator[None]:
         """Have child processes while an application runs."""
         before = self.workers
-        every = {**self.engines(), **self.heard}
+        every = {**self.engines(), **self.heard, **self.dual}
         self.workers = pool = WorkerPool({name: s.encoder.facts() for name, s in every.items()})
         yield
         pool.close()
@@ -84,6 +90,7 @@ class Call:
     key: auth.Key | None
     body: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)  # of a form
+    shown: int = 0  # bytes of its images, as the model takes them
     large: bool = False  # whether the body is more than the event loop may work on
     clock: Any = None  # the asyncio.Timeout of the whole call
     on_end: list[Callable[[], None]] = field(default_factory=list)
@@ -103,12 +110,25 @@ class Call:
             name = next(iter(self.server.models), None)
         served = self.server.models.get(name) if isinstance(name, str) else None
         if served is None:
-            known = isinstance(name, str) and name in self.server.heard
-            hears = "hears: ask /v1/audio/transcriptions" if known else "does not exist here"
-            message = f"the model {str(name)[:64]!r} {hears}"
+            message = f"the model {str(name)[:64]!r} {self._elsewhere(name)}"
             raise APIError(message, param="model", code="model_not_found", status=404)
         self.facts["model"] = served.name
         return served
+
+    def _elsewhere(self, name: Any) -> str:
+        if isinstance(name, str) and name in self.server.heard:
+            return "hears: ask /v1/audio/transcriptions"
+        if isinstance(name, str) and name in self.server.dual:
+            return "scores images and texts: ask /v1/embeddings, or /v1/classify with candidate_labels"
+        return "does not exist here"
+
+    def dual(self) -> Any:
+        """Find the `dual.DualModel` that is asked for; None if another is."""
+        name = self.body.get("model")
+        found = self.server.dual.get(name) if isinstance(name, str) else None
+        if found is not None:
+            self.facts["model"] = found.name
+        return found
 
     def heard(self) -> Any:
         """Find the `audio.HeardModel` that is asked for."""
@@ -140,15 +160,15 @@ class Call:
         await self.workers.ask(self.holder, "check", data=raw, large=True)
         return await self.in_thread(lambda: _parse(raw))
 
-    async def parse(self, parse: Callable[[Mapping[str, Any], openai.Limits], T], served: ServedModel) -> T:
-        """Check the body for a model. APIError with the parameter that is wrong."""
+    async def parse(self, parse: Callable[[Mapping[str, Any], openai.Limits], T], served: Any) -> T:
+        """Check the body for a model, by its `limits`. APIError with the parameter that is wrong."""
         work = lambda: parse(self.body, served.limits)
         return await self.in_thread(work) if self.large else work()
 
     async def encode(
-        self, served: ServedModel, prompts: Sequence[str | Sequence[int]], special: bool = True
+        self, served: Any, prompts: Sequence[str | Sequence[int]], special: bool = True
     ) -> list[list[int]]:
-        """Tokenize those prompts that are texts."""
+        """Tokenize those prompts that are texts, by the tokenizer of the model `base`."""
         texts = [p for p in prompts if isinstance(p, str)]
         ids = iter(await self.workers.encode(self.holder, served.base, texts, special) if texts else ())
         return [next(ids) if isinstance(p, str) else list(p) for p in prompts]
@@ -172,7 +192,7 @@ class Call:
         """Take slots of a quota until the call ends; an APIError if its holder has as many as others find free."""
         if not quota.acquire(self.holder, count):
             held = quota.held[self.holder]
-            message = f"{held} of at most {quota.total} places are yours, and others need some; try again"
+            message = f"{held} of at most {quota.total} {quota.unit} are yours, and others need some; try again"
             raise APIError(message, status=429, code="too_many_requests", retry=1)
         self.on_end.append(lambda: quota.release(self.holder, count))
 

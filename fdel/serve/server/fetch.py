@@ -19,16 +19,30 @@ from fdel.serve.server.openai import APIError
 REDIRECTS = 3
 SECONDS = 10.0  # for all of it
 PORTS = {"http": 80, "https": 443}
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
+ISATAP = 0x5EFE  # before the IPv4 address, but for a bit (RFC 5214)
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "fdel"}
 
 
 def public(address: str) -> bool:
-    """Tell whether an IP address is one of the internet's, not of this machine or of a network around it."""
+    """Tell whether an IP address is one of the internet's, not of this machine or of a network around it.
+
+    An IPv6 address that leads to an IPv4 one is as public as that: mapped, 6to4, Teredo (its server too), ISATAP, NAT64.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
-    inner = (
-        getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None) or (getattr(ip, "teredo", None) or (ip,))[-1]
-    )
-    return all(a.is_global and not (a.is_multicast or a.is_reserved or a.is_unspecified) for a in (ip, inner))
+    inner = [] if isinstance(ip, ipaddress.IPv4Address) else _inner(ip)
+    alone = (
+        isinstance(ip, ipaddress.IPv6Address) and ip in NAT64
+    )  # a gateway to the internet, which ipaddress calls reserved
+    outer = [] if alone else [ip]
+    return all(a.is_global and not (a.is_multicast or a.is_reserved or a.is_unspecified) for a in [*outer, *inner])
+
+
+def _inner(ip: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """Give the IPv4 addresses that stand in one of IPv6."""
+    last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    whole = ip in NAT64 or (int(ip) >> 32 & 0xFDFFFFFF) == ISATAP
+    return [a for a in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ()), last if whole else None) if a is not None]
 
 
 class Resolver(AbstractResolver):

@@ -33,8 +33,10 @@ UPLOAD = 120.0  # seconds for a file
 async def describe(call: Call) -> web.Response:
     """GET /openapi.json: this server's routes."""
     server = call.server
-    limits = next((s.limits for s in server.models.values()), openai.Limits(1, 1))
-    return call.json(document(ROUTES, [*server.models, *server.heard], limits, keys=server.keys is not None))
+    limits = next((s.limits for s in [*server.models.values(), *server.dual.values()]), openai.Limits(1, 1))
+    return call.json(
+        document(ROUTES, [*server.models, *server.heard, *server.dual], limits, keys=server.keys is not None)
+    )
 
 
 ROUTES = (

@@ -18,8 +18,8 @@ from fdel.media import sight
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, quantized
-from fdel.serve.server import audio, auth, http, keyfile, metrics, tools
-from fdel.serve.server.call import Server
+from fdel.serve.server import audio, auth, dual, http, keyfile, metrics, tools
+from fdel.serve.server.call import Server, picture_quota
 from fdel.serve.server.options import ServerOptions as ServerOptions
 from fdel.serve.server.served import ServedModel, served_model
 from fdel.serve.server.tokenizing import PAIRS
@@ -36,17 +36,22 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
         )
     if options.draft is not None and len(directories) > 1:
         raise ValueError(f"draft={options.draft!r} for {len(directories)} models; a draft model guesses for one")
-    mesh, found, heard = weights.mesh_for(options.mesh), list[ServedModel](), list[audio.HeardModel]()
+    mesh, found, heard, scored = (
+        weights.mesh_for(options.mesh), list[ServedModel](), list[audio.HeardModel](), list[dual.DualModel](),
+    )  # fmt: skip
     for name, directory in zip(names, directories, strict=True):
         directory = params.resolve(directory)
         if models.hearing(directory) is not None:
             heard.append(audio.heard_model(directory, name, options.dtype))
             continue
+        if models.scoring(directory) is not None:
+            scored.append(dual.dual_model(directory, name, options.dtype, options.images))
+            continue
         model = weights.load(directory, dtype=options.dtype, mesh=mesh, quantize=options.quantize)
         pooling = models.pooling.read(directory)
         found += served(model, text.load(directory), name, options, {} if found else options.adapters, pooling,
                         sight.read(directory) if hasattr(model.family, "encode") else None)  # fmt: skip
-    listen(found, options, keys, heard)
+    listen(found, options, keys, heard, scored)
 
 
 def check(options: ServerOptions) -> dict[str, auth.Key] | None:
@@ -102,7 +107,7 @@ def make_engine(
 
 def listen(
     found: Sequence[ServedModel], options: ServerOptions, keys: dict[str, auth.Key] | None,
-    heard: Sequence[audio.HeardModel] = (),
+    heard: Sequence[audio.HeardModel] = (), scored: Sequence[dual.DualModel] = (),
 ) -> None:  # fmt: skip
     """Compile, then answer requests until SIGTERM; `keys` are those of `check`."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -122,19 +127,19 @@ def listen(
         s.engine.start()
     for h in heard:
         h.scribe.start()
-    named, hearing = {s.name: s for s in found}, {h.name: h for h in heard}
-    counted = metrics.Metrics(metrics.serving([*named, *hearing], http.PATHS))
+    named, hearing, scoring = {s.name: s for s in found}, {h.name: h for h in heard}, {s.name: s for s in scored}
+    every = [*named, *hearing, *scoring]
+    counted = metrics.Metrics(metrics.serving(every, http.PATHS))
     hosts = None if options.insecure else (options.host.lower(),)
     watch = None if options.key_file is None else keyfile.Watch(options.key_file)
-    server = Server(named, counted, keys, watch, hosts, options.adapter_root, heard=hearing)
+    server = Server(named, counted, keys, watch, hosts, options.adapter_root, heard=hearing, dual=scoring)
     for name in ("audio_seconds", "audio_bytes", "images", "image_bytes", "image_pixels"):
         setattr(server, name, getattr(options, name))
+    server.pictures = picture_quota(options.image_memory)
     server.media_hosts = frozenset(host.lower() for host in options.media_hosts)
 
     def started(port: int) -> None:
-        print(
-            f"serving {', '.join([*named, *hearing])} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True
-        )
+        print(f"serving {', '.join(every)} at http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
 
     asyncio.run(http.run(server, options.host, options.port, options.grace, started))
 

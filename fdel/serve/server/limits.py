@@ -17,10 +17,11 @@ class Quota:
     """Slots, of which no holder takes more than it leaves free (dynamic thresholds, Choudhury and Hahne, 1998).
 
     One holder gets half of them, the next half of what is left, and so on: until log2(total) holders have all that they
-    may have, a holder of nothing finds a slot.
+    may have, a holder of nothing finds a slot. `unit` says what slots are: bytes may be some too.
     """
 
     total: int
+    unit: str = "places"
     held: Counter[str] = field(default_factory=Counter)
     taken: int = 0
 

@@ -47,6 +47,9 @@ class ServerOptions:
     images: int = setting(8, "the most images of one chat")
     image_bytes: int = setting(10 * 2**20, "the largest file of an image, in bytes")
     image_pixels: int = setting(2**24, "the most pixels of an image")
+    image_memory: int = setting(
+        2**31, "the most bytes of images, as models take them, that all requests hold; one client has half at most"
+    )
     media_hosts: Sequence[str] = setting((), "a host from which images may be fetched, NAME or NAME:PORT; never from "
         "private addresses (default: images come in requests alone)", "--media-host NAME")  # fmt: skip
     grace: float = setting(30.0, "seconds for answers under way when the server is told to end")

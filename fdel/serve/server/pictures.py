@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media.sight import Picture
+from fdel.media.sight import Picture, Sight, prepare
 from fdel.serve.engine.pictures import PromptMedia, prompt_media
 from fdel.serve.server import openai
 from fdel.serve.server.call import Call
@@ -29,9 +29,7 @@ class Prompt:
 
 async def prompt(call: Call, served: ServedModel, asked: openai.Chat) -> Prompt:
     """Render and tokenize a chat, and put its images into it. APIError for what cannot be shown."""
-    if asked.images:
-        call.take(call.server.pictures, len(asked.images))
-    found = [await _picture(call, served, shown) for shown in asked.images]
+    found = [await prepared(call, served.base, shown) for shown in asked.images]
     tail, tokens = await call.workers.chat(call.holder, served.base, dataclasses.replace(asked, images=()), call.large)
     if not found:
         return Prompt(tail, tokens)
@@ -42,17 +40,24 @@ async def prompt(call: Call, served: ServedModel, asked: openai.Chat) -> Prompt:
         raise APIError(f"messages: {e}; does this model's chat template show images?", param="messages") from e
 
 
-async def _picture(call: Call, served: ServedModel, shown: Shown) -> tuple[Picture, bytes]:
-    """Have an image decoded and prepared: the picture, and a hash of it."""
+async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture, bytes]:
+    """Have an image decoded and prepared for a model: the picture, and a hash of it. It takes of the server's quota."""
     server, data = call.server, embedded(shown, call.server.image_bytes)
     encoded = data is not None
     if data is None:
         data = await fetch(shown.url, server.media_hosts, server.image_bytes, shown.path)
     facts: dict[str, Any] = {"encoded": encoded, "pixels": server.image_pixels}
+
+    def accept(size: int) -> None:
+        most = server.pictures.total // 2
+        if (found := call.shown + size) > most:
+            raise APIError(f"the images take {found} bytes as the model sees them, expected at most {most}; show fewer "
+                           "or smaller ones")  # fmt: skip
+        call.take(server.pictures, size)
+        call.shown = found
+
     try:
-        value, raw = await call.workers.ask(
-            call.holder, "image", served.base, data=data, large=len(data) > LARGE, **facts
-        )
+        value, raw = await call.workers.ask(call.holder, "image", model, data, accept, large=len(data) > LARGE, **facts)
     except APIError as e:
         if e.status == 400:
             raise APIError(f"{shown.path}: {e.message}", param=shown.path) from e
@@ -60,7 +65,7 @@ async def _picture(call: Call, served: ServedModel, shown: Shown) -> tuple[Pictu
     return unpack(value, raw)
 
 
-def unpack(value: Any, raw: bytes) -> tuple[Picture, bytes]:
+def unpack(value: Any, raw: bytes | bytearray) -> tuple[Picture, bytes]:
     """Read what the job "image" of `worker` gave."""
     shapes: Sequence[Sequence[int]] = value["shapes"]
     arrays, at = [], 0
@@ -68,3 +73,8 @@ def unpack(value: Any, raw: bytes) -> tuple[Picture, bytes]:
         arrays.append(np.frombuffer(raw, kind, int(np.prod(shape)), at).reshape(shape))
         at += arrays[-1].nbytes
     return Picture(arrays[0], arrays[1], tuple(value["run"]), *arrays[2:]), bytes.fromhex(value["digest"])
+
+
+def blank(sight: Sight) -> Picture:
+    """Prepare a black image."""
+    return prepare(sight, np.zeros((64, 64, 3), np.uint8))

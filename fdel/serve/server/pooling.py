@@ -1,12 +1,14 @@
 """The routes that ask what a model makes of whole texts: embeddings, classes, scores of pairs."""
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from aiohttp import web
 
 from fdel.models import heads
-from fdel.serve.server import openai
+from fdel.serve.server import dual, openai
 from fdel.serve.server.call import Call
 from fdel.serve.server.openai import APIError, body
 from fdel.serve.server.served import Prompts, ServedModel
@@ -14,19 +16,23 @@ from fdel.serve.server.tokenizing import PAIRS
 
 
 async def embeddings(call: Call) -> web.Response:
-    """POST /v1/embeddings: final hidden states, pooled as the model's files say; else the last token's, of unit length."""
+    """POST /v1/embeddings: final hidden states, pooled as the model's files say; else the last token's, of unit length.
+
+    A model of two towers embeds texts and images.
+    """
+    if (two := call.dual()) is not None:
+        return await dual.embeddings(call, two)
     served = call.served()
     asked, pooling = await call.parse(openai.parse_embeddings, served), served.engine.pooling
     cfg = served.engine.model.cfg
     width = getattr(cfg, "width", cfg.embed)
     width = width if pooling is None else pooling.width(width)
-    if asked.get("dimensions", width) != width:
-        raise APIError(f"dimensions: found {asked['dimensions']}, this model has {width}", param="dimensions")
+    dual.check_width(asked, width)
     if served.engine.head is not None:
         raise APIError(f"{served.name} has a head for a {served.engine.head}; ask /classify or /pooling", param="model")
-    ids = await call.encode(served, _prompted(served, asked["input"]))
-    vectors, base64 = await _vectors(call, served, ids), asked.get("encoding_format") == "base64"
-    return call.json(body.embeddings(asked["model"], vectors, base64, sum(map(len, ids))))
+    ids = await _pooled(call, served, asked)
+    vectors = await _vectors(call, served, ids, asked.activation)
+    return call.json(body.embeddings(asked.model, vectors, asked.base64, sum(map(len, ids))))
 
 
 def _prompted(served: ServedModel, texts: Sequence) -> list:
@@ -50,10 +56,12 @@ async def _each(call: Call, served: ServedModel, ids: Prompts, ask: Callable[...
     return [found[i] for i in range(len(ids))]
 
 
-async def _vectors(call: Call, served: ServedModel, ids: Prompts) -> list[np.ndarray]:
-    """Embed texts; of unit length where the model's files do not say otherwise."""
-    found = await _each(call, served, ids, served.engine.embed_all)
-    return list(map(_unit, found)) if served.engine.pooling is None else found
+async def _vectors(call: Call, served: ServedModel, ids: Prompts, activation: bool) -> list[np.ndarray]:
+    """Embed texts; of unit length where the model's files do not say otherwise, and nowhere without `activation`."""
+    pooling = served.engine.pooling
+    pool = None if activation or pooling is None else replace(pooling, normalize=False)
+    found = await _each(call, served, ids, functools.partial(served.engine.embed_all, pool=pool))
+    return list(map(_unit, found)) if pooling is None and activation else found
 
 
 def ranker(parse: Callable) -> Callable[[Call], Awaitable[web.Response]]:
@@ -118,14 +126,22 @@ async def _classes(call: Call, served: ServedModel, ids: Prompts, activation: bo
 async def _pooled(call: Call, served: ServedModel, asked: openai.Pooled) -> list[list[int]]:
     """Tokenize what is to be classified or pooled."""
     if isinstance(asked.prompts, openai.Chat):
+        if asked.prompts.images:
+            path = asked.prompts.images[0].path
+            raise APIError(f"{path}: {served.name} sees in chats alone; leave images out here", param=path)
         return [(await call.workers.chat(call.holder, served.base, asked.prompts, call.large))[1]]
     return await call.encode(served, _prompted(served, asked.prompts))
 
 
 async def classify(call: Call) -> web.Response:
-    """POST /classify: the class of each text, or of a conversation."""
+    """POST /classify: the class of each text, or of a conversation; a model of two towers gives images labels."""
+    if (two := call.dual()) is not None:
+        return await dual.classify(call, two)
     served = call.served()
     asked, names = await call.parse(openai.parse_classify, served), _classifier(served)
+    if asked.labels:
+        found = f"candidate_labels: {served.name} has labels of its own, {', '.join(names)}"
+        raise APIError(f"{found:.300}; leave them out, or ask a model that scores images", param="candidate_labels")
     ids = await _pooled(call, served, asked)
     rows = await _classes(call, served, ids, asked.activation)
     return call.json(body.classes(body.meta("classify", asked.model), rows, names, sum(map(len, ids))))
@@ -137,7 +153,7 @@ async def pool(call: Call) -> web.Response:
     asked = await call.parse(openai.parse_pooling, served)
     ids = await _pooled(call, served, asked)
     if served.engine.head is None:
-        rows = await _vectors(call, served, ids)
+        rows = await _vectors(call, served, ids, asked.activation)
     else:
         rows = await _classes(call, served, ids, asked.activation)
     return call.json(body.pooled(body.meta("pool", asked.model), rows, asked.base64, sum(map(len, ids))))

@@ -47,6 +47,11 @@ class ServedModel:
         """The name of its engine, which adapters share."""
         return self.parent or self.name
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What may go in."""
+        return ("text",) if self.engine.sight is None else ("text", "image")
+
     def with_adapter(self, adapter: str) -> "ServedModel":
         """The same with an adapter of the engine, under the adapter's name."""
         return replace(self, name=adapter, adapter=adapter, parent=self.name)

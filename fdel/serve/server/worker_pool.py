@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,22 +69,23 @@ class _Child:
         except OSError:
             return False
 
-    async def ask(self, message: bytes) -> tuple[dict[str, Any], bytes]:
-        """Have it do a job: the answer, and bytes. EOFError or OSError if it ended."""
+    async def ask(self, message: bytes, accept: Callable[[int], None]) -> tuple[dict[str, Any], bytearray]:
+        """Have it do a job: the answer, and bytes, whose number `accept` is told first. EOFError or OSError if it ended."""
         await asyncio.get_running_loop().sock_sendall(self.socket, message)
         size, more = worker.HEAD.unpack(await self.read(worker.HEAD.size))
+        accept(more)
         return json.loads(await self.read(size)), await self.read(more)
 
-    async def read(self, size: int) -> bytes:
+    async def read(self, size: int) -> bytearray:
         """Read so many bytes. EOFError if it ended."""
-        loop, parts = asyncio.get_running_loop(), []
-        while size:
-            part = await loop.sock_recv(self.socket, min(size, 2**18))
-            if not part:
+        loop, data = asyncio.get_running_loop(), bytearray(size)
+        rest = memoryview(data)
+        while len(rest):
+            count = await loop.sock_recv_into(self.socket, rest[: 2**18])
+            if not count:
                 raise EOFError
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+            rest = rest[count:]
+        return data
 
 
 @dataclass(eq=False)
@@ -150,9 +151,13 @@ class WorkerPool:
         return [list(itertools.islice(ids, n)) for n in lengths]
 
     async def ask(
-        self, holder: str, job: str, model: str = "", data: bytes = b"", *, large: bool = False, **asked: Any
-    ) -> tuple[Any, bytes]:
-        """Have a job of `worker.JOBS` done. APIError with what is wrong, and for what cannot be done within the limits."""
+        self, holder: str, job: str, model: str = "", data: bytes = b"", accept: Callable[[int], None] = lambda size: None,
+        *, large: bool = False, **asked: Any,
+    ) -> tuple[Any, bytes | bytearray]:  # fmt: skip
+        """Have a job of `worker.JOBS` done. APIError with what is wrong, and for what cannot be done within the limits.
+
+        `accept` is told how many bytes come with the answer before they do, and may raise to have none.
+        """
         lane = self.heavy if large else self.light
         header = {"job": job, "model": model, "cpu": CPU[job], "wall": WALL + 1, **asked}
         message = await asyncio.to_thread(worker.pack, header, data) if large else worker.pack(header, data)
@@ -162,7 +167,7 @@ class WorkerPool:
                 late = asyncio.get_running_loop().call_later(LIGHT, self._demote, child)
                 try:
                     async with asyncio.timeout(WALL):
-                        answer, data = await child.ask(message)
+                        answer, found = await child.ask(message, accept)
                 except (EOFError, OSError) as e:  # TimeoutError is one
                     why = _TIME if isinstance(e, TimeoutError) else _ENDS.get(await self._end(child))
                     self._drop(child)
@@ -186,7 +191,7 @@ class WorkerPool:
                 self._drop(child)
         if "error" in answer:
             raise APIError(**answer["error"])
-        return answer["value"], data
+        return answer["value"], found
 
     def _failed(self, job: str, fault: str, why: str | None) -> APIError:
         if self.closed:

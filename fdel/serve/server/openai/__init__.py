@@ -9,8 +9,10 @@ Neither jax nor an HTTP library is needed. `responses` is the Responses API.
 # ruff: noqa: F401, I001  (names for callers, in a few lines)
 from fdel.serve.server.openai import body, responses, transcripts
 from fdel.serve.server.openai.checks import APIError, failure, load
+from fdel.serve.server.openai.pooled import (
+    Pooled, Ranking, parse_classify, parse_embeddings, parse_pooling, parse_rerank, parse_score,
+)  # fmt: skip
 from fdel.serve.server.openai.request import (
-    Chat, Completion, Pooled, Ranking, Tool, cap_max_tokens, parse_chat, parse_classify, parse_completion,
-    parse_detokenize, parse_embeddings, parse_pooling, parse_rerank, parse_score, parse_tokenize,
+    Chat, Completion, Tool, cap_max_tokens, parse_chat, parse_completion, parse_detokenize, parse_tokenize,
 )  # fmt: skip
 from fdel.serve.server.openai.tables import Limits, requests

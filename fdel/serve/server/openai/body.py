@@ -190,9 +190,11 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOWEST
 
 
-def model(name: str, created: float, owner: str = "fdel", parent: str | None = None) -> dict[str, Any]:
-    """Describe a model, or an adapter of one (`parent`)."""
-    out = {"id": name, "object": "model", "created": int(created), "owned_by": owner}
+def model(
+    name: str, created: float, takes: Sequence[str] = ("text",), owner: str = "fdel", parent: str | None = None
+) -> dict[str, Any]:
+    """Describe a model, or an adapter of one (`parent`); `takes` are its modalities: text, image, audio."""
+    out = {"id": name, "object": "model", "created": int(created), "owned_by": owner, "input_modalities": list(takes)}
     return out if parent is None else out | {"parent": parent}
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 DEPTH = 64  # containers inside containers
+NONE = {"not": {}}  # the schema of what is known, and never taken
 DIGITS = 20  # of an integer: what 64 bits need
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}  # by status
 VALUES = 300_000  # in one body; OpenAI's limit on the tokens of a request for embeddings. Plain parsing: 15 ms
@@ -250,7 +251,8 @@ def tagged(tag: str, kinds: Mapping[str, Check], default: str | None = None) -> 
         _expect(dict, value, path)
         kind = value.get(tag, default)
         if not isinstance(kind, str) or kind not in kinds:
-            refuse(f"{path}.{tag}", f"found {_show(kind)}, expected {' or '.join(kinds)}")
+            taken = [k for k, c in kinds.items() if c.schema != NONE]
+            refuse(f"{path}.{tag}", f"found {_show(kind)}, expected {' or '.join(taken)}")
         return kinds[kind](value, path)
 
     needed = [] if default is not None else [tag]

@@ -3,8 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fdel.serve.server.openai.checks import APIError, Check, anything, only, record, refuse, text
+from fdel.serve.server.openai.checks import NONE, APIError, Check, anything, only, record, refuse, text
 
+OTHERS = {  # parts of content that the protocol has and that no model here takes: what they hold
+    "input_audio": "sounds", "audio_url": "sounds", "video_url": "videos", "file": "files", "input_file": "files",
+}  # fmt: skip
 URL = 2**23  # characters of an address, which may hold the image
 
 
@@ -18,7 +21,7 @@ class Shown(NamedTuple):
 def parts(most: int) -> dict[str, Check]:
     """The parts of content that show an image, of chat completions and of responses; refused where `most` is 0."""
     if not most:
-        none = Check(_refused, {"not": {}})
+        none = Check(_refused, NONE)
         return {"image_url": none, "input_image": none}
     address, detail = text(URL, 1), only("auto")
     inner = record({"url": address, "detail": detail}, ["url"])
@@ -32,6 +35,18 @@ def parts(most: int) -> dict[str, Check]:
             lambda v, path: Shown(f"{path}.image_url", response(v, path)["image_url"]), response.schema
         ),
     }
+
+
+def others(most: int) -> dict[str, Check]:
+    """The parts of content that hold something else, each refused by what the model takes."""
+    takes = "text and images" if most else "text alone"
+
+    def refusing(what: str) -> Check:
+        hint = "; /v1/audio/transcriptions writes sounds down, of a model that hears" if what == "sounds" else ""
+        said = f"this model takes {takes} in a chat; leave {what} out{hint}"
+        return Check(lambda value, path: refuse(path, said, "unsupported_value"), NONE)
+
+    return {kind: refusing(what) for kind, what in OTHERS.items()}
 
 
 def _refused(value: Any, path: str) -> Any:

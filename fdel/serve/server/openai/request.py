@@ -63,33 +63,12 @@ class Completion:
     salt: str = ""
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """A request for scores of pairs of texts, or for the order of documents (`top` of them)."""
-
-    model: str
-    pairs: Sequence[tuple[str, str]]
-    top: int | None = None
-    documents: bool = True  # whether the answer repeats them
-    activation: bool = True  # whether a classifier's scores are probabilities
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """A request for classes, or for what a model says of texts, token ids or one conversation."""
-
-    model: str
-    prompts: Sequence[str | Sequence[int]] | Chat
-    activation: bool = True
-    base64: bool = False
-
-
 def parse_chat(body: Mapping[str, Any], limits: Limits) -> Chat:
     """Check a request for chat completions. APIError with the parameter that is wrong."""
     r = requests(limits)["chat"](body)
     if r.get("top_logprobs") is not None and not r.get("logprobs"):
         refuse("top_logprobs", "needs logprobs: true")
-    return chat_of(r, [_message(m, i) for i, m in enumerate(r["messages"])], "response_format", limits.images)
+    return chat_of(r, [message(m, i) for i, m in enumerate(r["messages"])], "response_format", limits.images)
 
 
 def chat_of(r: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], shape: str, most: int = 0) -> Chat:
@@ -127,47 +106,6 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> Completion:
         r["model"], r["prompt"], asked, *streaming(r), logprobs, echo, tokens == 0, r.get("add_special_tokens", True),
         structure(r), r.get("cache_salt", ""),
     )  # fmt: skip
-
-
-def parse_embeddings(body: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """Check a request for embeddings. APIError with the parameter that is wrong."""
-    return requests(limits)["embeddings"](body)
-
-
-def parse_score(body: Mapping[str, Any], limits: Limits) -> Ranking:
-    """Check a request for scores: text_1 with each of text_2, or pair by pair. APIError as above."""
-    r = requests(limits)["score"](body)
-    first, second = ([v] if isinstance(v, str) else v for v in (r["text_1"], r["text_2"]))
-    first = first * len(second) if len(first) == 1 else first
-    if len(first) != len(second):
-        refuse("text_2", f"found {len(second)} texts for {len(first)} in text_1; expected as many, or one in text_1")
-    return Ranking(r["model"], list(zip(first, second, strict=True)), activation=r.get("use_activation", True))
-
-
-def parse_rerank(body: Mapping[str, Any], limits: Limits) -> Ranking:
-    """Check a request to order documents by a query. APIError as above."""
-    r = requests(limits)["rerank"](body)
-    pairs = [(r["query"], d) for d in r["documents"]]
-    return Ranking(
-        r["model"], pairs, r.get("top_n", len(pairs)), r.get("return_documents", True), r.get("use_activation", True)
-    )
-
-
-def parse_classify(body: Mapping[str, Any], limits: Limits, kind: str = "classify") -> Pooled:
-    """Check a request to classify `input`, or the conversation `messages`. APIError as above."""
-    r = requests(limits)[kind](body)
-    if ("input" in r) == ("messages" in r):
-        refuse("input", "expected either input or messages", "missing_required_parameter")
-    said = r.get("input") or Chat(
-        r["model"], [_message(m, i) for i, m in enumerate(r["messages"])], SamplingParams(),
-        template={"add_generation_prompt": False},
-    )  # fmt: skip
-    return Pooled(r["model"], said, r.get("use_activation", True), r.get("encoding_format") == "base64")
-
-
-def parse_pooling(body: Mapping[str, Any], limits: Limits) -> Pooled:
-    """Check a request for what a model says of texts, as `parse_classify` does."""
-    return parse_classify(body, limits, "pooling")
 
 
 def parse_tokenize(body: Mapping[str, Any], limits: Limits) -> Chat | tuple[str, bool]:
@@ -268,7 +206,7 @@ def choose(tools: tuple[Tool, ...], chosen: Any) -> tuple[tuple[str, ...], str, 
     return tuple(dict.fromkeys(wanted)), mode, tools
 
 
-def _message(m: Mapping[str, Any], i: int) -> dict[str, Any]:
+def message(m: Mapping[str, Any], i: int) -> dict[str, Any]:
     """Write a message as chat templates expect it: arguments as objects, "system" for "developer"."""
     m = dict(m, role={"developer": "system"}.get(m["role"], m["role"]))
     if m["role"] == "assistant":

@@ -96,7 +96,8 @@ _ANSWERS: Mapping[str, Any] = {
     "completion_chunk": {**_HEAD, "object": "text_completion", "usage?": (_USAGE, None),
                          "choices": [{**_TEXT_CHOICE, "finish_reason": (_TEXT_END, None)}]},
     "models": {"object": "list", "data": [
-        {"id": str, "object": "model", "created": int, "owned_by": str, "parent?": str}]},
+        {"id": str, "object": "model", "created": int, "owned_by": str, "parent?": str,
+         "input_modalities": [("text", "image", "audio")]}]},
     "embeddings": {"object": "list", "model": str, "usage": _USED,
                    "data": [{"object": "embedding", "index": int, "embedding": ([float], str)}]},
     "scores": {**_HEAD, "object": "list", "data": [{"index": int, "object": "score", "score": float}]},

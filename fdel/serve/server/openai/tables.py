@@ -37,7 +37,7 @@ class Limits:
 def content(limits: Limits, *kinds: str, shown: str | None = None) -> Check:
     """Text, or parts of text, which become lines of one; and `shown`, the kind of part that shows an image."""
     part = record({"type": anything, "text": text(limits.text)}, ["text"])
-    seen = {} if shown is None else {shown: images.parts(limits.images)[shown]}
+    seen = {} if shown is None else {shown: images.parts(limits.images)[shown]} | images.others(limits.images)
     parts = array(tagged("type", dict.fromkeys(kinds, part) | seen), 1, 1024)
     lines = lambda value, path: images.joined(parts(value, path))
     return either(text(limits.text), Check(lines, parts.schema))
@@ -252,12 +252,12 @@ def requests(limits: Limits) -> dict[str, Check]:
     """The body of each kind of request."""
     model, user, said = text(256, 1), text(512), text(limits.text, 1)
     texts = array(said, 1, limits.inputs)
-    embed = {"model": model, "input": _prompts(limits, limits.inputs), "encoding_format": choice("float", "base64"),
-             "dimensions": integer(1, 2**16), "user": user}  # fmt: skip
     raw = {"model": model, "user": user, "use_activation": boolean}
+    pooled = {"input": _prompts(limits, limits.inputs), "messages": chat_fields(limits)["messages"]} | raw
+    written = {"encoding_format": choice("float", "base64")}
+    labels = {"candidate_labels": array(text(limits.text, 1), 1, limits.inputs), "hypothesis_template": text(4096, 1)}
     score = {"text_1": either(said, texts), "text_2": either(said, texts)} | raw
     rerank = {"query": said, "documents": texts, "top_n": integer(1, 2**31 - 1), "return_documents": boolean} | raw
-    classify = {"input": embed["input"], "messages": chat_fields(limits)["messages"]} | raw
     ids = _tokens(limits, 0, max(limits.context, 2**16))
     heard = {
         "file": Check(lambda value, path: value, {"type": "string", "format": "binary"}), "model": model,
@@ -272,11 +272,11 @@ def requests(limits: Limits) -> dict[str, Check]:
         "chat": record(chat_fields(limits), ["model", "messages"]),
         "completion": record(completion_fields(limits), ["model", "prompt"]),
         "response": record(response_fields(limits), ["model", "input"]),
-        "embeddings": record(embed, ["model", "input"]),
+        "embeddings": record(pooled | written | {"dimensions": integer(1, 2**16)}, ["model"]),
         "score": record(score, ["model", "text_1", "text_2"]),
         "rerank": record(rerank, ["model", "query", "documents"]),
-        "classify": record(classify, ["model"]),
-        "pooling": record(classify | {"encoding_format": embed["encoding_format"]}, ["model"]),
+        "classify": record(pooled | labels, ["model"]),
+        "pooling": record(pooled | written, ["model"]),
         "tokenize": record({"model": model, "prompt": text(limits.text), "add_special_tokens": boolean}, ["prompt"]),
         "transcription": record(transcription, ["file", "model"]),
         "translation": record(heard, ["file", "model"]),
