@@ -12,11 +12,12 @@ import pytest
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the serve extra")
 from fdel.serve.server import openai  # noqa: E402
-from tests.serve.wire import at_rest, call, wait_for  # noqa: E402
+from tests.serve.wire import also, at_rest, call, wait_for  # noqa: E402
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+         "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream",
          "--remote-debugging-port=0", "--window-size=1100,760")  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +38,7 @@ class Browser:
             assert time.monotonic() < end and self.process.poll() is None, "the browser did not start"
             time.sleep(0.05)
         self.loop.run_until_complete(self._connect(int(port.read_text().split()[0])))
-        for domain in ("Page", "Runtime", "Network", "Log"):
+        for domain in ("Page", "Runtime", "Network", "Log", "DOM"):
             self.do(f"{domain}.enable")
 
     async def _connect(self, port: int) -> None:
@@ -328,3 +329,118 @@ def test_a_phone(page):
         assert page.js(f"[...document.querySelectorAll('button, input, select, textarea')].every(x => {inside})")
     finally:
         page.do("Emulation.clearDeviceMetricsOverride")
+
+
+# ---- images and recordings -----------------------------------------------------------------------------------------
+
+
+def choose(page, model: str) -> None:
+    """Load the page anew, and choose a model."""
+    page.do("Page.reload")
+    page.until(f"[...document.querySelectorAll('option')].some(o => o.value === '{model}')")
+    page.js(f"document.querySelector('#model').value = '{model}'")
+    page.js("document.querySelector('#model').dispatchEvent(new Event('change'))")
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """A server's model that sees."""
+    import jax
+
+    from fdel import models, params, text
+    from fdel.media import clip, sight
+    from fdel.serve.engine.engine import Engine, Settings
+    from fdel.serve.server.served import served_model
+    from tests.serve import seer, small, wire
+
+    tok = text.train_bpe(wire.WORDS, small.VOCAB - 10, ["<image>"])
+    token = tok.backend.token_to_id("<image>")
+    shown = "{{ '<image>' if p.type == 'image' else p.text }}"
+    template = "{% for m in messages %}{% for p in m.content %}" + shown + "{% endfor %}{% endfor %}"
+    tok = text.Tokenizer(**{**vars(tok), "templates": {"default": template}, "eos_ids": (small.EOS,)})
+    sees = sight.Sight("seer", "clip_vision_model", token, (token,), clip.Settings(token, 2, size=(12, 12)))
+    made = jax.jit(lambda key: params.unstack(params.init(seer.spec(small.CFG), key)))(jax.random.key(0))
+    shape = Settings(rows=2, pages=16, budget=64, batches=(2,), max_length=small.CONTEXT)
+    engine = Engine(models.Model(seer, small.CFG, made), shape, tokenizer=tok, sight=sees)
+    engine.start(wait=True)
+    yield served_model(engine, "seer")
+    engine.close()
+
+
+def test_images_are_chosen_and_pasted(page, running, seeing, tmp_path):
+    """They go along with the message, in order, and stay in the talk; where the model reads text alone, none is offered."""
+    pytest.importorskip("PIL.Image", reason="needs the media extra").new("RGB", (9, 7), "red").save(tmp_path / "a.png")
+    assert page.js("document.querySelector('#pick').hidden && document.querySelector('#record').hidden")
+    with also(running, seeing):
+        choose(page, "seer")
+        page.until("!document.querySelector('#pick').hidden")
+        root = page.do("DOM.getDocument")["root"]["nodeId"]
+        node = page.do("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+        page.do("DOM.setFileInputFiles", nodeId=node, files=[str(tmp_path / "a.png")] * 2)
+        page.until("document.querySelectorAll('#shown img').length === 2")
+        page.js("""(async () => { const made = new OffscreenCanvas(4, 6); made.getContext('2d').fillRect(0, 0, 2, 2);
+          const data = new DataTransfer(), blob = await made.convertToBlob();
+          data.items.add(new File([blob], 'b.png', { type: 'image/png' }));
+          document.querySelector('#text').dispatchEvent(
+            new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true })) })()""")
+        page.until("document.querySelectorAll('#shown img').length === 3")
+        page.click("#shown img")  # the first is left out
+        page.until("document.querySelectorAll('#shown img').length === 2")
+        page.type("#max_completion_tokens", "8")
+        page.type("#text", "the weather", "Enter")
+        page.until("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
+        (sent,) = [json.loads(r["postData"]) for r in page.requests() if r["url"].endswith("/chat/completions")]
+        content = sent["messages"][0]["content"]
+        assert [p["type"] for p in content] == ["image_url", "image_url", "text"] and sent["model"] == "seer"
+        assert all(p["image_url"]["url"].startswith("data:image/png;base64,") for p in content[:2])
+        assert content[0] != content[1]
+        assert page.js("[...document.querySelectorAll('.user img')].map(i => i.naturalWidth).join()") == "9,4"
+        assert page.js("document.querySelectorAll('#shown img').length") == 0 and last(page) and page.errors() == []
+        (answer,) = [call(running, "POST", "/v1/chat/completions", {**sent, "stream": False, "stream_options": None})]
+        assert answer[1]["usage"]["prompt_tokens"] > 72  # of two pictures of 36 patches
+        page.js("document.querySelector('#model').value = 'small'")
+        page.js("document.querySelector('#model').dispatchEvent(new Event('change'))")
+        assert page.js("document.querySelector('#pick').hidden")
+
+
+def test_a_recording_is_written_down(page, running, hearing):
+    """To a model that hears it is a message, and its transcript the answer; to another it is dictation."""
+    import base64
+    import io
+    import wave
+
+    hearing.model.scribe.start()
+    running.state.metrics.extend("model", "ear")
+    running.state.heard = {"ear": hearing.model}
+    try:
+        choose(page, "ear")
+        page.until("!document.querySelector('#record').hidden && document.querySelector('#pick').hidden")
+        page.js("""(fetch => { window.fetch = (url, options) => {
+            if (options && options.body instanceof FormData) window.sent = options.body;
+            return fetch(url, options) } })(window.fetch)""")
+        for model, done in (("ear", "document.querySelector('.assistant')"), ("small", "true")):
+            page.js(f"window.sent = null, document.querySelector('#model').value = '{model}', 0")
+            page.click("#record")
+            page.until("document.querySelector('#record').textContent === 'Finish'")
+            time.sleep(0.7)
+            page.click("#record")
+            page.until(f"window.sent && !document.querySelector('#record').disabled && {done}")
+            page.until("document.querySelector('#record').textContent === 'Record'")
+        assert page.js("window.sent.get('model')") == "ear" and page.errors() == []
+        raw = base64.b64decode(
+            page.js("""new Promise(done => { const reader = new FileReader();
+            reader.onload = () => done(reader.result.split(',')[1]); reader.readAsDataURL(window.sent.get('file')) })""")
+        )
+        with wave.open(io.BytesIO(raw)) as file:
+            assert file.getparams()[:3] == (1, 2, 16000) and 0.3 < file.getnframes() / 16000 < 5
+            assert any(file.readframes(2**20))
+        kinds = page.js("[...document.querySelectorAll('#talk > div')].map(x => x.dataset.kind).join()")
+        assert kinds == "recording,transcript"
+        form = b"".join(b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % x for x in (
+            (b"model", b"", b"ear"), (b"file", b'; filename="a.wav"', raw))) + b"--b--\r\n"  # fmt: skip
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        status, said, _ = call(running, "POST", "/v1/audio/transcriptions", form, role="service", headers=headers)
+        assert status == 200 and page.js("document.querySelector('#text').value") == said["text"].strip()
+    finally:
+        running.state.heard = {}
+        running.state.metrics.remove("model", "ear")
