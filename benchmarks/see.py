@@ -131,16 +131,16 @@ def memory(directory: str, requests: int) -> list[str]:
         asked = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 4, "seed": i}
         return post("/v1/chat/completions", json.dumps(asked).encode())
 
-    async def many(first: int, last: int) -> int:
-        gate, fine = asyncio.Semaphore(8), 0
+    async def many(first: int, last: int) -> None:
+        gate = asyncio.Semaphore(8)
 
         async def one(i: int) -> None:
-            nonlocal fine
             async with gate:
-                fine += answer(await exchange(port, body(i)) or b"")[0] == 200
+                status, said = answer(await exchange(port, body(i)) or b"")
+            if status != 200:
+                raise RuntimeError(f"request {i}: {status} {said[:500]!r}")
 
         await asyncio.gather(*(one(i) for i in range(first, last)))
-        return fine
 
     command = [
         "-m",
@@ -160,15 +160,15 @@ def memory(directory: str, requests: int) -> list[str]:
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
         both = lambda: (resident(server.pid), sum(resident(int(pid)) for pid in children.read_text().split()))
         start, begin = both(), time.perf_counter()
-        fine = asyncio.run(many(0, requests // 10))
+        asyncio.run(many(0, requests // 10))
         early = both()
-        fine += asyncio.run(many(requests // 10, requests))
+        asyncio.run(many(requests // 10, requests))
         late, seconds = both(), time.perf_counter() - begin
     return [
         f"| memory, MB | after start | after {requests // 10} | after {requests} |", "|---|---|---|---|",
         f"| the server | {start[0]:.0f} | {early[0]:.0f} | {late[0]:.0f} |",
         f"| what forks its children | {start[1]:.0f} | {early[1]:.0f} | {late[1]:.0f} |", "",
-        f"{fine} of {requests} chats with an image answered, {requests / seconds:.1f} a second, eight at a time.",
+        f"{requests} chats with an image, {requests / seconds:.1f} a second, eight at a time.",
     ]  # fmt: skip
 
 

@@ -211,3 +211,12 @@ def test_a_directory_that_scores_is_served_as_such(two, tmp_path, monkeypatch):
     assert dual.read_sight(tmp_path) is None
     with pytest.raises(ValueError, match="scores no images; expected a model of clip, siglip"):
         dual.dual_model(tmp_path.parent, "none")
+
+
+def test_the_longest_unused_labels_make_room():
+    kept, vector = dual.Recent(2), np.zeros(3)
+    kept.add({(1,): vector, (2,): vector})
+    found, new = kept.split([[1], [3], [3]])
+    assert list(found) == [(1,)] and new == [(3,)]
+    kept.add({(3,): vector})
+    assert list(kept.held) == [(1,), (3,)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 DEPTH = 64  # containers inside containers
-NONE = {"not": {}}  # the schema of what is known, and never taken
+NONE: dict[str, Any] = {"not": {}}  # the schema of what is known, and never taken
 DIGITS = 20  # of an integer: what 64 bits need
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}  # by status
 VALUES = 300_000  # in one body; OpenAI's limit on the tokens of a request for embeddings. Plain parsing: 15 ms
