@@ -367,6 +367,7 @@ def seeing():
     engine.close()
 
 
+@pytest.mark.matrix
 def test_images_are_chosen_and_pasted(page, running, seeing, tmp_path):
     """They go along with the message, in order, and stay in the talk; where the model reads text alone, none is offered."""
     pytest.importorskip("PIL.Image", reason="needs the media extra").new("RGB", (9, 7), "red").save(tmp_path / "a.png")
