@@ -43,6 +43,7 @@ def hearing(tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("whisper")
     oracle, model = whisper.make(directory), audio.heard_model(directory, "ear", rows=2)
+    model.scribe.start()
     features = np.random.default_rng(0).standard_normal((16, 140)).astype(np.float32) * 2
     yield SimpleNamespace(oracle=oracle, model=model, listener=model.listener, features=features, directory=directory)
     model.scribe.close()

@@ -38,7 +38,6 @@ def wav(seconds: float = 1.0, seed: int = 0) -> bytes:
 def ear(hearing):
     """A server of the tiny Whisper alone, and OpenAI's client of it."""
     state = Server({}, metrics.Metrics(metrics.serving(["ear"], server_http.PATHS)), heard={"ear": hearing.model})
-    hearing.model.scribe.start()
     with wire.listening(state) as port:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         yield SimpleNamespace(port=port, state=state, secrets={}, client=client, model=hearing.model)

@@ -410,7 +410,6 @@ def test_a_recording_is_written_down(page, running, hearing):
     import io
     import wave
 
-    hearing.model.scribe.start()
     running.state.metrics.extend("model", "ear")
     running.state.heard = {"ear": hearing.model}
     try:
