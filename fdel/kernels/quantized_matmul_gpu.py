@@ -14,10 +14,9 @@ x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Compiled for H1
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,17 @@ FORMATS = {"int8": 0, "uint8": 0, "uint4": 0, "int4": 8}  # and what is stored f
 GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
 ROWS = (8, 16, 32, 64, 128)  # of x in a program; only the last one is not divided along the inputs
 CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
-DEPTH, MEMORY = 8, {False: 180 * 2**10, True: 100 * 2**10}  # chunks on their way, in so many bytes, of many and few rows
+DEPTH, MEMORY = (
+    8,
+    {False: 180 * 2**10, True: 100 * 2**10},
+)  # chunks on their way, in so many bytes, of many and few rows
 PROGRAMS, SPLITS = 2 * 132, (1, 2, 4, 8, 16)  # that fill an H100 or H200, and parts of the inputs
 
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where there are many rows
 
 
-class Tiling(NamedTuple):
+@dataclass(frozen=True)
+class Tiling:
     """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way, parts of the inputs.
 
     `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
@@ -91,8 +94,9 @@ def call(plan: Plan, x: Float[Array, "..."], w: Quantized, dtype: Any) -> Float[
 def _product(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     plan, x = inputs_last(plan, x)
     rows, outputs = x.shape[:-1], w.values.shape[:-1]
-    flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
-    parts = replace(w, values=flat(w.values), scale=flat(scales(w).astype(jnp.float32)), zero=flat(w.zero))
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    zero = None if w.zero is None else flat(w.zero)
+    parts = replace(w, values=flat(w.values), scale=flat(scales(w).astype(jnp.float32)), zero=zero)
     padding = w.values.shape[-1] * (2 if w.format in PACKED else 1) - x.shape[-1]
     x = jnp.pad(flat(x), ((0, 0), (0, padding)))
     y = matmul(x, parts, dtype, tiling(x, parts))
@@ -183,11 +187,7 @@ def _program(*refs: Any, t: Tiling, given: bool, turned: bool, **memory: Any) ->
 
     def fetch(j: Any, _: None) -> None:
         slot, at = jax.lax.rem(j, jnp.int32(t.depth)), begin + j
-
-        @pl.when(j >= t.depth)
-        def _() -> None:
-            gpu.barrier_wait(r.free.at[slot])
-
+        pl.when(j >= t.depth)(lambda: gpu.barrier_wait(r.free.at[slot]))
         for i in range(GROUPS):
             some = r.values.at[pl.ds(first + i * EACH, EACH), pl.ds(at * t.chunk, t.chunk)]
             gpu.copy_gmem_to_smem(some, r.w_s.at[slot, i], r.full.at[slot])
@@ -198,18 +198,18 @@ def _program(*refs: Any, t: Tiling, given: bool, turned: bool, **memory: Any) ->
             gpu.copy_gmem_to_smem(some, r.x_s.at[slot, i], r.full.at[slot])
 
     @pl.when(mine == GROUPS)
-    def _() -> None:
+    def copy() -> None:
         registers(COPYING, "decrease")
         jax.lax.fori_loop(0, count, fetch, None)
 
     @pl.when(mine < GROUPS)
-    def _() -> None:
+    def multiply() -> None:
         registers(MULTIPLYING, "increase")
         outputs = pl.ds(first + mine * EACH, EACH)
         total = _sum(r, t, mine, outputs, begin, count, inner)
         if turned:
             total = gpu.layout_cast(total.astype(r.o_s.dtype), gpu.Layout.WGMMA_TRANSPOSED)
-            gpu.transpose_ref(r.o_s.at[mine], (1, 0))[...] = total
+            r.o_s.at[mine].transpose((1, 0))[...] = total
             to = r.out.at[rows, outputs]
         else:
             r.o_s.at[mine][...] = total
@@ -263,7 +263,7 @@ def _sum(r: Any, t: Tiling, mine: Any, outputs: Any, begin: Any, count: Any, inn
                 r.a_s.at[mine][...] = operand
                 gpu.commit_smem()
                 operand = r.a_s.at[mine]
-            gpu.wgmma(acc, operand, gpu.transpose_ref(r.x_s.at[slot, half], (1, 0)))
+            gpu.wgmma(acc, operand, r.x_s.at[slot, half].transpose((1, 0)))
             if t.in_memory:
                 gpu.wgmma_wait(0)
         gpu.wgmma_wait(0)
