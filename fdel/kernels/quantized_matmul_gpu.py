@@ -3,10 +3,10 @@
 Tensor cores take one operand from registers: there the stored bytes become bfloat16, as CUTLASS's mixed products do it,
 and are multiplied with rows of x in shared memory. So a program computes outputs by rows, 64 outputs for each of `GROUPS`
 groups of warps, while one more group copies the next chunks of weight and x. Integers and their differences from zero
-points are exact in bfloat16; scales multiply float32 sums of a chunk, which lies in one group of inputs (arXiv 2210.17323,
-section 5, scales weights). In a byte of 4-bit integers the high one is multiplied as 16 times itself, less 8, and divided
-after. *Few rows*, of decoding: x has 8 to 64 rows, and inputs are divided between programs until these fill the device;
-their float32 sums are added by XLA. *Many rows*, of prompts: 128 rows of x in a program, which gives the result as it is.
+points are exact in bfloat16 (the bits 0x4300 + n are 128 + n); scales multiply float32 sums of a chunk, which lies in one
+group of inputs (arXiv 2210.17323, section 5, scales weights). *Few rows*, of decoding: x has 8 to 64 rows, and inputs are
+divided between programs where that fills the device; their float32 sums are added by XLA. *Many rows*, of prompts: 128
+rows of x in a program, which gives the result as it is.
 
 Bytes read: the stored values, once for each 128 rows (then from the second-level cache), scales and zero points alike, and
 x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Compiled for H100; it has not run on a GPU yet.
@@ -31,12 +31,9 @@ FORMATS = {"int8": 0, "uint8": 0, "uint4": 0, "int4": 8}  # and what is stored f
 GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
 ROWS = (8, 16, 32, 64, 128)  # of x in a program; only the last one is not divided along the inputs
 CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
-DEPTH, MEMORY = (
-    8,
-    {False: 180 * 2**10, True: 100 * 2**10},
-)  # chunks on their way, in so many bytes, of many and few rows
-PROGRAMS, SPLITS = 2 * 132, (1, 2, 4, 8, 16)  # that fill an H100 or H200, and parts of the inputs
-
+DEPTH = 8  # chunks on their way, at most
+DEVICE, MEMORY = 132, 190 * 2**10  # multiprocessors of an H100 or H200, and bytes of each for chunks
+SHARED, SPLITS = 16, (1, 2, 4, 8, 16)  # rows up to which two programs share one, and parts of the inputs
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where there are many rows
 
 
@@ -119,11 +116,17 @@ def tiling(x: Any, w: Any) -> Tiling:
     (many, _), (outputs, lanes) = x.shape, w.values.shape
     rows = next((n for n in ROWS if many <= n), ROWS[-1])
     chunk = next(n for n in CHUNKS if lanes // w.scale.shape[1] % n == 0)
-    few, halves = rows < ROWS[-1], 2 if w.format in PACKED else 1
-    depth = min(DEPTH, MEMORY[few] // (chunk * (GROUPS * EACH + 2 * halves * rows)), lanes // chunk)
-    programs = outputs // (GROUPS * EACH)
-    splits = next((n for n in SPLITS if n * programs >= PROGRAMS), SPLITS[-1]) if few else 1
-    return Tiling(rows, chunk, depth, min(splits, lanes // chunk), w.format)
+    halves, beside = 2 if w.format in PACKED else 1, 2 if rows <= SHARED else 1
+    depth = min(DEPTH, MEMORY // beside // (chunk * (GROUPS * EACH + 2 * halves * rows)), lanes // chunk)
+    programs, splits = outputs // (GROUPS * EACH), 1
+
+    def cost(n: int) -> float:
+        """Rounds of programs, times the bytes of an output in each: of the weight, and of sums, written and read."""
+        return -(-n * programs // (DEVICE * beside)) * (lanes / n + 8 * rows)
+
+    if rows < ROWS[-1]:
+        splits = min((n for n in SPLITS if n <= lanes // chunk), key=cost)
+    return Tiling(rows, chunk, depth, splits, w.format)
 
 
 def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype, t: Tiling) -> Float[Array, "M N"]:

@@ -126,7 +126,7 @@ def interpret(module: str, *arguments: str) -> subprocess.CompletedProcess:
         pytest.skip(f"jax {jax.__version__} interprets no layouts of Mosaic GPU; 0.11 does")
     command = [sys.executable, "-m", f"tests.ops.interpreted_{module}", *arguments]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
