@@ -14,6 +14,7 @@ outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
 from fdel.kernels.paged_attention_gpu import HOPPER
-from fdel.ops.platform import target
+from fdel.ops.platform import context, target
 
 FEW = 96  # rows of a group on average, from which on tiles have 128
 
@@ -40,8 +41,9 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
         return f"it multiplies bfloat16 or float16; found {x.dtype} and {w.dtype}"
     if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
         return f"x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]"
-    if w.shape[1] % WIDTH or w.shape[2] % WIDTH:
-        return f"matrices of {w.shape[1]} outputs and {w.shape[2]} inputs; expected multiples of {WIDTH}"
+    outputs = w.shape[1] // math.prod(context("tp").values())  # of each device
+    if outputs % WIDTH or w.shape[2] % WIDTH:
+        return f"matrices of {outputs} outputs and {w.shape[2]} inputs; expected multiples of {WIDTH}"
     return None
 
 
