@@ -30,6 +30,7 @@ class Tiling:
 
 
 def run(program: Callable, out: Any, scratch: dict, *args: Array) -> Array:
+    """Run a program of this file on every multiprocessor, in a group of warps for copies and `GROUPS` for products."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     run = gpu.kernel(
