@@ -228,7 +228,7 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
         gpu.barrier_wait(s.k_bar.at[slot])
 
         def products(acc: Any) -> Array:
-            gpu.wgmma(acc, s.q_s, gpu.transpose_ref(s.k_s.at[slot], (1, 0)))
+            gpu.wgmma(acc, s.q_s, s.k_s.at[slot].transpose((1, 0)))
             return acc[...]
 
         x = pl.run_scoped(products, gpu.ACC((ROWS, size), jnp.float32)) * how.scale

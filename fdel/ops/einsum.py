@@ -157,7 +157,7 @@ def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, 
     return ("", x_axes, w_axes, ""), out
 
 
-@operation(_axes, mosaic=kernel("quantized_matmul_tpu"))
+@operation(_axes, mosaic=kernel("quantized_matmul_tpu"), hopper=kernel("quantized_matmul_gpu", on_request=True))
 def _quantized_matmul(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     inputs = plan.w[-len(w.inputs) :]
     if inputs != plan.contracted:

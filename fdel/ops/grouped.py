@@ -152,9 +152,10 @@ _grouped.defvjp(lambda *args: (_forward(*args), args), _grouped_bwd)
 
 
 _EXPERTS, _MEGABLOX = weight("experts outputs inputs"), kernel("grouped_matmul_tpu")
+_HOPPER = kernel("grouped_matmul_gpu", on_request=True)
 
 
-@operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", megablox=_MEGABLOX)
+@operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", megablox=_MEGABLOX, hopper=_HOPPER)
 def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply consecutive groups of rows each with its own matrix: rows of group e with w[e], w of shape [E N K].
 

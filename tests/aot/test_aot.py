@@ -16,6 +16,7 @@ from aot_programs import FAMILIES, compiled, copies, floor, gathers, model, read
 from tiny import TINY
 
 from fdel import aot, ops, params, plan
+from tests.aot import hopper_products
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -165,6 +166,17 @@ def test_the_tpu_kernel_for_quantized_products_reads_at_the_floor_s_speed(chip):
         if x["call"].startswith("8 rows"):
             assert x["estimate"] <= (1.45 if "by 64" in x["call"] else 1.3) * x["floor"]
         assert x["estimate"] < x["xla"]
+
+
+@pytest.mark.aot
+def test_the_hopper_kernels_for_products_keep_their_sums_in_registers():
+    """No spill, products of tensor cores in a row, and few temporaries beside: no decoded weight, no padded rows."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    for x in hopper_products.table():
+        print(x)
+        assert x["registers"] and not x["spills"] and not x["serialized"]
+        assert x["temporaries"] <= 2**22
 
 
 @pytest.mark.aot

@@ -17,6 +17,7 @@ from fdel import ops
 from fdel.ops.batch import Packed, Paged, Pages
 from fdel.ops.paged import paged_attention
 from fdel.ops.platform import tracing_for
+from fdel.ops.weights import Quantized
 from tests.ops.test_attention import f32
 
 T = 256
@@ -120,18 +121,18 @@ def test_the_lengths_that_cudnn_is_given_hide_padding(monkeypatch):
             np.testing.assert_allclose(*(np.float32(x[i, :length]) for x in (got, run("dense"))), atol=2e-2)
 
 
-def interpret_pages(*arguments: str) -> subprocess.CompletedProcess:
+def interpret(module: str, *arguments: str) -> subprocess.CompletedProcess:
     if jax.version.__version_info__ < (0, 11):
         pytest.skip(f"jax {jax.__version__} interprets no layouts of Mosaic GPU; 0.11 does")
-    command = [sys.executable, "-m", "tests.ops.interpreted_pages", *arguments]
+    command = [sys.executable, "-m", f"tests.ops.interpreted_{module}", *arguments]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
 def test_attention_over_pages_on_hopper_equals_a_formula():
     """Ragged rows, windows, softcap, sinks, parts of the keys, NaN in unused pages: 0.02 in bfloat16 (seen: 0.008)."""
-    done = interpret_pages()
+    done = interpret("pages")
     assert done.returncode == 0, done.stderr
     errors = [float(x) for x in done.stdout.split()[-2:]]
     assert max(errors) < 0.02 and "RACE" not in done.stdout + done.stderr
@@ -140,8 +141,72 @@ def test_attention_over_pages_on_hopper_equals_a_formula():
 @pytest.mark.slow
 def test_a_planted_race_is_found():
     """So that no race above means something: the wait for the values is left out."""
-    done = interpret_pages("race")
+    done = interpret("pages", "race")
     assert "RACE DETECTED" in done.stdout + done.stderr
+
+
+PRODUCTS = [  # of what; with how many cases, all if none are named; the most that a result may be off
+    (("quantized", "2"), [2e-6, 4e-3]),
+    pytest.param(("quantized",), [2e-6, 4e-3, 2e-6, 2e-6], marks=pytest.mark.matrix),
+    (("grouped", "1"), [5e-3]),
+    pytest.param(("grouped",), [5e-3] * 3, marks=pytest.mark.matrix),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "tolerances"), PRODUCTS, ids=str)
+def test_products_on_hopper_equal_float64(arguments, tolerances):
+    """No race; 2e-6 of a row's magnitude in float32. Grouped: empty groups, ragged tiles, NaN in rows of none, gradients.
+
+    In bfloat16 4e-3 of a row's magnitude, 5e-3 of the largest number (seen: 8e-4 and 3e-3).
+    """
+    done = interpret("products", *arguments)
+    assert done.returncode == 0, done.stderr
+    errors = [float(x) for x in done.stdout.split()[-len(tolerances) :]]
+    assert all(a < b for a, b in zip(errors, tolerances, strict=True)), errors
+    assert "RACE" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_race_planted_in_a_product_is_found():
+    done = interpret("products", "race")
+    assert "RACE DETECTED" in done.stdout + done.stderr
+
+
+PRODUCT_REASONS = [
+    ({"platform": "tpu"}, "written for NVIDIA GPUs", "written for NVIDIA GPUs"),
+    ({"dtype": jnp.float32}, "x is bfloat16", "bfloat16 or float16"),
+    ({"outputs": 192}, "192 outputs", "192 outputs"),
+    ({"format": "nf4"}, "weights in nf4", None),
+    ({"zero": jnp.float32}, "no integers", None),
+    ({"group": 32}, "groups of 16 bytes", None),
+    ({"activations": 8}, "activations in few bits", None),
+    ({"zero": jnp.uint8}, None, None),
+]
+
+
+@pytest.mark.parametrize(("call", "quantized", "grouped"), PRODUCT_REASONS, ids=str)
+def test_the_kernels_for_products_on_hopper_say_what_they_cannot_serve(call, quantized, grouped):
+    """They are taken where they are named, and nowhere else."""
+    outputs, group, format = call.get("outputs", 128), call.get("group", 64), call.get("format", "uint4")
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    x, scale = shape(call.get("dtype", jnp.bfloat16), 4, 256), shape(jnp.float32, outputs, 256 // group)
+    zero = shape(call["zero"], *scale.shape) if "zero" in call else None
+    values, bits = shape(jnp.uint8, outputs, 128), call.get("activations", 0)
+    w = Quantized(values, scale, zero, format, (256,), np.dtype(np.float32), None, bits)
+    product = lambda x, w: ops.einsum("td,fd->tf", x, w)
+    of_groups = lambda x, w, sizes: ops.grouped_matmul(x, w, sizes)
+    several = shape(x.dtype, 2, outputs, 256), shape(jnp.int32, 2)
+    calls = [("quantized_matmul", quantized, product, (x, w)), ("grouped_matmul", grouped, of_groups, (x, *several))]
+    for op, reason, f, args in calls:
+        with tracing_for(call.get("platform", "gpu")):
+            assert "hopper: chosen" not in ops.explain(f, *args)
+            with ops.use(**{op: "hopper"}):
+                if reason is None:
+                    assert "hopper: chosen" in ops.explain(f, *args)
+                else:
+                    with pytest.raises(ValueError, match=reason):
+                        ops.explain(f, *args)
 
 
 PAGES_REASONS = [

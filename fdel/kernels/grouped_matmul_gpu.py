@@ -1,0 +1,114 @@
+"""Products of groups of rows with a matrix each, on NVIDIA Hopper: Pallas Mosaic GPU kernels forward and backward.
+
+A persistent grid, one program for each multiprocessor, walks tiles of the result; one group of warps copies what the next
+steps need while two others multiply on tensor cores. A tile has rows of one group alone, from the group's first row on (a
+list of tiles is made from the sizes; megablocks, arXiv 2211.15841, pads groups instead), so a group without rows is not
+read, and no row is multiplied twice. The rows of a last tile are stored in powers of two. Tiles of 8 times all outputs
+follow each other, so that the second-level cache serves rows and matrices again. *Many rows* for a group: tiles of 128
+rows and up to 256 outputs. *Few rows*, of decoding: tiles of 64 rows, where matrices alone matter. The gradient of a
+matrix is a product over its group's rows: what a chunk of 64 has of other groups is set to zero in shared memory.
+
+Bytes: each group's matrix for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 2 * rows * inputs *
+outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty groups and cuts rows at multiples of a tile,
+`transposed_ragged_dot_mgpu` asks a device for its size. Compiled for H100; it has not run on a GPU yet.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
+from fdel.kernels.paged_attention_gpu import HOPPER
+from fdel.ops.platform import context, target
+
+FEW = 96  # rows of a group on average, from which on tiles have 128
+
+
+def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
+    """Say why the kernel cannot serve this call, or None."""
+    if target() != "gpu":
+        return f"it is written for NVIDIA GPUs; the target is {target()}"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and not any(name in device.device_kind for name in HOPPER):
+        return f"it is written for Hopper ({', '.join(HOPPER)}); the mesh is of {device.device_kind}"
+    if not isinstance(w, jax.Array):
+        return f"weights are arrays; found {type(w).__name__}"
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 or float16; found {x.dtype} and {w.dtype}"
+    if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
+        return f"x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]"
+    outputs = w.shape[1] // math.prod(context("tp").values())  # of each device
+    if outputs % WIDTH or w.shape[2] % WIDTH:
+        return f"matrices of {outputs} outputs and {w.shape[2]} inputs; expected multiples of {WIDTH}"
+    return None
+
+
+def call(x: Float[Array, "M K"], w: Float[Array, "E N K"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+    """Multiply as `ops.grouped_matmul`; sums are float32."""
+    return product(False, x, w, sizes.astype(jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(interpreted: bool, x: Array, w: Array, sizes: Array) -> Array:
+    """Multiply rows with the matrices of their groups; see `call`. `interpreted`: leave out what the interpreter lacks."""
+    return _rows(x, w, sizes, tiling(x, w, True, interpreted))
+
+
+def _backward(interpreted: bool, saved: tuple, dy: Array) -> tuple[Array, Array, None]:
+    x, w, sizes = saved
+    return _rows(dy, w, sizes, tiling(dy, w, False, interpreted)), _matrices(x, dy, sizes, interpreted), None
+
+
+product.defvjp(lambda interpreted, *args: (product(interpreted, *args), args), _backward)
+
+
+def tiling(x: Any, w: Any, turned: bool, interpreted: bool = False) -> Tiling:
+    """Choose the tiles for rows [M inputs] and matrices [E N K]."""
+    outputs = w.shape[1 if turned else 2]
+    few = len(x) < FEW * len(w)
+    width = WIDTH // 2 * (1 + (outputs % (2 * WIDTH) == 0)) if few else WIDTH * (1 + (outputs % (2 * WIDTH) == 0))
+    return Tiling(few, width, turned, interpreted)
+
+
+def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "tiles 3"], Int[Array, " 1"]]:
+    """List tiles of at most so many rows, each of one group: group, first row, rows; and how many there are.
+
+    Rows of no group are those of group E.
+    """
+    sizes = jnp.append(sizes, many - sizes.sum()).astype(jnp.int32)
+    ends, last = jnp.cumsum(sizes), jnp.cumsum(-(-sizes // rows))
+    i = jnp.arange(many // rows + len(sizes), dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), len(sizes) - 1).astype(jnp.int32)
+    first = ends[group] - sizes[group] + (i - last[group] + -(-sizes[group] // rows)) * rows
+    return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, rows)], 1), last[-1:]
+
+
+def _rows(x: Array, w: Array, sizes: Array, t: Tiling) -> Array:
+    """Multiply rows [M inputs] with matrices: [M outputs]."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    many = len(x)
+    x = jnp.pad(x, ((0, max(0, t.rows - many)), (0, 0)))
+    table, count = tiles(sizes, len(x), t.rows)
+    matrix = (t.width, STEP) if t.turned else (STEP, t.width)
+    scratch = memory(x.dtype, (t.parts[0], ROWS, STEP), (t.parts[1], *matrix))
+    scratch["part_s"] = gpu.SMEM((GROUPS, ROWS, 64), x.dtype)  # rows of it are copied out
+    out = jax.ShapeDtypeStruct((len(x), w.shape[1 if t.turned else 2]), x.dtype)
+    return run(functools.partial(of_rows, t=t), out, scratch, x, w, table, count)[:many]
+
+
+def _matrices(x: Array, dy: Array, sizes: Array, interpreted: bool) -> Array:
+    """Give the gradients of matrices [E N K]: of each the product of dy [rows N] and x [rows K] over its rows."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    x, dy = (jnp.pad(a, ((0, max(0, STEP - len(a))), (0, 0))) for a in (x, dy))
+    width = WIDTH * (1 + (x.shape[1] % (2 * WIDTH) == 0))
+    scratch = memory(x.dtype, (GROUPS, STEP, ROWS), (1, STEP, width)) | {"both": gpu.Barrier(num_arrivals=GROUPS)}
+    out = jax.ShapeDtypeStruct((len(sizes), dy.shape[1], x.shape[1]), x.dtype)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    program = functools.partial(of_matrices, width=width, interpreted=interpreted)
+    return run(program, out, scratch, x, dy, jnp.stack([ends - sizes, ends], 1))

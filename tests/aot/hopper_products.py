@@ -1,0 +1,95 @@
+"""What ptxas makes of the Hopper kernels for products, at the shapes of models: registers, spills, wgmma in a row.
+
+Run by `test_aot` in a process of its own, since what ptxas says is asked for by the environment: `python -m
+tests.aot.hopper_products`. Temporaries are those of the program around the kernel, in bytes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fdel import aot, ops, params
+from fdel.ops.weights import PACKED, Quantized
+
+# Rows, inputs, outputs, format, inputs of a group, whether zero points are stored.
+QUANTIZED = {
+    "8 rows, int8": (8, 4096, 14336, "int8", 4096, False),
+    "8 rows, GPTQ": (8, 4096, 14336, "uint4", 128, True),
+    "8 rows, int4 by 64": (8, 4096, 14336, "int4", 64, False),
+    "64 rows, GPTQ": (64, 4096, 14336, "uint4", 128, True),
+    "4,096 rows, int8": (4096, 4096, 14336, "int8", 4096, False),
+    "4,096 rows, uint8 by 128": (4096, 4096, 14336, "uint8", 128, True),
+    "4,096 rows, GPTQ": (4096, 4096, 14336, "uint4", 128, True),
+}
+# Rows, groups, outputs, inputs, and which of the three products.
+GROUPED = {
+    "16,384 rows of 8": (16384, 8, 14336, 4096, "forward"),
+    "16,384 rows of 8, rows' gradient": (16384, 8, 14336, 4096, "rows"),
+    "16,384 rows of 8, matrices' gradient": (16384, 8, 14336, 4096, "matrices"),
+    "512 rows of 128": (512, 128, 768, 2048, "forward"),
+    "16 rows of 64, of 1,408": (16, 64, 1408, 2048, "forward"),
+}
+
+
+def lower(name: str) -> aot.Compiled:
+    """Compile a call for one H100."""
+    target = aot.parse_target("h100:1x1x1")
+    mesh = params.make_mesh({}, aot.devices(target))
+    put = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    if name in QUANTIZED:
+        rows, inputs, outputs, format, group, zero = QUANTIZED[name]
+        scale = put(jnp.float32, outputs, inputs // group)
+        values = put(jnp.int8 if format == "int8" else jnp.uint8, outputs, inputs // (2 if format in PACKED else 1))
+        zeros = put(jnp.uint8, *scale.shape) if zero else None
+        args = put(jnp.bfloat16, rows, inputs), Quantized(values, scale, zeros, format, (inputs,), np.dtype("float32"))
+        call = ops.use(quantized_matmul="hopper")(lambda x, w: ops.einsum("td,fd->tf", x, w))
+        return aot.compile(target, jax.jit(call), *args, mesh=mesh)
+    rows, groups, outputs, inputs, which = GROUPED[name]
+
+    @ops.use(grouped_matmul="hopper")
+    def several(x, w, sizes, dy):
+        y, vjp = jax.vjp(lambda x, w: ops.grouped_matmul(x, w, sizes), x, w)
+        return {"forward": y} if which == "forward" else dict(zip(("rows", "matrices"), vjp(dy), strict=True))
+
+    half = lambda *shape: put(jnp.bfloat16, *shape)
+    call = lambda *args: several(*args)[which]
+    args = half(rows, inputs), half(groups, outputs, inputs), put(jnp.int32, groups), half(rows, outputs)
+    return aot.compile(target, jax.jit(call), *args, mesh=mesh)
+
+
+def main() -> None:
+    """Compile the calls; ptxas writes what it found beside."""
+    for name in [*QUANTIZED, *GROUPED]:
+        print("call:", name, flush=True)
+        print("temporaries:", lower(name).temporaries, flush=True)
+
+
+def table() -> list[dict]:
+    """Run `main` in a process and read what it says: one row for each call."""
+    command, root = [sys.executable, "-m", "tests.aot.hopper_products"], Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=root, env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False, timeout=1500,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stdout[-4000:])
+    rows = []
+    for part in done.stdout.split("call: ")[1:]:
+        numbers = lambda pattern, part=part: [int(n) for n in re.findall(pattern, part)]
+        rows.append({
+            "call": part.partition("\n")[0], "registers": max(numbers(r"Used (\d+) registers"), default=None),
+            "spills": sum(numbers(r"(\d+) bytes spill stores")), "serialized": "serializ" in part.lower(),
+            "temporaries": sum(numbers(r"temporaries: (\d+)")),
+        })  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main()

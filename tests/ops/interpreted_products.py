@@ -1,0 +1,91 @@
+"""A process that interprets the Hopper kernels for products: prints the largest errors against float64.
+
+`quantized` or `grouped`, with a detector of races, of which `race` plants one; see `interpreted_pages`.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import params as interpreter
+from jax.experimental.pallas import mosaic_gpu
+
+from fdel.kernels import grouped_matmul_gpu, grouped_program_gpu
+from fdel.kernels import quantized_matmul_gpu as kernel
+from tests.ops.test_quantized_tpu import Drawn, weight
+
+WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
+    (Drawn("uint4", "int", 128, 512, 128, 3), 2, jnp.float32),
+    (Drawn("int4", None, 64, 128, 128, 70), 1, jnp.bfloat16),
+    (Drawn("int8", None, 256, 256, 256, 3), 1, jnp.float32),
+    (Drawn("uint8", "int", 64, 128, 128, 3), 2, jnp.float32),
+]
+GROUPED = [  # rows, outputs, inputs, sizes; whether tiles are of few rows
+    (80, 128, 128, [0, 37, 0, 30], True),
+    (300, 256, 128, [150, 0, 140, 3], False),
+    (16, 128, 256, [0, 16, 0], True),
+]
+
+
+def interpreted() -> object:
+    return interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True))
+
+
+def quantized(c: Drawn, splits: int, dtype) -> float:
+    """Relative to the magnitudes of a row of x and of the weight."""
+    r = np.random.default_rng(0)
+    w, full = weight(c, r)
+    x = jnp.asarray(r.normal(size=(c.rows, c.inputs)), jnp.bfloat16)
+    exact = np.asarray(x, np.float64)
+    how = replace(kernel.tiling(x, w), splits=splits, in_memory=True)
+    with interpreted():
+        got = np.asarray(kernel.matmul(x, w, jnp.dtype(dtype), how), np.float64)
+    size = np.linalg.norm(exact, axis=1, keepdims=True) * np.linalg.norm(full, axis=1)
+    return float((np.abs(got - exact @ full.T) / size).max())  # NaN if any number is
+
+
+def grouped(rows: int, outputs: int, inputs: int, sizes: list[int], few: bool) -> float:
+    """Of the product and both gradients, relative to the largest number. Rows of no group are NaN."""
+    r = np.random.default_rng(0)
+    draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), jnp.bfloat16), np.float64)
+    x, w, dy = draw(rows, inputs), draw(len(sizes), outputs, inputs), draw(rows, outputs)
+    x[sum(sizes) :] = dy[sum(sizes) :] = np.nan
+    want = np.zeros((rows, outputs)), np.zeros_like(x), np.zeros_like(w)
+    for e, size in enumerate(sizes):
+        some = slice(sum(sizes[:e]), sum(sizes[:e]) + size)
+        want[0][some], want[1][some], want[2][e] = x[some] @ w[e].T, dy[some] @ w[e], dy[some].T @ x[some]
+    grouped_program_gpu.PROGRAMS, grouped_matmul_gpu.FEW = 2, rows + 1 if few else 0
+    half = lambda a: jnp.asarray(a, jnp.bfloat16)
+    with interpreted():
+        call = lambda x, w: grouped_matmul_gpu.product(True, x, w, jnp.asarray(sizes, jnp.int32))
+        got, vjp = jax.vjp(call, half(x), half(w))
+        got = got, *vjp(half(dy))
+    return max(
+        float(np.abs(np.asarray(a, np.float64) - b).max() / np.abs(b).max()) for a, b in zip(got, want, strict=True)
+    )
+
+
+def plant_a_race() -> None:
+    """Leave out the wait for a chunk."""
+    wait, calls = mosaic_gpu.barrier_wait, []
+
+    def some(barrier):
+        calls.append(barrier)
+        if len(calls) % 2:
+            wait(barrier)
+
+    mosaic_gpu.barrier_wait = some
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    if sys.argv[1] == "race":
+        plant_a_race()
+        print(quantized(*WEIGHTS[2]))
+    else:
+        run, cases = {"quantized": (quantized, WEIGHTS), "grouped": (grouped, GROUPED)}[sys.argv[1]]
+        some = cases[: int(sys.argv[2])] if len(sys.argv) > 2 else cases
+        print(*(run(*case) for case in some))
