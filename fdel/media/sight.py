@@ -18,7 +18,7 @@ from fdel.media import clip, pixtral, qwen
 from fdel.media.image import Picture, decode
 
 __all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read"]
-QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), qwen)
+QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), qwen)
 KINDS: Mapping[str, ModuleType] = MappingProxyType(
     {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral} | QWEN
 )

@@ -31,8 +31,8 @@ class Text(qwen3.Config):
 
 
 @config.config
-class Vision(qwen2_vl.Tower):
-    """Sizes of the tower; it has a learned position for each of `positions` places of a square."""
+class Tower(qwen2_vl.Tower):
+    """Sizes of a tower; it has a learned position for each of `positions` places of a square."""
 
     DEFAULTS = dict(layers=27, patch=16)
     embed: int = config.hf("hidden_size", 1152)
@@ -40,6 +40,12 @@ class Vision(qwen2_vl.Tower):
     ffn: int = config.hf("intermediate_size", 4304)
     positions: int = config.hf("num_position_embeddings", 2304)
     act: str = config.act("hidden_act", "gelu_pytorch_tanh")
+
+
+@config.config
+class Vision(Tower):
+    """Sizes of the tower, and which of its layers' states go to layers of the language model."""
+
     deep: tuple[int, ...] = config.hf(
         "deepstack_visual_indexes", (8, 16, 24)
     )  # layers whose states are parts of entries
@@ -127,10 +133,12 @@ def interpolated(table: Float[Array, "S D"], places: Int[Array, "N P 3"]) -> Flo
     return out.astype(table.dtype)
 
 
-def encode(params: Any, patches: ops.Patches, cfg: Any) -> Float[Array, "*rows entries parts D"]:
+def encode(
+    params: Any, patches: ops.Patches, cfg: Any
+) -> Float[Array, "*rows entries D"] | Float[Array, "*rows entries parts D"]:
     """Compute the entries of images, patches [*rows images P numbers] in the order of `fdel.media.qwen`.
 
-    Their parts are the embedding, and what is added behind each of the first layers.
+    Their parts are the embedding, and what is added behind each of the first layers; without these there are none.
     """
     v, p, projector = cfg.vision, params["vision"], params["projector"]
     values, places = qwen2_vl.pictures(patches, v)
@@ -146,7 +154,7 @@ def encode(params: Any, patches: ops.Patches, cfg: Any) -> Float[Array, "*rows e
         q = projector["deep"][str(i)]
         wide = x.reshape(x.shape[0], -1, v.unit * v.embed)
         parts.append(qwen2_vl.merge(layer_norm(wide, q, "norm"), q, v))
-    x = jnp.stack(parts, 2)
+    x = jnp.stack(parts, 2) if deep else parts[0]
     return x.reshape(*patches.values.shape[:-3], -1, *x.shape[2:])
 
 

@@ -51,14 +51,14 @@ def test_places_name_where_a_patch_was():
     assert (qwen.places(2, 2, 4, 2)[8:, 0] == 1).all()
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_turns_are_those_of_get_rope_index(family):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     import importlib
 
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    theirs = {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[family]
-    theirs = getattr(module, theirs)
+    models = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+    theirs = getattr(module, models[family] + "Model")
     config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2))
     model = SimpleNamespace(config=config)
     model.get_vision_position_ids = lambda *a, **k: theirs.get_vision_position_ids(model, *a, **k)

@@ -15,8 +15,10 @@ import tiny
 from fdel import models, ops, params
 from fdel.media import image, qwen, sight
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-each = pytest.mark.parametrize("case", FAMILIES, indirect=True)
+ALIKE = ("qwen3_5_moe",)  # of which CI runs what is cheap
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", *ALIKE)
+NAMES = [pytest.param(name, marks=pytest.mark.matrix if name in ALIKE else ()) for name in FAMILIES]
+each = pytest.mark.parametrize("case", NAMES, indirect=True)
 IMAGE, BLOCK = 120, 4
 GRIDS = (((4, 6), (10, 4)), ((2, 2),), ())  # rows and columns of patches of the images of each row
 SIGHT = sight.Sight("qwen2_vl", "qwen2_vl", IMAGE, (IMAGE,), None, 4)
@@ -83,7 +85,7 @@ def whole(family, cfg):
     return jax.jit(lambda p, t, b: family.forward(p, t, cfg, b)[0])
 
 
-@each
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
 @pytest.mark.slow
 def test_logits_of_rows_with_images_and_without(case):
     m = case.model
@@ -91,7 +93,10 @@ def test_logits_of_rows_with_images_and_without(case):
     assert suite.error(got, case.logits) < 2e-5
 
 
-@pytest.mark.parametrize("case", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.matrix)], indirect=True)
+GRADIENTS = [pytest.param(n, marks=pytest.mark.matrix if n in (*ALIKE, "qwen3_vl_moe") else ()) for n in FAMILIES]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, indirect=True)
 @pytest.mark.slow
 def test_every_gradient_is_that_of_torch(case, tmp_path):
     """Into the language model, the tower, and the projector: a weight in the tower of none would be seen."""
@@ -101,10 +106,11 @@ def test_every_gradient_is_that_of_torch(case, tmp_path):
     m, weight = case.model, np.random.default_rng(5).normal(size=case.logits.shape).astype(np.float32)
     case.oracle.zero_grad()
     (case.oracle(**theirs(case.oracle)).logits * torch.tensor(weight)).mean().backward()
-    want = {m.family.rename(n, m.cfg) if hasattr(m.family, "rename") else n: p.grad.numpy()
-            for n, p in case.oracle.named_parameters()}  # fmt: skip
+    named = dict(case.oracle.named_parameters())
+    cfg = m.family.of_file(m.cfg, named) if hasattr(m.family, "of_file") else m.cfg
+    want = {m.family.rename(n, cfg) if hasattr(m.family, "rename") else n: p.grad.numpy() for n, p in named.items()}
     loss = lambda p: (m.family.forward(p, jnp.asarray(inputs().tokens), m.cfg, packed())[0] * weight).mean()
-    params.save(m.family.spec(m.cfg), jax.jit(jax.grad(loss))(m.params), tmp_path)
+    params.save(m.family.spec(cfg), jax.jit(jax.grad(loss))(m.params), tmp_path)
     got = load_file(tmp_path / "model.safetensors")
     assert set(got) == set(want)
     largest = max(np.abs(g).max() for g in want.values())
@@ -288,7 +294,7 @@ def test_shapes(name):
     run = lambda p, t, b: family.forward(p, t, cfg, b)[0]
     assert jax.eval_shape(run, weights, jnp.asarray(inputs().tokens), packed()).shape == (3, 27, 128)
     entries = jax.eval_shape(lambda p, x: family.encode(p, x, cfg), weights, inputs().inputs)
-    assert entries.shape == (3, 24, *([3] if "3" in name else []), 64)
+    assert entries.shape == (3, 24, *([3] if "3_vl" in name else []), 64)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
