@@ -31,7 +31,7 @@ MODEL_LINES = {
     "qwen3_next": 350,
     "whisper": 350,
     **dict.fromkeys(["clip", "llava", "mistral3", "pixtral", "siglip"], 350),
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"], 350),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"], 350),
 }
 MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sight", "sublayers"], FILE_LINES)
 

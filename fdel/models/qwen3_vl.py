@@ -118,19 +118,27 @@ def spec(cfg: Config) -> dict:
     return below(qwen3.spec(replace(cfg.text, kinds=cfg.kinds))) | tower_spec(cfg)
 
 
+def between(
+    table: Float[Array, "S D"], indices: list[Int[Array, "N P 2"]], weights: list[Float[Array, "N P 2"]]
+) -> Float[Array, "N P D"]:
+    """Sum learned positions, which lie on a square, at some rows and some columns of each patch, with weights of both."""
+    side, lines = int(table.shape[0] ** 0.5), list(zip(indices, weights, strict=True))
+    out = jnp.zeros((*indices[0].shape[:2], table.shape[1]), jnp.float32)
+    for rows, down in lines:
+        for columns, right in lines:
+            weight = down[..., 0, None] * right[..., 1, None]
+            out += weight * table[rows[..., 0] * side + columns[..., 1]].astype(jnp.float32)
+    return out.astype(table.dtype)
+
+
 def interpolated(table: Float[Array, "S D"], places: Int[Array, "N P 3"]) -> Float[Array, "N P D"]:
     """Compute learned positions, which lie on a square whose corners are those of each image, between its places."""
     side = int(table.shape[0] ** 0.5)
     place = jnp.maximum(places[..., 1:], 0)
     at = (place * (side - 1)).astype(jnp.float32) / jnp.maximum(place.max(1, keepdims=True), 1)
     low = jnp.floor(at).astype(jnp.int32)
-    high, share = jnp.minimum(low + 1, side - 1), at - low
-    out = jnp.zeros((*place.shape[:2], table.shape[1]), jnp.float32)
-    for rows, down in ((low, 1 - share), (high, share)):
-        for columns, right in ((low, 1 - share), (high, share)):
-            weight = down[..., 0, None] * right[..., 1, None]
-            out += weight * table[rows[..., 0] * side + columns[..., 1]].astype(jnp.float32)
-    return out.astype(table.dtype)
+    share = at - low
+    return between(table, [low, jnp.minimum(low + 1, side - 1)], [1 - share, share])
 
 
 def encode(

@@ -45,6 +45,13 @@ EXPERTS = {
             "mtp_use_dedicated_embeddings": False, "partial_rotary_factor": 0.25, "rope_parameters": {
                 "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
                 "rope_theta": 1e7, "rope_type": "default"}}},
+    "GLM-4.5V": {"model_type": "glm4v_moe", "image_token_id": 151363, "video_token_id": 151364,
+        "image_start_token_id": 151339, "image_end_token_id": 151340, "video_start_token_id": 151341, "video_end_token_id": 151342,
+        "tie_word_embeddings": False, "vision_config": {"depth": 24, "hidden_size": 1536, "image_size": 336,
+            "intermediate_size": 10944, "out_hidden_size": 4096, "rms_norm_eps": 1e-5, "hidden_dropout_prob": 0.0},
+        "text_config": {"model_type": "glm4v_moe_text", "head_dim": 128, "n_routed_experts": 128, "use_qk_norm": False,
+            "partial_rotary_factor": 0.5, "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+            "image_token_id": 151363, "rope_theta": 10000.0}},
     "Phi-3.5-MoE": {"model_type": "phimoe", "attention_bias": True, "input_jitter_noise": 0.01, "lm_head_bias": True,
         "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "router_jitter_noise": 0.01,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "long_mscale": 1.2432,
