@@ -48,6 +48,6 @@ def sized(height: int, width: int, factor: int, frames: int, least: int, most: i
 def prepare(s: Settings, rgb: np.ndarray) -> Picture:
     """Prepare an image uint8[H W 3] for the tower."""
     if s.pixels:
-        size = sized(*rgb.shape[:2], s.patch * s.side, s.frames, *s.pixels)
-        rgb = image.resize(rgb, *size, s.resample)
+        height, width, _ = rgb.shape
+        rgb = image.resize(rgb, *sized(height, width, s.patch * s.side, s.frames, *s.pixels), s.resample)
     return qwen.finish(s, rgb)

@@ -146,7 +146,11 @@ def laid_out(batch: ops.Paged, values, shift=0) -> ops.Paged:
     return replace(batch, media=ops.Media(index, values.reshape(-1, *values.shape[2:])), rotary=rotary)
 
 
-@each
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(n, marks=pytest.mark.matrix if n in (*ALIKE, "glm4v") else ()) for n in FAMILIES],
+    indirect=True,
+)
 @pytest.mark.slow
 def test_chunks_that_cut_an_image_and_decode(case):
     """Two rows side by side over pages, 4 or 8 tokens at a time, the last ones alone."""
