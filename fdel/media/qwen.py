@@ -114,6 +114,11 @@ def prepare(s: Settings, rgb: np.ndarray) -> Picture:
     height, width, _ = rgb.shape
     if s.pixels:
         rgb = image.resize(rgb, *sized(height, width, s.patch * s.side, *s.pixels), s.resample)
+    return finish(s, rgb)
+
+
+def finish(s: Settings, rgb: np.ndarray) -> Picture:
+    """Prepare an image that has its size: sides that are multiples of those of an entry."""
     x = image.rescale(rgb, s.factor) if s.factor else rgb
     x = image.normalize(x, s.mean, s.std) if s.mean else x.astype(np.float32)
     cut = patches(x, s)

@@ -78,7 +78,8 @@ OUTER = frozenset(
     """
     text_config vision_config audio_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
     boi_token_id eoi_token_id image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index
-    vision_start_token_id vision_end_token_id vision_soft_tokens_per_image audio_soft_tokens_per_image image_seq_length
+    vision_start_token_id vision_end_token_id image_start_token_id image_end_token_id video_start_token_id
+    video_end_token_id vision_soft_tokens_per_image audio_soft_tokens_per_image image_seq_length
     multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer vision_feature_select_strategy
     projection_hidden_size projection_layer_norm_eps ignore_index media_placeholder_token_id use_unified_vision_chunk
     video_placeholder

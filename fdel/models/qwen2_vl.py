@@ -162,23 +162,26 @@ def attention_spec(v: Any, name: str) -> dict[str, Param]:
     }  # fmt: skip
 
 
+def width(cfg: Any) -> int:
+    """Give the numbers of an entry of the tower; ConfigError where the language model's embeddings have others."""
+    if cfg.vision.out != cfg.embed:
+        found = f"found entries of {cfg.vision.out} numbers"
+        raise ConfigError(f"vision_config: {found}, expected {cfg.embed}, the hidden size")
+    return int(cfg.embed)
+
+
 def merger_spec(
     cfg: Any, name: str, norm: dict[str, Param], names: tuple[str, str] = ("mlp.0", "mlp.2")
 ) -> dict[str, Any]:
-    """Declare the projector of merge x merge patches' states, to an entry of the language model.
-
-    ConfigError for an entry that is none of its embeddings.
-    """
-    v = cfg.vision
-    if v.out != cfg.embed:
-        raise ConfigError(f"vision_config: found entries of {v.out} numbers, expected {cfg.embed}, the hidden size")
+    """Declare the projector of merge x merge patches' states, to an entry of the language model (`width`)."""
+    v, out = cfg.vision, width(cfg)
     wide = v.unit * v.embed
     return {
         **norm,
         "up": builders.matrix(f"{name}{names[0]}.weight", ("embed", wide), ("ffn", wide)),
         "up_bias": builders.bias(f"{name}{names[0]}.bias", wide, "ffn"),
-        "down": builders.matrix(f"{name}{names[1]}.weight", ("ffn", wide), ("embed", v.out)),
-        "down_bias": builders.bias(f"{name}{names[1]}.bias", v.out),
+        "down": builders.matrix(f"{name}{names[1]}.weight", ("ffn", wide), ("embed", out)),
+        "down_bias": builders.bias(f"{name}{names[1]}.bias", out),
     }
 
 

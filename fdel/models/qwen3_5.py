@@ -1,53 +1,51 @@
-"""Qwen3.5, text (Qwen, 2026): Qwen3-Next's mixers, their projections in other tensors, and dense feed-forwards."""
+"""Qwen3.5 (Qwen, 2026): the gated delta rule and gated attention in turn, and Qwen3-VL's tower, its last states alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from fdel.models import builders, config, qwen3_next
-from fdel.models.qwen3_next import FULL, LINEAR, forward, head, hidden, rename, state_spec
+from fdel import ops
+from fdel.models import builders, config, qwen2_vl, qwen3_5_text, qwen3_next, qwen3_vl
+from fdel.models.qwen3_next import head, rename, state_spec
+from fdel.models.qwen3_vl import encode
+from fdel.ops.rope import Rope
 
-MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "Qwen3_5ForCausalLM"
-__all__ = ["ARCHITECTURE", "MODEL_TYPE", "Config", "forward", "head", "hidden", "rename", "spec", "state_spec"]
+MODEL_TYPE, ARCHITECTURE = "qwen3_5", "Qwen3_5ForConditionalGeneration"
+__all__ = [
+    "ARCHITECTURE", "MODEL_TYPE", "Config", "encode", "forward", "head", "hidden", "rename", "spec", "state_spec",
+]  # fmt: skip
 
 
-def kinds(ffn: str) -> Any:
-    """Declare (mixer, ffn) of each layer; every fourth mixer is full attention unless layer_types says otherwise."""
-
-    def read(d: dict) -> tuple[tuple[str, str], ...]:
-        n, every = d["num_hidden_layers"], d.get("full_attention_interval") or 4
-        default = [LINEAR if (i + 1) % every else FULL for i in range(n)]
-        return tuple((mixer, ffn) for mixer in config.layer_types(d, default, (LINEAR, FULL)))
-
-    return config.computed(read, lambda kinds: {"layer_types": [mixer for mixer, _ in kinds]})
+def rope() -> Any:
+    """Declare the field `rope`: the channels that turn do so by components that alternate."""
+    return qwen2_vl.sections((11, 11, 10), theta=1e4, mrope_interleaved=True)
 
 
 @config.config
-class Config(qwen3_next.Hybrid):
+class Text(qwen3_5_text.Config):
+    """Sizes and constants of the language model."""
+
+    rope: Rope = rope()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(qwen3_vl.Sighted):
     """Sizes and constants."""
 
-    DEFAULTS = dict(
-        vocab=248320, embed=4096, ffn=12288, layers=32, heads=16, kv_heads=4, head_dim=256, max_positions=32768,
-        partial_rotary_factor=0.25,
-    )  # fmt: skip
-    ONLY = dict(
-        attn_output_gate=True, mamba_ssm_dtype="float32", mtp_num_hidden_layers=config.ANY,
-        mtp_use_dedicated_embeddings=config.ANY,
-    )  # fmt: skip
-    kinds: tuple[tuple[str, str], ...] = kinds("dense")
+    TEXT, VISION, TYPES = Text, qwen3_vl.Tower, ("qwen3_5_text", "qwen3_5_vision")
+    image_token: int = 248056
 
-
-def linear_spec(cfg: Any, name: str) -> dict:
-    """Declare a gated delta-rule mixer; the file's q, k and v lie one below the other, z, b and a apart."""
-    embed, (g, r, k, v) = ("embed", cfg.embed), (cfg.key_heads, cfg.rep, cfg.key_dim, cfg.value_dim)
-    narrow, wide, gate = ("heads head_dim", (g, k)), ("heads rep head_dim", (g, r, v)), ("heads rep", (g, r))
-    return {
-        **builders.fused(name + "in_proj_qkv.weight", embed, q=narrow, k=narrow, v=wide),
-        **builders.fused(name + "in_proj_z.weight", embed, z=wide),
-        **builders.fused(name + "in_proj_b.weight", embed, beta=gate),
-        **builders.fused(name + "in_proj_a.weight", embed, decay=gate),
-        **qwen3_next.delta_spec(cfg, name),
-    }
+    kinds = property(lambda self: self.text.kinds)
 
 
 def spec(cfg: Any) -> dict:
-    """Declare every array; norm scales are stored around zero, except the delta mixer's."""
-    return qwen3_next.spec(cfg, linear_spec)
+    """Declare every array: the language model's at the top, the tower's and the projector's below."""
+    return qwen3_vl.below(qwen3_5_text.spec(cfg.text)) | qwen3_vl.tower_spec(cfg)
+
+
+@builders.hidden("attention", "router", encode=encode, rotary=True)
+def hidden(params, tokens, cfg: Any, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
+    return qwen3_next.hidden.walk(params, tokens, cfg.text, batch, carry, remat)  # type: ignore[attr-defined]
+
+
+forward = builders.forward(hidden)

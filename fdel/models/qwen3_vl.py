@@ -31,8 +31,8 @@ class Text(qwen3.Config):
 
 
 @config.config
-class Vision(qwen2_vl.Tower):
-    """Sizes of the tower; it has a learned position for each of `positions` places of a square."""
+class Tower(qwen2_vl.Tower):
+    """Sizes of a tower; it has a learned position for each of `positions` places of a square."""
 
     DEFAULTS = dict(layers=27, patch=16)
     embed: int = config.hf("hidden_size", 1152)
@@ -40,6 +40,12 @@ class Vision(qwen2_vl.Tower):
     ffn: int = config.hf("intermediate_size", 4304)
     positions: int = config.hf("num_position_embeddings", 2304)
     act: str = config.act("hidden_act", "gelu_pytorch_tanh")
+
+
+@config.config
+class Vision(Tower):
+    """Sizes of the tower, and which of its layers' states go to layers of the language model."""
+
     deep: tuple[int, ...] = config.hf(
         "deepstack_visual_indexes", (8, 16, 24)
     )  # layers whose states are parts of entries
@@ -112,25 +118,35 @@ def spec(cfg: Config) -> dict:
     return below(qwen3.spec(replace(cfg.text, kinds=cfg.kinds))) | tower_spec(cfg)
 
 
+def between(
+    table: Float[Array, "S D"], indices: list[Int[Array, "N P 2"]], weights: list[Float[Array, "N P 2"]]
+) -> Float[Array, "N P D"]:
+    """Sum learned positions, which lie on a square, at some rows and some columns of each patch, with weights of both."""
+    side, lines = int(table.shape[0] ** 0.5), list(zip(indices, weights, strict=True))
+    out = jnp.zeros((*indices[0].shape[:2], table.shape[1]), jnp.float32)
+    for rows, down in lines:
+        for columns, right in lines:
+            weight = down[..., 0, None] * right[..., 1, None]
+            out += weight * table[rows[..., 0] * side + columns[..., 1]].astype(jnp.float32)
+    return out.astype(table.dtype)
+
+
 def interpolated(table: Float[Array, "S D"], places: Int[Array, "N P 3"]) -> Float[Array, "N P D"]:
     """Compute learned positions, which lie on a square whose corners are those of each image, between its places."""
     side = int(table.shape[0] ** 0.5)
     place = jnp.maximum(places[..., 1:], 0)
     at = (place * (side - 1)).astype(jnp.float32) / jnp.maximum(place.max(1, keepdims=True), 1)
     low = jnp.floor(at).astype(jnp.int32)
-    high, share = jnp.minimum(low + 1, side - 1), at - low
-    out = jnp.zeros((*place.shape[:2], table.shape[1]), jnp.float32)
-    for rows, down in ((low, 1 - share), (high, share)):
-        for columns, right in ((low, 1 - share), (high, share)):
-            weight = down[..., 0, None] * right[..., 1, None]
-            out += weight * table[rows[..., 0] * side + columns[..., 1]].astype(jnp.float32)
-    return out.astype(table.dtype)
+    share = at - low
+    return between(table, [low, jnp.minimum(low + 1, side - 1)], [1 - share, share])
 
 
-def encode(params: Any, patches: ops.Patches, cfg: Any) -> Float[Array, "*rows entries parts D"]:
+def encode(
+    params: Any, patches: ops.Patches, cfg: Any
+) -> Float[Array, "*rows entries D"] | Float[Array, "*rows entries parts D"]:
     """Compute the entries of images, patches [*rows images P numbers] in the order of `fdel.media.qwen`.
 
-    Their parts are the embedding, and what is added behind each of the first layers.
+    Their parts are the embedding, and what is added behind each of the first layers; without these there are none.
     """
     v, p, projector = cfg.vision, params["vision"], params["projector"]
     values, places = qwen2_vl.pictures(patches, v)
@@ -146,7 +162,7 @@ def encode(params: Any, patches: ops.Patches, cfg: Any) -> Float[Array, "*rows e
         q = projector["deep"][str(i)]
         wide = x.reshape(x.shape[0], -1, v.unit * v.embed)
         parts.append(qwen2_vl.merge(layer_norm(wide, q, "norm"), q, v))
-    x = jnp.stack(parts, 2)
+    x = jnp.stack(parts, 2) if deep else parts[0]
     return x.reshape(*patches.values.shape[:-3], -1, *x.shape[2:])
 
 

@@ -1,4 +1,4 @@
-"""Images of Qwen-VL against transformers' image processor, bit for bit, and turns against its get_rope_index."""
+"""Images of Qwen-VL and GLM against transformers' image processors, bit for bit, and turns against its get_rope_index."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("PIL", reason="pillow resizes")
-from fdel.media import qwen, sight
+from fdel.media import glm, qwen, sight
 
 RNG = np.random.default_rng(0)
 VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -19,16 +19,24 @@ OTHER = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "image_mean": [0.5
 
 
 @pytest.mark.parametrize("more", [{}, OTHER, {"do_normalize": False}, {"do_rescale": False}], ids=str)
-def test_patches_are_those_of_transformers(more):
+@pytest.mark.parametrize("media", [qwen, glm], ids=lambda m: m.__name__)
+def test_patches_are_those_of_transformers(media, more):
     pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     file = FILE | more if "size" not in more else {k: v for k, v in FILE.items() if "pixels" not in k} | more
-    oracle, s = Qwen2VLImageProcessorPil(**file), qwen.read(CONFIG, file, 9)
+    oracle = Qwen2VLImageProcessorPil
+    if media is glm:  # which has but this name for the bounds
+        oracle = Glm4vImageProcessorPil
+        file = {"size": {"shortest_edge": 400, "longest_edge": 1800}} | {
+            k: v for k, v in file.items() if "pixels" not in k
+        }
+    oracle, s = oracle(**file), media.read(CONFIG, file, 9)
     for height, width in SIZES:
         rgb = RNG.integers(0, 256, (height, width, 3), np.uint8)
         want = oracle(rgb, return_tensors="np", input_data_format="channels_last")
-        picture = qwen.prepare(s, rgb)
+        picture = media.prepare(s, rgb)
         np.testing.assert_array_equal(picture.patches, want["pixel_values"])
         assert picture.patches.dtype == np.float32
         (frames, rows, columns), entries = want["image_grid_thw"][0].tolist(), len(picture.patches) // 4
@@ -51,18 +59,24 @@ def test_places_name_where_a_patch_was():
     assert (qwen.places(2, 2, 4, 2)[8:, 0] == 1).all()
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_turns_are_those_of_get_rope_index(family):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     import importlib
 
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    theirs = {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[family]
-    theirs = getattr(module, theirs)
+    models = {
+        "qwen2_vl": "Qwen2VL",
+        "qwen2_5_vl": "Qwen2_5_VL",
+        "qwen3_vl": "Qwen3VL",
+        "qwen3_5": "Qwen3_5",
+        "glm4v": "Glm4v",
+    }
+    theirs = getattr(module, models[family] + "Model")
     config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2))
     model = SimpleNamespace(config=config)
     model.get_vision_position_ids = lambda *a, **k: theirs.get_vision_position_ids(model, *a, **k)
-    seen = sight.Sight(family, family, 9, (9,), qwen.read(CONFIG, FILE, 9), 4)
+    seen = sight.Sight(family, family, 9, (9,), sight.KINDS[family].read(CONFIG, FILE, 9), 4)
     pictures = [sight.prepare(seen, RNG.integers(0, 256, (*size, 3), np.uint8)) for size in ((16, 32), (60, 8), (8, 8))]
     grids = torch.tensor([(p.places.max(0) + 1).tolist() for p in pictures])
     got = sight.expand(seen, [1, 2, 9, 3, 9, 4, 4, 9, 5, 6, 7], pictures)
@@ -102,7 +116,8 @@ def test_files_that_are_not_understood(change, message):
 
 def test_images_that_do_not_fit():
     s = qwen.read(CONFIG, FILE, 9)
-    with pytest.raises(ValueError, match="at most 200 times as long"):
-        qwen.prepare(s, np.zeros((1, 201, 3), np.uint8))
+    for media in qwen, glm:
+        with pytest.raises(ValueError, match="at most 200 times as long"):
+            media.prepare(s, np.zeros((1, 201, 3), np.uint8))
     with pytest.raises(ValueError, match="10 x 16 pixels does not divide into squares of 8 x 8"):
         qwen.prepare(qwen.read(CONFIG, FILE | {"do_resize": False}, 9), np.zeros((10, 16, 3), np.uint8))
