@@ -15,17 +15,11 @@ SHUFFLE = "pixel_shuffle_ratio"
 
 
 def merge(d: dict) -> int:
-    """Read how many patches lie along a side of the square that becomes an entry, and whether all sizes fit it."""
+    """Read how many patches lie along a side of the square that becomes an entry."""
     ratio = d.get(SHUFFLE, 0.5)
     side = round(1 / ratio) if isinstance(ratio, float) and 0 < ratio <= 1 else 0
     if not side or 1 / side != ratio:
         raise ConfigError(f"config field {SHUFFLE!r}: found {ratio!r}, expected 1 / n, as 0.5")
-    if d["intermediate_size"] != side**2 * d["hidden_size"]:
-        found = f"found {d['intermediate_size']}, expected {side**2} x {d['hidden_size']}, the width of a square"
-        raise ConfigError(f"config field 'intermediate_size': {found}")
-    if d["image_size"] % (side * d["patch_size"]):
-        found = f"found tiles of {d['image_size']} pixels, which {side} x {d['patch_size']} do not divide"
-        raise ConfigError(f"config fields 'image_size', 'patch_size': {found}")
     return side
 
 
@@ -36,7 +30,7 @@ class Vision(config.MultiHead):
     # The reference has an exact GELU and norms of 1e-5, whatever a file says.
     ONLY = dict.fromkeys(
         ("hidden_act", "norm_eps", "vision_feature_select_strategy", "vision_feature_layer"), config.ANY
-    ) | dict(multi_modal_projector_bias=False, projector_input_dim=lambda v: v.out, vision_output_dim=lambda v: v.out)
+    ) | dict(multi_modal_projector_bias=False)
     act, norm_eps = "gelu", 1e-5
     embed: int = config.hf("hidden_size", 768)
     ffn: int = config.hf("intermediate_size", 5632)
@@ -45,7 +39,9 @@ class Vision(config.MultiHead):
     channels: int = config.hf("num_channels", 3)
     image: int = config.hf("image_size", 448)  # pixels along a tile's side
     patch: int = config.hf("patch_size", 14)
+    inner: int = config.hf("projector_input_dim", 4096)
     out: int = config.hf("projector_output_dim", 4096)
+    given: int = config.hf("vision_output_dim", 7680)
     merge: int = config.computed(merge, lambda n: {SHUFFLE: 1 / n})
     theta: float = config.computed(
         pixtral.theta, lambda v: {"rope_parameters": {"rope_type": "default", "rope_theta": v}}
@@ -76,7 +72,7 @@ def tower(v: Vision, name: str) -> dict[str, Any]:
     return {
         "class": Param("embed", (d,), normal(builders.STD), name + "class_embedding"),
         "patch": builders.matrix(
-            name + "patch_embedding.linear.weight", ("numbers", v.channels * v.patch**2), ("embed", d)
+            name + "patch_embedding.linear.weight", ("channels", v.channels * v.patch**2), ("embed", d)
         ),
         "positions": Param(
             "positions embed", (v.side**2 + 1, d), normal(builders.STD), name + "positional_embedding_vlm"
@@ -87,13 +83,24 @@ def tower(v: Vision, name: str) -> dict[str, Any]:
 
 
 def spec(cfg: Config) -> dict:
-    """Declare every array: the language model's at the top, the tower's and the projector's below."""
+    """Declare every array: the language model's at the top, the tower's and the projector's below.
+
+    ConfigError for sizes of the tower that do not fit each other.
+    """
     v, name = cfg.vision, "vision_model."
-    adapter, wide = name + "vision_adapter.mlp.", ("channels", v.out)
+    wide, wants = v.merge**2 * v.embed, "vision_config fields"
+    if v.ffn != wide or not v.inner == v.out == v.given:
+        found = f"found {v.ffn}, {v.inner}, {v.out} and {v.given}, expected {wide}, and one size of the others"
+        names = "'intermediate_size', 'projector_input_dim', 'projector_output_dim', 'vision_output_dim'"
+        raise ConfigError(f"{wants} {names}: {found}")
+    if v.image % (v.merge * v.patch):
+        found = f"found tiles of {v.image} pixels, which {v.merge} x {v.patch} do not divide"
+        raise ConfigError(f"{wants} 'image_size', 'patch_size', {SHUFFLE!r}: {found}")
+    adapter, channels = name + "vision_adapter.mlp.", ("channels", v.out)
     projector = {
-        "up": builders.matrix(adapter + "fc1.weight", ("embed", v.merge**2 * v.embed), ("inner", v.out)),
-        "down": builders.matrix(adapter + "fc2.weight", ("inner", v.out), wide),
-        "out": builders.matrix("multi_modal_projector.linear_1.weight", wide, ("embed", cfg.embed)),
+        "up": builders.matrix(adapter + "fc1.weight", ("embed", wide), ("inner", v.out)),
+        "down": builders.matrix(adapter + "fc2.weight", ("inner", v.out), channels),
+        "out": builders.matrix("multi_modal_projector.linear_1.weight", channels, ("embed", cfg.embed)),
     }
     return sight.language_spec(cfg) | {"vision": tower(v, name), "projector": projector}
 

@@ -120,7 +120,10 @@ def language_spec(cfg: Any) -> dict[str, Any]:
 
 def spec(cfg: Any, projector: Mapping[str, Param]) -> dict[str, Any]:
     """Declare every array: the language model's at the top, the tower's below "vision", and those of the projector."""
-    return language_spec(cfg) | {"vision": of_tower(cfg).tower(cfg.vision, "vision_tower."), "projector": dict(projector)}
+    return language_spec(cfg) | {
+        "vision": of_tower(cfg).tower(cfg.vision, "vision_tower."),
+        "projector": dict(projector),
+    }
 
 
 def rename(name: str, cfg: Any) -> str | None:

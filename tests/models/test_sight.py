@@ -153,7 +153,7 @@ def training(c):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "mistral3"])
+@pytest.mark.parametrize("name", ["llava", "mistral3", pytest.param("llama4", marks=pytest.mark.matrix)])
 def test_training_loss_is_that_of_torch(seen, name):
     """Not of media's own tokens, 1e-5; in microbatches, and on a mesh of eight devices."""
     c = seen(name)
