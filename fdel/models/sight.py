@@ -22,6 +22,7 @@ from fdel.params.spec import Param
 
 # Language models whose walk places media (`ops.place`), by model_type; what transformers assumes where a file says less.
 LANGUAGES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
     "llama4_text": {},
     "llama": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32),
     "mistral": {},

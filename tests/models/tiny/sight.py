@@ -50,19 +50,19 @@ def processor(name: str):
     import importlib
 
     file, kind, values = PROCESSORS[name]
-    if file is None:
-        return Tiles(**values)
+    if callable(file):
+        return Ours(file, values)
     return getattr(importlib.import_module(f"transformers.models.{file}"), kind)(**values)
 
 
-class Tiles:
-    """Stands for Llama 4's image processor, which does not load without torchvision: as `fdel.media.tiles` cuts images.
+class Ours:
+    """Stands for an image processor that does not load without torchvision: as `fdel.media` does it.
 
-    tests/media compares that with the processor's own functions.
+    tests/media compares that with the processor's own functions. `lay(settings, image)` gives the oracle's arrays.
     """
 
-    def __init__(self, **values):
-        self.values = values
+    def __init__(self, lay, values):
+        self.lay, self.values = lay, values
 
     def save_pretrained(self, directory):
         self.directory = directory
@@ -70,10 +70,29 @@ class Tiles:
 
     def __call__(self, images, return_tensors):
         import torch
-        from fdel.media import sight, tiles
 
-        cut = [tiles.pixels(sight.read(self.directory).settings, image)[0] for image in images]
-        return {"pixel_values": torch.tensor(np.concatenate(cut)).permute(0, 3, 1, 2)}
+        from fdel.media import sight
+
+        settings = sight.read(self.directory).settings
+        every = [self.lay(settings, image) for image in images]
+        return {k: torch.tensor(np.concatenate([one[k] for one in every])) for k in every[0]}
+
+
+def tiled(settings, rgb):
+    """Lay out Llama 4's tiles."""
+    from fdel.media import tiles
+
+    return {"pixel_values": tiles.pixels(settings, rgb)[0].transpose(0, 3, 1, 2)}
+
+
+def in_rows(settings, rgb):
+    """Lay out Kimi's patches, row by row."""
+    from fdel.media import image, moonvit
+
+    x = moonvit.pixels(settings, rgb)
+    cut = image.patches(x, settings.patch)[0].reshape(-1, 3, settings.patch, settings.patch)
+    grid = [[1, *(n // settings.patch for n in x.shape[:2])]]
+    return {"pixel_values": cut, "image_grid_thw": np.array(grid)}
 
 
 TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>",
@@ -83,7 +102,8 @@ OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
 OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
 SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
 PROCESSORS = {
-    "llama4": (None, "", dict(size=dict(height=16, width=16), max_patches=4)),
+    "kimi_vl": (in_rows, "", dict(in_token_limit=24, patch_size=4, pad_input=True)),
+    "llama4": (tiled, "", dict(size=dict(height=16, width=16), max_patches=4)),
     "llava:siglip": (
         "siglip.image_processing_pil_siglip",
         "SiglipImageProcessorPil",
