@@ -30,7 +30,7 @@ MODEL_LINES = {
     "qwen3_moe": 250,
     "qwen3_next": 350,
     "whisper": 350,
-    **dict.fromkeys(["clip", "llama4", "llava", "mistral3", "pixtral", "siglip"], 350),
+    **dict.fromkeys(["clip", "kimi_vl", "llama4", "llava", "mistral3", "pixtral", "siglip"], 350),
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"], 350),
 }
 MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sight", "sublayers"], FILE_LINES)

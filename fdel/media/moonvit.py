@@ -35,7 +35,9 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
     p: dict[str, Any] = DEFAULTS | {k: v for k, v in processor.items() if v is not None}
     refuse(p, {*DEFAULTS, "num_pooled_tokens", "auto_map"})
     if not p["pad_input"]:
-        raise ValueError("image processor: found pad_input false, which may leave squares of patches cut; expected true")
+        raise ValueError(
+            "image processor: found pad_input false, which may leave squares of patches cut; expected true"
+        )
     sizes = {"patch_size": 14, "merge_kernel_size": (2, 2)} | dict(config["vision_config"])
     for key in ("patch_size", "merge_kernel_size"):
         ours, theirs = (tuple(x) if isinstance(x, list) else x for x in (p[key], sizes[key]))
@@ -48,7 +50,7 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
 
 def sized(s: Settings, height: int, width: int) -> tuple[int, int]:
     """Give the height and width, in pixels, that an image is shrunk to: at most about `most` patches."""
-    patches = (height // s.patch) * (width // s.patch)
+    patches = max(height // s.patch, 1) * max(width // s.patch, 1)
     scale = math.sqrt(s.most / patches) if patches > s.most else 1.0
     return max(int(height * scale), 1), max(int(width * scale), 1)
 

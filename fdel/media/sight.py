@@ -20,7 +20,8 @@ from fdel.media.image import Picture, decode
 __all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read"]
 QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), qwen)
 KINDS: Mapping[str, ModuleType] = MappingProxyType(
-    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral, "llama4": tiles, "moonvit": moonvit} | QWEN
+    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral, "llama4": tiles, "moonvit": moonvit}
+    | QWEN
 )
 TOKENS = ("image_token_index", "image_token_id", "media_placeholder_token_id")
 

@@ -69,7 +69,7 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
 
 
 def canvases(most: int) -> list[tuple[int, int]]:
-    """Give the rows and columns of all canvases of at most so many tiles, those of one shape together, larger ones first."""
+    """Give the rows and columns of all canvases of at most so many tiles, those of one shape together, larger first."""
     shapes = dict[float, list[tuple[int, int]]]()
     for n in range(most, 0, -1):
         for rows in (r for r in range(1, n + 1) if n % r == 0):

@@ -62,7 +62,11 @@ def spec(cfg: Config) -> dict:
         **builders.mlp(block + "mlp.", d, v.ffn, ("fc0", "fc1")),
     }
     table = Param(
-        "height width embed", (v.rows, v.columns, d), normal(builders.STD), name + "patch_embed.pos_emb.weight", inputs=0
+        "height width embed",
+        (v.rows, v.columns, d),
+        normal(builders.STD),
+        name + "patch_embed.pos_emb.weight",
+        inputs=0,
     )
     vision = {
         "patch": clip.patch_embedding(name + "patch_embed.proj", v),

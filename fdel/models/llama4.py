@@ -1,9 +1,9 @@
-"""Llama 4 (Meta, 2025): Llama 4's text model with a tower of tiles, whose patches in squares, projected, stand as tokens."""
+"""Llama 4 (Meta, 2025): Llama 4's text model and a tower of tiles; squares of patches, projected, stand as tokens."""
 
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops
 from fdel.models import builders, clip, config, pixtral, sight, sublayers
@@ -107,7 +107,7 @@ def spec(cfg: Config) -> dict:
 
 def tiles(
     patches: ops.Patches, v: Vision, dtype: Any
-) -> tuple[Float[Array, "tiles P numbers"], Float[Array, "tiles P"], Array]:
+) -> tuple[Float[Array, "tiles P numbers"], Bool[Array, "tiles P"], Int[Array, "tiles P 2"]]:
     """Cut images into tiles: the values of patches, whether they are there, and their rows and columns, counted from 1.
 
     Images are filled up to whole tiles. ValueError for patches of another size than the tower's.
