@@ -60,8 +60,10 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
     if None in ids:
         lacking = ", ".join(f"<|{name}|>" for name, i in zip(TOKENS, ids, strict=True) if i is None)
         raise ValueError(f"tokenizer.json has no {lacking} among its added tokens, which stand around tiles of images")
+    start, column, row, placeholder, end = ids
     return Settings(
-        token, *ids, side, int(vision.get("patch_size", 14)), round(1 / vision.get("pixel_shuffle_ratio", 0.5)),
+        token, start, column, row, placeholder, end, side, int(vision.get("patch_size", 14)),
+        round(1 / vision.get("pixel_shuffle_ratio", 0.5)),
         int(p["max_patches"]), bool(p["resize_to_max_canvas"]), int(p["resample"]),
         float(p["rescale_factor"]) if p["do_rescale"] else None, tuple(p["image_mean"]) if p["do_normalize"] else None,
         tuple(p["image_std"]),
@@ -112,10 +114,12 @@ def pixels(s: Settings, rgb: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
 
     The tiles of the canvas, row by row, then the whole image as one, if there are several.
     """
-    rows, columns = canvas(s, *rgb.shape[:2])
-    placed = image.resize(rgb, *fitted(s, *rgb.shape[:2], rows, columns), s.resample)
+    height, width = rgb.shape[:2]
+    rows, columns = canvas(s, height, width)
+    height, width = fitted(s, height, width, rows, columns)
+    placed = image.resize(rgb, height, width, s.resample)
     board = np.zeros((rows * s.tile, columns * s.tile, 3), np.uint8)
-    board[: placed.shape[0], : placed.shape[1]] = placed
+    board[:height, :width] = placed
     cut = board.reshape(rows, s.tile, columns, s.tile, 3).swapaxes(1, 2).reshape(-1, s.tile, s.tile, 3)
     if rows * columns > 1:
         cut = np.concatenate([cut, image.resize(rgb, s.tile, s.tile, s.resample)[None]])

@@ -1,5 +1,6 @@
 """Llama 4 (Meta, 2025): Llama 4's text model and a tower of tiles; squares of patches, projected, stand as tokens."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,10 +142,10 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     x, _ = ops.layers(clip.block(v, batch, False, turned), x, ops.Carry(), p["layers"])
     x = sublayers.layer_norm(x, p, "norm", v.norm_eps)[:, :-1]
     lead, count = patches.values.shape[:-2], patches.values.shape[-2] // v.merge**2
-    x, act = x.reshape(*lead, -1, v.merge**2 * v.embed)[..., :count, :], ops.ACTIVATIONS[v.act]
-    x = act(ops.linear("...c,fc->...f", x, projector["up"]))
-    x = act(ops.linear("...f,cf->...c", x, projector["down"]))
-    return sight.entries(ops.linear("...c,dc->...d", x, projector["out"]), lead)
+    x, act = x.reshape(math.prod(lead), -1, v.merge**2 * v.embed)[:, :count], ops.ACTIVATIONS[v.act]
+    x = act(ops.linear("nec,fc->nef", x, projector["up"]))
+    x = act(ops.linear("nef,cf->nec", x, projector["down"]))
+    return sight.entries(ops.linear("nec,dc->ned", x, projector["out"]), lead)
 
 
 @builders.hidden("attention", "router", encode=encode)
