@@ -25,6 +25,7 @@ from fdel.media import sight  # noqa: E402
 from fdel.models import clip, llama, llava, pixtral, siglip  # noqa: E402
 
 NAMES = list(tiny.sight.PROCESSORS)
+LATER = ("llama4", "kimi_vl")  # their dearer checks run with `make matrix` only
 SIZES = ((37, 53), (24, 16), (16, 31))  # height and width of images; two are in the first row, one in the second
 ROWS = ((0, 1), (2,), ())
 
@@ -118,8 +119,12 @@ def test_padding_of_images_changes_nothing(seen, name):
     assert suite.error(got[real], c.logits[real]) < 2e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+def few(*values):
+    """Slow; of later families with `make matrix` only."""
+    return pytest.param(*values, marks=[pytest.mark.slow, *[pytest.mark.matrix] * (values[0] in LATER)])
+
+
+@pytest.mark.parametrize("name", [few(n) for n in NAMES])
 def test_gradients_equal_torch(seen, name, tmp_path):
     """Of the mean log-likelihood, of every tensor, tower's and projector's among them: 1e-4; with listed layers too."""
     c = seen(name)
@@ -212,7 +217,7 @@ def test_adapters_by_pattern(seen, where):
 
 @pytest.mark.parametrize(
     "name,first,block",
-    [(n, 7, 4) for n in NAMES if ":" not in n] + [pytest.param(n, 1, 1, marks=pytest.mark.slow) for n in NAMES],
+    [(n, 7, 4) for n in NAMES if ":" not in n] + [few(n, 1, 1) for n in NAMES],
 )
 def test_chunks_that_cut_an_image_equal_the_whole(seen, name, first, block):
     """Prefill in chunks, then decode: 2e-5. Images are encoded once, before."""
