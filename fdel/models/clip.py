@@ -57,7 +57,7 @@ class Config:
 
     ONLY = dict.fromkeys(("logit_scale_init_value", "text_config_dict", "vision_config_dict"), config.ANY)
     width: int = config.hf("projection_dim", 512)
-    text: Text = config.part("text_config", Text, "clip_text_model")
+    text: Text = sight.part("text_config", Text, "clip_text_model")
     vision: Vision = sight.tower_config("clip_vision_model")
 
     vocab = property(lambda self: self.text.vocab)

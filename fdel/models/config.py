@@ -39,21 +39,6 @@ def computed(read: Callable[[dict], Any], write: Callable[[Any], dict], **kwargs
     return dataclasses.field(metadata={"read": read, "write": write}, **kwargs)
 
 
-def part(key: str, cls: Any, model_type: str) -> Any:
-    """Declare a field that is a Config of its own, of class `cls` and this model_type, in the object at `key`."""
-
-    def read(d: dict) -> Any:
-        inner = K.mapping(key, d.get(key))
-        if inner.get("model_type", model_type) != model_type:
-            raise ConfigError(f"{key}: found model_type {show(inner['model_type'])}, understood is {model_type}")
-        try:
-            return cls.from_hf(inner)
-        except ConfigError as e:
-            raise ConfigError(f"{key}: {e}") from e
-
-    return computed(read, lambda v: {key: {"model_type": model_type} | v.to_hf()})
-
-
 def act(key: str = "hidden_act", default: str = "silu") -> Any:
     """Declare the field `act`: one of `ops.ACTIVATIONS`."""
     return hf(key, default, choices=tuple(ACTIVATIONS))

@@ -44,7 +44,7 @@ class Config(sight.Around):
     ONLY = dict.fromkeys("ignore_index vocab_size tie_word_embeddings".split(), config.ANY)
     project_act = "gelu"
     text: Any = config.computed(lambda d: sight.language(d, "deepseek_v3"), sight.write_language)
-    vision: Vision = config.part("vision_config", Vision, "moonvit")
+    vision: Vision = sight.part("vision_config", Vision, "moonvit")
     image: int = config.hf("media_placeholder_token_id", 163605)
 
 

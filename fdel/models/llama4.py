@@ -57,7 +57,7 @@ class Config(sight.Around):
 
     ONLY = dict.fromkeys("boi_token_index eoi_token_index tie_word_embeddings".split(), config.ANY)
     text: Any = config.computed(lambda d: sight.language(d, "llama4_text"), sight.write_language)
-    vision: Vision = config.part("vision_config", Vision, "llama4_vision_model")
+    vision: Vision = sight.part("vision_config", Vision, "llama4_vision_model")
     image: int = config.hf("image_token_index", 200092)
 
 

@@ -98,6 +98,21 @@ def tower_config(default: str) -> Any:
     )
 
 
+def part(key: str, cls: Any, model_type: str) -> Any:
+    """Declare a field that is a Config of its own, of class `cls` and this model_type, in the object at `key`."""
+
+    def read(d: dict) -> Any:
+        inner = mapping(key, d.get(key))
+        if inner.get("model_type", model_type) != model_type:
+            raise ConfigError(f"{key}: found model_type {show(inner['model_type'])}, understood is {model_type}")
+        try:
+            return cls.from_hf(inner)
+        except ConfigError as e:
+            raise ConfigError(f"{key}: {e}") from e
+
+    return config.computed(read, lambda v: {key: {"model_type": model_type} | v.to_hf()})
+
+
 class Around:
     """Sizes and constants of the language model, `text`, by the names that others read of a Config."""
 

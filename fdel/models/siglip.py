@@ -55,7 +55,7 @@ class Text(config.MultiHead):
 class Config:
     """Sizes and constants of both towers."""
 
-    text: Text = config.part("text_config", Text, "siglip_text_model")
+    text: Text = sight.part("text_config", Text, "siglip_text_model")
     vision: Vision = sight.tower_config("siglip_vision_model")
 
     vocab = property(lambda self: self.text.vocab)
