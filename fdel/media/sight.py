@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media import clip, glm, pixtral, qwen
+from fdel.media import clip, glm, moonvit, pixtral, qwen, tiles
 from fdel.media.image import Picture, decode
 
 __all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read"]
 QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), qwen)
 GLM = dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), glm)
 KINDS: Mapping[str, ModuleType] = MappingProxyType(
-    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral} | QWEN | GLM
+    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral, "llama4": tiles, "moonvit": moonvit}
+    | QWEN
+    | GLM
 )
-TOKENS = ("image_token_index", "image_token_id")
+TOKENS = ("image_token_index", "image_token_id", "media_placeholder_token_id")
 # Models of two towers, whose prompts show no images: model_type -> that of their tower
 ALONE = MappingProxyType({"clip": "clip_vision_model", "siglip": "siglip_vision_model"})
 

@@ -33,7 +33,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 ALIASES = {  # model_type -> file, where they differ
-    **{f"{name}_text": name for name in ("gemma3", "gemma4", "llama4")},
+    **{f"{name}_text": name for name in ("gemma3", "gemma4")},
     "gptj": "gpt_j",
     "grok-1": "grok_1",
     "kimi_k2": "deepseek_v3",

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from fdel import ops
 from fdel.models import builders, config, sight, sublayers
-from fdel.models.keys import mapping
 from fdel.params.spec import Param, constant, normal, stack
 
 MODEL_TYPE, ARCHITECTURE = "clip", "CLIPModel"
@@ -60,10 +59,7 @@ class Config:
 
     ONLY = dict.fromkeys(("logit_scale_init_value", "text_config_dict", "vision_config_dict"), config.ANY)
     width: int = config.hf("projection_dim", 512)
-    text: Text = config.computed(
-        lambda d: Text.from_hf(mapping("text_config", d.get("text_config"))),  # type: ignore[attr-defined]
-        lambda v: {"text_config": {"model_type": "clip_text_model"} | v.to_hf()},
-    )
+    text: Text = sight.part("text_config", Text, "clip_text_model")
     vision: Vision = sight.tower_config("clip_vision_model")
 
     vocab = property(lambda self: self.text.vocab)
@@ -128,13 +124,13 @@ def rename(name: str, cfg: Config) -> str | None:
     return None if name.endswith(".position_ids") else name
 
 
-def block(cfg: Any, batch: ops.Batch, causal: bool) -> Any:
-    """Make the block of a tower's layers."""
+def block(cfg: Any, batch: ops.Batch, causal: bool, change: Any = None) -> Any:
+    """Make the block of a tower's layers; `change` as in `sublayers.attention`."""
     mask, act = ops.Mask(cfg.head_dim**-0.5, causal=causal), ops.ACTIVATIONS[cfg.act]
     norm = lambda x, p, part: sublayers.layer_norm(x, p, part, cfg.norm_eps)
 
     def apply(x, carry, p, layer):
-        a, carry = sublayers.attention(norm(x, p, "attn_norm"), carry, p, layer, batch, mask)
+        a, carry = sublayers.attention(norm(x, p, "attn_norm"), carry, p, layer, batch, mask, change)
         x = x + a
         return x + ops.mlp(norm(x, p, "mlp_norm"), p, act), carry
 

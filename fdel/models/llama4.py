@@ -1,114 +1,160 @@
-"""Llama 4, text (Meta, 2025): attention in chunks, each fourth layer global without positions; experts of scaled inputs."""
+"""Llama 4 (Meta, 2025): Llama 4's text model and a tower of tiles; squares of patches, projected, stand as tokens."""
 
-import jax
+import math
+from typing import Any
+
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops
-from fdel.models import builders, config, sublayers
+from fdel.models import builders, clip, config, pixtral, sight, sublayers
+from fdel.models.keys import ConfigError
+from fdel.params.spec import Param, normal, stack
 
-MODEL_TYPE, ARCHITECTURE = "llama4_text", "Llama4ForCausalLM"
-FULL, CHUNKED = config.FULL, "chunked_attention"
-
-
-def kinds(d: dict) -> tuple[tuple[str, bool, bool], ...]:
-    """Read (attention, whether rotated, whether with experts) of each layer."""
-    n, every, step = d["num_hidden_layers"], d.get("no_rope_layer_interval", 4), d.get("interleave_moe_layer_step", 1)
-    rotated = d.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n)]
-    moe = d.get("moe_layers")
-    moe = range(step - 1, n, step) if moe is None else moe
-    attention = config.layer_types(d, [CHUNKED if r else FULL for r in rotated[:n]], (FULL, CHUNKED))
-    return tuple((a, bool(r), i in moe) for i, (a, r) in enumerate(zip(attention, rotated[:n], strict=True)))
+MODEL_TYPE, ARCHITECTURE = "llama4", "Llama4ForConditionalGeneration"
+SHUFFLE = "pixel_shuffle_ratio"
 
 
-def kinds_to_hf(kinds: tuple) -> dict:
-    """Write layer_types, no_rope_layers and moe_layers."""
-    moe = [i for i, (_, _, m) in enumerate(kinds) if m]
-    return {"layer_types": [a for a, _, _ in kinds], "no_rope_layers": [int(r) for _, r, _ in kinds], "moe_layers": moe}
+def merge(d: dict) -> int:
+    """Read how many patches lie along a side of the square that becomes an entry."""
+    ratio = d.get(SHUFFLE, 0.5)
+    side = round(1 / ratio) if isinstance(ratio, float) and 0 < ratio <= 1 else 0
+    if not side or 1 / side != ratio:
+        raise ConfigError(f"config field {SHUFFLE!r}: found {ratio!r}, expected 1 / n, as 0.5")
+    return side
 
 
 @config.config
-class Config(config.Decoder):
-    """Sizes and constants."""
+class Vision(config.MultiHead):
+    """Sizes and constants of the tower; `embed` channels of a patch, `out` of an entry before it is projected."""
 
-    DEFAULTS = dict(
-        vocab=202048, embed=5120, ffn=8192, layers=48, heads=40, kv_heads=8, head_dim=128, norm_eps=1e-5,
-        max_positions=131072, rope_theta=5e5,
-    )  # fmt: skip
-    ONLY = dict(for_llm_compressor=False)
-    dense_ffn: int = config.hf("intermediate_size_mlp", 16384)
-    experts: int = config.hf("num_local_experts", 16)
-    top_k: int = config.hf("num_experts_per_tok", 1)
-    attn_bias: bool = config.hf("attention_bias", False)
-    qk_norm: bool = config.hf("use_qk_norm", True)
-    chunk: int | None = config.hf("attention_chunk_size", 8192)
-    tuned: bool = config.computed(  # files of the first weeks say 4
-        lambda d: bool(d.get("attn_temperature_tuning", True)), lambda t: {"attn_temperature_tuning": t}
+    # The reference has an exact GELU and norms of 1e-5, whatever a file says.
+    ONLY = dict.fromkeys(
+        ("hidden_act", "norm_eps", "vision_feature_select_strategy", "vision_feature_layer"), config.ANY
+    ) | dict(multi_modal_projector_bias=False)
+    act, norm_eps = "gelu", 1e-5
+    embed: int = config.hf("hidden_size", 768)
+    ffn: int = config.hf("intermediate_size", 5632)
+    layers: int = config.hf("num_hidden_layers", 34)
+    heads: int = config.hf("num_attention_heads", 16)
+    channels: int = config.hf("num_channels", 3)
+    image: int = config.hf("image_size", 448)  # pixels along a tile's side
+    patch: int = config.hf("patch_size", 14)
+    inner: int = config.hf("projector_input_dim", 4096)
+    out: int = config.hf("projector_output_dim", 4096)
+    given: int = config.hf("vision_output_dim", 7680)
+    merge: int = config.computed(merge, lambda n: {SHUFFLE: 1 / n})
+    theta: float = config.computed(
+        pixtral.theta, lambda v: {"rope_parameters": {"rope_type": "default", "rope_theta": v}}
     )
-    floor: int = config.hf("floor_scale", 8192)
-    sharpness: float = config.hf("attn_scale", 0.1)
-    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training only, see `losses.forward`
-    kinds: tuple[tuple[str, bool, bool], ...] = config.computed(kinds, kinds_to_hf)
+
+    side = property(lambda self: self.image // self.patch)  # patches along a tile's side
 
 
-def moe_spec(cfg: Config, name: str) -> dict:
-    """Declare router, experts and the shared expert; the file holds matrices [in, out], gate beside up."""
-    e, f, d = cfg.experts, cfg.ffn, cfg.embed
-    experts = builders.fused_experts(name + "experts.", d, f, e, inputs_first=True)
-    router = builders.matrix(name + "router.weight", ("embed", d), ("experts", e))
-    return {"router": router, "experts": experts, "shared": builders.glu(name + "shared_expert.", d, f)}
+@config.config
+class Config(sight.Around):
+    """The language model and the tower."""
+
+    ONLY = dict.fromkeys("boi_token_index eoi_token_index tie_word_embeddings".split(), config.ANY)
+    text: Any = config.computed(lambda d: sight.language(d, "llama4_text"), sight.write_language)
+    vision: Vision = sight.part("vision_config", Vision, "llama4_vision_model")
+    image: int = config.hf("image_token_index", 200092)
+
+
+def tower(v: Vision, name: str) -> dict[str, Any]:
+    """Declare the arrays of the tower."""
+    d, layer = v.embed, name + "model.layers.{layers}."
+    tree = {
+        **builders.layer_norm("attn_norm", layer + "input_layernorm", d),
+        **builders.gqa(layer + "self_attn.", v, biased=True),
+        **builders.layer_norm("mlp_norm", layer + "post_attention_layernorm", d),
+        **builders.mlp(layer + "mlp.", d, v.ffn, ("fc1", "fc2")),
+    }
+    return {
+        "class": Param("embed", (d,), normal(builders.STD), name + "class_embedding"),
+        "patch": builders.matrix(
+            name + "patch_embedding.linear.weight", ("channels", v.channels * v.patch**2), ("embed", d)
+        ),
+        "positions": Param(
+            "positions embed", (v.side**2 + 1, d), normal(builders.STD), name + "positional_embedding_vlm"
+        ),
+        **builders.layer_norm("first_norm", name + "layernorm_pre", d), "layers": stack(tree, "layers", range(v.layers)),
+        **builders.layer_norm("norm", name + "layernorm_post", d),
+    }  # fmt: skip
 
 
 def spec(cfg: Config) -> dict:
-    """Declare every array."""
-    name = "model.layers.{layers}."
-    ffn = {
-        True: moe_spec(cfg, name + "feed_forward."),
-        False: builders.glu(name + "feed_forward.", cfg.embed, cfg.dense_ffn),
+    """Declare every array: the language model's at the top, the tower's and the projector's below.
+
+    ConfigError for sizes of the tower that do not fit each other.
+    """
+    v, name = cfg.vision, "vision_model."
+    wide, wants = v.merge**2 * v.embed, "vision_config fields"
+    if v.ffn != wide or not v.inner == v.out == v.given:
+        found = f"found {v.ffn}, {v.inner}, {v.out} and {v.given}, expected {wide}, and one size of the others"
+        names = "'intermediate_size', 'projector_input_dim', 'projector_output_dim', 'vision_output_dim'"
+        raise ConfigError(f"{wants} {names}: {found}")
+    if v.image % (v.merge * v.patch):
+        found = f"found tiles of {v.image} pixels, which {v.merge} x {v.patch} do not divide"
+        raise ConfigError(f"{wants} 'image_size', 'patch_size', {SHUFFLE!r}: {found}")
+    adapter, channels = name + "vision_adapter.mlp.", ("channels", v.out)
+    projector = {
+        "up": builders.matrix(adapter + "fc1.weight", ("embed", wide), ("inner", v.out)),
+        "down": builders.matrix(adapter + "fc2.weight", ("inner", v.out), channels),
+        "out": builders.matrix("multi_modal_projector.linear_1.weight", channels, ("embed", cfg.embed)),
     }
-    layer = lambda kind: {
-        **builders.prenorm(name, cfg.embed),
-        **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
-        **ffn[kind[2]],
-    }
-    return builders.decoder(cfg, layer)
+    return sight.language_spec(cfg) | {"vision": tower(v, name), "projector": projector}
 
 
-@builders.hidden("attention", "router")
-def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+def tiles(
+    patches: ops.Patches, v: Vision, dtype: Any
+) -> tuple[Float[Array, "tiles P numbers"], Bool[Array, "tiles P"], Int[Array, "tiles P 2"]]:
+    """Cut images into tiles: the values of patches, whether they are there, and their rows and columns, counted from 1.
+
+    Images are filled up to whole tiles. ValueError for patches of another size than the tower's.
+    """
+    values, places, _ = sight.flat(patches, dtype)
+    count, numbers = values.shape[1:]
+    if numbers != v.channels * v.patch**2 or count % v.merge**2:
+        expected = f"a multiple of {v.merge**2} patches of {v.channels * v.patch**2} numbers"
+        raise ValueError(f"media.inputs: found {count} patches of {numbers} numbers, expected {expected}")
+    fill = lambda x, value: jnp.pad(x, ((0, 0), (0, -count % v.side**2), (0, 0)), constant_values=value)
+    cut = lambda x: x.reshape(-1, v.side**2, x.shape[-1])
+    places = cut(fill(places, -1))
+    return cut(fill(values, 0)), places[..., 0] >= 0, places[..., 1:] + 1
+
+
+def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*rows entries D"]:
+    """Compute what stands in the place of tokens: an entry of each square of patches, which lie one after the other.
+
+    The patches of a tile see each other and the tile's class token, which stands last.
+    """
+    v, p, projector = cfg.vision, params["vision"], params["projector"]
+    x, real, at = tiles(patches, v, p["patch"].dtype)
+    last = lambda x, value: jnp.concatenate([x, jnp.broadcast_to(value, (len(x), 1, *x.shape[2:]))], 1)
+    index = jnp.where(real, (at[..., 0] - 1) * v.side + at[..., 1] - 1, 0)
+    x = last(ops.linear("npk,dk->npd", x, p["patch"]), p["class"].astype(x.dtype))
+    x = x + ops.embed(p["positions"], last(index, v.side**2))
+    x = sublayers.layer_norm(x, p, "first_norm", v.norm_eps)
+    segments = jnp.where(last(real, real[:, :1]), 0, -1)
+    turned = sublayers.rotate(sight.axial(last(at[..., ::-1], 0), v.head_dim, v.theta), interleaved=True)
+    batch = ops.Packed(jnp.broadcast_to(jnp.arange(x.shape[1]), segments.shape), segments, single=True)
+    x, _ = ops.layers(clip.block(v, batch, False, turned), x, ops.Carry(), p["layers"])
+    x = sublayers.layer_norm(x, p, "norm", v.norm_eps)[:, :-1]
+    lead, count = patches.values.shape[:-2], patches.values.shape[-2] // v.merge**2
+    x, act = x.reshape(math.prod(lead), -1, v.merge**2 * v.embed)[:, :count], ops.ACTIVATIONS[v.act]
+    x = act(ops.linear("nec,fc->nef", x, projector["up"]))
+    x = act(ops.linear("nef,cf->nec", x, projector["down"]))
+    return sight.entries(ops.linear("nec,dc->ned", x, projector["out"]), lead)
+
+
+@builders.hidden("attention", "router", encode=encode)
+def hidden(
+    params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None
+) -> tuple[Array, ops.Carry]:
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    turn, act = sublayers.rotate(ops.rotation(cfg.rope, batch), interleaved=True), ops.ACTIVATIONS[cfg.act]
-    norm = lambda x, w=None: ops.rms_norm(x, w, cfg.norm_eps)
-    # Of global layers: later queries are sharper, 1 + sharpness ln(1 + floor((position + 1) / floor)).
-    sharper = 1 + cfg.sharpness * jnp.log1p(jnp.floor((batch.positions + 1.0) / cfg.floor))[..., None, None]
-
-    def local(q, k):
-        q, k = turn(q, k)
-        return (norm(q), norm(k)) if cfg.qk_norm else (q, k)
-
-    def distant(q, k):
-        return (q * sharper).astype(q.dtype) if cfg.tuned else q, k
-
-    def moe(h, carry, p):
-        logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
-        top, experts = jax.lax.top_k(logits, cfg.top_k)
-        carry = ops.watch_router(batch, carry, jax.nn.softmax(logits), experts)
-        y = ops.moe(h, p["experts"], jax.nn.sigmoid(top), experts, act, scale_inputs=True)
-        return y + ops.glu(h, p["shared"], act), carry
-
-    def block(attention, rotated, experts):
-        mask = ops.Mask(cfg.head_dim**-0.5, chunk=cfg.chunk if attention == CHUNKED else None)
-
-        def apply(x, carry, p, layer):
-            h, change = norm(x, p["attn_norm"]), local if rotated else distant
-            a, carry = sublayers.attention(h, carry, p, layer, batch, mask, change)
-            h = norm(x + a, p["mlp_norm"])
-            y, carry = moe(h, carry, p) if experts else (ops.glu(h, p, act), carry)
-            return x + a + y, carry
-
-        return apply
-
-    blocks = {kind: block(*kind) for kind in sorted(set(cfg.kinds))}
-    return sublayers.walk(params, tokens, cfg, blocks, carry, remat)
+    return sight.walk(params, tokens, cfg, batch, carry, remat)
 
 
-state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)
+rename, state_spec, head = sight.rename, sight.state_spec, sight.head
+forward = builders.forward(hidden, head)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fdel import ops
@@ -223,10 +222,7 @@ def embed_patches(p: Mapping[str, Any], values: Float[Array, "N P numbers"]) -> 
 
 def axial(places: Int[Array, "N P 3"], v: Any) -> tuple[Array, Array]:
     """Compute cos and sin [N P head_dim / 2] of angles of which one half is of rows and one of columns."""
-    inv = v.theta ** (-np.arange(0, v.head_dim // 2, 2) / (v.head_dim // 2))
-    angles = places[..., 1:, None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
-    angles = angles.reshape(*places.shape[:2], -1)
-    return jnp.cos(angles), jnp.sin(angles)
+    return sight.axial(places[..., 1:], v.head_dim, v.theta)
 
 
 def within(segments: Int[Array, "N P"]) -> ops.Packed:

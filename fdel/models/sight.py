@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fdel import models, ops
@@ -21,6 +22,8 @@ from fdel.params.spec import Param
 
 # Language models whose walk places media (`ops.place`), by model_type; what transformers assumes where a file says less.
 LANGUAGES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "llama4_text": {},
     "llama": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32),
     "mistral": {},
     "ministral3": {},
@@ -95,6 +98,21 @@ def tower_config(default: str) -> Any:
     )
 
 
+def part(key: str, cls: Any, model_type: str) -> Any:
+    """Declare a field that is a Config of its own, of class `cls` and this model_type, in the object at `key`."""
+
+    def read(d: dict) -> Any:
+        inner = mapping(key, d.get(key))
+        if inner.get("model_type", model_type) != model_type:
+            raise ConfigError(f"{key}: found model_type {show(inner['model_type'])}, understood is {model_type}")
+        try:
+            return cls.from_hf(inner)
+        except ConfigError as e:
+            raise ConfigError(f"{key}: {e}") from e
+
+    return config.computed(read, lambda v: {key: {"model_type": model_type} | v.to_hf()})
+
+
 class Around:
     """Sizes and constants of the language model, `text`, by the names that others read of a Config."""
 
@@ -111,11 +129,17 @@ class Around:
         return getattr(self.text, name)
 
 
+def language_spec(cfg: Any) -> dict[str, Any]:
+    """Declare the language model's arrays."""
+    return jax.tree.map(lambda p: builders.replace(p, hf=INNER + p.hf), of_text(cfg).spec(cfg.text))
+
+
 def spec(cfg: Any, projector: Mapping[str, Param]) -> dict[str, Any]:
     """Declare every array: the language model's at the top, the tower's below "vision", and those of the projector."""
-    inside = lambda p: builders.replace(p, hf=INNER + p.hf)
-    text = jax.tree.map(inside, of_text(cfg).spec(cfg.text))
-    return text | {"vision": of_tower(cfg).tower(cfg.vision, "vision_tower."), "projector": dict(projector)}
+    return language_spec(cfg) | {
+        "vision": of_tower(cfg).tower(cfg.vision, "vision_tower."),
+        "projector": dict(projector),
+    }
 
 
 def rename(name: str, cfg: Any) -> str | None:
@@ -144,6 +168,14 @@ def state_spec(cfg: Any, *, pages: int, page: int = 64, rows: int = 0) -> ops.St
 def head(params: Any, cfg: Any) -> ops.Head:
     """Give the output projection, the language model's."""
     return of_text(cfg).head(params, cfg.text)
+
+
+def axial(at: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
+    """Compute cos and sin [... head_dim / 2] of angles: one half turns by the first of two places, one by the second."""
+    inv = theta ** (-np.arange(0, head_dim // 2, 2) / (head_dim // 2))
+    angles = at[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
+    angles = angles.reshape(*at.shape[:-1], -1)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def flat(patches: ops.Patches, dtype: Any) -> tuple[Float[Array, "N patches numbers"], Array, tuple[int, ...]]:

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from fdel import ops
 from fdel.models import builders, clip, config, sight, sublayers
-from fdel.models.keys import mapping
 from fdel.params.spec import Param, normal, zeros
 
 MODEL_TYPE, ARCHITECTURE = "siglip", "SiglipModel"
@@ -57,10 +56,7 @@ class Text(config.MultiHead):
 class Config:
     """Sizes and constants of both towers."""
 
-    text: Text = config.computed(
-        lambda d: Text.from_hf(mapping("text_config", d.get("text_config"))),  # type: ignore[attr-defined]
-        lambda v: {"text_config": {"model_type": "siglip_text_model"} | v.to_hf()},
-    )
+    text: Text = sight.part("text_config", Text, "siglip_text_model")
     vision: Vision = sight.tower_config("siglip_vision_model")
 
     vocab = property(lambda self: self.text.vocab)

@@ -1,7 +1,12 @@
 """Language models that see. Their text alone goes through the suite; what needs images is in test_sight.py."""
 
+import json
+
+import numpy as np
+
 from .dense import TUNED
 from .entry import BASE, Entry
+from .experts import LLAMA4
 
 CLIP = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3,
             num_attention_heads=2, image_size=16, patch_size=4, projection_dim=24)  # fmt: skip
@@ -24,7 +29,13 @@ BOTH = dict(vision_config=PIXTRAL | dict(hidden_act="silu", rope_parameters=dict
 SIGLIP = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
               num_attention_heads=2, image_size=16, patch_size=4)  # fmt: skip
 POOLED = LLAVA | dict(vision_config=SIGLIP, vision_feature_select_strategy="full", vision_feature_layer=-1)
+TILED = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, image_size=16, patch_size=4,
+             projector_input_dim=40, projector_output_dim=40, vision_output_dim=40,
+             rope_parameters=dict(rope_type="default", rope_theta=100.0))  # fmt: skip
+FOUR = dict(text_config=LLAMA4 | dict(model_type="llama4_text", num_experts_per_tok=2, interleave_moe_layer_step=2),
+            vision_config=TILED, image_token_index=IMAGE)  # fmt: skip
 TINY = {
+    "llama4": Entry("Llama4Config", FOUR, "Llama4ForConditionalGeneration", loss=3),
     "llava:siglip": Entry("LlavaConfig", POOLED, "LlavaForConditionalGeneration"),
     "llava": Entry("LlavaConfig", LLAVA, "LlavaForConditionalGeneration", wiring=True),
     "llava:full": Entry("LlavaConfig", ALL, "LlavaForConditionalGeneration"),
@@ -39,14 +50,60 @@ def processor(name: str):
     import importlib
 
     file, kind, values = PROCESSORS[name]
+    if callable(file):
+        return Ours(file, values)
     return getattr(importlib.import_module(f"transformers.models.{file}"), kind)(**values)
 
 
+class Ours:
+    """Stands for an image processor that does not load without torchvision: as `fdel.media` does it.
+
+    tests/media compares that with the processor's own functions. `lay(settings, image)` gives the oracle's arrays.
+    """
+
+    def __init__(self, lay, values):
+        self.lay, self.values = lay, values
+
+    def save_pretrained(self, directory):
+        self.directory = directory
+        (directory / "preprocessor_config.json").write_text(json.dumps(self.values))
+
+    def __call__(self, images, return_tensors):
+        import torch
+
+        from fdel.media import sight
+
+        settings = sight.read(self.directory).settings
+        every = [self.lay(settings, image) for image in images]
+        return {k: torch.tensor(np.concatenate([one[k] for one in every])) for k in every[0]}
+
+
+def tiled(settings, rgb):
+    """Lay out Llama 4's tiles."""
+    from fdel.media import tiles
+
+    return {"pixel_values": tiles.pixels(settings, rgb)[0].transpose(0, 3, 1, 2)}
+
+
+def in_rows(settings, rgb):
+    """Lay out Kimi's patches, row by row."""
+    from fdel.media import image, moonvit
+
+    x = moonvit.pixels(settings, rgb)
+    cut = image.patches(x, settings.patch)[0].reshape(-1, 3, settings.patch, settings.patch)
+    grid = [[1, *(n // settings.patch for n in x.shape[:2])]]
+    return {"pixel_values": cut, "image_grid_thw": np.array(grid)}
+
+
+TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>",
+          "<|image_end|>"]  # fmt: skip
 EDGE = dict(size=dict(shortest_edge=16), crop_size=dict(height=16, width=16))
 OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
 OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
 SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
 PROCESSORS = {
+    "kimi_vl": (in_rows, "", dict(in_token_limit=24, patch_size=4, pad_input=True)),
+    "llama4": (tiled, "", dict(size=dict(height=16, width=16), max_patches=4)),
     "llava:siglip": (
         "siglip.image_processing_pil_siglip",
         "SiglipImageProcessorPil",
