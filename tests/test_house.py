@@ -543,7 +543,7 @@ def test_no_path_of_a_machine() -> None:
 # The families that came after the first nine, and those of them that are more than a decoder with a feed-forward: experts,
 # states, an encoder, latent attention, several kinds of layers or of heads.
 LATER = (
-    "llama4 qwen2 qwen2_moe qwen3_5 qwen3_5_moe mistral ministral3 gemma gemma2 gemma4 deepseek_v2 kimi_linear glm "
+    "llama4 qwen2 qwen2_moe qwen3_5_text qwen3_5_moe_text mistral ministral3 gemma gemma2 gemma4 deepseek_v2 kimi_linear glm "
     "glm4 glm4_moe glm4_moe_lite glm_moe_dsa phi phi3 phimoe opt gpt_neox gpt_j gpt_oss mamba falcon_mamba "
     "falcon_h1 rwkv arctic cohere cohere2 dbrx exaone exaone4 falcon grok_1 internlm2 internlm3 mpt olmo olmo2 "
     "olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd"

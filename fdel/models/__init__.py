@@ -27,13 +27,13 @@ from fdel.params.hf import opened
 from fdel.params.mesh import shared
 
 __all__ = [
-    "ConfigError", "Model", "config_dict", "dropouts", "families", "family", "heads", "load", "pooling", "protocol",
-    "read_config", "save", "spec_of",
+    "ConfigError", "Model", "config_dict", "dropouts", "families", "family", "heads", "load", "of_config", "pooling",
+    "protocol", "read_config", "save", "spec_of",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
 ALIASES = {  # model_type -> file, where they differ
-    **{f"{name}_text": name for name in ("gemma3", "gemma4", "llama4", "qwen3_5", "qwen3_5_moe")},
+    **{f"{name}_text": name for name in ("gemma3", "gemma4", "llama4")},
     "gptj": "gpt_j",
     "grok-1": "grok_1",
     "kimi_k2": "deepseek_v3",
@@ -99,6 +99,17 @@ def family(model_type: str) -> ModuleType:
     raise ConfigError(f"config field 'model_type': {found}; it has {', '.join([*families(), *registered])}")
 
 
+def of_config(d: Mapping[str, Any]) -> ModuleType:
+    """Find the module of a config.json: of a file without a vision_config, where there is one, that of the language model.
+
+    >>> models.of_config({"model_type": "qwen3_5", "text_config": {}}).__name__
+    'fdel.models.qwen3_5_text'
+    """
+    name = d.get("model_type", "(absent)")
+    alone = isinstance(name, str) and not d.get("vision_config") and f"{name}_text" in families()
+    return family(f"{name}_text" if alone else name)
+
+
 def hearing(path: str | Path) -> ModuleType | None:
     """Give the family of a checkpoint directory if it writes down sounds (`HEARS`), for `load`; else None."""
     file = Path(path) / "config.json"
@@ -121,7 +132,7 @@ def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any
         if not isinstance(d, dict):
             raise ConfigError(f"found {show(d)}, expected an object")
         if family_ is None:
-            module = family(d.get("model_type", "(absent)"))
+            module = of_config(d)
         else:
             module = family_ if getattr(family_, "MODEL_TYPE", None) in (*HEARS, *SEES) else protocol.check(family_)
         return module, module.Config.from_hf(d), d

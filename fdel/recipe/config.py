@@ -43,7 +43,7 @@ def read(recipe: Recipe) -> tuple[ModuleType, Any]:
     source = recipe.model
     if source.config is not None:
         d = parse.plain(source.config)
-        family = models.family(d.get("model_type", "(absent)"))
+        family = models.of_config(d)
         cfg = family.Config.from_hf(d)
     else:
         family, cfg = models.read_config(params.resolve(given(source), revision=source.extra_kwargs.revision))

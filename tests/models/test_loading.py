@@ -92,8 +92,8 @@ def test_the_text_of_a_published_kimi_equals_transformers(tmp_path):
 
 
 def test_experts_of_a_published_qwen3_5_in_one_tensor_are_written_as_transformers_does(tmp_path):
-    """Beside a tower, whose model is left out: the logits to 2e-5, the tensors of transformers' own copy bit by bit."""
-    oracle = tiny.build("qwen3_5_moe")
+    """Beside a tower that config.json leaves out: the logits to 2e-5, the tensors of transformers' own copy bit by bit."""
+    oracle = tiny.build("qwen3_5_moe_text")
     plain = {name: x.contiguous() for name, x in oracle.state_dict().items()}
     assert sum(name.endswith(".mlp.experts.gate_up_proj") for name in plain) == oracle.config.num_hidden_layers
     oracle.config.save_pretrained(tmp_path / "text")
@@ -104,7 +104,7 @@ def test_experts_of_a_published_qwen3_5_in_one_tensor_are_written_as_transformer
     around |= {"mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 6, 3)}
     safetensors.torch.save_file(around, tmp_path / "model.safetensors", {"format": "pt"})
     text = json.loads((tmp_path / "text" / "config.json").read_text())
-    outer = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    outer = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     model = models.load(tmp_path)
     with torch.no_grad():

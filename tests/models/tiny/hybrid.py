@@ -39,11 +39,11 @@ TINY = {
     "minimax": Entry("MiniMaxConfig", MINIMAX, "MiniMaxForCausalLM", loss=3, keep=DERIVED),
     "minimax:other": Entry("MiniMaxConfig", MINIMAX | dict(sliding_window=8, layer_types=[LINEAR] * 2 + [FULL, LINEAR],
                       hidden_act="gelu", tie_word_embeddings=True), "MiniMaxForCausalLM", keep=DERIVED),
-    "qwen3_5": Entry("Qwen3_5TextConfig", NEXT5, "Qwen3_5ForCausalLM", loss=1.4),  # nf4: 0.625
-    "qwen3_5:other": Entry("Qwen3_5TextConfig", {k: v for k, v in NEXT5.items() if k not in ("layer_types",
+    "qwen3_5_text": Entry("Qwen3_5TextConfig", NEXT5, "Qwen3_5ForCausalLM", loss=1.4),  # nf4: 0.625
+    "qwen3_5_text:other": Entry("Qwen3_5TextConfig", {k: v for k, v in NEXT5.items() if k not in ("layer_types",
                       "rope_parameters")} | OTHER, "Qwen3_5ForCausalLM"),
-    "qwen3_5_moe": Entry("Qwen3_5MoeTextConfig", MOE5, "Qwen3_5MoeForCausalLM", loss=3),
-    "qwen3_5_moe:other": Entry("Qwen3_5MoeTextConfig", MOE5 | OTHER, "Qwen3_5MoeForCausalLM"),
+    "qwen3_5_moe_text": Entry("Qwen3_5MoeTextConfig", MOE5, "Qwen3_5MoeForCausalLM", loss=3),
+    "qwen3_5_moe_text:other": Entry("Qwen3_5MoeTextConfig", MOE5 | OTHER, "Qwen3_5MoeForCausalLM"),
     "falcon_h1": Entry("FalconH1Config", H1, "FalconH1ForCausalLM"),
     "falcon_h1:biased": Entry("FalconH1Config", H1 | H1_BIASED | dict(mamba_rms_norm=False, tie_word_embeddings=True,
                          mamba_d_head="auto", mamba_d_ssm=None, mamba_expand=3), "FalconH1ForCausalLM"),

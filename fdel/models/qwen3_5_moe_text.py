@@ -3,23 +3,23 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from fdel.models import config, qwen3_5
+from fdel.models import config, qwen3_5_text
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"
 
 
 @config.config
-class Config(qwen3_5.Config):
+class Config(qwen3_5_text.Config):
     """Sizes and constants."""
 
-    DEFAULTS = qwen3_5.Config.DEFAULTS | dict(embed=2048, layers=40, kv_heads=2)
-    ONLY = qwen3_5.Config.ONLY | {"intermediate_size": config.ANY}
+    DEFAULTS = qwen3_5_text.Config.DEFAULTS | dict(embed=2048, layers=40, kv_heads=2)
+    ONLY = qwen3_5_text.Config.ONLY | {"intermediate_size": config.ANY}
     ffn: int = config.computed(lambda d: 0, lambda n: {}, default=0)  # of dense layers, of which there are none
     experts: int = config.hf("num_experts", 256)
     top_k: int = config.hf("num_experts_per_tok", 8)
     moe_ffn: int = config.hf("moe_intermediate_size", 512)
     shared_ffn: int = config.hf("shared_expert_intermediate_size", 512)
-    kinds: tuple[tuple[str, str], ...] = qwen3_5.kinds("moe")
+    kinds: tuple[tuple[str, str], ...] = qwen3_5_text.kinds("moe")
     fused: bool = config.computed(lambda d: False, lambda v: {}, default=False, compare=False)  # see of_file
 
 
@@ -29,5 +29,5 @@ def of_file(cfg: Config, names: Collection[str]) -> Config:
     return replace(cfg, fused=bool(experts))
 
 
-spec, hidden, state_spec = qwen3_5.spec, qwen3_5.hidden, qwen3_5.state_spec
-head, forward, rename = qwen3_5.head, qwen3_5.forward, qwen3_5.rename
+spec, hidden, state_spec = qwen3_5_text.spec, qwen3_5_text.hidden, qwen3_5_text.state_spec
+head, forward, rename = qwen3_5_text.head, qwen3_5_text.forward, qwen3_5_text.rename
