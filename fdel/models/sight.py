@@ -26,6 +26,8 @@ LANGUAGES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "qwen2": {},
     "qwen3": {},
+    "gemma3_text": {},
+    "cohere2": {},
 }
 TOWERS = {
     "clip_vision_model": "clip",

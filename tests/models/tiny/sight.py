@@ -1,7 +1,7 @@
 """Language models that see. Their text alone goes through the suite; what needs images is in test_sight.py."""
 
-from .dense import TUNED
-from .entry import BASE, Entry
+from .dense import SLIDING as WINDOW, TUNED
+from .entry import BASE, FULL, Entry
 
 CLIP = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3,
             num_attention_heads=2, image_size=16, patch_size=4, projection_dim=24)  # fmt: skip
@@ -24,7 +24,18 @@ BOTH = dict(vision_config=PIXTRAL | dict(hidden_act="silu", rope_parameters=dict
 SIGLIP = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
               num_attention_heads=2, image_size=16, patch_size=4)  # fmt: skip
 POOLED = LLAVA | dict(vision_config=SIGLIP, vision_feature_select_strategy="full", vision_feature_layer=-1)
+# The window is shorter than an image, whose tokens see each other.
+GEMMA = BASE | dict(model_type="gemma3_text", head_dim=24, query_pre_attn_scalar=20, sliding_window=5,
+                    num_hidden_layers=3, layer_types=[WINDOW, WINDOW, FULL])  # fmt: skip
+SQUARE = dict(text_config=GEMMA, vision_config=SIGLIP | dict(image_size=24, vision_use_head=False), mm_tokens_per_image=9,
+              image_token_index=IMAGE, boi_token_index=113, eoi_token_index=114)  # fmt: skip
+TILES = dict(
+    text_config=BASE | dict(model_type="cohere2", logit_scale=0.25, sliding_window=8, num_hidden_layers=4),
+    vision_config=SIGLIP, image_token_index=IMAGE, alignment_intermediate_size=72, downsample_factor=2,
+)  # fmt: skip
 TINY = {
+    "aya_vision": Entry("AyaVisionConfig", TILES, "AyaVisionForConditionalGeneration"),
+    "gemma3": Entry("Gemma3Config", SQUARE, "Gemma3ForConditionalGeneration"),
     "llava:siglip": Entry("LlavaConfig", POOLED, "LlavaForConditionalGeneration"),
     "llava": Entry("LlavaConfig", LLAVA, "LlavaForConditionalGeneration", wiring=True),
     "llava:full": Entry("LlavaConfig", ALL, "LlavaForConditionalGeneration"),
@@ -47,6 +58,12 @@ OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
 OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
 SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
 PROCESSORS = {
+    "aya_vision": (
+        "got_ocr2.image_processing_pil_got_ocr2",
+        "GotOcr2ImageProcessorPil",
+        dict(size=dict(height=16, width=16), crop_to_patches=True, max_patches=4),
+    ),
+    "gemma3": ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil", dict(size=dict(height=24, width=24))),
     "llava:siglip": (
         "siglip.image_processing_pil_siglip",
         "SiglipImageProcessorPil",
