@@ -49,7 +49,9 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
     tiles = [f"TILE_{i + 1}" for i in range(most if most > 1 else 0)]
     lacks = [name for name, i in [*found.items(), *((t, ids.get(t)) for t in tiles)] if i is None]
     if lacks:
-        raise ValueError(f"tokenizer.json has no {', '.join(lacks[:3])} among its added tokens, which stand around tiles")
+        raise ValueError(
+            f"tokenizer.json has no {', '.join(lacks[:3])} among its added tokens, which stand around tiles"
+        )
     start, end, whole, placeholder = found.values()
     side = int(config.get("downsample_factor", 2))
     return Settings(pixels, placeholder, start, end, whole, tuple(ids[t] for t in tiles), side, least, most)
@@ -63,7 +65,9 @@ def grid(s: Settings, height: int, width: int) -> tuple[int, int]:
     """
     best, nearest, (high, wide) = (1, 1), float("inf"), s.pixels.size or (1, 1)
     numbers = range(1, s.most + 1)
-    for w, h in sorted(((w, h) for w in numbers for h in numbers if s.least <= w * h <= s.most), key=lambda g: g[0] * g[1]):
+    for w, h in sorted(
+        ((w, h) for w in numbers for h in numbers if s.least <= w * h <= s.most), key=lambda g: g[0] * g[1]
+    ):
         far = abs(width / height - w / h)
         if far < nearest or (far == nearest and height * width > 0.5 * high * wide * w * h):
             best, nearest = (h, w), far

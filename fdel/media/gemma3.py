@@ -1,4 +1,4 @@
-"""Images for Gemma 3's tower: all resized to one size and normalised; newlines and two tokens stand around their entries."""
+"""Images for Gemma 3's tower: all resized to one size; newlines and two tokens stand around their entries."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -14,13 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media import aya, clip, gemma3, pixtral, qwen
+from fdel.media import aya, clip, gemma3, gemma4, pixtral, qwen
 from fdel.media.image import Picture, decode
 
 __all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read", "written"]
 QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), qwen)
 KINDS: Mapping[str, ModuleType] = MappingProxyType(
-    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral, "gemma3": gemma3, "aya_vision": aya} | QWEN
+    {
+        "clip_vision_model": clip,
+        "siglip_vision_model": clip,
+        "pixtral": pixtral,
+        "gemma3": gemma3,
+        "gemma4": gemma4,
+        "aya_vision": aya,
+    }
+    | QWEN
 )
 TOKENS = ("image_token_index", "image_token_id")
 

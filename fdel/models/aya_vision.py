@@ -1,4 +1,4 @@
-"""Aya Vision (arXiv:2505.08751): a language model that sees: SigLIP's states, of squares of patches of tiles, stand as tokens."""
+"""Aya Vision (arXiv:2505.08751): a language model that sees: SigLIP's states of squares in tiles stand as tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,14 +22,12 @@ class Config(sight.Around):
     vision: Any = sight.tower_config("siglip_vision_model")
     image: int = config.hf("image_token_index", 255_036)
     place: int = config.computed(
-        lambda d: mistral3.one(llava.of_places(d.get("vision_feature_layer", -1))), lambda v: {"vision_feature_layer": v}
+        lambda d: mistral3.one(llava.of_places(d.get("vision_feature_layer", -1))),
+        lambda v: {"vision_feature_layer": v},
     )
     merge: int = config.hf("downsample_factor", 2)  # patches along a side of a square
     norm_eps: float = config.hf("adapter_layer_norm_eps", 1e-6)
-    inner: int = config.computed(
-        lambda d: d.get("alignment_intermediate_size") or sight.language(d, "cohere2").embed,
-        lambda v: {"alignment_intermediate_size": v},
-    )
+    inner: int = config.hf("alignment_intermediate_size", lambda d: sight.language(d, "cohere2").embed)
 
 
 def spec(cfg: Config) -> dict:
@@ -60,7 +58,7 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     x = x.reshape(*lead, -1, squares * x.shape[-1])[..., : count // squares, :]
     x = sublayers.layer_norm(x, p, "norm", cfg.norm_eps)
     up, gate = (ops.linear("...c,ic->...i", x, p[part], p[f"{part}_bias"]) for part in ("up", "gate"))
-    return sight.entries(ops.linear("...i,di->...d", jax.nn.silu(gate) * up, p["out"], p["out_bias"]), lead)
+    return sight.entries(ops.linear("...i,di->...d", jax.nn.silu(gate) * up, p["out"], p["out_bias"]), tuple(lead))
 
 
 @builders.hidden("attention", encode=encode)

@@ -249,14 +249,13 @@ def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
 def hidden(
     *taps: str, encode: Callable[[Any, Any, Any], Array] | None = None, rotary: bool = False,
     ahead: Callable[[Any], bool] = lambda cfg: False,
-) -> Callable[[Callable[..., tuple[Array, ops.Carry]]], Callable[..., tuple]]:
+) -> Callable[[Callable[..., tuple[Array, ops.Carry]]], Callable[..., tuple]]:  # fmt: skip
     """Decorate a family's walk(params, tokens, cfg, batch, carry, remat) -> (x, carry), which becomes its `hidden`.
 
     `taps` names what can be watched in it beside hidden states: "attention", "router". A family with `encode` (see
-    `protocol.Family`) takes media: `carry.media` then has their values; `rotary` says that
-    tokens are turned by `batch.rotary` where it is there; ahead(cfg), whether the tokens of an image see each other: then
-    the walk's batch has what `ops.look_ahead` gives, and a Paged call all that is left of each image. The walk stays there as `hidden.walk`, for a family
-    that goes on from it.
+    `protocol.Family`) takes media: `carry.media` then has their values; `rotary` says that tokens are turned by
+    `batch.rotary` where it is there, ahead(cfg) whether the tokens of an image see each other, as `ops.look_ahead` says.
+    The walk stays there as `hidden.walk`, for a family that goes on from it.
     """
 
     def decorate(walk: Callable[..., tuple[Array, ops.Carry]]) -> Callable[..., tuple]:

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): a language model that sees: SigLIP's states, averaged in squares, stand as tokens that see each other."""
+"""Gemma 3 (arXiv:2503.19786): a language model that sees: SigLIP's states, averaged, are tokens that see each other."""
 
 from math import isqrt
 from typing import Any

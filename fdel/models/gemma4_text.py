@@ -45,7 +45,6 @@ class Config(config.Decoder):
     DEFAULTS = dict(
         vocab=262144, embed=2304, ffn=9216, layers=30, heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
     )  # fmt: skip
-    ONLY = {"use_bidirectional_attention": "vision"}  # which is that of images
     act: str = config.act("hidden_activation", "gelu_pytorch_tanh")
     softcap: float | None = config.hf("final_logit_softcapping", None)
     window: int = config.hf("sliding_window", 512)
@@ -60,6 +59,12 @@ class Config(config.Decoder):
     experts: int | None = config.hf("num_experts", None)
     top_k: int | None = config.hf("top_k_experts", None)
     moe_ffn: int | None = config.hf("moe_intermediate_size", None)
+    looks: str | None = config.hf(
+        "use_bidirectional_attention", None, choices=(None, "vision")
+    )  # of images, in windows
+    pad: int = config.computed(
+        lambda d: d.get("pad_token_id") or 0, lambda v: {"pad_token_id": v}
+    )  # that media count as
     kinds: tuple[tuple[str, str], ...] = config.computed(
         kinds, lambda k: {"layer_types": [t for t, _ in k], "num_kv_shared_layers": sum(s == SHARED for _, s in k)}
     )
@@ -196,16 +201,20 @@ def layer_inputs(params, x, tokens, cfg: Config):
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
     norm, act = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps), ops.ACTIVATIONS[cfg.act]
+    if carry.media is not None:
+        tokens = jnp.where(carry.media.index >= 0, cfg.pad, tokens)
     x = ops.embed(params["embed"], tokens)
     x = x * jnp.asarray(cfg.embed**0.5, x.dtype)  # the constant is rounded to the weights' dtype, as in the original
+    x = ops.place(x, carry.media)
     inputs = layer_inputs(params, x, tokens, cfg) if cfg.input_dim else None
 
     def block(kind):
+        seen = batch if kind[0] == SLIDING else replace(batch, ahead=None)
         rot = ops.rotation(cfg.rope[kind[0] == FULL], batch)
         mask = ops.Mask(1.0, window=cfg.window if kind[0] == SLIDING else None)
 
         def apply(x, carry, p, layer):
-            a, carry = attention(norm(x, p["attn_norm"]), carry, p, layer, kind, cfg, batch, rot, mask)
+            a, carry = attention(norm(x, p["attn_norm"]), carry, p, layer, kind, cfg, seen, rot, mask)
             x = x + norm(a, p["attn_post_norm"])
             h = ops.glu(norm(x, p["mlp_norm"]), p, act)
             if cfg.moe:

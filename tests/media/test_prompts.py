@@ -13,7 +13,14 @@ from fdel.media import clip, sight  # noqa: E402
 
 SIZES = ((37, 53), (24, 24), (64, 7))
 NAMES = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
-TILES = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<image>", "TILE_GLOBAL", *(f"TILE_{i}" for i in range(1, 7)))
+TILES = (
+    "<|START_OF_IMG|>",
+    "<|END_OF_IMG|>",
+    "<|IMG_PATCH|>",
+    "<image>",
+    "TILE_GLOBAL",
+    *(f"TILE_{i}" for i in range(1, 7)),
+)
 CONFIG = dict(model_type="gemma3", mm_tokens_per_image=9, boi_token_index=261, eoi_token_index=262, image_token_index=263,
               vision_config=dict(model_type="siglip_vision_model", image_size=24, patch_size=4))  # fmt: skip
 

@@ -137,7 +137,8 @@ PUBLISHED = {
     "gemma-3-27b": {"model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
         "image_token_index": 262144, "mm_tokens_per_image": 256, "text_config": GEMMA_27B, "torch_dtype": "bfloat16",
         "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
-            "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27, "vision_use_head": False}},
+            "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+            "vision_use_head": False}},
 }  # fmt: skip
 PUBLISHED |= published.EXPERTS | published.DENSE | published.GPTS
 

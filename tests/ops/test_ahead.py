@@ -87,7 +87,9 @@ def test_pages_filled_chunk_by_chunk(mask, chunks):
     q, k, v, _ = arrays()
     want = formula(mask, *(x.astype(np.float64) for x in (q, k, v)))[1]
     table = np.array([[5, 0, 3, 1, 4, 2], [9, 8, 7, 6, 11, 10]])
-    pages = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), ops.Pages(*[jax.ShapeDtypeStruct((1, 12, 2, 8, 8), "f4")] * 2))
+    pages = jax.tree.map(
+        lambda p: jnp.full(p.shape, jnp.nan), ops.Pages(*[jax.ShapeDtypeStruct((1, 12, 2, 8, 8), "f4")] * 2)
+    )
     carry, start, got = ops.Carry(ops.State(pages)), 0, []
     attend = jax.jit(lambda new, carry, *x: ops.attend(new, carry, 0, *x, mask=mask))
     for n in chunks:
@@ -119,7 +121,9 @@ def test_kernels_that_know_causal_masks_alone_say_so():
     new = ops.Paged(jnp.zeros(64, int), jnp.zeros((1, 2), int), jnp.zeros(1, int), 64, ahead=jnp.zeros(64, int))
     for name, kernel in ("gpu", paged_attention_gpu), ("tpu", paged_attention_tpu):
         with platform.tracing_for(name):
-            why = kernel.unsupported(new, ops.Pages(pages, pages), 0, jnp.zeros((64, 4, 128), jnp.bfloat16), mask=ops.Mask(1.0))
+            why = kernel.unsupported(
+                new, ops.Pages(pages, pages), 0, jnp.zeros((64, 4, 128), jnp.bfloat16), mask=ops.Mask(1.0)
+            )
             assert "see later ones" in why
 
 

@@ -86,11 +86,11 @@ class PromptMedia:
         return int(np.diff(np.flatnonzero(~self.inside)).max(initial=0))
 
     def edge(self, start: int, stop: int) -> int:
-        """Give the last place up to `stop` where a chunk from `start` on may end that parts no run; else the first after."""
+        """Give the last place up to `stop` where a chunk from `start` on may end that parts no run; else the next."""
         if stop >= len(self.index):
             return stop
         edges = np.flatnonzero(~self.inside[start + 1 :]) + start + 1
-        return int(edges[max(0, np.searchsorted(edges, stop, "right") - 1)])
+        return int(edges[max(0, int(np.searchsorted(edges, stop, "right")) - 1)])
 
     def shown(self, start: int, stop: int) -> list[int]:
         """Name the pictures that stand at the tokens from start to stop."""

@@ -1,6 +1,7 @@
 """Language models that see. Their text alone goes through the suite; what needs images is in test_sight.py."""
 
-from .dense import SLIDING as WINDOW, TUNED
+from .dense import SLIDING as WINDOW
+from .dense import TUNED
 from .entry import BASE, FULL, Entry
 
 CLIP = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3,
@@ -33,7 +34,22 @@ TILES = dict(
     text_config=BASE | dict(model_type="cohere2", logit_scale=0.25, sliding_window=8, num_hidden_layers=4),
     vision_config=SIGLIP, image_token_index=IMAGE, alignment_intermediate_size=72, downsample_factor=2,
 )  # fmt: skip
+ANY_SIZE = dict(
+    text_config=BASE | dict(model_type="gemma4_text", head_dim=16, global_head_dim=32, sliding_window=8,
+                            num_hidden_layers=4, layer_types=[WINDOW, FULL, WINDOW, FULL], num_kv_shared_layers=2,
+                            vocab_size_per_layer_input=128, hidden_size_per_layer_input=12, rms_norm_eps=0.01),
+    vision_config=dict(model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+                       num_attention_heads=2, num_key_value_heads=1, patch_size=4, pooling_kernel_size=2,
+                       position_embedding_size=24),
+    image_token_id=IMAGE, boi_token_id=113, eoi_token_id=114,
+)  # fmt: skip
+BOTH_WAYS = ANY_SIZE | dict(
+    vision_config=ANY_SIZE["vision_config"] | dict(standardize=True),
+    text_config=ANY_SIZE["text_config"] | dict(use_bidirectional_attention="vision", pad_token_id=5),
+)
 TINY = {
+    "gemma4": Entry("Gemma4Config", BOTH_WAYS, "Gemma4ForConditionalGeneration"),
+    "gemma4:causal": Entry("Gemma4Config", ANY_SIZE, "Gemma4ForConditionalGeneration"),
     "aya_vision": Entry("AyaVisionConfig", TILES, "AyaVisionForConditionalGeneration"),
     "gemma3": Entry("Gemma3Config", SQUARE, "Gemma3ForConditionalGeneration"),
     "llava:siglip": Entry("LlavaConfig", POOLED, "LlavaForConditionalGeneration"),
@@ -50,14 +66,22 @@ def processor(name: str):
     import importlib
 
     file, kind, values = PROCESSORS[name]
-    return getattr(importlib.import_module(f"transformers.models.{file}"), kind)(**values)
+    module = importlib.import_module(f"transformers.models.{file}")
+    if hasattr(module, "_SUPPORTED_SOFT_TOKENS"):  # of at least 70, with which rows here would be long
+        module._SUPPORTED_SOFT_TOKENS = (*module._SUPPORTED_SOFT_TOKENS, FEW)
+    return getattr(module, kind)(**values)
 
 
 EDGE = dict(size=dict(shortest_edge=16), crop_size=dict(height=16, width=16))
 OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
 OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
 SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
+FEW = 8
+FEW_TOKENS = ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil",
+           dict(patch_size=4, pooling_kernel_size=2, max_soft_tokens=FEW))  # fmt: skip
 PROCESSORS = {
+    "gemma4": FEW_TOKENS,
+    "gemma4:causal": FEW_TOKENS,
     "aya_vision": (
         "got_ocr2.image_processing_pil_got_ocr2",
         "GotOcr2ImageProcessorPil",
