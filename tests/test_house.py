@@ -546,8 +546,8 @@ LATER = (
     "llama4 qwen2 qwen2_moe qwen3_5_text qwen3_5_moe_text mistral ministral3 gemma gemma2 gemma4_text deepseek_v2 "
     "kimi_linear glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa phi phi3 phimoe opt gpt_neox gpt_j gpt_oss mamba "
     "falcon_mamba falcon_h1 rwkv arctic cohere cohere2 dbrx exaone exaone4 falcon grok_1 internlm2 internlm3 mpt olmo "
-    "olmo2 olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd ).split("
-)
+    "olmo2 olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd"
+).split()
 LARGE = set(
     "arctic dbrx falcon falcon_h1 gemma2 gemma4_text gidd glm_moe_dsa gpt_oss kimi_linear llama4 mamba minimax openelm opt "
     "qwen2_moe roberta rwkv xerxes xerxes2".split()

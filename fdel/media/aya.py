@@ -35,7 +35,8 @@ class Settings:
 def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) -> Settings:
     """Read the settings from config.json and preprocessor_config.json; ValueError for what is not understood.
 
-    The tokens around entries are the tokenizer's; those of tiles are called TILE_1, TILE_2 and so on.
+    Whatever the file says, images are cut into tiles: transformers' AyaVisionProcessor has its image processor do so. The
+    tokens around entries are the tokenizer's; those of tiles are called TILE_1, TILE_2 and so on.
     """
     own = ("crop_to_patches", "min_patches", "max_patches")
     mean, std = clip.CLIP_MEAN, clip.CLIP_STD
@@ -43,7 +44,6 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], token: int) ->
     size = {"height": 384, "width": 384}
     pixels = clip.read(config, {"image_mean": mean, "image_std": std, "size": size} | bare, token)
     least, most = (processor.get(k, n) for k, n in (("min_patches", 1), ("max_patches", 12)))
-    most = most if processor.get("crop_to_patches") else 1
     ids = config["tokens"]
     found = {name: ids.get(key, ids.get(name)) for key, name in NAMES.items()}
     tiles = [f"TILE_{i + 1}" for i in range(most if most > 1 else 0)]

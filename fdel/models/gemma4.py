@@ -70,7 +70,7 @@ def tower(cfg: Vision, name: str) -> dict[str, Any]:
     standard = {"mean": builders.bias(name + "std_bias", d), "scale": builders.norm(name + "std_scale", d)}
     return {
         "patch": builders.matrix(name + "patch_embedder.input_proj.weight", ("channels", 3 * cfg.patch**2), ("embed", d)),
-        "positions": Param("components positions embed", (2, cfg.places, d), normal(builders.STD), table),
+        "positions": Param("rep positions embed", (2, cfg.places, d), normal(builders.STD), table),
         "layers": stack(tree, "layers", range(cfg.layers)), **(standard if cfg.standard else {}),
     }  # fmt: skip
 

@@ -71,7 +71,32 @@ def test_pixels_and_prompts_are_those_of_transformers_for_gemma_3(tokenizer, tmp
         assert (squares // 2 == squares[:, :1] // 2).all() and see.count(36) == 9
 
 
-@pytest.mark.parametrize("tiles", [dict(), dict(crop_to_patches=True, max_patches=6, min_patches=2)])
+def test_pixels_and_runs_are_those_of_transformers_for_gemma_4(tokenizer, tmp_path):
+    """Bit for bit, of images of any shape; its whole processor does not load without torchvision."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    oracle = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    oracle.save_pretrained(tmp_path)
+    vision = dict(model_type="gemma4_vision", patch_size=4, pooling_kernel_size=2)
+    config = dict(model_type="gemma4", image_token_id=263, boi_token_id=261, eoi_token_id=262, vision_config=vision)
+    see = write(tmp_path, tokenizer, config, json.loads((tmp_path / "preprocessor_config.json").read_text()))
+    for size in (*SIZES, (5, 200), (900, 11), (4, 300)):
+        want = oracle(PIL.fromarray(rgb(*size)), return_tensors="np")
+        picture, n = sight.prepare(see, rgb(*size)), int(want["num_soft_tokens_per_image"][0])
+        assert picture.run == (261, *[263] * n, 262) and see.count(len(picture.patches)) == n
+        theirs = {
+            tuple(at): values for at, values in zip(want["image_position_ids"][0], want["pixel_values"][0], strict=True)
+        }
+        assert len(picture.patches) == 4 * n == len(theirs) - ((-1, -1) in theirs)
+        for values, (_, row, column) in zip(picture.patches, picture.places, strict=True):
+            np.testing.assert_array_equal(values, theirs[column, row])
+        squares = picture.places.reshape(n, 4, 3)[..., 1:]
+        assert (squares // 2 == squares[:, :1] // 2).all()
+    with pytest.raises(ValueError, match="found patch_size 16, pooling_kernel_size 2, do_resize True; expected"):
+        write(tmp_path, tokenizer, config, dict(patch_size=16, pooling_kernel_size=2))
+
+
+@pytest.mark.parametrize("tiles", [dict(max_patches=1), dict(max_patches=6, min_patches=2)])
 def test_pixels_and_prompts_are_those_of_transformers_for_aya(tokenizer, tmp_path, tiles):
     """Bit for bit, tile by tile, of images of seven shapes; as many are cut otherwise if the shape's rule is another."""
     from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
@@ -96,7 +121,7 @@ def test_pixels_and_prompts_are_those_of_transformers_for_aya(tokenizer, tmp_pat
         for one, (_, row, column) in zip(values, at, strict=True):
             np.testing.assert_array_equal(one, pixels[:, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4])
     with pytest.raises(ValueError, match="tokenizer.json has no TILE_7, TILE_8 among its added tokens"):
-        write(tmp_path, tokenizer, config, dict(size=dict(height=24, width=24), crop_to_patches=True, max_patches=8))
+        write(tmp_path, tokenizer, config, dict(size=dict(height=24, width=24), max_patches=8))
 
 
 def test_crops_are_refused(tokenizer, tmp_path):

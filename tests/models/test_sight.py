@@ -248,7 +248,7 @@ def test_chunks_that_cut_an_image_equal_the_whole(seen, name, first, block):
     assert suite.error(got[real], np.asarray(full)[real]) < 2e-5
 
 
-@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("name", each(n for n in NAMES if not n.startswith("gemma4")))
 def test_published_names_and_those_of_modules_load(seen, name, tmp_path):
     """model.language_model.*, as transformers holds its arrays, and vision_tower.vision_model.* of older files."""
     c = seen(name)
