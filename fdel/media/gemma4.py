@@ -62,7 +62,10 @@ def size(s: Settings, height: int, width: int) -> tuple[int, int]:
     rows, columns = (math.floor(factor * n / unit) for n in (height, width))
     if not rows and not columns:
         raise ValueError(f"an image of {height} x {width} pixels has no size of at most {s.most} squares of {unit}")
-    rows, columns = rows or min(height // width, s.most), columns or min(width // height, s.most)
+    if not rows:
+        rows, columns = 1, min(width // height, s.most)
+    elif not columns:
+        rows, columns = min(height // width, s.most), 1
     if rows * columns > s.most:
         raise ValueError(
             f"an image of {height} x {width} pixels becomes {rows} x {columns} tokens, at most {s.most} do"
