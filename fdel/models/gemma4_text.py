@@ -189,10 +189,12 @@ def experts(x, carry, p, cfg: Any, batch):
     return ops.moe(h, p["experts"], weights, chosen, ops.ACTIVATIONS[cfg.act]), carry
 
 
-def layer_inputs(params, x, tokens, cfg: Config):
+def layer_inputs(params, x, tokens, cfg: Config, media: ops.Media | None):
     """Give what each layer adds, [... layers channels]: of the token itself, and of its embedding."""
     every = lambda y: y.reshape(*tokens.shape, cfg.layers, cfg.input_dim)
     own = ops.embed(params["input_embed"], tokens) * jnp.asarray(cfg.input_dim**0.5, x.dtype)
+    if media is not None:  # nothing is learnt there: torch has no gradient of padding
+        own = jnp.where(media.index[..., None] >= 0, jax.lax.stop_gradient(own), own)
     project = ops.einsum("...d,cd->...c", x, params["input_project"]) * cfg.embed**-0.5
     return (ops.rms_norm(every(project), params["inputs_norm"], cfg.norm_eps) + every(own)) * 2**-0.5
 
@@ -206,7 +208,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     x = ops.embed(params["embed"], tokens)
     x = x * jnp.asarray(cfg.embed**0.5, x.dtype)  # the constant is rounded to the weights' dtype, as in the original
     x = ops.place(x, carry.media)
-    inputs = layer_inputs(params, x, tokens, cfg) if cfg.input_dim else None
+    inputs = layer_inputs(params, x, tokens, cfg, carry.media) if cfg.input_dim else None
 
     def block(kind):
         seen = batch if kind[0] == SLIDING else replace(batch, ahead=None)

@@ -49,7 +49,8 @@ def dense_weights(
     s = M.scores(mask, M.grouped(q, kv_heads), k.swapaxes(1, 2), M.grouped(alibi, kv_heads), qi, ki)
     s = s.reshape(s.shape[0], -1, *s.shape[3:])
     s = s if bias is None else s + bias
-    seen = M.visible(mask, qi, ki, *where.sides, look=where.ahead)[:, None]
+    (qs, ks), look = where.sides, where.ahead
+    seen = M.visible(mask, qi, ki, qs, ks, look)[:, None]
     s = jnp.where(seen, s, NEG)
     sink = jnp.float32(NEG) if sinks is None else sinks.astype(jnp.float32)[:, None, None]
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(s, -1, keepdims=True), sink))

@@ -45,7 +45,7 @@ ANY_SIZE = dict(
 )  # fmt: skip
 BOTH_WAYS = ANY_SIZE | dict(
     vision_config=ANY_SIZE["vision_config"] | dict(standardize=True),
-    text_config=ANY_SIZE["text_config"] | dict(use_bidirectional_attention="vision", pad_token_id=5),
+    text_config=ANY_SIZE["text_config"] | dict(use_bidirectional_attention="vision", pad_token_id=120),
 )
 TINY = {
     "gemma4": Entry("Gemma4Config", BOTH_WAYS, "Gemma4ForConditionalGeneration"),
