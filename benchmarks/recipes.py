@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = "llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "gpt2"
+FAMILIES = "llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "gpt2"
 WORDS = "the cat sat on a mat and saw that it was good , so what is 2 + 2 ? four it is".split()
 VOCAB = 320
 SOME = 0.25  # how often a key is given where the trainer reads it

@@ -24,7 +24,7 @@ CONTEXT = ("self", "cls", "batch", "media", "state", "slots", "layer", "impl", "
 KNOWN_BY_NAME = {"dpo"}  # every option a keyword that users of TRL know
 MODEL_LINES = {
     "deepseek_v3": 250,
-    "gemma4": 250,
+    "gemma4_text": 250,
     "kimi_linear": 250,
     "mixtral": 250,
     "qwen3_moe": 250,
@@ -543,13 +543,13 @@ def test_no_path_of_a_machine() -> None:
 # The families that came after the first nine, and those of them that are more than a decoder with a feed-forward: experts,
 # states, an encoder, latent attention, several kinds of layers or of heads.
 LATER = (
-    "llama4_text qwen2 qwen2_moe qwen3_5_text qwen3_5_moe_text mistral ministral3 gemma gemma2 gemma4 deepseek_v2 "
-    "kimi_linear glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa phi phi3 phimoe opt gpt_neox gpt_j gpt_oss mamba falcon_mamba "
-    "falcon_h1 rwkv arctic cohere cohere2 dbrx exaone exaone4 falcon grok_1 internlm2 internlm3 mpt olmo olmo2 "
-    "olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd"
+    "llama4_text qwen2 qwen2_moe qwen3_5_text qwen3_5_moe_text mistral ministral3 gemma gemma2 gemma4_text deepseek_v2 "
+    "kimi_linear glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa phi phi3 phimoe opt gpt_neox gpt_j gpt_oss mamba "
+    "falcon_mamba falcon_h1 rwkv arctic cohere cohere2 dbrx exaone exaone4 falcon grok_1 internlm2 internlm3 mpt olmo "
+    "olmo2 olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd"
 ).split()
 LARGE = set(
-    "arctic dbrx falcon falcon_h1 gemma2 gemma4 gidd glm_moe_dsa gpt_oss kimi_linear llama4_text mamba minimax openelm "
+    "arctic dbrx falcon falcon_h1 gemma2 gemma4_text gidd glm_moe_dsa gpt_oss kimi_linear llama4_text mamba minimax openelm "
     "opt qwen2_moe roberta rwkv xerxes xerxes2".split()
 )
 

@@ -22,6 +22,8 @@ def unsupported(
         return f"heads of {q.shape[3]} and {v.shape[3]} channels; expected equal multiples of 8, at most 128"
     if not where.single or where.k_segments is not None or where.q_start is not None:
         return "rows may hold several sequences or hidden keys, and cuDNN takes lengths alone (Packed.single)"
+    if where.ahead is not None:
+        return "tokens that see later ones (Packed.ahead)"
     if mask.window is not None and not mask.causal:
         return "a window that is not causal"
     for name, value in (("a softcap", mask.softcap), ("sinks", sinks), ("alibi slopes", alibi), ("a bias", bias)):

@@ -29,7 +29,8 @@ def unsupported(
         )
     if where.q_start is not None:
         return "parts of a row whose place is computed; its masks are static"
-    given = (name for name, x in (("alibi slopes", alibi), ("a bias", bias)) if x is not None)
+    ahead = ("tokens that see later ones (Packed.ahead)", where.ahead)
+    given = (name for name, x in (ahead, ("alibi slopes", alibi), ("a bias", bias)) if x is not None)
     return next((f"{name}, which it does not have" for name in given), None)
 
 

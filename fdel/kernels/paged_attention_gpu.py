@@ -68,6 +68,8 @@ def unsupported(
         )
     if state.k.shape[3] not in PAGES:
         return f"pages of {state.k.shape[3]} tokens; expected one of {PAGES}"
+    if batch.ahead is not None:
+        return "tokens that see later ones (Paged.ahead)"
     return None if alibi is None else "alibi slopes, which it does not have"
 
 

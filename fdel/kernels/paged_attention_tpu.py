@@ -61,6 +61,8 @@ def unsupported(
         return f"a page table of {need} bytes; expected at most {SMEM}"
     if (need := batch.block * _token_bytes(state, q)) > TILE:
         return f"blocks of {batch.block} tokens take {need} bytes of queries and sums; expected at most {TILE}"
+    if batch.ahead is not None:
+        return "tokens that see later ones (Paged.ahead)"
     return None if alibi is None else "alibi slopes, which it does not have"
 
 

@@ -14,14 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media import clip, glm, moonvit, pixtral, qwen, tiles
+from fdel.media import aya, clip, gemma3, gemma4, glm, moonvit, pixtral, qwen, tiles
 from fdel.media.image import Picture, decode
 
-__all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read"]
+__all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read", "written"]
 QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), qwen)
 GLM = dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), glm)
 KINDS: Mapping[str, ModuleType] = MappingProxyType(
-    {"clip_vision_model": clip, "siglip_vision_model": clip, "pixtral": pixtral, "llama4": tiles, "moonvit": moonvit}
+    {
+        "clip_vision_model": clip,
+        "siglip_vision_model": clip,
+        "pixtral": pixtral,
+        "gemma3": gemma3,
+        "gemma4": gemma4,
+        "aya_vision": aya,
+        "llama4": tiles,
+        "moonvit": moonvit,
+    }
     | QWEN
     | GLM
 )
@@ -37,7 +46,8 @@ class Sight:
     `placeholder` is the token that a chat template writes once for an image, -1 where no prompt shows any; `entries` are
     the tokens of a run that take what the tower gives. The tower gives one entry for `merge` patches, and `extra` ones
     besides; of patches that pad an image, behind its own, it gives entries too. `settings` are those of the image
-    processor's file.
+    processor's file. Where a processor writes text around an image, `around` is the placeholder as text, and what stands
+    in its place (`written`).
     """
 
     model_type: str
@@ -47,6 +57,7 @@ class Sight:
     settings: Any
     merge: int = 1
     extra: int = 0
+    around: tuple[str, str] | None = None
 
     def count(self, patches: int) -> int:
         """Count the entries that the tower gives of so many patches."""
@@ -82,7 +93,8 @@ def read(directory: str | Path) -> Sight | None:
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from e
     placeholder, entries = getattr(s, "placeholder", token), getattr(s, "entries", (token,))
-    return Sight(config["model_type"], kind, placeholder, entries, s, getattr(s, "merge", 1), getattr(s, "extra", 0))
+    counts = getattr(s, "merge", 1), getattr(s, "extra", 0)
+    return Sight(config["model_type"], kind, placeholder, entries, s, *counts, getattr(s, "around", None))
 
 
 def _tokens(directory: Path, outer: Mapping[str, Any]) -> dict[str, int]:
@@ -99,6 +111,11 @@ def _object(file: Path) -> Any:
     if not isinstance(out, dict):
         raise ValueError(f"{file}: found {type(out).__name__}, expected an object")
     return out
+
+
+def written(sight: Sight | None, text: str) -> str:
+    """Give the text of a prompt, as a chat template wrote it, with what the processor writes around each placeholder."""
+    return text if sight is None or sight.around is None else text.replace(*sight.around)
 
 
 def prepare(sight: Sight, rgb: np.ndarray) -> Picture:

@@ -33,7 +33,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 ALIASES = {  # model_type -> file, where they differ
-    **{f"{name}_text": name for name in ("gemma3", "gemma4")},
     "gptj": "gpt_j",
     "grok-1": "grok_1",
     "kimi_k2": "deepseek_v3",
@@ -79,8 +78,8 @@ def family(model_type: str) -> ModuleType:
     """Find the module of a model_type: fdel's, or one that an installed package registers under "fdel.models".
 
     ConfigError for an unknown one, which lists all, and for a module that is no family.
-    >>> models.family("gemma3_text").__name__
-    'fdel.models.gemma3'
+    >>> models.family("gptj").__name__
+    'fdel.models.gpt_j'
     """
     if not isinstance(model_type, str):
         raise ConfigError(f"config field 'model_type': found {show(model_type)}, expected a string")

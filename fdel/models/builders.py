@@ -247,14 +247,15 @@ def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
 
 
 def hidden(
-    *taps: str, encode: Callable[[Any, Any, Any], Array] | None = None, rotary: bool = False
-) -> Callable[[Callable[..., tuple[Array, ops.Carry]]], Callable[..., tuple]]:
+    *taps: str, encode: Callable[[Any, Any, Any], Array] | None = None, rotary: bool = False,
+    ahead: Callable[[Any], bool] = lambda cfg: False,
+) -> Callable[[Callable[..., tuple[Array, ops.Carry]]], Callable[..., tuple]]:  # fmt: skip
     """Decorate a family's walk(params, tokens, cfg, batch, carry, remat) -> (x, carry), which becomes its `hidden`.
 
     `taps` names what can be watched in it beside hidden states: "attention", "router". A family with `encode` (see
-    `protocol.Family`) takes media: `carry.media` then has their values; `rotary` says that
-    tokens are turned by `batch.rotary` where it is there. The walk stays there as `hidden.walk`, for a family
-    that goes on from it.
+    `protocol.Family`) takes media: `carry.media` then has their values; `rotary` says that tokens are turned by
+    `batch.rotary` where it is there, ahead(cfg) whether the tokens of an image see each other, as `ops.look_ahead` says.
+    The walk stays there as `hidden.walk`, for a family that goes on from it.
     """
 
     def decorate(walk: Callable[..., tuple[Array, ops.Carry]]) -> Callable[..., tuple]:
@@ -262,11 +263,13 @@ def hidden(
             batch, carry = begin(tokens, batch, state, taps, has, takes)
             if encode and (media := carry.media) is not None and media.values is None:
                 carry = replace(carry, media=replace(media, values=encode(params, media.inputs, cfg), inputs=None))
+            if ahead(cfg) and batch.ahead is None:
+                batch = replace(batch, ahead=ops.look_ahead(batch))
             x, carry = walk(params, tokens, cfg, batch, carry, remat)
             return x, carry.state, carry.taps
 
         hidden.__doc__, hidden.__module__ = walk.__doc__, walk.__module__
-        hidden.taps, hidden.walk, hidden.rotary = has, walk, rotary  # type: ignore[attr-defined]
+        hidden.taps, hidden.walk, hidden.rotary, hidden.ahead = has, walk, rotary, ahead  # type: ignore[attr-defined]
         return hidden
 
     has, takes = ("hidden", *taps), ("media",) * (encode is not None) + ("rotary",) * rotary

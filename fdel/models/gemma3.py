@@ -1,59 +1,64 @@
-"""Gemma 3, text (arXiv:2503.19786): sandwich norms, normalised queries and keys, five local layers to one global."""
+"""Gemma 3 (arXiv:2503.19786): a language model that sees: SigLIP's states, averaged, are tokens that see each other."""
+
+from math import isqrt
+from typing import Any
+
+from jaxtyping import Array, Float
 
 from fdel import ops
-from fdel.models import builders, config, gemma2
-from fdel.models.config import FULL, SLIDING
+from fdel.models import builders, config, sight, sublayers
+from fdel.params.spec import Param, normal
 
-MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
-
-
-def kinds(d: dict) -> tuple[str, ...]:
-    """Read the attention kind of each layer: layer_types, or every sliding_window_pattern-th full."""
-    pattern = d.get("sliding_window_pattern", d.get("_sliding_window_pattern", 6))
-    default = [SLIDING if (i + 1) % pattern else FULL for i in range(d["num_hidden_layers"])]
-    return config.layer_types(d, default, (FULL, SLIDING))
-
-
-def local_rope(d: dict) -> ops.Rope:
-    """Read the rotary parameters of sliding layers (never scaled in older files)."""
-    local = {"rope_theta": d.get("rope_local_base_freq", 10000.0), "rope_parameters": d.get("rope_parameters")}
-    if SLIDING not in (local["rope_parameters"] or {}):
-        local.pop("rope_parameters")
-    return config.rope(local, d["head_dim"], layer_type=SLIDING)
+MODEL_TYPE, ARCHITECTURE = "gemma3", "Gemma3ForConditionalGeneration"
 
 
 @config.config
-class Config(config.Decoder):
-    """Sizes and constants."""
+class Config(sight.Around):
+    """The language model, the tower, and how many tokens become of an image; two others stand around these."""
 
-    DEFAULTS = dict(
-        vocab=262208, embed=2304, ffn=9216, layers=26, heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
-    )  # fmt: skip
-    attn_bias: bool = config.hf("attention_bias", False)
-    query_scale: int = config.hf("query_pre_attn_scalar", 256)
-    act: str = config.act("hidden_activation", "gelu_pytorch_tanh")
-    softcap: float | None = config.hf("final_logit_softcapping", None)
-    window: int = config.hf("sliding_window", 4096)
-    kinds: tuple[str, ...] = config.computed(kinds, lambda k: {"layer_types": list(k)})
-    rope: tuple[ops.Rope, ops.Rope] = config.ropes(
-        lambda d: (local_rope(d), config.rope(d, d["head_dim"], theta=1e6, layer_type=FULL))
-    )
+    ONLY = dict.fromkeys(("vocab_size", "tie_word_embeddings"), config.ANY)
+    text: Any = config.computed(lambda d: sight.language(d, "gemma3_text", tied=True), sight.write_language)
+    vision: Any = sight.tower_config("siglip_vision_model")
+    image: int = config.hf("image_token_index", 262_144)
+    begin: int = config.hf("boi_token_index", 255_999)
+    end: int = config.hf("eoi_token_index", 256_000)
+    tokens: int = config.hf("mm_tokens_per_image", 256)
+
+
+def side(cfg: Config) -> int:
+    """Give how many patches lie along the side of the square that becomes an entry; ConfigError if they do not divide."""
+    n = cfg.vision.side // isqrt(cfg.tokens)
+    if n**2 * cfg.tokens != cfg.vision.side**2:
+        found = f"found {cfg.tokens} of {cfg.vision.side} x {cfg.vision.side} patches"
+        raise config.ConfigError(f"config field 'mm_tokens_per_image': {found}; expected as many equal squares")
+    return n
 
 
 def spec(cfg: Config) -> dict:
-    """Declare every array; norm scales are stored around zero."""
-    return gemma2.spec(cfg, builders.qk_norm("model.layers.{layers}.self_attn.", cfg, builders.bias))
+    """Declare every array; see `sight.spec`. The scale of the projector's norm is stored around zero."""
+    name, d, _ = "multi_modal_projector.", cfg.vision.embed, side(cfg)
+    project = Param("embed channels", (cfg.embed, d), normal(builders.STD),
+                    name + "mm_input_projection_weight", "channels embed")  # fmt: skip
+    norm = builders.bias(name + "mm_soft_emb_norm.weight", d, "channels")
+    return sight.spec(cfg, {"norm": norm, "out": project})
 
 
-@builders.hidden("attention")
-def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*rows entries D"]:
+    """Compute what stands in the place of tokens: an entry of each square of patches, which stand one after the other."""
+    (x,) = sight.of_tower(cfg).states(params["vision"], patches, cfg.vision, (-1,))
+    x = sublayers.layer_norm(x, params["vision"], "norm", cfg.vision.norm_eps)
+    x = x.reshape(len(x), -1, side(cfg) ** 2, x.shape[-1]).mean(2)
+    x = ops.rms_norm(x, params["projector"]["norm"], cfg.vision.norm_eps, offset=1.0)
+    return sight.entries(ops.einsum("npc,dc->npd", x, params["projector"]["out"]), patches.values.shape[:-2])
+
+
+@builders.hidden("attention", encode=encode, ahead=lambda cfg: True)
+def hidden(
+    params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None
+) -> tuple[Array, ops.Carry]:
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    of_kind = {SLIDING: (cfg.rope[0], cfg.window), FULL: (cfg.rope[1], None)}
-    blocks = {
-        kind: gemma2.block(cfg, batch, rope, ops.Mask(cfg.query_scale**-0.5, window=window))
-        for kind, (rope, window) in of_kind.items()
-    }
-    return gemma2.walk(params, tokens, cfg, blocks, carry, remat)
+    return sight.walk(params, tokens, cfg, batch, carry, remat)
 
 
-state_spec, head, forward = builders.kv_state, builders.head, builders.forward(hidden)
+rename, state_spec, head = sight.rename, sight.state_spec, sight.head
+forward = builders.forward(hidden, head)

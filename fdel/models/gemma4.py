@@ -1,230 +1,137 @@
-"""Gemma 4, text (Google, 2026): Gemma 3's sandwich, a wider head on global layers, inputs per layer, shared keys, MoE."""
+"""Gemma 4 (Google, 2026): a language model that sees: its tower's states, averaged in squares, stand as tokens."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from fdel import ops
-from fdel.models import builders, config
-from fdel.models.config import FULL, SLIDING
-from fdel.models.keys import mapping
-from fdel.params.spec import Param, ones
+from fdel.models import builders, config, gemma4_text, sight
+from fdel.models.pixtral import theta
+from fdel.params.spec import Param, normal, stack
 
-MODEL_TYPE, ARCHITECTURE = "gemma4_text", "Gemma4ForCausalLM"
-OWN, SHARED = "own", "shared"  # keys and values: of this layer, or those of the last layer of its type that has some
-ROPES = {
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-}
-
-
-def kinds(d: dict) -> tuple[tuple[str, str], ...]:
-    """Read (attention, whose keys) of each layer; the last is always full, and the last num_kv_shared_layers share."""
-    n, shared = d["num_hidden_layers"], d.get("num_kv_shared_layers", 0)
-    types = config.layer_types(d, [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(n)], (FULL, SLIDING))
-    types = (*types[:-1], FULL)
-    if shared and set(types[: n - shared]) != set(types):
-        found = f"found {shared}, a type of layer has no keys then"
-        raise config.ConfigError(f"config field 'num_kv_shared_layers': {found}")
-    return tuple((t, SHARED if i >= n - shared else OWN) for i, t in enumerate(types))
-
-
-def rope(d: dict, kind: str) -> ops.Rope:
-    """Read the rotary parameters of a type of layer."""
-    dim = d["head_dim"] if kind == SLIDING else d["global_head_dim"]
-    return config.rope(d | {"rope_parameters": d.get("rope_parameters") or ROPES}, dim, layer_type=kind)
+MODEL_TYPE, ARCHITECTURE = "gemma4", "Gemma4ForConditionalGeneration"
+HEARS = ("model.audio_tower.", "model.embed_audio.")  # what hears is left out
 
 
 @config.config
-class Config(config.Decoder):
-    """Sizes and constants. `experts`, `top_k` and `moe_ffn` are of a branch beside the feed-forward, None without one."""
+class Vision:
+    """Sizes and constants of the tower."""
 
-    DEFAULTS = dict(
-        vocab=262144, embed=2304, ffn=9216, layers=30, heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True,
-    )  # fmt: skip
-    ONLY = {"use_bidirectional_attention": "vision"}  # which is that of images
+    MODEL_TYPE = "gemma4_vision"
+    ONLY = {"use_clipped_linears": False, "attention_bias": False, "max_position_embeddings": config.ANY}
+    embed: int = config.hf("hidden_size", 768)
+    ffn: int = config.hf("intermediate_size", 3072)
+    layers: int = config.hf("num_hidden_layers", 16)
+    heads: int = config.hf("num_attention_heads", 12)
+    kv_heads: int = config.hf("num_key_value_heads", 12)
+    head_dim: int = config.hf("head_dim", 64)
     act: str = config.act("hidden_activation", "gelu_pytorch_tanh")
-    softcap: float | None = config.hf("final_logit_softcapping", None)
-    window: int = config.hf("sliding_window", 512)
-    full_head_dim: int = config.hf("global_head_dim", 512)
-    full_kv_heads: int | None = config.hf("num_global_key_value_heads", None)
-    shared_kv: bool = config.hf("attention_k_eq_v", False)  # values of full layers are their keys, before norm and rope
-    attn_bias: bool = config.hf("attention_bias", False)
-    wide: bool = config.hf("use_double_wide_mlp", False)  # in layers that share keys
-    input_vocab: int = config.hf("vocab_size_per_layer_input", 262144)
-    input_dim: int = config.hf("hidden_size_per_layer_input", 256)
-    moe: bool = config.hf("enable_moe_block", False)
-    experts: int | None = config.hf("num_experts", None)
-    top_k: int | None = config.hf("top_k_experts", None)
-    moe_ffn: int | None = config.hf("moe_intermediate_size", None)
-    kinds: tuple[tuple[str, str], ...] = config.computed(
-        kinds, lambda k: {"layer_types": [t for t, _ in k], "num_kv_shared_layers": sum(s == SHARED for _, s in k)}
+    norm_eps: float = config.hf("rms_norm_eps", 1e-6)
+    theta: float = config.computed(theta, lambda v: {"rope_parameters": {"rope_type": "axial", "rope_theta": v}})
+    side: int = config.hf("pooling_kernel_size", 3)  # patches along the side of the square that becomes an entry
+    patch: int = config.hf("patch_size", 16)  # pixels along a side
+    places: int = config.hf("position_embedding_size", 10_240)  # the most rows and columns
+    standard: bool = config.hf("standardize", False)
+
+
+@config.config
+class Config(sight.Around):
+    """The language model and the tower."""
+
+    ONLY = dict.fromkeys(
+        "vocab_size tie_word_embeddings audio_config boi_token_id eoi_token_id video_token_id boa_token_id eoa_token_index "
+        "audio_token_id".split(), config.ANY)  # fmt: skip
+    text: Any = config.computed(
+        lambda d: sight.language(d, "gemma4_text", tied=True),
+        lambda v: sight.write_language(v) | {"audio_config": None},
     )
-    rope: Any = config.ropes(lambda d: (rope(d, SLIDING), rope(d, FULL)))
-
-    @classmethod
-    def from_hf(cls, d: Mapping[str, Any]) -> "Config":
-        """Read the dict of a config.json, whose per_layer_config, if it has one, says how full layers differ."""
-        if isinstance(d, Mapping) and d.get("per_layer_config") is not None:
-            layers = mapping("per_layer_config", d["per_layer_config"]).values()
-            other = [mapping("per_layer_config", x) for x in layers]
-            if any(x != other[0] or not x.keys() <= {"head_dim", "num_key_value_heads"} for x in other):
-                raise config.ConfigError("config field 'per_layer_config': full layers that differ are not understood")
-            own = {"head_dim": d.get("head_dim", 256)} | dict(*other[:1])
-            full = {"global_head_dim": own["head_dim"], "num_global_key_value_heads": own.get("num_key_value_heads")}
-            d = {k: v for k, v in d.items() if k != "per_layer_config"} | full
-        cfg = config.from_hf(cls, d)
-        sizes = (cfg.experts, cfg.top_k, cfg.moe_ffn) if cfg.moe else (1,)
-        if not all(sizes) or cfg.heads % cfg.attention(FULL).kv_heads:
-            found = f"found experts, top_k_experts and their size = {sizes}, {cfg.full_kv_heads} global heads of keys"
-            raise config.ConfigError(f"config fields: {found}; expected what fits {cfg.heads} heads and each other")
-        return cfg
-
-    def attention(self, kind: str) -> "Config":
-        """Give the Config with the heads of a type of layer."""
-        if kind == SLIDING:
-            return self
-        kv_heads = self.full_kv_heads if self.shared_kv and self.full_kv_heads else self.kv_heads
-        return replace(self, head_dim=self.full_head_dim, kv_heads=kv_heads)
+    vision: Any = sight.tower_config("gemma4_vision")
+    image: int = config.hf("image_token_id", 258_880)
 
 
-def attention_spec(cfg: Config, kind: tuple[str, str], name: str) -> dict:
-    """Declare the attention of a layer; some have neither keys nor values of their own, some no values."""
-    own = cfg.attention(kind[0])
-    tree = builders.gqa(name, own, biased=cfg.attn_bias) | builders.qk_norm(name, own)
-    lacks = "kv" if kind[1] == SHARED else "v" if cfg.shared_kv and kind[0] == FULL else ""
-    return {k: p for k, p in tree.items() if k[0] not in lacks}
-
-
-def moe_spec(cfg: Any, name: str) -> dict:
-    """Declare the experts beside the feed-forward; the file holds gate and up of an expert in one tensor."""
-    d, n = cfg.embed, cfg.experts
-    norm = lambda part: builders.norm(f"{name}{part}.weight", d)
+def tower(cfg: Vision, name: str) -> dict[str, Any]:
+    """Declare the arrays of the tower."""
+    d, layer, inner = (
+        cfg.embed,
+        name + "encoder.layers.{layers}.",
+        lambda p: replace(p, hf=p.hf.replace("_proj.", "_proj.linear.")),
+    )
+    norms = dict(attn_norm="input", attn_post_norm="post_attention", mlp_norm="pre_feedforward",
+                 mlp_post_norm="post_feedforward")  # fmt: skip
+    maps = builders.gqa(layer + "self_attn.", cfg) | builders.glu(layer + "mlp.", d, cfg.ffn)
+    tree = {
+        **{part: builders.norm(f"{layer}{file}_layernorm.weight", d) for part, file in norms.items()},
+        **{part: inner(p) for part, p in maps.items()}, **builders.qk_norm(layer + "self_attn.", cfg),
+    }  # fmt: skip
+    table = name + "patch_embedder.position_embedding_table"
+    standard = {"mean": builders.bias(name + "std_bias", d), "scale": builders.norm(name + "std_scale", d)}
     return {
-        "router": builders.matrix(name + "router.proj.weight", ("embed", d), ("experts", n)),
-        "router_scale": builders.norm(name + "router.scale", d),
-        "expert_scale": builders.norm(name + "router.per_expert_scale", n, "experts"),
-        "experts": builders.fused_experts(name + "experts.", d, cfg.moe_ffn, n),
-        "moe_norm": norm("pre_feedforward_layernorm_2"), "moe_post_norm": norm("post_feedforward_layernorm_2"),
-        "dense_post_norm": norm("post_feedforward_layernorm_1"),
+        "patch": builders.matrix(name + "patch_embedder.input_proj.weight", ("channels", 3 * cfg.patch**2), ("embed", d)),
+        "positions": Param("rep positions embed", (2, cfg.places, d), normal(builders.STD), table),
+        "layers": stack(tree, "layers", range(cfg.layers)), **(standard if cfg.standard else {}),
     }  # fmt: skip
 
 
+def states(params: Any, patches: ops.Patches, cfg: Vision, places: tuple[int, ...]) -> tuple[Array, ...]:
+    """Compute hidden states [images patches D] at places as transformers counts. Patches past the tables give NaN."""
+    values, at, _ = sight.flat(patches, params["patch"].dtype)
+    x, real = ops.einsum("npk,dk->npd", 2 * (values - 0.5), params["patch"]), at[..., 0] >= 0
+    axes = at[..., 2], at[..., 1]  # columns, then rows
+    for table, i in zip(params["positions"], axes, strict=True):
+        x = x + ops.embed(table, jnp.where(real, i, 0))
+    segments = jnp.where(real, 0, -1)
+    batch = ops.Packed(jnp.broadcast_to(jnp.arange(x.shape[1]), segments.shape), segments, single=True)
+    rots = [ops.rotation(ops.Rope(cfg.head_dim // 2, cfg.theta), replace(batch, positions=i)) for i in axes]
+    turn = lambda x: jnp.concatenate([ops.rope(h, rot) for h, rot in zip(jnp.split(x, 2, -1), rots, strict=True)], -1)
+    norm, act = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps), ops.ACTIVATIONS[cfg.act]
+
+    def block(x, carry, p, layer):
+        h = norm(x, p["attn_norm"])
+        q, k, v = (ops.einsum("npd,hkd->nphk", h, p[i]) for i in "qkv")
+        q, k, v = turn(norm(q, p["q_norm"])), turn(norm(k, p["k_norm"])), norm(v, None)
+        a, carry = ops.attend(batch, carry, layer, q, k, v, mask=ops.Mask(1.0, causal=False))
+        x = x + norm(ops.einsum("nphk,dhk->npd", a, p["o"]), p["attn_post_norm"])
+        return x + norm(ops.glu(norm(x, p["mlp_norm"]), p, act), p["mlp_post_norm"]), carry
+
+    return sight.states_at(block, x, params["layers"], places)[1]
+
+
 def spec(cfg: Config) -> dict:
-    """Declare every array."""
-    name, embed, inputs = "model.layers.{layers}.", ("embed", cfg.embed), ("latent", cfg.input_dim)
-    norm = lambda part: builders.norm(f"{name}{part}.weight", cfg.embed)
-    more = moe_spec(cfg, name) if cfg.moe else {}
-    if cfg.input_dim:
-        more |= {
-            "input_gate": builders.matrix(name + "per_layer_input_gate.weight", embed, inputs),
-            "input_out": builders.matrix(name + "per_layer_projection.weight", inputs, embed),
-            "input_norm": norm("post_per_layer_input_norm"),
-        }
-
-    layer = lambda kind: more | {
-            "attn_norm": norm("input_layernorm"), **attention_spec(cfg, kind, name + "self_attn."),
-            "attn_post_norm": norm("post_attention_layernorm"), "mlp_norm": norm("pre_feedforward_layernorm"),
-            **builders.glu(name + "mlp.", cfg.embed, cfg.ffn * (2 if cfg.wide and kind[1] == SHARED else 1)),
-            "mlp_post_norm": norm("post_feedforward_layernorm"), "scale": Param("", (), ones, name + "layer_scalar", "1"),
-        }  # fmt: skip
-
-    tree, every = builders.decoder(cfg, layer), ("latent", cfg.layers * cfg.input_dim)
-    if not cfg.input_dim:
-        return tree
-    return tree | {
-        "input_embed": builders.matrix("model.embed_tokens_per_layer.weight", every, ("vocab", cfg.input_vocab)),
-        "input_project": builders.matrix("model.per_layer_model_projection.weight", embed, every),
-        "inputs_norm": builders.norm("model.per_layer_projection_norm.weight", cfg.input_dim, "latent"),
-    }
+    """Declare every array: the language model's at the top, the tower's below "vision", and the projector."""
+    inside = lambda p: replace(p, hf=p.hf.replace("model.", "model.language_model.", 1))
+    project = builders.matrix("model.embed_vision.embedding_projection.weight", ("channels", cfg.vision.embed),
+                              ("embed", cfg.embed))  # fmt: skip
+    text = jax.tree.map(inside, gemma4_text.spec(cfg.text))
+    return text | {"vision": tower(cfg.vision, "model.vision_tower."), "projector": {"out": project}}
 
 
 def rename(name: str, cfg: Config) -> str | None:
-    """Leave out keys and values of layers that use those of another; published files have them."""
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    idle = layer.isdecimal() and int(layer) >= cfg.layers - sum(own == SHARED for _, own in cfg.kinds)
-    return None if idle and part.startswith(("self_attn.k_", "self_attn.v_")) else name
+    """Leave out what the language model does, and what hears."""
+    if name.startswith(HEARS):
+        return None
+    inner = gemma4_text.rename(name.replace("model.language_model.", "model.", 1), cfg.text)
+    return None if inner is None or (cfg.tied and name.startswith("lm_head.")) else name
 
 
-def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int = 0) -> ops.State:
-    """Declare what serving must remember: pages of the sliding layers and of the full ones, whose heads differ."""
-    pool = lambda c, n: builders.kv_pages(n, c.kv_heads, c.head_dim, pages=pages, page=page)
-    return ops.State(tuple(pool(cfg.attention(kind), cfg.kinds.count((kind, OWN))) for kind in (SLIDING, FULL)))
+def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*rows entries D"]:
+    """Compute what stands in the place of tokens: an entry of each square of patches, which stand one after the other."""
+    (x,), p, v = states(params["vision"], patches, cfg.vision, (-1,)), params["vision"], cfg.vision
+    dtype, x = x.dtype, x.reshape(len(x), -1, v.side**2, x.shape[-1]).astype(jnp.float32).mean(2) * v.embed**0.5
+    x = (x - p["mean"].astype(jnp.float32)) * p["scale"].astype(jnp.float32) if v.standard else x
+    x = ops.rms_norm(x.astype(dtype), None, v.norm_eps)
+    return sight.entries(ops.einsum("npc,dc->npd", x, params["projector"]["out"]), patches.values.shape[:-2])
 
 
-def attention(h, carry, p, layer, kind, cfg: Config, batch, rot, mask):
-    """Attend with the layer's own keys and values, or with those of the last layer that has some."""
-    norm = lambda x, scale: ops.rms_norm(x, scale, cfg.norm_eps)
-    project = lambda i: ops.linear("...d,nhd->...nh", h, p[i], p.get(i + "_bias"))
-    q, pool = ops.rope(norm(project("q"), p["q_norm"]), rot), (SLIDING, FULL).index(kind[0])
-    place = ops.pool_index(cfg.kinds, {(kind[0], OWN)}, layer)
-    if kind[1] == SHARED:
-        k, v = carry.kept[kind[0]] if carry.kept else (None, None)
-        place = cfg.kinds.count((kind[0], OWN)) - 1
-    else:
-        k = project("k")
-        v = norm(project("v") if "v" in p else k, None)
-        k = ops.rope(norm(k, p["k_norm"]), rot)
-        carry = replace(carry, kept=carry.kept and carry.kept | {kind[0]: (k, v)})
-    a, carry = ops.attend(batch, carry, ops.Place(layer, pool, place), q, k, v, mask=mask)
-    return ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias")), carry
-
-
-def experts(x, carry, p, cfg: Any, batch):
-    """Apply the routed experts; the router reads the stream, normed without weights."""
-    h = ops.rms_norm(x, None, cfg.norm_eps) * p["router_scale"] * cfg.embed**-0.5
-    logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
-    weights, chosen = ops.route_softmax(logits, cfg.top_k, normalize=True)
-    carry = ops.watch_router(batch, carry, jax.nn.softmax(logits), chosen)
-    weights = weights * p["expert_scale"][chosen]
-    h = ops.rms_norm(x, p["moe_norm"], cfg.norm_eps)
-    return ops.moe(h, p["experts"], weights, chosen, ops.ACTIVATIONS[cfg.act]), carry
-
-
-def layer_inputs(params, x, tokens, cfg: Config):
-    """Give what each layer adds, [... layers channels]: of the token itself, and of its embedding."""
-    every = lambda y: y.reshape(*tokens.shape, cfg.layers, cfg.input_dim)
-    own = ops.embed(params["input_embed"], tokens) * jnp.asarray(cfg.input_dim**0.5, x.dtype)
-    project = ops.einsum("...d,cd->...c", x, params["input_project"]) * cfg.embed**-0.5
-    return (ops.rms_norm(every(project), params["inputs_norm"], cfg.norm_eps) + every(own)) * 2**-0.5
-
-
-@builders.hidden("attention", "router")
-def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
+@builders.hidden("attention", "router", encode=encode, ahead=lambda cfg: cfg.text.looks is not None)
+def hidden(
+    params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None
+) -> tuple[Array, ops.Carry]:
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    norm, act = lambda x, w: ops.rms_norm(x, w, cfg.norm_eps), ops.ACTIVATIONS[cfg.act]
-    x = ops.embed(params["embed"], tokens)
-    x = x * jnp.asarray(cfg.embed**0.5, x.dtype)  # the constant is rounded to the weights' dtype, as in the original
-    inputs = layer_inputs(params, x, tokens, cfg) if cfg.input_dim else None
-
-    def block(kind):
-        rot = ops.rotation(cfg.rope[kind[0] == FULL], batch)
-        mask = ops.Mask(1.0, window=cfg.window if kind[0] == SLIDING else None)
-
-        def apply(x, carry, p, layer):
-            a, carry = attention(norm(x, p["attn_norm"]), carry, p, layer, kind, cfg, batch, rot, mask)
-            x = x + norm(a, p["attn_post_norm"])
-            h = ops.glu(norm(x, p["mlp_norm"]), p, act)
-            if cfg.moe:
-                y, carry = experts(x, carry, p, cfg, batch)
-                h = norm(h, p["dense_post_norm"]) + norm(y, p["moe_post_norm"])
-            x = x + norm(h, p["mlp_post_norm"])
-            if inputs is not None:
-                h = act(ops.einsum("...d,cd->...c", x, p["input_gate"])) * inputs[..., layer, :]
-                x = x + norm(ops.einsum("...c,dc->...d", h, p["input_out"]), p["input_norm"])
-            return x * p["scale"], carry
-
-        return apply
-
-    if isinstance(batch, ops.Packed) and cfg.kinds[-1][1] == SHARED:
-        shape = lambda kind: (*tokens.shape, (c := cfg.attention(kind)).kv_heads, c.head_dim)
-        carry = replace(carry, kept={kind: (jnp.zeros(shape(kind), x.dtype),) * 2 for kind in (SLIDING, FULL)})
-    blocks = {kind: block(kind) for kind in sorted(set(cfg.kinds))}
-    x, carry = ops.layers(blocks, x, carry, params["layers"], cfg.kinds, remat=remat)
-    return norm(x, params["norm"]), carry
+    return sight.walk(params, tokens, cfg, batch, carry, remat)
 
 
-head, forward = builders.head, builders.forward(hidden)
+state_spec, head = sight.state_spec, sight.head
+forward = builders.forward(hidden, head)

@@ -29,9 +29,13 @@ LANGUAGES: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "qwen2": {},
     "qwen3": {},
+    "gemma3_text": {},
+    "gemma4_text": {},
+    "cohere2": {},
 }
 TOWERS = {
     "clip_vision_model": "clip",
+    "gemma4_vision": "gemma4",
     "pixtral": "pixtral",
     "siglip_vision_model": "siglip",
 }  # model_type of a vision_config -> file

@@ -49,7 +49,8 @@ def dense_weights(
     s = M.scores(mask, M.grouped(q, kv_heads), k.swapaxes(1, 2), M.grouped(alibi, kv_heads), qi, ki)
     s = s.reshape(s.shape[0], -1, *s.shape[3:])
     s = s if bias is None else s + bias
-    seen = M.visible(mask, qi, ki, *where.sides)[:, None]
+    (qs, ks), look = where.sides, where.ahead
+    seen = M.visible(mask, qi, ki, qs, ks, look)[:, None]
     s = jnp.where(seen, s, NEG)
     sink = jnp.float32(NEG) if sinks is None else sinks.astype(jnp.float32)[:, None, None]
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(s, -1, keepdims=True), sink))
@@ -155,6 +156,8 @@ def attend(
             raise ValueError("a Packed batch leaves no keys and values in Pages; use a Paged batch, or state None")
         if batch.prefix_ids is not None and (why := _no_prefix(mask, alibi, bias)):
             raise ValueError(f"Packed.prefix_ids: {why}")
+        if batch.ahead is not None and mask.chunk is not None:
+            raise ValueError("Packed.ahead with Mask.chunk: tokens see no others outside of their chunk; leave one out")
         batch = batch if mask.chunk is None else _in_chunks(batch, mask.chunk)
         kwargs: dict[str, Any] = {"sinks": sinks, "alibi": alibi, "bias": bias}
         q, k, v = (checkpoint_name(x, f"attn_{n}") for x, n in ((q, "query"), (k, "key"), (v, "value")))

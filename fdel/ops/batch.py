@@ -57,7 +57,7 @@ class Packed:
     samples go on from one prompt, computed once; -2 names none. Positions go on too. Only causal attention can do that.
     `single`: every row is one sequence, with padding at its end only; kernels that know lengths alone can serve that.
     `rotary` are the time, row and column by which a family with rotary embeddings of three components turns each token,
-    all three the position if it is None.
+    all three the position if it is None. `ahead` says how many tokens after its own each sees too, see `look_ahead`.
     """
 
     positions: Int[Array, "B T"]
@@ -66,15 +66,16 @@ class Packed:
     prefix_ids: Int[Array, "B T"] | None = None
     media: Media | None = None
     rotary: Int[Array, "B T 3"] | None = None
+    ahead: Int[Array, "B T"] | None = None
     single: bool = field(default=False, metadata={"static": True})
 
     @property
     def where(self) -> Where:
         """Segment ids as attention takes them; with prefixes a query has two."""
         if self.prefix_ids is None:
-            return Where(self.segment_ids, self.key_segment_ids, single=self.single)
+            return Where(self.segment_ids, self.key_segment_ids, ahead=self.ahead, single=self.single)
         keys = self.segment_ids if self.key_segment_ids is None else self.key_segment_ids
-        return Where(jnp.stack([self.segment_ids, self.prefix_ids], -1), keys)
+        return Where(jnp.stack([self.segment_ids, self.prefix_ids], -1), keys, ahead=self.ahead)
 
 
 @register
@@ -87,7 +88,7 @@ class Paged:
     `page_table` names the pages of each block's sequence; `rows` is the sequence's slot in recurrent state. A position
     of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing. With
     `trace_once` listed layers of one kind are traced and lowered once: a jitted program compiles in half the time.
-    `rotary` as in `Packed`.
+    `rotary` as in `Packed`, and `ahead`, which names tokens of the same call: none stands in pages that are to come.
     """
 
     positions: Int[Array, " T"]
@@ -97,6 +98,7 @@ class Paged:
     trace_once: bool = field(default=False, metadata={"static": True})
     media: Media | None = None
     rotary: Int[Array, "T 3"] | None = None
+    ahead: Int[Array, " T"] | None = None
 
 
 @register
@@ -154,6 +156,28 @@ def sequence_lengths(batch: Batch) -> Int[Array, "... T"]:
     ends = jnp.concatenate([s[..., 1:] != s[..., :-1], jnp.ones_like(s[..., :1], bool)], -1)
     last = jax.lax.cummin(jnp.where(ends, jnp.arange(t), t - 1), axis=s.ndim - 1, reverse=True)
     return jnp.take_along_axis(batch.positions, last, -1) + 1
+
+
+def look_ahead(batch: Batch) -> Int[Array, "... T"] | None:
+    """Count the tokens after each one of an image up to that image's last: they see each other. None without media.
+
+    An image is a run of neighbours with entries (`Media.index`) of one sequence, as transformers' Gemma 3 has it. A Paged
+    call has to hold the rest of each image that it has a token of.
+    >>> ops.look_ahead(replace(ops.packed(tokens), media=ops.Media(jnp.array([[-1, 0, 1, 2, -1, -1]]))))[0]
+    Array([0, 2, 1, 0, 0, 0], dtype=int32)
+    """
+    if batch.media is None:
+        return None
+    here, t = batch.media.index >= 0, batch.media.index.shape[-1]
+    if isinstance(batch, Paged):
+        rows, positions = jnp.repeat(batch.rows, batch.block, total_repeat_length=t), batch.positions
+        near = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
+    else:
+        near = batch.segment_ids[..., 1:] == batch.segment_ids[..., :-1]
+    ends = ~(near & here[..., 1:] & here[..., :-1])
+    ends = jnp.concatenate([ends, jnp.ones_like(here[..., :1])], -1)
+    last = jax.lax.cummin(jnp.where(ends, jnp.arange(t), t - 1), axis=here.ndim - 1, reverse=True)
+    return (last - jnp.arange(t)).astype(jnp.int32)
 
 
 def packed(tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None) -> Packed:

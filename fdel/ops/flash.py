@@ -59,8 +59,9 @@ def _blocked(s: Schedule, q: Array, k: Array, where: Where, *more: Array) -> tup
     block = min(s.block, longest) if s.loop else -(-longest // -(-longest // s.block))
     widths = lambda x: ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2))
     grow = lambda x, fill=0: jnp.pad(x, widths(x), constant_values=fill)
-    qs, ks = where.sides
-    where = replace(where, q_segments=grow(qs, -2), k_segments=grow(ks, M.HIDDEN))
+    (qs, ks), ahead = where.sides, where.ahead
+    ahead = ahead if ahead is None else grow(ahead)
+    where = replace(where, q_segments=grow(qs, -2), k_segments=grow(ks, M.HIDDEN), ahead=ahead)
     return (s._replace(block=block), where, *map(grow, (q, k, *more)))
 
 
@@ -106,9 +107,17 @@ def _sight(s: Schedule, m: Mask, where: Where, q: Array) -> tuple[Array, ...]:
     it depend on q in form: else JAX computes it before the loop over layers, and there one for each head.
     """
     if s.loop:
-        return where.sides
-    (qs, ks), _ = jax.lax.optimization_barrier((where.sides, q))
-    return (M.visible(m, jnp.arange(qs.shape[1]), jnp.arange(ks.shape[1]), qs, ks)[:, None, None],)
+        return (*where.sides, *([] if where.ahead is None else [where.ahead]))
+    ((qs, ks), ahead), _ = jax.lax.optimization_barrier(((where.sides, where.ahead), q))
+    return (M.visible(m, jnp.arange(qs.shape[1]), jnp.arange(ks.shape[1]), qs, ks, ahead)[:, None, None],)
+
+
+def _reach(s: Schedule, m: Mask, where: Where, sight: tuple[Array, ...]) -> tuple[Any, Any]:
+    """Give `Mask.reach`, and ahead as far as any query of the rows at hand looks."""
+    back, ahead = m.reach
+    if where.ahead is None or not m.causal:
+        return back, ahead
+    return back, sight[2].max() if s.loop else None
 
 
 def _seen(m: Mask, where: Where, sight: tuple[Array, ...], queries: Part, keys: Part) -> tuple[Array, Array, Array]:
@@ -116,8 +125,8 @@ def _seen(m: Mask, where: Where, sight: tuple[Array, ...], queries: Part, keys: 
     qi, ki = (start + part[0] + jnp.arange(part[1]) for start, part in zip(where.starts, (queries, keys), strict=True))
     if len(sight) == 1:
         return qi, ki, _cut(_cut(sight[0], queries, 3), keys, 4)
-    segments = (_cut(x, part, 1) for x, part in zip(sight, (queries, keys), strict=True))
-    return qi, ki, M.visible(m, qi, ki, *segments)[:, None, None]
+    sides = (_cut(x, part, 1) for x, part in zip(sight, (queries, keys, queries), strict=False))
+    return qi, ki, M.visible(m, qi, ki, *sides)[:, None, None]
 
 
 def _forward(s: Schedule, m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: Any) -> tuple:
@@ -134,7 +143,7 @@ def _forward(s: Schedule, m: Mask, q: Array, k: Array, v: Array, where: Where, s
                 qi, ki, seen = _seen(m, where, sight, queries, keys)
                 return M.online(carry, M.scores(m, qb, _cut(k, keys, 2), alibi, qi, ki), seen, _cut(v, keys, 2))
 
-            reached = span(q_start + first - k_start, s.block, m.reach, k.shape[2])
+            reached = span(q_start + first - k_start, s.block, _reach(s, m, where, sight), k.shape[2])
             out, lse = M.finish(_over(s, reached, k.shape[2], step, M.begin(qb.shape[:4], v.shape[-1], sinks)))
             return None, (out.astype(dtype), lse)
 
@@ -175,7 +184,7 @@ def _backward(
                 dv += over_queries(some[1], p)
                 return jax.lax.dynamic_update_slice_in_dim(dq, new, queries[0], 3), dk, dv
 
-            reached = span(k_start + first - q_start, s.block, m.reach[::-1], dq.shape[3])
+            reached = span(k_start + first - q_start, s.block, _reach(s, m, where, sight)[::-1], dq.shape[3])
             zeros = (jnp.zeros((*x.shape[:2], x.shape[3], s.block)) for x in (k, v))
             dq, dk, dv = _over(s, reached, dq.shape[3], step, (dq, *zeros))
             return dq, (dk.swapaxes(2, 3), dv.swapaxes(2, 3))

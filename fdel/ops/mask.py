@@ -61,13 +61,15 @@ class Where:
 
     Without `k_segments` keys have the segments of the queries, which may then not have two. Without starts both are the
     whole row: a kernel whose masks are static can serve that. Starts are arrays where a row is divided between devices.
-    `single`: a row is one sequence, with padding at its end only.
+    `single`: a row is one sequence, with padding at its end only. `ahead`: how many tokens behind its own each query sees
+    too under a causal mask, as those of an image see each other; a window bounds what is before it alone.
     """
 
     q_segments: Int[Array, "B T"] | Int[Array, "B T 2"]
     k_segments: Int[Array, "B S"] | None = None
     q_start: Int[Array, ""] | None = None
     k_start: Int[Array, ""] | None = None
+    ahead: Int[Array, "B T"] | None = None
     single: bool = field(default=False, metadata={"static": True})
 
     # Segment ids of queries and those of keys; indices in the row of the first query and the first key.
@@ -75,13 +77,18 @@ class Where:
     starts = property(lambda self: tuple(0 if x is None else x for x in (self.q_start, self.k_start)))
 
 
-def visible(m: Mask, qi: Array, ki: Array, qs: Array, ks: Array) -> Bool[Array, "B q s"]:
-    """Tell which keys each query sees, from indices in the row [q], [s] and segment ids [B q] or [B q 2], [B s]."""
+def visible(
+    m: Mask, qi: Array, ki: Array, qs: Array, ks: Array, look: Int[Array, "B q"] | None = None
+) -> Bool[Array, "B q s"]:
+    """Tell which keys each query sees, from indices in the row [q], [s] and segment ids [B q] or [B q 2], [B s].
+
+    `look` is `Where.ahead` of the queries.
+    """
     seen = qs[:, :, None] == ks[:, None, :] if qs.ndim == 2 else (qs[:, :, None] == ks[:, None, :, None]).any(-1)
     distance = ki[None, :] - qi[:, None]
     back, ahead = m.reach
     if ahead is not None:
-        seen &= distance <= ahead
+        seen &= distance <= (look[:, :, None] if look is not None and m.causal else ahead)
     return seen if back is None else seen & (distance >= -back)
 
 

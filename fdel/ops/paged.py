@@ -122,15 +122,16 @@ def paged_attention(
     keys, steps = per_step * size, -(-width // per_step)
     table = jnp.pad(batch.page_table, ((0, 0), (0, steps * per_step - width)), constant_values=total_pages)
     qi = batch.positions.reshape(blocks, 1, 1, batch.block)
+    ends = qi if batch.ahead is None else qi + batch.ahead.reshape(qi.shape)  # the last position that each sees
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
     side = channels // q.shape[-1]  # heads in a row; a query is zero where its row holds other heads
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
     values = (q.shape[-1] if v_dim is None else v_dim) * side
     q = q if side == 1 else spread(q, side)
 
-    def some(q: Array, qi: Array, table: Array) -> Array:
+    def some(q: Array, qi: Array, ends: Array, table: Array) -> Array:
         """Attend from some of the blocks."""
-        last = qi.max(-1)[..., None]
+        last = ends.max(-1)[..., None]
 
         def step(j: Any, carry: tuple) -> tuple:
             ids = jax.lax.dynamic_slice_in_dim(table, j * per_step, per_step, 1)
@@ -138,7 +139,7 @@ def paged_attention(
             k = _load(state.k, state.k_scale, layer, ids, q.dtype)
             v = k[..., :values] if state.v is None else _load(state.v, state.v_scale, layer, ids, q.dtype)
             v = jnp.where((ki <= last)[..., 0, :, None], v, 0)  # stale NaN times 0 would be NaN
-            seen = ki <= qi[..., None]
+            seen = ki <= ends[..., None]
             if mask.window is not None:
                 seen &= ki > qi[..., None] - mask.window
             if mask.chunk is not None:
@@ -153,6 +154,6 @@ def paged_attention(
             carry = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
         return finish(carry)[0].astype(q.dtype)
 
-    out = each_row(some, q, qi, table, loop=steps > 1)
+    out = each_row(some, q, qi, ends, table, loop=steps > 1)
     out = out if side == 1 else gathered(out, side)
     return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, out.shape[-1])

@@ -39,6 +39,8 @@ def unsupported(q: Array, k: Array, v: Array, where: Where, *, bias: Any, **_: A
         return "no mesh with an axis sp > 1 is set (jax.set_mesh), or it is divided already"
     if q.shape[1] % n:
         return f"rows of {q.shape[1]} tokens cannot be divided by sp={n}"
+    if where.ahead is not None:
+        return "tokens that see later ones (Packed.ahead), whose keys may be on another device"
     return no_bias(bias=bias)
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fdel import models, ops, params
-from fdel.models import config, deepseek_v3, gemma3, gpt2, kimi_linear, llama, mixtral, qwen3
+from fdel.models import config, deepseek_v3, gemma3_text, gpt2, kimi_linear, llama, mixtral, qwen3
 
 BASE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             max_position_embeddings=128)  # fmt: skip
@@ -44,7 +44,7 @@ def test_defaults_are_those_of_transformers():
         (llama, {"rope_scaling": {"type": "linear"}}, r"'rope_parameters' of type 'linear' lacks factor"),
         (qwen3, {"layer_types": ["full_attention", "sparse"]}, r"'layer_types': found .*'sparse'"),
         (qwen3, {"layer_types": ["full_attention"]}, r"'layer_types': found .*expected 2 values"),
-        (gemma3, {"use_bidirectional_attention": True}, r"'use_bidirectional_attention': found True"),
+        (gemma3_text, {"use_bidirectional_attention": True}, r"'use_bidirectional_attention': found True"),
         (gpt2, {"scale_attn_by_inverse_layer_idx": True}, r"'scale_attn_by_inverse_layer_idx': found True"),
         (deepseek_v3, {"hidden_act": "tanh3"}, r"'hidden_act': found 'tanh3'"),
         (deepseek_v3, {"topk_group": 1, "n_routed_experts": 16}, r"found 8 of 16 experts in 1 of 8 groups"),
@@ -136,7 +136,9 @@ PUBLISHED = {
         "sliding_window_pattern": 6, "num_hidden_layers": 26},
     "gemma-3-27b": {"model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
         "image_token_index": 262144, "mm_tokens_per_image": 256, "text_config": GEMMA_27B, "torch_dtype": "bfloat16",
-        "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"}},
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
+            "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+            "vision_use_head": False}},
 }  # fmt: skip
 PUBLISHED |= published.EXPERTS | published.DENSE | published.GPTS
 
@@ -198,9 +200,9 @@ def test_a_key_that_nothing_reads_is_refused_unless_it_says_no(name):
 
 def test_keys_around_and_inside_a_text_config_are_named():
     d = PUBLISHED["gemma-3-27b"]
-    assert gemma3.Config.from_hf(d) == gemma3.Config.from_hf(GEMMA_27B)
-    assert json.loads(gemma3.Config.from_hf(d).source)["eos_token_id"] == [1, 106]
-    assert not gemma3.Config.from_hf(d | {"tie_word_embeddings": False}).tied
+    assert gemma3_text.Config.from_hf(d) == gemma3_text.Config.from_hf(GEMMA_27B)
+    assert json.loads(gemma3_text.Config.from_hf(d).source)["eos_token_id"] == [1, 106]
+    assert not gemma3_text.Config.from_hf(d | {"tie_word_embeddings": False}).tied
     for change, message in (
         ({"text_config": GEMMA_27B | {"alibi": True}}, "text_config: config field 'alibi': found True"),
         ({"text_config": GEMMA_27B | {"hidden_size": "5376"}}, "text_config: config field 'hidden_size': found '5376'"),
@@ -209,7 +211,7 @@ def test_keys_around_and_inside_a_text_config_are_named():
         ({"text_config": None}, "'num_hidden_layers'|'boi_token_index': found 255999"),
     ):
         with pytest.raises(config.ConfigError, match=message):
-            gemma3.Config.from_hf(d | change)
+            gemma3_text.Config.from_hf(d | change)
 
 
 # ---- hostile files -------------------------------------------------------------------------------------------------

@@ -56,13 +56,13 @@ def shift_window(scale, **kwargs):
 
 # name -> (what is replaced in fdel.ops, how to make the replacement, entries whose logits must change)
 MUTATIONS = {
-    "no_rope": ("rope", lambda: lambda x, rot: x, ["llama", "qwen3", "gemma3", "mixtral"]),
-    "zero_q": ("attend", lambda: zero_q, ["llama", "gpt2", "qwen3", "gemma3"]),
-    "swap_gate_up": ("glu", lambda: swap_gate_and_up, ["llama", "qwen3", "gemma3"]),
-    "shift_window": ("Mask", lambda: shift_window, ["gemma3", "mixtral", "qwen3:sliding"]),
+    "no_rope": ("rope", lambda: lambda x, rot: x, ["llama", "qwen3", "gemma3_text", "mixtral"]),
+    "zero_q": ("attend", lambda: zero_q, ["llama", "gpt2", "qwen3", "gemma3_text"]),
+    "swap_gate_up": ("glu", lambda: swap_gate_and_up, ["llama", "qwen3", "gemma3_text"]),
+    "shift_window": ("Mask", lambda: shift_window, ["gemma3_text", "mixtral", "qwen3:sliding"]),
     "skip_first_bias": ("linear", lambda: skip_bias(1), ["gpt2", "llama:bias_llama3", "qwen3:sliding"]),
     "skip_fourth_bias": ("linear", lambda: skip_bias(4), ["gpt2", "llama:bias_llama3", "qwen3:sliding"]),
-    "norm_offset": ("rms_norm", lambda: other_offset, ["llama", "gemma3"]),
+    "norm_offset": ("rms_norm", lambda: other_offset, ["llama", "gemma3_text"]),
 }
 
 
@@ -76,7 +76,7 @@ def test_the_suite_finds_a_planted_mistake(mutation, name, tmp_path, monkeypatch
     assert suite.logits_error(case) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_the_suite_finds_leaks_between_segments_and_from_the_future(name, tmp_path, monkeypatch):
     case = suite.make_case(name, tmp_path)
 

@@ -23,7 +23,7 @@ FAMILIES = [n for n in tiny.TINY if ":" not in n]
 # What changes nothing that logits show, by a part of its line: what is watched or saved, dtypes, tiny constants.
 NEUTRAL = "watch_ checkpoint_name remat astype dtype chunk= isinstance 1e- LATENT_EPS norm_eps".split()
 # Lines that only families reach which borrow the function; an index past the end, which is the last one.
-OF_OTHERS = {"mamba": "(y, None, eps)", "mamba2": "gate_first", "gemma4": "OWN)) - 1"}
+OF_OTHERS = {"mamba": "(y, None, eps)", "mamba2": "gate_first", "gemma4_text": "OWN)) - 1"}
 UNSEEN = ("head", "rename", "encode", "project")  # by logits of text; images are in test_sight.py
 CALLS = set("norm rms_norm layer_norm rope rope_interleaved l2norm softplus sigmoid silu exp act".split())
 

@@ -20,7 +20,7 @@ PROMPTS = [rng.integers(8, VOCAB, n).tolist() for n in (3, 1, 12, 40, 64, 9)]
 # ---- greedy --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_equals_naive(pair, name) -> None:
     """Mixed lengths: the naive tokens, log-probabilities within 1e-5. For the other families see the engine's tests."""
     model = pair(name)[1]
@@ -284,7 +284,7 @@ def test_beam_search_equals_transformers(pair, options: dict, ends) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_beam_scores_equal_a_full_forward(pair, name: str) -> None:
     """Beams keep their own cache, pages and recurrent slots alike, while they are reordered."""
     model = pair(name)[1]

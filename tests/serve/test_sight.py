@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from fdel import models, ops, params, serve
 from fdel.media import clip, sight
+from fdel.models import builders
 from fdel.serve.engine.engine import Engine, Settings
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.pictures import Holders, Image, PromptMedia, prompt_media, rounded
@@ -57,14 +59,14 @@ def model() -> models.Model:
 
 
 @lru_cache
-def program(images: tuple[int, ...]):
+def program(family, images: tuple[int, ...]):
     """The next token of a padded row whose pictures have so many patches, each encoded alone and not padded."""
 
     @jax.jit
     def step(weights, tokens, length, index, rotary, patches):
         values = jnp.concatenate([seer.encode(weights, ops.Patches(v[None], p[None]), CFG) for v, p in patches])
         batch = replace(ops.packed(tokens, length), media=ops.Media(index, values[None]), rotary=rotary)
-        return jnp.argmax(seer.forward(weights, tokens, CFG, batch)[0][0, length[0] - 1])
+        return jnp.argmax(family.forward(weights, tokens, CFG, batch)[0][0, length[0] - 1])
 
     return step
 
@@ -77,7 +79,7 @@ def naive(model, tokens: list[int], media: PromptMedia, most: int) -> list[int]:
         row, index = np.zeros((1, CONTEXT), np.int32), np.full((1, CONTEXT), -1, np.int32)
         row[0, : len(said)], index[0, : len(tokens)] = said, media.index
         turns = media.turns(0, CONTEXT).astype(np.int32)[None]
-        step = program(tuple(len(v) for v, _ in patches))
+        step = program(model.family, tuple(len(v) for v, _ in patches))
         said.append(int(step(model.params, row, np.array([len(said)], np.int32), index, turns, patches)))
     return said[len(tokens) :]
 
@@ -124,6 +126,42 @@ def test_output_is_that_of_a_full_forward(model, wanted, options):
         assert cached == ([0] * 6 if not again or "cache" in options else [0, 128, 64, 128, 0, 64])
     encoded = e.stats()["pictures encoded"]
     assert encoded > 3 if "media_bytes" in options else encoded == 3 or options
+
+
+@pytest.fixture(scope="module")
+def looking(model) -> models.Model:
+    """The tokens of a picture see each other."""
+    hidden = builders.hidden("attention", encode=seer.encode, rotary=True, ahead=lambda cfg: True)(seer.hidden.walk)
+    family = ModuleType("looking")
+    vars(family).update({**vars(seer), "hidden": hidden, "forward": builders.forward(hidden, seer.head)})
+    return model._replace(family=family)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(dict(budget=72, drafts=3), marks=pytest.mark.slow),
+     *(pytest.param(o, marks=[pytest.mark.slow, pytest.mark.matrix]) for o in (dict(), dict(budget=90, overlap=False)))],
+    ids=str,
+)  # fmt: skip
+def test_pictures_whose_tokens_see_each_other_stay_whole(looking, wanted, options):
+    """In chunks that end at their edges, beside texts, found pages that end inside of one, and drafts."""
+    e, asked = engine(looking, **dict(budget=72) | options), []
+    e._core.schedule.chunk = 16  # beside sequences that decode: a picture takes more
+    plan = e._core.schedule.plan
+    e._core.schedule.plan = lambda *a: asked.append(plan(*a)) or asked[-1]
+    texts = [np.random.default_rng(5).integers(10, VOCAB, n).tolist() for n in (3, 70)]
+    tokens, media = [*texts, *(p for p, _ in SHOWN)], [None, None, *(m for _, m in SHOWN)]
+    want = [naive(looking, *p, 10) for p in SHOWN]
+    assert all(a != b for a, b in zip(want, wanted, strict=True))
+    for again in range(2):
+        got = e.generate(tokens, ASKED, media=media)
+        assert [g.tokens for g in got[2:]] == want
+        assert [g.cached for g in got] == ([0] * 6 if not again else [0, 64, 0, 128, 64, 128])
+    chunks = [c for p in asked for c in p.chunks if c.request.media is not None]
+    assert len(chunks) > 8 and not any(c.request.media.inside[c.start + c.count] for c in chunks if not c.last)
+    assert any(c.request.media.inside[c.start] for c in chunks)
+    with pytest.raises(ValueError, match="found 70 tokens of a picture, which see each other, expected at most 64"):
+        engine(looking, budget=64).submit(*SHOWN[2][:1], ASKED, media=SHOWN[2][1])
 
 
 @pytest.mark.slow

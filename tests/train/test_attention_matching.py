@@ -19,7 +19,7 @@ from fdel import ops, params, train  # noqa: E402
 from fdel.models import llama, mamba2  # noqa: E402
 
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
-NAMES = ["llama", "gpt2", "gemma3", "qwen3:sliding", "mixtral", "deepseek_v3", "qwen3_next"]
+NAMES = ["llama", "gpt2", "gemma3_text", "qwen3:sliding", "mixtral", "deepseek_v3", "qwen3_next"]
 FEWER = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
 
 

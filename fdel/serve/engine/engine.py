@@ -152,7 +152,8 @@ class Engine(Reading):
             ends |= {i for i in special_stops(tok, sampling.stops) if i < vocab}
         keyed = replace(sampling, seed=noise(sampling.seed, prompt, index))
         row = sampling_rows([keyed], [len(prompt)], [ends], [room], vocab=vocab)
-        request = Request(next(self._ids), prompt, len(prompt), len(prompt) + room, media=media)
+        whole = media is not None and self._device.whole
+        request = Request(next(self._ids), prompt, len(prompt), len(prompt) + room, media=media, whole=whole)
         if media is not None:
             self._device.check_media(media, prompt)
         self._core.schedule.check(request)

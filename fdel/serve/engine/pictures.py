@@ -74,6 +74,24 @@ class PromptMedia:
         """What is added to the position of a token after the prompt: there all three components are the same."""
         return 0 if self.rotary is None else int(self.rotary.max()) + 1 - len(self.index)
 
+    @functools.cached_property
+    def inside(self) -> np.ndarray:
+        """Whether tokens 0 to n - 1 and the others part a run of entries, for each n up to the length of the prompt."""
+        here = np.pad(self.index >= 0, 1)
+        return here[1:] & here[:-1]
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The most tokens of a run of entries."""
+        return int(np.diff(np.flatnonzero(~self.inside)).max(initial=0))
+
+    def edge(self, start: int, stop: int) -> int:
+        """Give the last place up to `stop` where a chunk from `start` on may end that parts no run; else the next."""
+        if stop >= len(self.index):
+            return stop
+        edges = np.flatnonzero(~self.inside[start + 1 :]) + start + 1
+        return int(edges[max(0, int(np.searchsorted(edges, stop, "right")) - 1)])
+
     def shown(self, start: int, stop: int) -> list[int]:
         """Name the pictures that stand at the tokens from start to stop."""
         used = self.index[start:stop]
@@ -88,10 +106,18 @@ class PromptMedia:
             out[: len(inside)] = inside
         return out
 
+    def _runs(self, start: int, stop: int) -> tuple[int, int]:
+        """Widen a part of the prompt to whole runs of entries."""
+        if stop <= start:
+            return start, stop
+        before = np.flatnonzero(~self.inside[: start + 1])
+        return int(before[-1]), stop + int(np.flatnonzero(~self.inside[stop:])[0])
+
     def mark(self, start: int, stop: int) -> bytes:
         """Tell what the tokens from start to stop do not: empty where no picture stands and nothing is turned otherwise."""
         out, stop = [], min(stop, len(self.index))
-        for i in self.shown(start, stop):
+        first, last = self._runs(start, stop)  # the states of its tokens may depend on all of a run
+        for i in self.shown(first, last):
             out += [self.images[i].digest, (self.index[start:stop] - self.starts[i]).astype("<i8").tobytes()]
         turns = self.turns(start, stop)
         if (turns != np.arange(start, stop)[:, None]).any():

@@ -54,6 +54,9 @@ class Schedule:
         if self.pool.needed(request.limit) > self.pool.total:
             found = f"{request.limit} tokens, the cache holds {self.pool.total * self.pool.size}"
             raise ValueError(f"prompt and output may take {found}; lower max_tokens, or give the engine more pages")
+        if request.whole and (longest := request.media.longest) > self.budget:
+            found = f"found {longest} tokens of a picture, which see each other, expected at most {self.budget}"
+            raise ValueError(f"{found}: all are computed in one step; show a smaller one, or raise the engine's budget")
 
     def add(self, request: Request) -> None:
         """Queue a request, which `check` has passed."""
@@ -120,6 +123,9 @@ class Schedule:
             if request.decoding:
                 continue
             count = min(len(request.tokens) - request.computed, room, blocks * self.block)
+            count = self._whole(request, count, plan)
+            if not count:
+                continue
             last = request.computed + count == len(request.tokens)
             plan.chunks.append(Chunk(request, request.computed, count, last))
             request.computed += count
@@ -127,6 +133,18 @@ class Schedule:
             room, blocks = room - count, blocks - -(-count // self.block)
             self._count(request, int(last), count)
         return plan
+
+    def _whole(self, r: Request, count: int, plan: StepPlan) -> int:
+        """Say how many tokens a chunk takes that may take `count`, so that it parts no picture that has to stay whole.
+
+        One picture may take what the step's budget leaves, whoever decodes beside it; 0: it waits until there is more.
+        """
+        if not r.whole:
+            return count
+        end = r.media.edge(r.computed, r.computed + count) - r.computed
+        blocks = -(-self.budget // self.block) - sum(-(-c.count // self.block) for c in plan.chunks)
+        left = min(self.budget - sum(c.count for c in plan.chunks), blocks * self.block)
+        return end if end <= max(count, left) else 0
 
     def _count(self, r: Request, most: int, cost: int) -> None:
         r.in_flight, r.unread, r.most = r.in_flight + 1, r.unread + (most > 0), r.most + most

@@ -24,12 +24,12 @@ class Seeing(Compiling):
     def _open_eyes(self, sight: Any, most: int) -> None:
         """Make room for what is encoded: `most` bytes, or what all rows could show. ValueError for a model of text."""
         self.sight, self.example, self.like, self.holders, self.entries = sight, None, None, Holders(0), None
-        family, self.turned = self.model.family, False
+        family, self.turned, self.whole = self.model.family, False, False
         if sight is None:
             return
         if not hasattr(family, "encode"):
             raise ValueError(f"sight is given, but {family.MODEL_TYPE} reads text alone; leave it out")
-        self.turned = family.hidden.rotary
+        self.turned, self.whole = family.hidden.rotary, family.hidden.ahead(self.model.cfg)
         picture = sights.prepare(sight, np.zeros((SIDE, SIDE, 3), np.uint8))
         self.example = len(picture.patches), picture.patches.shape[1]
         self.like = encoded(family, self.model.cfg, self.weights[""], (rounded(self.example[0]), self.example[1]))

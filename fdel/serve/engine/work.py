@@ -19,6 +19,7 @@ class Request:
     salt: bytes = b""  # who may share its pages
     adapter: str = ""
     media: Any = None  # its pictures, a `pictures.PromptMedia`
+    whole: bool = False  # the tokens of a picture see each other: no chunk ends inside of one
     after: "Request | None" = None  # the first output of the same request: wait until that is computed
     arrival: int = 0
     row: int = NO_ROW  # its row on the device, while it runs

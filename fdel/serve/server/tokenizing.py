@@ -158,6 +158,7 @@ class PromptEncoder:
             )
         except text.ChatError as e:
             raise APIError(f"the messages do not fit this model's chat template: {e}", param="messages") from e
+        said = sights.written(self.sight, said)
         self.look(said)
         ids: list[int] = []
         for i, part in enumerate(re.split(nonce + "([0-9]{6})", said)):  # text and numbers of special tokens take turns

@@ -12,10 +12,10 @@ DENSE = GEMMA | dict(num_hidden_layers=3, layer_types=[SLIDING, SLIDING, FULL], 
 PROPORTIONAL = dict(rope_type="proportional", rope_theta=1e5, partial_rotary_factor=0.5, factor=2.0)
 
 TINY = {
-    "gemma4": Entry("Gemma4TextConfig", SHARED, "Gemma4ForCausalLM", wiring=True),
-    "gemma4:dense": Entry("Gemma4TextConfig", DENSE | dict(attention_bias=True, tie_word_embeddings=False,
+    "gemma4_text": Entry("Gemma4TextConfig", SHARED, "Gemma4ForCausalLM", wiring=True),
+    "gemma4_text:dense": Entry("Gemma4TextConfig", DENSE | dict(attention_bias=True, tie_word_embeddings=False,
                      rope_parameters={SLIDING: dict(rope_type="default", rope_theta=2e4), FULL: PROPORTIONAL}),
                      "Gemma4ForCausalLM"),
-    "gemma4:moe": Entry("Gemma4TextConfig", DENSE | dict(enable_moe_block=True, num_experts=6, top_k_experts=2,
+    "gemma4_text:moe": Entry("Gemma4TextConfig", DENSE | dict(enable_moe_block=True, num_experts=6, top_k_experts=2,
                    moe_intermediate_size=40, use_bidirectional_attention="vision"), "Gemma4ForCausalLM"),
 }  # fmt: skip

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
+from .dense import SLIDING as WINDOW
 from .dense import TUNED
-from .entry import BASE, Entry
+from .entry import BASE, FULL, Entry
 from .experts import LLAMA4
 
 CLIP = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3,
@@ -34,8 +35,34 @@ TILED = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, interme
              rope_parameters=dict(rope_type="default", rope_theta=100.0))  # fmt: skip
 FOUR = dict(text_config=LLAMA4 | dict(model_type="llama4_text", num_experts_per_tok=2, interleave_moe_layer_step=2),
             vision_config=TILED, image_token_index=IMAGE)  # fmt: skip
+# The window is shorter than an image, whose tokens see each other.
+GEMMA = BASE | dict(model_type="gemma3_text", head_dim=24, query_pre_attn_scalar=20, sliding_window=5,
+                    num_hidden_layers=3, layer_types=[WINDOW, WINDOW, FULL])  # fmt: skip
+SQUARE = dict(text_config=GEMMA, vision_config=SIGLIP | dict(image_size=24, vision_use_head=False), mm_tokens_per_image=9,
+              image_token_index=IMAGE, boi_token_index=113, eoi_token_index=114)  # fmt: skip
+TILES = dict(
+    text_config=BASE | dict(model_type="cohere2", logit_scale=0.25, sliding_window=8, num_hidden_layers=4),
+    vision_config=SIGLIP, image_token_index=IMAGE, alignment_intermediate_size=72, downsample_factor=2,
+)  # fmt: skip
+ANY_SIZE = dict(
+    text_config=BASE | dict(model_type="gemma4_text", head_dim=16, global_head_dim=32, sliding_window=8,
+                            num_hidden_layers=4, layer_types=[WINDOW, FULL, WINDOW, FULL], num_kv_shared_layers=2,
+                            vocab_size_per_layer_input=128, hidden_size_per_layer_input=12, rms_norm_eps=0.01),
+    vision_config=dict(model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+                       num_attention_heads=2, num_key_value_heads=1, patch_size=4, pooling_kernel_size=2,
+                       position_embedding_size=24),
+    image_token_id=IMAGE, boi_token_id=113, eoi_token_id=114,
+)  # fmt: skip
+BOTH_WAYS = ANY_SIZE | dict(
+    vision_config=ANY_SIZE["vision_config"] | dict(standardize=True),
+    text_config=ANY_SIZE["text_config"] | dict(use_bidirectional_attention="vision", pad_token_id=120),
+)
 TINY = {
     "llama4": Entry("Llama4Config", FOUR, "Llama4ForConditionalGeneration", loss=3),
+    "gemma4": Entry("Gemma4Config", BOTH_WAYS, "Gemma4ForConditionalGeneration"),
+    "gemma4:causal": Entry("Gemma4Config", ANY_SIZE, "Gemma4ForConditionalGeneration"),
+    "aya_vision": Entry("AyaVisionConfig", TILES, "AyaVisionForConditionalGeneration"),
+    "gemma3": Entry("Gemma3Config", SQUARE, "Gemma3ForConditionalGeneration"),
     "llava:siglip": Entry("LlavaConfig", POOLED, "LlavaForConditionalGeneration"),
     "llava": Entry("LlavaConfig", LLAVA, "LlavaForConditionalGeneration", wiring=True),
     "llava:full": Entry("LlavaConfig", ALL, "LlavaForConditionalGeneration"),
@@ -52,7 +79,10 @@ def processor(name: str):
     file, kind, values = PROCESSORS[name]
     if callable(file):
         return Ours(file, values)
-    return getattr(importlib.import_module(f"transformers.models.{file}"), kind)(**values)
+    module = importlib.import_module(f"transformers.models.{file}")
+    if hasattr(module, "_SUPPORTED_SOFT_TOKENS"):  # of at least 70, with which rows here would be long
+        module._SUPPORTED_SOFT_TOKENS = (*module._SUPPORTED_SOFT_TOKENS, FEW)
+    return getattr(module, kind)(**values)
 
 
 class Ours:
@@ -95,15 +125,28 @@ def in_rows(settings, rgb):
     return {"pixel_values": cut, "image_grid_thw": np.array(grid)}
 
 
-TOKENS = ["[IMG_BREAK]", "[IMG_END]", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>",
-          "<|image_end|>"]  # fmt: skip
+TOKENS = (
+    "[IMG_BREAK] [IMG_END] [IMG_BEGIN] <|START_OF_IMG|> <|END_OF_IMG|> TILE_GLOBAL <image> TILE_1 TILE_2 TILE_3 TILE_4 "
+    "<|image_start|> <|tile_x_separator|> <|tile_y_separator|> <|image|> <|image_end|>"
+).split()
 EDGE = dict(size=dict(shortest_edge=16), crop_size=dict(height=16, width=16))
 OF_LLAVA = ("llava.image_processing_pil_llava", "LlavaImageProcessorPil")
 OF_PIXTRAL = "pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"
 SQUARES = dict(size=dict(longest_edge=32), patch_size=dict(height=8, width=8))
+FEW = 8
+FEW_TOKENS = ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil",
+           dict(patch_size=4, pooling_kernel_size=2, max_soft_tokens=FEW))  # fmt: skip
 PROCESSORS = {
     "kimi_vl": (in_rows, "", dict(in_token_limit=24, patch_size=4, pad_input=True)),
     "llama4": (tiled, "", dict(size=dict(height=16, width=16), max_patches=4)),
+    "gemma4": FEW_TOKENS,
+    "gemma4:causal": FEW_TOKENS,
+    "aya_vision": (
+        "got_ocr2.image_processing_pil_got_ocr2",
+        "GotOcr2ImageProcessorPil",
+        dict(size=dict(height=16, width=16), crop_to_patches=True, max_patches=4),
+    ),
+    "gemma3": ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil", dict(size=dict(height=24, width=24))),
     "llava:siglip": (
         "siglip.image_processing_pil_siglip",
         "SiglipImageProcessorPil",
