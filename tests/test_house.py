@@ -549,8 +549,8 @@ LATER = (
     "olmo2 olmo3 openelm seed_oss smollm3 stablelm xerxes xerxes2 minimax roberta gidd"
 ).split()
 LARGE = set(
-    "arctic dbrx falcon falcon_h1 gemma2 gemma4_text gidd glm_moe_dsa gpt_oss kimi_linear llama4_text mamba minimax openelm "
-    "opt qwen2_moe roberta rwkv xerxes xerxes2".split()
+    "arctic dbrx falcon falcon_h1 gemma2 gemma4_text gidd glm_moe_dsa gpt_oss kimi_linear llama4_text mamba minimax "
+    "openelm opt qwen2_moe roberta rwkv xerxes xerxes2".split()
 )
 
 
