@@ -163,7 +163,8 @@ def look_ahead(batch: Batch) -> Int[Array, "... T"] | None:
 
     An image is a run of neighbours with entries (`Media.index`) of one sequence, as transformers' Gemma 3 has it. A Paged
     call has to hold the rest of each image that it has a token of.
-    >>> ops.look_ahead(replace(ops.packed(tokens), media=ops.Media(jnp.array([[-1, 0, 1, 2, -1, -1]]))))[0]
+    >>> seen = ops.Media(jnp.array([[-1, 0, 1, 2, -1, -1]]))
+    >>> ops.look_ahead(ops.Packed(jnp.arange(6)[None], jnp.zeros((1, 6), int), media=seen))[0]
     Array([0, 2, 1, 0, 0, 0], dtype=int32)
     """
     if batch.media is None:
