@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,10 +17,12 @@ from tokenizers import models as kinds
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 PIL = pytest.importorskip("PIL.Image", reason="extra `media`")
 
-from fdel import models, recipe, text  # noqa: E402
+from fdel import models, recipe, serve, text  # noqa: E402
 from fdel.media import sight  # noqa: E402
-from fdel.recipe import build, config  # noqa: E402
-from fdel.train import data, losses, metrics  # noqa: E402
+from fdel.recipe import build  # noqa: E402
+from fdel.recipe import seeing as sights  # noqa: E402
+from fdel.train import data, losses, metrics, rollout  # noqa: E402
+from fdel.train.rollout.sight import shown  # noqa: E402
 from tests.models import tiny  # noqa: E402
 
 TEMPLATE = (  # as LLaVA's: contents are lists of parts
@@ -133,7 +136,7 @@ def test_rows_with_images_are_what_transformers_learns(seeing, name, tmp_path):
     path, oracle, *_ = seeing(name)
     rows = chats(tmp_path)
     plain = run_file(path, rows, tmp_path / "out", num_train_epochs=1)
-    see = config.seeing(plain)
+    see = sights.seeing(plain)
     (batch,) = batches(plain)
     tok = build.build_tokenizer(plain)
     listed = lambda m: m if isinstance(m["content"], list) else said(m["role"], m["content"])
@@ -278,7 +281,7 @@ def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_
     model = models.load(path, dtype=jnp.float32)
     got = jax.jit(losses.completion_logps(model.family, model.cfg))(model.params, batch)["logps"]
     count = lambda t: int((t == token).sum())
-    of = {count(np.array(sight.prepare(config.seeing(made), pixels(i)).run)): i for i in (0, 2, 3)}
+    of = {count(np.array(sight.prepare(sights.seeing(made), pixels(i)).run)): i for i in (0, 2, 3)}
     for row in range(4):
         for side in range(2):
             n = batch["lengths"][row, side]
@@ -286,7 +289,7 @@ def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_
             shown = []
             if count(tokens):
                 values = np.asarray(batch["media"].inputs.values[row, side, 0])
-                see = config.seeing(made)
+                see = sights.seeing(made)
                 shown = [
                     i
                     for i in (0, 2, 3)
@@ -300,3 +303,57 @@ def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_
             want = sum(float(logp[t - 1, tokens[t]]) for t in range(1, n) if mask[t])
             np.testing.assert_allclose(got[row, side], want, rtol=1e-5)
     assert len(of) and len({float(x) for x in np.asarray(got).ravel()}) == 8
+
+
+def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tmp_path):
+    """What the engine says of its tokens, training says of them too, 1e-4, and transformers; also over two turns."""
+    path, oracle, *_ = seeing("llava")
+    model, see, tok = models.load(path, dtype=jnp.float32, stacked=False), sight.read(path), text.load(path)
+    found = data.tasks(data.Source(str(chats(tmp_path))), data.Settings(batch=1, length=64, sight=see), tok)
+    settings = serve.Settings(rows=4, batches=(4,), budget=32, max_length=96)
+    again = lambda s: rollout.Said([70, 71], done=s.info["turns"] > 1)
+    engine = serve.Engine(model, settings, tokenizer=tok, sight=see, eos=[75, 78, 81, 84, 87, 90])
+    ask = serve.SamplingParams(max_tokens=12, temperature=1.0)
+    samples = rollout.rollout(engine, found.rows, ask, samples=2, seed=0, turn=again)
+    engine.close()
+    assert any(s.info["turns"] > 1 for s in samples) and len(samples) == 8
+    media = partial(shown, sight=see)
+    batch = rollout.collate(samples, np.ones(8), length=96, media=media)
+    told = jax.jit(losses.token_logps(model.family, model.cfg))(models.load(path, dtype=jnp.float32).params, batch)
+    drawn = batch["mask"]
+    assert drawn.sum() > 8
+    np.testing.assert_allclose(np.asarray(told)[drawn], (batch["logps"] + batch["kept"])[drawn], atol=1e-4)
+    for number, row in ((1, 2), (3, 6)):
+        inputs, _ = wanted(seeing, "llava", [samples[row].tokens.tolist()], list(SHOWN[number]))
+        with torch.no_grad():
+            logp = torch.log_softmax(oracle(**inputs).logits[0], -1).numpy()
+        at = np.flatnonzero(samples[row].drawn)
+        np.testing.assert_allclose(logp[at - 1, samples[row].tokens[at]], samples[row].logps[at], atol=1e-4)
+    with pytest.raises(ValueError, match="rows hold one sample, in one process"):
+        rollout.collate(samples, np.ones(8), length=96, shared=True, media=media)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_grpo_and_dpo_learn_from_images(seeing, lora, tmp_path):
+    """Run files to their end: the metrics are finite, and DPO with a reference computed before is DPO with one beside."""
+    path, *_ = seeing("llava")
+    (tmp_path / "near.py").write_text(
+        "def brief(completions, **_):\n    return [float(len(c) % 5) for c in completions]\n"
+    )
+    how = dict(reward_functions=[{"path": f"{tmp_path / 'near.py'}:brief"}], num_generations=2, max_completion_length=8,
+               total_batch_size=4, num_train_epochs=1, max_training_steps=2, lora=lora)  # fmt: skip
+    made = run_file(path, chats(tmp_path), tmp_path / "grpo", trainer_type="grpo", **how)
+    with pytest.raises(recipe.RecipeError, match="rollout_ahead: the prompts show images"):
+        recipe.train(made.set("trainer.rollout_ahead", 1))
+    recipe.train(made)
+    assert all(np.isfinite(row["loss"]) for row in curve(tmp_path / "grpo"))
+    how = dict(trainer_type="dpo", lora=lora, max_training_steps=2)
+    rows = pairs(tmp_path)
+    recipe.train(run_file(path, rows, tmp_path / "a", **how))
+    recipe.train(run_file(path, rows, tmp_path / "b", precompute_ref_log_probs=True, **how))
+    a, b = curve(tmp_path / "a"), curve(tmp_path / "b")
+    np.testing.assert_allclose([r["loss"] for r in a], [r["loss"] for r in b], rtol=1e-4)
+    np.testing.assert_allclose(a[0]["loss"], np.log(2), rtol=1e-5)
+    assert a[1]["loss"] < 0.69

@@ -261,7 +261,8 @@ def hidden(
         def hidden(params, tokens, cfg, batch=None, state=None, taps=None, *, remat=None):
             batch, carry = begin(tokens, batch, state, taps, has, takes)
             if encode and (media := carry.media) is not None and media.values is None:
-                carry = replace(carry, media=replace(media, values=encode(params, media.inputs, cfg), inputs=None))
+                with ops.rematerialising(remat):
+                    carry = replace(carry, media=replace(media, values=encode(params, media.inputs, cfg), inputs=None))
             x, carry = walk(params, tokens, cfg, batch, carry, remat)
             return x, carry.state, carry.taps
 

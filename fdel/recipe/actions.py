@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import config, fits, parse, samples, serving
+from fdel.recipe import config, fits, parse, samples, seeing, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
@@ -135,7 +135,7 @@ def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -
             said["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
             file.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
     if first:
-        for file in config.processor_files(s.recipe):
+        for file in seeing.processor_files(s.recipe):
             for there in {out, whole}:
                 (there / file.name).write_bytes(file.read_bytes())
         text.save(tok, out)

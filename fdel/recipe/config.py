@@ -11,10 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from fdel import models, params
-from fdel.media import sight
-from fdel.media.sight import Sight
 from fdel.params.hf_layout import matrix
-from fdel.params.quantize import MATRICES
 from fdel.recipe import names, parse
 from fdel.recipe.methods import Lora
 from fdel.recipe.read import Recipe
@@ -22,7 +19,6 @@ from fdel.recipe.schema import Model as Source
 from fdel.recipe.settled import Settled
 
 DROPOUT = "dropout|pdrop|layerdrop|drop_path"  # in the names of config.json
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SECONDS = 5  # for a pattern of target_modules
 
 
@@ -51,26 +47,6 @@ def read(recipe: Recipe) -> tuple[ModuleType, Any]:
     else:
         family, cfg = models.read_config(params.resolve(given(source), revision=source.extra_kwargs.revision))
     return family, changed(recipe, family, cfg)
-
-
-def seeing(recipe: Recipe) -> Sight | None:
-    """Read how the model sees, of the image processor's file in its directory; None if it does not."""
-    source = recipe.model
-    if not source.name_or_path:
-        return None
-    try:
-        return sight.read(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
-    except ValueError as e:
-        raise parse.RecipeError(f"model.name_or_path: {e}") from e
-
-
-def processor_files(recipe: Recipe) -> list[Path]:
-    """List the files of the model's directory that say how images are prepared."""
-    source = recipe.model
-    if not source.name_or_path:
-        return []
-    folder = Path(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
-    return [f for name in PROCESSORS if (f := folder / name).is_file()]
 
 
 def changed(recipe: Recipe, family: ModuleType, cfg: Any) -> Any:
@@ -148,7 +124,7 @@ def lora_targets(lora: Lora, spec: Any) -> str:
     What matches nothing, or some layers alone, is a RecipeError.
     """
     if lora.target_modules == "all-linear":
-        return MATRICES
+        return params.lora.TEXT
     modules = {
         path: [name.removesuffix(".weight") for name in params.hf_names(p)]
         for path, p in params.named_leaves(spec)

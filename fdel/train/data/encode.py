@@ -18,22 +18,24 @@ LONGEST = 2**24  # characters of a text: a tokenizer takes about 140 bytes for e
 TOGETHER = 2**22  # characters that are tokenized together, if it is more than one text
 SHOWN = 400  # characters of a complaint
 
-Given = tuple[str, Row | ValueError | None, Path | None]  # where a row stands, the row, the folder of its file
-
 
 class Refused(ValueError):
     """What no choice of rows can mend: a token that the model does not have, or images in rows that would cut them."""
 
 
-def encode_rows(rows: Sequence[Given], tok: text.Tokenizer, settings: Settings) -> tuple[list[Example], Report]:
-    """Make examples of (place, row, folder), in order. A row that cannot be used is noted, or raised as a ValueError.
+def encode_rows(
+    rows: Sequence[tuple[str, Row | ValueError | None]], tok: text.Tokenizer, settings: Settings,
+    folder: Path | None = None,
+) -> tuple[list[Example], Report]:  # fmt: skip
+    """Make examples of (place, row) pairs, in order; their images may be files below `folder`.
 
+    A row that cannot be used is noted, or raised as a ValueError.
     A token that the model does not have is a ValueError, unless the row brings it as an id: `Settings.vocab`.
     """
     found: list[tuple[str, Sides, dict]] = []
     report = Report(read=len(rows))
     listed = settings.sight is not None and bool(tok.templates) and not images.takes_texts(tok)
-    for place, row, folder in rows:
+    for place, row in rows:
         if row is None:
             report += note("left out by the transform", place)
             continue

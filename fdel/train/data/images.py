@@ -25,8 +25,8 @@ from fdel.train.data.files import Row, inside
 PIXELS = 2**26  # of an image, which takes three bytes for each, and many times that as patches
 LARGEST = 2**28  # bytes of an image's file
 KEYS = ("image", "image_url", "url", "path", "base64", "bytes")  # of a part of a message: what may name its image
-SEQUENCES = {"sft": (("text", "messages", "prompt", "completion"),), "prompt": (("messages", "prompt"),),
-             "pairs": (("prompt", "chosen"), ("prompt", "rejected"))}  # fmt: skip
+KINDS = ("sft", "prompt", "pairs")  # of data whose rows may show images
+CHATS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,31 @@ def taken(
     """
     column = row.get("images") if row.get("images") is not None else row.get("image")
     column = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
-    chats = [m for v in row.values() for m in (v if isinstance(v, list) else [v]) if isinstance(m, Mapping)]
+    said = [v if isinstance(v, list) else [v] for v in map(row.get, CHATS) if isinstance(v, list | Mapping)]
+    chats = [m for chat in said for m in chat if isinstance(m, Mapping)]
     images = bool(column) or any(_names_image(p) for m in chats for p in _parts(m))
-    if not images and not (listed and chats and kind in SEQUENCES):
+    if not images and not (listed and chats and kind in KINDS):
         return row, ()
-    if sight is None or kind not in SEQUENCES:
+    if sight is None or kind not in KINDS:
         why = "this model reads text alone" if sight is None else f"data of kind {kind!r} takes none"
         raise ValueError(f"the row shows images, but {why}; leave the row out, or its images")
     read = functools.lru_cache(maxsize=None)(lambda file, path: _shown(file, path, sight))
     changed, sides = dict(row), []
-    for names in SEQUENCES[kind]:
-        said, found = _side({n: row[n] for n in names if row.get(n) is not None}, column)
-        changed |= said
+    for names in _sequences(row, kind):
+        plain, found = _side({n: row[n] for n in names if row.get(n) is not None}, column)
+        changed |= plain
         sides.append(tuple(read(*_file(x, folder)) for x in found))
     return changed, tuple(sides) if images else ()
+
+
+def _sequences(row: Row, kind: str) -> tuple[tuple[str, ...], ...]:
+    """Name the columns that make each sequence, as `rows` reads them."""
+    if kind == "pairs":
+        return ("prompt", "chosen"), ("prompt", "rejected")
+    there = [n for n in ("messages", "prompt", "text") if row.get(n) is not None]
+    if kind == "prompt":
+        return (("prompt",),) if "prompt" in there else (("messages",),)
+    return (("prompt", "completion") if there[:1] == ["prompt"] else tuple(there[:1]),)
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:

@@ -145,6 +145,16 @@ def columns(sight: Sight, tokens: np.ndarray, shown: Sequence[Shown]) -> dict[st
     return {"index": np.array(out.index, np.int32), "rotary": rotary, "pictures": pictures}
 
 
+def longer(found: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Give the columns of a sequence that went on to `length` tokens."""
+    n = length - len(found["index"])
+    rotary = np.arange(n, dtype=np.int32)[:, None] + found["rotary"].max(initial=-1) + 1
+    return {
+        "index": np.pad(found["index"], (0, n), constant_values=-1), "pictures": found["pictures"],
+        "rotary": np.concatenate([found["rotary"], np.repeat(rotary, 3, 1)]),
+    }  # fmt: skip
+
+
 def none(positions: np.ndarray) -> dict[str, Any]:
     """Give the columns of a sequence without images, as `columns`."""
     return {

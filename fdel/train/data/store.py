@@ -19,7 +19,7 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data import pictures
-from fdel.train.data.encode import Given, encode_rows
+from fdel.train.data.encode import encode_rows
 from fdel.train.data.files import File, Row, Source, find, sliced, span
 from fdel.train.data.finish import Example
 from fdel.train.data.settings import PER_TOKEN, Report, Settings
@@ -88,13 +88,12 @@ def row_range(source: Source, before: int, total: int, table: Table, first: int 
     return range(first + max(0, -(-(low - first) // step)) * step, high, step)
 
 
-def prepare(table: Table, rows: range, source: Source, seen: set[str]) -> list[Given]:
+def prepare(table: Table, rows: range, source: Source, seen: set[str]) -> list[tuple[str, Row | ValueError | None]]:
     """Read rows with their places, renamed and transformed; None for a row that the transform leaves out.
 
     `seen` takes the names of their columns.
     """
-    found = zip(rows, _rows(table, rows), strict=True)
-    return [(table.place(i), _change(row, source, seen), table.folder) for i, row in found]
+    return [(table.place(i), _change(row, source, seen)) for i, row in zip(rows, _rows(table, rows), strict=True)]
 
 
 def _rows(table: Table, rows: range) -> list[Row | ValueError]:
@@ -148,7 +147,7 @@ def tokenize(source: Source, tok: text.Tokenizer, settings: Settings) -> Iterato
             rows = row_range(source, before, total, table)
             before += table.length
             for i in range(0, len(rows), CHUNK):
-                yield prepare(table, rows[i : i + CHUNK], source, seen), tok, settings
+                yield prepare(table, rows[i : i + CHUNK], source, seen), tok, settings, table.folder
         check_columns(source, seen)
 
     with ThreadPoolExecutor(settings.threads) as pool:

@@ -110,7 +110,7 @@ class StreamIterator(grain.DatasetIterator):
                 self.places[lane] = turn, at + 1, stream.process[0]
                 continue
             seen = self.seen.setdefault(id(source), (source, set()))[1]
-            examples, report = encode_rows(prepare(table, rows, source, seen), stream.tok, settings)
+            examples, report = encode_rows(prepare(table, rows, source, seen), stream.tok, settings, table.folder)
             found += examples
             stream.report += report
             self.places[lane] = turn, at, rows[-1] + stream.process[1]
