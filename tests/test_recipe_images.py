@@ -130,7 +130,8 @@ def batches(made: recipe.Recipe):
     return list(recipe.build_dataset(made, build.build_tokenizer(made)))
 
 
-@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen2_vl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", pytest.param("mistral3", marks=pytest.mark.matrix), "qwen2_vl"])
 def test_rows_with_images_are_what_transformers_learns(seeing, name, tmp_path):
     """Of all forms of images, one row each and packed: the loss 1e-5, its weight exactly."""
     path, oracle, *_ = seeing(name)
@@ -172,6 +173,7 @@ def curve(out: Path) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_goes_on_bit_by_bit_and_its_model_sees(seeing, tmp_path):
     """Packed rows, saved after two of four steps; a cache of tokens holds the images' files."""
     path, *_ = seeing("llava")
@@ -272,7 +274,8 @@ def pairs(folder: Path) -> Path:
     return rows
 
 
-@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
 def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_path):
     """The log-probability of each completion after a prompt with images: 1e-5."""
     path, oracle, processor, token = seeing(name)
@@ -305,6 +308,7 @@ def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_
     assert len(of) and len({float(x) for x in np.asarray(got).ravel()}) == 8
 
 
+@pytest.mark.slow
 def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tmp_path):
     """What the engine says of its tokens, training says of them too, 1e-4, and transformers; also over two turns."""
     path, oracle, *_ = seeing("llava")

@@ -199,6 +199,7 @@ def test_pairs_with_media_are_rows_with_media(seen):
     assert turned.rotary.shape == (2, tokens.shape[1], 3)
 
 
+@pytest.mark.slow
 def test_rematerialisation_reaches_the_tower(seen):
     """Its layers too compute again what a policy does not save, with the same gradient: 1e-6."""
     c = seen("llava")
