@@ -71,9 +71,7 @@ def collate(
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
     if any(s.task.images for s in samples):
         if packed or most or media is None:
-            raise ValueError(
-                "tasks show pictures: rows hold one sample, in one process; give media=partial(shown, sight=...)"
-            )
+            raise ValueError("pictures: rows hold one sample, in one process; give media=partial(shown, sight=...)")
         found |= media(samples, (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}
