@@ -304,7 +304,10 @@ IMPOSSIBLE = [
     ({"distributed": {"coordinator": "h:1", "processes": 2}}, "found processes 2 and process_id None, expected 0 <="),
     ({"distributed": {"processes": 2}}, "distributed.coordinator: missing; give the host:port"),
     ({"mixture": {}}, "mixture.informs: empty"),
-    ({"mixture": {"informs": [{"type": "visual"}]}}, "mixture.informs[0].type: visual: images are not"),
+    (
+        {"mixture": {"informs": [{"type": "visual"}]}},
+        "mixture.informs[0].type: visual: rows with images are of any type",
+    ),
     ({"mixture": {"informs": [{"name": "a"}], "mixture_weights": {"b": 1}}}, "mixture.mixture_weights.b: no data set"),
     (
         {"mixture": {"informs": [{}], "batch_size": 16}, "trainer": {"total_batch_size": 8}},

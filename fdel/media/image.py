@@ -59,6 +59,20 @@ def decode(data: bytes, *, pixels: int) -> np.ndarray:
         raise ImageError(f"the image cannot be read ({type(e).__name__}: {e}); it is cut off or broken") from e
 
 
+def encode(image: Any) -> bytes:
+    """Write an image, pillow's or uint8[H W 3], as a PNG file, upright."""
+    pillow, out = _pillow(), io.BytesIO()
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise ValueError(f"found an image {image.dtype}{list(image.shape)}, expected uint8[height, width, 3]")
+        image = pillow.fromarray(image)
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    (image if image.mode in ("RGB", "RGBA", "L", "P") else image.convert("RGBA")).save(out, "PNG")
+    return out.getvalue()
+
+
 def _pillow() -> Any:
     try:
         from PIL import Image

@@ -37,7 +37,7 @@ from fdel.ops.embed import embed, entries, place
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
 from fdel.ops.grouped import grouped_matmul
 from fdel.ops.head import Head, logits
-from fdel.ops.layers import layers, pool_index
+from fdel.ops.layers import layers, pool_index, rematerialising
 from fdel.ops.mask import Mask
 from fdel.ops.mla import mla
 from fdel.ops.moe import moe

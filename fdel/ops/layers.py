@@ -1,6 +1,7 @@
 """Walk the layers of a model, stacked (`lax.scan`) or listed (a Python loop), with rematerialisation by name."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 from fdel.ops.carry import Carry, watch_hidden
 from fdel.ops.shard import shard
 
+_remat = jax.make_user_context(None)  # the policy of layers whose call names none
 # block(x, carry, params of one layer, layer index) -> (x, carry)
 Block = Callable[[jax.Array, Carry, Any, Any], tuple[jax.Array, Carry]]
 
@@ -66,6 +68,13 @@ def remat_policy(name: str) -> Callable[..., Any]:
     return found(*targets) if colon else found
 
 
+@contextlib.contextmanager
+def rematerialising(remat: str | None) -> Iterator[None]:
+    """Walk layers inside, such as those of a tower, as `remat` says where the call names no policy."""
+    with _remat(remat):
+        yield
+
+
 def layers(
     block: Block | Mapping[Any, Block], x: Float[Array, "... D"], carry: Carry, tree: Any, kinds: tuple = (), *,
     remat: str | None = None,
@@ -78,6 +87,7 @@ def layers(
     index within one part of the state. State is a carry, never scanned over (that copies it).
     """
     blocks = block if isinstance(block, Mapping) else dict.fromkeys(kinds or (None,), block)
+    remat = _remat.value if remat is None else remat
     policy = None if remat is None else remat_policy(remat)
     blocks = {kind: _prepared(f, policy) for kind, f in blocks.items()}
     kind = lambda i: kinds[i] if kinds else next(iter(blocks))

@@ -14,19 +14,21 @@ from jaxtyping import Array, Int
 from fdel.ops.weights import Adapters, LowRank, dense, is_weight
 
 from .quantize import MATRICES, change, targets
-from .spec import named_leaves
+from .spec import named_leaves, unstack
 
 Tree = Any
+TEXT = r"^(?!.*\b(vision|audio)\b).*" + MATRICES  # those of the language model; a tower's have a name before theirs
 
 
 def add(
-    params: Tree, rank: int, alpha: float, where: str = MATRICES, *, key: jax.Array, spec: Tree, rslora: bool = False,
+    params: Tree, rank: int, alpha: float, where: str = TEXT, *, key: jax.Array, spec: Tree, rslora: bool = False,
     dtype: Any = jnp.float32,
 ) -> Tree:  # fmt: skip
-    """Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) b a.
+    r"""Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) b a.
 
-    a is uniform within 1/sqrt(inputs), b is zero, as in PEFT. Quantized bases stay so
-    (QLoRA, arXiv 2305.14314). As in `init`, an array's key is folded in from its path. Pure: jit it to keep shardings.
+    By default those of the language model's layers; a tower's are r"^vision\b". a is uniform within 1/sqrt(inputs),
+    b is zero, as in PEFT. Quantized bases stay so (QLoRA, arXiv 2305.14314). As in `init`, an array's key is folded in
+    from its path. Pure: jit it to keep shardings.
     >>> adapted = params.lora.add(weights, 2, 4.0, key=jax.random.key(2), spec=spec)
     >>> params.count(weights), params.count(adapted)
     (1704, 2230)
@@ -138,6 +140,16 @@ def graft(adapted: Tree, base: Tree) -> Tree:
     """
     on = lambda w, b: replace(w, base=b) if isinstance(w, LowRank) else b
     return jax.tree.map(on, adapted, base, is_leaf=is_weight)
+
+
+def listed(trainable: Tree, frozen: Tree) -> Tree:
+    """Unstack what `split` gave as trainable, for a frozen part of listed layers; a tower may have no adapter at all."""
+    if not jax.tree.leaves(trainable):
+        return jax.tree.map(lambda _: None, frozen, is_leaf=is_weight)
+    if not isinstance(frozen, Mapping):
+        return trainable
+    one = lambda k, v: unstack({k: v})[k] if k == "layers" and jax.tree.leaves(v) else listed(v, frozen[k])
+    return {k: one(k, v) for k, v in trainable.items()}
 
 
 def join(trainable: Tree, frozen: Tree) -> Tree:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fdel import models, params, report, text
-from fdel.recipe import config, fits, parse, samples, serving
+from fdel.recipe import config, fits, parse, samples, seeing, serving
 from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
@@ -130,11 +130,14 @@ def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -
         models.save(model, out)
     whole = out.with_name("merged") if s.lora and s.lora.merge else out
     if first and s.method.head and (file := whole / "config.json").is_file():
-        config = json.loads(file.read_text())
-        if config.get("pad_token_id") is None:  # by which transformers finds the last token of a padded row
-            config["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
-            file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        said = json.loads(file.read_text())
+        if said.get("pad_token_id") is None:  # by which transformers finds the last token of a padded row
+            said["pad_token_id"] = tok.ids.get("pad", tok.ids.get("eos"))
+            file.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
     if first:
+        for file in seeing.processor_files(s.recipe):
+            for there in {out, whole}:
+                (there / file.name).write_bytes(file.read_bytes())
         text.save(tok, out)
         if s.method.pooling:
             models.pooling.write(s.method.pooling(s.keys), whole, getattr(model.cfg, "width", model.cfg.embed))

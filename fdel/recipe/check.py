@@ -144,7 +144,7 @@ def _data(s: Settled) -> Iterator[str]:
     for where, informs in (("informs", m.informs), ("eval_informs", m.eval_informs)):
         for i, x in enumerate(informs):
             if x.type == "visual":
-                yield f"mixture.{where}[{i}].type: visual: images are not in this version"
+                yield f"mixture.{where}[{i}].type: visual: rows with images are of any type, as json or parquet"
             if x.split and x.dataset_split_name and x.split != x.dataset_split_name:
                 yield f"mixture.{where}[{i}]: split and dataset_split_name differ; they are one thing, give one"
     known = [x.name for x in m.informs if x.name]

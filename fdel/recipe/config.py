@@ -12,7 +12,6 @@ from typing import Any
 
 from fdel import models, params
 from fdel.params.hf_layout import matrix
-from fdel.params.quantize import MATRICES
 from fdel.recipe import names, parse
 from fdel.recipe.methods import Lora
 from fdel.recipe.read import Recipe
@@ -125,7 +124,7 @@ def lora_targets(lora: Lora, spec: Any) -> str:
     What matches nothing, or some layers alone, is a RecipeError.
     """
     if lora.target_modules == "all-linear":
-        return MATRICES
+        return params.lora.TEXT
     modules = {
         path: [name.removesuffix(".weight") for name in params.hf_names(p)]
         for path, p in params.named_leaves(spec)

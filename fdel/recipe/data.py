@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fdel import text
-from fdel.recipe import config, parse
+from fdel.recipe import config, parse, seeing
 from fdel.recipe.build import build_mesh
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Inform
@@ -71,7 +71,7 @@ def _dataset(
 ) -> data.Data:
     given, cache = build_sources(s, informs) if rows is None else rows, s.recipe.mixture.save.path
     mine, parts = (0, 1) if jax.process_count() == 1 else processes.share(build_mesh(s))
-    settings = dataclasses.replace(settings, vocab=config.read(s.recipe)[1].vocab)
+    settings = dataclasses.replace(settings, vocab=config.read(s.recipe)[1].vocab, sight=seeing.seeing(s.recipe))
     try:
         return data.dataset(
             given, settings, ending(s.recipe, tok), cache_directory=cache, process_index=mine, process_count=parts

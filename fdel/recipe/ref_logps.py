@@ -71,7 +71,8 @@ def _logps(s: Settled, model: models.Model) -> Callable[[Any], jax.Array]:
     def precise(weights: Any, batch: Any) -> jax.Array:
         sides = (batch, batch["kl"]) if "kl" in batch else (batch,)
         with s.computing():
-            each = [score(weights, {k: side[k] for k in ("tokens", "mask", "lengths")}) for side in sides]
+            names = ("tokens", "mask", "lengths", *losses.forward.SEEN)
+            each = [score(weights, {k: side[k] for k in names if k in side}) for side in sides]
             return jnp.stack([o["logps"] for o in each], 1)
 
     jitted = jax.jit(precise)

@@ -9,7 +9,7 @@ import jax
 from fdel import models, text
 from fdel.ops.weights import LowRank, is_weight
 from fdel.params import lora
-from fdel.recipe import build, parse
+from fdel.recipe import build, parse, seeing
 from fdel.recipe.settled import Settled
 from fdel.serve import Engine, SamplingParams, Settings
 from fdel.serve.engine import weights
@@ -50,7 +50,8 @@ def build_rival(s: Settled, model: models.Model, engine: Any, settings: Settings
             jax.eval_shape(lambda p: mixture.head(p, mixed.cfg).weight, both)
         except ValueError as e:
             raise parse.RecipeError(f"trainer.trainer_type: {s.method.name} samples a mixture, and {e}") from e
-    return Engine(weights.placed(mixed, s.serve_rules), settings, tokenizer=tok)
+    sees = seeing.seeing(s.recipe) if share == 1 else None
+    return Engine(weights.placed(mixed, s.serve_rules), settings, tokenizer=tok, sight=sees)
 
 
 def publish(rival: Engine | None, new: Any) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdel import models, params, text, train
 from fdel.params import lora
-from fdel.recipe import build, parse, rival, serving
+from fdel.recipe import build, parse, rival, seeing, serving
 from fdel.recipe.check import when
 from fdel.recipe.data import build_settings, build_sources
 from fdel.recipe.methods.samples import Rloo
@@ -71,10 +71,11 @@ def build_tasks(
         given = [replace(x, transform=partial(_with_tools, offered, x.transform)) for x in given]
     build_turn(s.keys.environment, tok)  # now, if there is none
     try:
-        settings = task_settings(s)
-        return data.tasks(given, replace(settings, batch=1) if held_out else settings, tok)
+        settings = replace(task_settings(s), sight=seeing.seeing(s.recipe))
+        found = data.tasks(given, replace(settings, batch=1) if held_out else settings, tok)
     except ValueError as e:
         raise parse.RecipeError(f"mixture.{'eval_' * held_out}informs: {e}") from e
+    return seeing.checked(s, found, jax.process_count())
 
 
 def _with_tools(offered: list[dict], before: Callable | None, row: Any) -> Any:
@@ -125,22 +126,23 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
     cast = jax.jit(build.cast(s, model, lambda trained, *_: inner(trained)))
     whole = here(model.params if s.lora else cast(model.params))
     alike, mesh = NamedSharding(mesh, PartitionSpec()), NO_MESH if apart else mesh
+    how: dict[str, Any] = {"tokenizer": tok, "sight": seeing.seeing(s.recipe)}
     with jax.set_mesh(mesh):  # what it computes with is here alone
         if not s.lora:
-            engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, tokenizer=tok)
+            engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, **how)
             other = rival.build_rival(s, model, engine, wanted, tok)
             return Policy(engine, lambda trained: here(cast(trained)) if several else inner(trained), bare, mesh, other)
         adapted = params.unstack(whole)
         base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
         on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
-        adapter = Adapter(Engine(base, wanted, tokenizer=tok, adapters={NAME: on_base}), NAME)
+        adapter = Adapter(Engine(base, wanted, adapters={NAME: on_base}, **how), NAME)
         other = rival.build_rival(s, model, adapter, wanted, tok)
     frozen = lora.split(on_base)[1]
 
     def served(trained: Any) -> Any:
         here = put(trained, alike) if several or apart else trained
         with jax.set_mesh(mesh):
-            return lora.join(params.unstack(here), frozen)
+            return lora.join(lora.listed(here, frozen), frozen)
 
     return Policy(adapter, served, bare, mesh, other)
 
@@ -155,7 +157,7 @@ def build_source(
     how: Any = s.method.samples
     mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
     most = k.max_completion_length if parts > 1 else None
-    put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most)
+    put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most, media=seeing.media(s.recipe))
     shared = put if (n := getattr(k, "samples_per_row", 1)) == 1 else share(s, put, n)
     how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
     how_many |= {"turn": build_turn(k.environment, tok)}

@@ -189,8 +189,10 @@ class Inform:
     num_rows: int | None = key(None, "rows at the most; default: all")
     format_fields: Mapping[str, str] | None = key(None, "columns to rename, old: new")
     weight: float | None = key(None, "share in the mixture; default: by length")
-    image_field: str | None = key(None, "column of an image", refuse="images are not in this version; remove it")
-    text_field: str | None = key(None, "column of an image's text", refuse="images are not in this version; remove it")
+    image_field: str | None = key(None, "column of an image", refuse="it is called images; rename it by format_fields")
+    text_field: str | None = key(
+        None, "column of an image's text", refuse="it is called text; rename it by format_fields"
+    )
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,41 @@ def test_pairs_with_media_are_rows_with_media(seen):
     assert turned.rotary.shape == (2, tokens.shape[1], 3)
 
 
+@pytest.mark.slow
+def test_rematerialisation_reaches_the_tower(seen):
+    """Its layers too compute again what a policy does not save, with the same gradient: 1e-6."""
+    c = seen("llava")
+    loss = lambda remat: lambda p: c.model.family.hidden(p, c.tokens, c.model.cfg, batch(c), remat=remat)[0].sum()
+    again = lambda remat: str(jax.make_jaxpr(jax.grad(loss(remat)))(c.model.params)).count("= remat")
+    assert (again(None), again("nothing_saveable")) == (0, 2)
+    encoded = lambda p: c.model.family.encode(p, c.media.inputs, c.model.cfg).sum()
+    with ops.rematerialising("nothing_saveable"):
+        got = jax.jit(jax.grad(encoded))(c.model.params)["vision"]
+    want = jax.jit(jax.grad(encoded))(c.model.params)["vision"]
+    largest = max(np.abs(a).max() for a in jax.tree.leaves(want))
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * largest, rtol=0)
+
+
+def test_adapters_are_the_texts_by_default(seen):
+    """A tower's layers are adapted where they are named, in a run file too."""
+    from fdel.ops import weights
+    from fdel.recipe import config, methods
+
+    c = seen("llava")
+    spec = c.model.family.spec(c.model.cfg)
+    adapted = lambda *where: {
+        path.split(".")[0] for path, w in params.named_leaves(
+            params.lora.add(c.model.params, 2, 4.0, *where, key=jax.random.key(1), spec=spec), is_leaf=weights.is_weight
+        ) if isinstance(w, weights.LowRank)
+    }  # fmt: skip
+    lora = lambda names: config.lora_targets(methods.Lora(target_modules=names), spec)
+    assert adapted() == adapted(lora("all-linear")) == {"layers"}
+    assert adapted(lora(("q_proj", "fc1"))) == {"layers", "vision"}
+    assert adapted(lora(r"vision_tower\..*\.(fc1|q_proj)")) == {"vision"}
+    assert adapted(lora(("linear_1",))) == {"projector"}
+
+
 @pytest.mark.parametrize("where", ["^layers", "^vision", "^projector"])
 def test_adapters_by_pattern(seen, where):
     """On the text, the tower or the projector alone: zero at first, merged as they are applied."""

@@ -88,8 +88,8 @@ class Lora:
 
     r: int = key(16, "rank")
     lora_alpha: float = key(32.0, "scale: the update is lora_alpha / r times the product")
-    target_modules: str | tuple[str, ...] = key("all-linear", "all-linear: the matrices of layers; a list: names of "
-        "modules, as q_proj; else a pattern of whole names")  # fmt: skip
+    target_modules: str | tuple[str, ...] = key("all-linear", "all-linear: the matrices of the text's layers; a list: "
+        "names of modules, as q_proj, a tower's too; else a pattern of whole names")  # fmt: skip
     use_rslora: bool = key(False, "lora_alpha / sqrt(r) instead")
     merge: bool = key(False, "save the merged model too, beside the adapters")
 

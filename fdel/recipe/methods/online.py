@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from fdel import models
@@ -59,9 +60,9 @@ def pairs(k: Compared, samples: Sequence[Sample], rewards: Rewards, put: Callabl
     """Make rows of two samples, [B 2 T], and tell which of them is better; the first of equal ones."""
     first, second, known = compared(k, samples, rewards)
     rows = put(samples, np.zeros(len(samples)), learn=np.repeat(known, 2))
-    paired = {
-        name: rows[name].reshape(-1, 2, *rows[name].shape[1:]) for name in ("tokens", "mask", "lengths", "places")
-    }
+    names = ("tokens", "mask", "lengths", "places", *losses.forward.SEEN)
+    two = lambda x: x.reshape(-1, 2, *x.shape[1:])
+    paired = {name: jax.tree.map(two, rows[name]) for name in names if name in rows}
     better = np.pad(first >= second, (0, len(paired["tokens"]) - len(first)))
     return paired | {"better": better}
 

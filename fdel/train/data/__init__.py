@@ -9,8 +9,9 @@ batch of its number. A stream plans window by window.
 """
 
 from fdel.train.data.batch import Plan, collate, plan, row
-from fdel.train.data.encode import Example, encode_rows
+from fdel.train.data.encode import encode_rows
 from fdel.train.data.files import File, Source, find
+from fdel.train.data.finish import Example
 from fdel.train.data.pipeline import Batches, Data, dataset, in_order, read_ahead, with_columns
 from fdel.train.data.planning import best_fit, first_fit, interleave, order, pack
 from fdel.train.data.prompts import Tasks, tasks

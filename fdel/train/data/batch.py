@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from fdel.ops.batch import Packed
 from fdel.ops.mask import HIDDEN
+from fdel.train.data import pictures
 from fdel.train.data.planning import pack
 from fdel.train.data.settings import PER_TOKEN, Settings
 from fdel.train.data.store import NUMBERS, Store
 from fdel.train.losses.stats import IGNORE
 
 Batch = dict[str, Any]
-# Of one sequence: tokens, mask, positions, segment_ids, and key_segment_ids if some are hidden.
-Tokens = dict[str, np.ndarray]
+# Of one sequence: tokens, mask, positions, segment_ids; key_segment_ids if some are hidden; "media" if there are images.
+Tokens = dict[str, Any]
 Row = tuple[list[Tokens], dict[str, Any]]
 
 
@@ -57,6 +59,35 @@ class Plan:
         others = rows - 1
         others[same] -= 1
         return others % max(1, len(rows))
+
+    @functools.cached_property
+    def shows(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Images of each row, and the most patches of one of them, of its sequences the most; None if none has images."""
+        if not any(s.images for s in self.stores):
+            return None
+        none = lambda s: np.zeros(len(s.lengths), np.int64)
+        found = [(s.images.counts, s.images.largest) if s.images else (none(s), none(s)) for s in self.stores]
+        counts, largest = (
+            np.concatenate([x.reshape(-1, s.sides).max(1) for x, s in zip(each, self.stores, strict=True)])[
+                self.pieces[:, 0]
+            ]
+            for each in zip(*found, strict=True)
+        )
+        if not len(counts):
+            return counts, largest
+        total, most = np.add.reduceat(counts, self.bounds[:-1]), np.maximum.reduceat(largest, self.bounds[:-1])
+        return total[self.order], most[self.order]
+
+    def room(self, rows: range) -> pictures.Room | None:
+        """Say what a batch of these rows has room for; None if no row of any batch shows an image."""
+        if self.shows is None or self.settings.sight is None:
+            return None
+        images, patches = (
+            pictures.halved(int(x.max()), int(x[rows.start : rows.stop].max()), unit)
+            for x, unit in zip(self.shows, (1, self.settings.sight.merge), strict=True)
+        )
+        first, *rest = (s.images for s in self.stores if s.images)
+        return pictures.Room(images, patches, int(first.numbers[0]), any(x.turned.any() for x in (first, *rest)))
 
     @property
     def _prompts(self) -> np.ndarray:
@@ -114,10 +145,13 @@ def row(p: Plan, r: int) -> Row:
         cut = {k: v[: settings.length] for k, v in _join(kl).items()}
         return [_slice(store, i, 0, settings.length), cut], numbers
     if settings.packing is None:
-        sequences = [_slice(store, i * store.sides + side, 0, settings.length) for side in range(store.sides)]
+        sequences = [_seen(p, store, i * store.sides + side, 0, settings.length) for side in range(store.sides)]
         return [_forget(p, r, x) for x in sequences], numbers
-    parts = [_slice(*_locate(p, e), start, stop, segment) for segment, (e, start, stop) in enumerate(pieces)]
-    return [_forget(p, r, _join(parts))], numbers
+    parts = [_seen(p, *_locate(p, e), start, stop, segment) for segment, (e, start, stop) in enumerate(pieces)]
+    joined = _join([{k: v for k, v in part.items() if k != "media"} for part in parts])
+    if p.shows is not None and settings.sight is not None:
+        joined["media"] = pictures.join([part["media"] for part in parts], settings.sight)
+    return [_forget(p, r, joined)], numbers
 
 
 def _forget(p: Plan, r: int, sequence: Tokens) -> Tokens:
@@ -152,6 +186,15 @@ def _slice(store: Store, sequence: int, start: int, stop: int | None, segment: i
     return found | {"positions": np.arange(n, dtype=np.int32), "segment_ids": np.full(n, segment, np.int32)}
 
 
+def _seen(p: Plan, store: Store, sequence: int, start: int, stop: int | None, segment: int = 0) -> Tokens:
+    """Slice a sequence, with its images if there are any in the plan; those are never cut."""
+    found = _slice(store, sequence, start, stop, segment)
+    if p.shows is None or p.settings.sight is None:
+        return found
+    shown = store.images.of(sequence, found["tokens"]) if store.images else []
+    return found | {"media": pictures.columns(p.settings.sight, found["tokens"], shown)}
+
+
 def _join(parts: Sequence[Tokens]) -> Tokens:
     return {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
 
@@ -159,10 +202,12 @@ def _join(parts: Sequence[Tokens]) -> Tokens:
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 
-def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, masked: bool) -> Batch:
+def collate(
+    rows: Sequence[Row], settings: Settings, size: int, width: int, masked: bool, room: pictures.Room | None = None
+) -> Batch:
     """Put rows together, with empty rows up to `size`, padded to the bucket that `width` tokens need.
 
-    See `losses.forward` and `losses.completions` for the keys; with `masked` there is a "mask".
+    See `losses.forward` and `losses.completions` for the keys; with `masked` there is a "mask". `room` is that for images.
     """
     width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
     sides, labelled = 2 if settings.mismatched else settings.sides, settings.kind in PER_TOKEN
@@ -177,8 +222,13 @@ def collate(rows: Sequence[Row], settings: Settings, size: int, width: int, mask
             for k, array in full.items():
                 array[i, side, :n] = sequence[k]
 
+    seen: Batch = {}
+    if room is not None and settings.sight is not None:
+        each = [[x["media"] if "media" in x else pictures.none(x["positions"]) for x in some] for some, _ in rows]
+        seen = pictures.media(each, settings.sight, (size, sides, width), room)
+
     def side_of(side: Any) -> Batch:
-        batch = {"tokens": full["tokens"][:, side]}
+        batch = {"tokens": full["tokens"][:, side], **jax.tree.map(lambda x: x[:, side], seen)}
         batch |= {"labels" if labelled else "mask": full["mask"][:, side]} if masked or labelled else {}
         if settings.packing or settings.fcm_max_ratio:
             names = ("positions", "segment_ids", "key_segment_ids")

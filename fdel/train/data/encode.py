@@ -1,56 +1,40 @@
 """From rows to token ids: every text is tokenized once, on all cores; truncation; a row that cannot be used is noted."""
 
-from bisect import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fdel import text
-from fdel.text.tokenizer import encoding
+from fdel.train.data import images
 from fdel.train.data.files import Row
-from fdel.train.data.rows import Draft, common, drafts
+from fdel.train.data.finish import Example, Ids, Sides, finished
+from fdel.train.data.rows import Draft, drafts
 from fdel.train.data.settings import Report, Settings, note
-from fdel.train.losses.reward_model import process_row
-from fdel.train.losses.spans import ENDS, STARTS
-from fdel.train.losses.stats import IGNORE
 
-NOT_A_PREFIX = "warning, the prompt's tokens are not the first of prompt and completion"
 LONGEST = 2**24  # characters of a text: a tokenizer takes about 140 bytes for each
 TOGETHER = 2**22  # characters that are tokenized together, if it is more than one text
 SHOWN = 400  # characters of a complaint
 
-Ids = dict[tuple[bool, str], Any]  # whether it is a chat, and the text -> ids, or the ValueError that there are none
-Sides = tuple[Draft, ...]
-Finished = tuple["Example | None", str | None]  # why there is none, or what is odd about it
 
-
-class UnknownToken(ValueError):
-    """A token of the tokenizer that the model does not have, which no choice of rows can mend."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """Sequences that belong together (one, or chosen and rejected), as int32 ids and bool masks of what is learnt.
-
-    The mask of judged steps, and of words, is their labels, int32.
-    """
-
-    ids: tuple[np.ndarray, ...]
-    masks: tuple[np.ndarray, ...]
-    numbers: dict[str, Any] = field(default_factory=dict)
+class Refused(ValueError):
+    """What no choice of rows can mend: a token that the model does not have, or images in rows that would cut them."""
 
 
 def encode_rows(
-    rows: Sequence[tuple[str, Row | ValueError | None]], tok: text.Tokenizer, settings: Settings
-) -> tuple[list[Example], Report]:
-    """Make examples of (place, row) pairs, in order. A row that cannot be used is noted, or raised as a ValueError.
+    rows: Sequence[tuple[str, Row | ValueError | None]], tok: text.Tokenizer, settings: Settings,
+    folder: Path | None = None,
+) -> tuple[list[Example], Report]:  # fmt: skip
+    """Make examples of (place, row) pairs, in order; their images may be files below `folder`.
 
+    A row that cannot be used is noted, or raised as a ValueError.
     A token that the model does not have is a ValueError, unless the row brings it as an id: `Settings.vocab`.
     """
     found: list[tuple[str, Sides, dict]] = []
     report = Report(read=len(rows))
+    listed = settings.sight is not None and bool(tok.templates) and not images.takes_texts(tok)
     for place, row in rows:
         if row is None:
             report += note("left out by the transform", place)
@@ -58,22 +42,20 @@ def encode_rows(
         try:
             if isinstance(row, ValueError):
                 raise row
-            made = [(place, sides, numbers) for sides, numbers in drafts(row, tok, settings)]
+            made = [(place, sides, numbers) for sides, numbers in _drafts(row, folder, tok, settings, listed)]
             _check([t for _, sides, _ in made for d in sides for t in (d.text, d.prompt) if t is not None])
             found += made
         except BaseException as e:
             report += note(_complaint(e, place, settings), place)
     between = [Draft(settings.separator, chat=True)] if settings.kind == "process" else []
     ids = _encode(tok, [*between, *(d for _, sides, _ in found for d in sides)])
-    ways = {"embedding": _documents, "process": _judged, "labelled": _labelled, "tagged": _tagged, "spans": _span}
-    finish = ways.get(settings.kind, _example)
     examples = []
     for place, sides, numbers in found:
         try:
             for side, said in ((d, said) for d in sides for said in (d.text, d.prompt)):
                 if isinstance(failed := ids.get((side.chat, said or "")), ValueError):
                     raise failed
-            example, complaint = finish(sides, numbers, ids, tok, settings)
+            example, complaint = finished(sides, numbers, ids, tok, settings)
             if example:
                 _known(example, sides, tok, settings)
                 examples.append(example)
@@ -86,12 +68,23 @@ def encode_rows(
     return examples, report + Report(0, len(examples), tokens, learnt)
 
 
+def _drafts(
+    row: Row, folder: Path | None, tok: text.Tokenizer, settings: Settings, listed: bool
+) -> Iterator[tuple[Sides, dict[str, Any]]]:
+    """Draft what a row says, with its images."""
+    row, shown = images.taken(row, folder, settings.kind, settings.sight, listed)
+    if shown and settings.whole:
+        raise Refused(f"packing={settings.packing!r} cuts rows, and this one shows images; use 'best_fit'")
+    for sides, numbers in drafts(row, tok, settings):
+        yield tuple(replace(d, images=s) for d, s in zip(sides, shown, strict=True)) if shown else sides, numbers
+
+
 def _complaint(error: BaseException, place: str, settings: Settings) -> str:
     """Say why a row cannot be used; ValueError if bad rows are to be raised, or all rows would be."""
     if not _of_row(error):
         raise error
     said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    if settings.bad_rows == "raise" or isinstance(error, UnknownToken):
+    if settings.bad_rows == "raise" or isinstance(error, Refused):
         raise ValueError(f"{place}: {said}") from error
     return said[:SHOWN]
 
@@ -121,7 +114,7 @@ def _known(example: Example, sides: Sides, tok: text.Tokenizer, settings: Settin
             wrong = int(tokens.max())
             if any(d.ids is not None and not d.chat for d in sides):
                 raise ValueError(f"input_ids hold {wrong}; the model has the ids 0 to {known - 1}")
-            raise UnknownToken(
+            raise Refused(
                 f"token {wrong}, {tok.backend.id_to_token(wrong)!r}, is none of the model's {known}; the "
                 f"tokenizer has {tok.backend.get_vocab_size()}: use the model's own, or a model with as many embeddings"
             )
@@ -166,131 +159,3 @@ def _tokenize(tok: text.Tokenizer, texts: list[str], special: bool) -> list[Any]
             return [ValueError(f"the tokenizer fails on {texts[0]!r:.40} ({type(e).__name__}: {e})")]
     half = len(texts) // 2
     return _tokenize(tok, texts[:half], special) + _tokenize(tok, texts[half:], special)
-
-
-def _example(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
-    """Finish one example of a text or a chat, of a pair of them, or of a prompt."""
-    tokens, starts, complaint = [], [], None
-    for d in sides:
-        found = d.ids if d.ids is not None else ids[d.chat, d.text]
-        before = [] if d.prompt is None else ids[d.chat, d.prompt]
-        same = common(before, found)
-        if settings.kind != "prompt":
-            complaint = NOT_A_PREFIX if same < len(before) else complaint
-            if not d.chat and d.ids is None and "eos" in tok.ids and found[-1:] != [tok.ids["eos"]]:
-                found = [*found, tok.ids["eos"]]
-        tokens.append(np.asarray(found, np.int32))
-        starts.append(same)
-    start = min(starts)
-    kept = settings.max_prompt or start, settings.max_completion or max(map(len, tokens))
-    tokens = [t[max(0, start - kept[0]) : start + kept[1]] for t in tokens]
-    start, most = min(start, kept[0]), max(map(len, tokens))
-    if min(map(len, tokens)) == 0:
-        return None, "no tokens"
-    if most > settings.length and (settings.overlong == "drop" or settings.kind == "prompt"):
-        return None, f"longer than length={settings.length}"
-    end = None if settings.whole else settings.length
-    masks = []
-    for d, t in zip(sides, tokens, strict=True):
-        mask = np.ones(len(t), bool) if d.mask is None else np.asarray(d.mask, bool)
-        masks.append(mask & (np.arange(len(t)) >= start))
-    if settings.kind == "prompt":
-        return Example(tuple(tokens), tuple(np.ones(len(t), bool) for t in tokens), numbers), None
-    if not all(m[1:end].any() for m in masks):  # nothing predicts the first token
-        return None, "no token to learn" + ("" if settings.whole else f" within length={settings.length}")
-    if settings.kind == "unpaired":
-        numbers = numbers | {"prompt": start}
-    return Example(tuple(t[:end] for t in tokens), tuple(m[:end] for m in masks), numbers), complaint
-
-
-def _documents(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
-    """Finish an example of documents, with what the tokenizer puts around each; absent negatives are empty.
-
-    A document that is too long loses the end of its text, as with transformers, not of what stands around it.
-    """
-    found = []
-    for d in sides[: settings.sides]:
-        tokens = ids[d.chat, d.text]
-        if len(tokens) > settings.length and settings.overlong == "drop":
-            return None, f"longer than length={settings.length}"
-        if len(tokens) > settings.length and not d.chat:
-            tokens = _shortened(d.text, tok, settings.length).ids
-        found.append(np.asarray(tokens[: settings.length], np.int32))
-    if min(len(x) for x in found[:2]) == 0:
-        return None, "no tokens"
-    odd = f"warning, more hard negatives than negatives={settings.negatives}" if len(sides) > settings.sides else None
-    found += [np.zeros(0, np.int32)] * (settings.sides - len(found))
-    return Example(tuple(found), tuple(np.ones(len(x), bool) for x in found)), odd
-
-
-def _shortened(said: str, tok: text.Tokenizer, length: int) -> Any:
-    """Tokenize the start of a text that fits into `length` with what the tokenizer puts around it."""
-    inner = tok.backend.encode(said, add_special_tokens=False)
-    inner.truncate(max(0, length - tok.backend.num_special_tokens_to_add(False)))
-    return tok.backend.post_process(inner)
-
-
-def _labelled(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
-    """Finish an example of a text or chat with its label, as it is classified: nothing is put at its end."""
-    found, why = _documents(sides, numbers, ids, tok, settings)
-    return (None, why) if found is None else (Example(found.ids, found.masks, numbers), None)
-
-
-def _tagged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
-    """Finish an example of words with spaces between, each label at the first token that ends inside of its word.
-
-    So a served text gets the same tokens, and a tokenizer needs no rule of its own for words.
-    """
-    (d,) = sides
-    if len(ids[d.chat, d.text]) > settings.length and settings.overlong == "drop":
-        return None, f"longer than length={settings.length}"
-    e = _shortened(d.text, tok, settings.length)
-    starts = np.cumsum([0, *(len(w) + 1 for w in numbers["words"])]).tolist()
-    marks, seen = list[int](), set[int]()
-    for first, last in e.offsets:  # of what the tokenizer puts around texts, both are 0
-        word = bisect(starts, last - 1) - 1
-        new = last > first and word not in seen and last - 1 < starts[word + 1] - 1  # a space belongs to no word
-        seen |= {word} if new else set()
-        marks.append(numbers["labels"][word] if new else IGNORE)
-    labels = np.asarray(marks[: settings.length], np.int32)
-    if not (labels >= 0).any():
-        return None, f"no token to learn within length={settings.length}"
-    return Example((np.asarray(e.ids[: settings.length], np.int32),), (labels,)), None
-
-
-def _span(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
-    """Finish an example of a question and a context, a pair of texts, with `STARTS` and `ENDS` at the answer's tokens.
-
-    Both stand at the first token of all where the context has no answer, as transformers' models learn it.
-    """
-    question, context = (d.text for d in sides)
-    e, answer = encoding(tok, (question, context), special=True), numbers["answer"]
-    labels = np.zeros(len(e.ids), np.int32)
-    if answer is None:
-        labels[0] = STARTS | ENDS
-    else:
-        begin, end = answer
-        inside = [
-            i for i, (first, last) in enumerate(e.offsets) if e.sequence_ids[i] == 1 and first < end and last > begin
-        ]
-        labels[inside[0]] |= STARTS
-        labels[inside[-1]] |= ENDS
-    if len(labels) > settings.length and (settings.overlong == "drop" or labels[settings.length :].any()):
-        return None, f"its answer is not within length={settings.length}"
-    return Example((np.asarray(e.ids[: settings.length], np.int32),), (labels[: settings.length],)), None
-
-
-def _judged(sides: Sides, numbers: dict, ids: Ids, tok: text.Tokenizer, settings: Settings) -> Finished:
-    """Finish an example of a prompt and its steps, with each step's label at the end of the separator after it.
-
-    As TRL has it: each text is tokenized alone, a bos in front if there is one, and nothing at the end.
-    """
-    prompt, *steps = (ids[True, d.text] for d in sides)
-    bos, separator = ([tok.ids["bos"]] if "bos" in tok.ids else []), ids[True, settings.separator]
-    row = process_row([*bos, *prompt], steps, numbers["labels"], separator, last_only=settings.last_only)
-    if len(row[0]) > settings.length and settings.overlong == "drop":
-        return None, f"longer than length={settings.length}"
-    tokens, labels = (np.asarray(x[: settings.length], np.int32) for x in row)
-    if not (labels >= 0).any():
-        return None, f"no token to learn within length={settings.length}"
-    return Example((tokens,), (labels,)), None

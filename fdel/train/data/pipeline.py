@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fdel import text
+from fdel.train.data import pictures
 from fdel.train.data.batch import Batch, Plan, collate, plan, row
 from fdel.train.data.files import Source, sources
 from fdel.train.data.planning import order
@@ -58,7 +59,7 @@ class Batches:
         rows = range(start, min(start + settings.batch, len(p)))
         here = rows[index * own : (index + 1) * own]
         width = int(p.widths[rows.start : rows.stop].max())
-        batch = collate([row(p, r) for r in here], settings, own, width, self.masked)
+        batch = collate([row(p, r) for r in here], settings, own, width, self.masked, p.room(rows))
         for name, column in self.columns.items():
             batch[name] = np.zeros((own, *column.shape[1:]), column.dtype)
             batch[name][: len(here)] = column[p.pieces[p.bounds[p.order[here.start : here.stop]], 0]]
@@ -161,7 +162,7 @@ def dataset(
         masked = settings.kind not in ("prompt", "embedding", "labelled") and settings.learn != "all"
         own = settings.batch // process_count
         width = lambda rows: max(len(sequence["tokens"]) for sequences, _ in rows for sequence in sequences)
-        put = lambda rows: collate(rows, settings, own, width(rows), masked)
+        put = lambda rows: collate(rows, settings, own, width(rows), masked, pictures.room(rows, process_count))
         stream = Stream(found, tok, settings, process)
         batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)

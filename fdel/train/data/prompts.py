@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fdel import text
 from fdel.train.data.files import sources
+from fdel.train.data.images import Shown
 from fdel.train.data.planning import order
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import tokenize
@@ -17,6 +18,7 @@ class Task(NamedTuple):
     number: int
     prompt: tuple[int, ...]
     row: Mapping[str, Any] = {}  # all columns: the prompt as it was written, the answer, what rewards and tools want
+    images: tuple[Shown, ...] = ()  # those that stand in the prompt
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def tasks(given: Any, settings: Settings, tok: text.Tokenizer) -> Tasks:
     found, report = list[Task](), Report()
     for source in sources(given):
         for examples, more in tokenize(source, tok, settings):
-            found += [Task(0, tuple(e.ids[0].tolist()), e.numbers["row"]) for e in examples]
+            found += [Task(0, tuple(e.ids[0].tolist()), e.numbers["row"], *e.images) for e in examples]
             report += more
     if len(found) < settings.batch:
         raise ValueError(

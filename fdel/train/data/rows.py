@@ -20,6 +20,7 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data.files import Row
+from fdel.train.data.images import Shown
 from fdel.train.data.settings import CHOICES, Settings
 from fdel.train.losses.stats import IGNORE
 
@@ -35,6 +36,7 @@ class Draft:
     chat: bool = False
     ids: Sequence[int] | None = None
     mask: Sequence[int] | None = None
+    images: tuple[Shown, ...] = ()
 
 
 def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[tuple[Draft, ...], dict]]:

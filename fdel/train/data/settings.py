@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fdel.media.sight import Sight
+
 PLACES = 5  # of each complaint, how many rows a report shows
 COMPLAINTS = 20  # how many different ones it shows; messages may hold values from the rows
 PER_TOKEN = ("process", "tagged", "spans")  # kinds whose labels stand at tokens
@@ -59,6 +61,8 @@ class Settings:
     labels    of "labelled" and "tagged": the labels' names, in the order of their numbers
     problem   of "labelled", as transformers' problem_type: a row has one label, some of them, or a number for each
     vocab     how many token ids the model has: a row with others is bad, a tokenizer that gives them an error; None: any
+    sight     how the model sees (`media.sight.read`): rows of "sft", "pairs" and "prompt" may show images (see `pictures`);
+              None: a row with images is bad
     max_prompt, max_completion
               of "pairs" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
     fcm_min_ratio, fcm_max_ratio
@@ -91,6 +95,7 @@ class Settings:
     labels: tuple[str, ...] = ()
     problem: str = "single_label_classification"
     vocab: int | None = None
+    sight: Sight | None = None
     max_prompt: int | None = None
     max_completion: int | None = None
     fcm_min_ratio: float = 0.0

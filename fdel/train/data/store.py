@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from fdel import text
-from fdel.train.data.encode import Example, encode_rows
+from fdel.train.data import pictures
+from fdel.train.data.encode import encode_rows
 from fdel.train.data.files import File, Row, Source, find, sliced, span
+from fdel.train.data.finish import Example
 from fdel.train.data.settings import PER_TOKEN, Report, Settings
 from fdel.train.data.tables import Table, open_table
 
@@ -35,7 +37,8 @@ class Store:
     """Examples of `sides` sequences each: tokens int32[N] and mask bool[N], end to end; lengths int32[sequences].
 
     The mask of judged steps and of words is their labels, int32[N], negative where there is none. `numbers` hold a value
-    per example: "label", "margin", "prompt" (the length of it), "labels" (`Settings.targets` of them).
+    per example: "label", "margin", "prompt" (the length of it), "labels" (`Settings.targets` of them). `images` are those
+    of the sequences, None if there are none.
     """
 
     tokens: np.ndarray
@@ -44,6 +47,7 @@ class Store:
     numbers: dict[str, np.ndarray]
     sides: int
     report: Report
+    images: pictures.Files | None = None
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -54,14 +58,17 @@ class Store:
         return len(self.lengths) // self.sides
 
 
-def arrays(examples: Sequence[Example], kind: str) -> dict[str, np.ndarray]:
+def arrays(examples: Sequence[Example], settings: Settings) -> dict[str, np.ndarray]:
     """Lay examples out as the arrays of a store, by name."""
+    kind = settings.kind
     flat = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype)
     found = {
         "tokens": flat([x for e in examples for x in e.ids], np.int32),
         "mask": flat([x for e in examples for x in e.masks], np.int32 if kind in PER_TOKEN else bool),
         "lengths": np.array([len(x) for e in examples for x in e.ids], np.int32),
     }
+    if settings.sight is not None:
+        found |= pictures.arrays(x for e in examples for x in e.images or ((),) * len(e.ids))
     return found | {k: np.array([e.numbers[k] for e in examples], dtype).ravel() for k, dtype in NUMBERS[kind].items()}
 
 
@@ -70,7 +77,8 @@ def store(parts: Mapping[str, np.ndarray], settings: Settings, report: Report) -
     numbers = {k: parts[k] for k in NUMBERS[settings.kind]}
     if settings.kind == "labelled" and settings.targets > 1:
         numbers = {k: x.reshape(-1, settings.targets) for k, x in numbers.items()}
-    return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, settings.sides, report)
+    images = pictures.files(parts)
+    return Store(parts["tokens"], parts["mask"], parts["lengths"], numbers, settings.sides, report, images)
 
 
 def row_range(source: Source, before: int, total: int, table: Table, first: int = 0, step: int = 1) -> range:
@@ -139,7 +147,7 @@ def tokenize(source: Source, tok: text.Tokenizer, settings: Settings) -> Iterato
             rows = row_range(source, before, total, table)
             before += table.length
             for i in range(0, len(rows), CHUNK):
-                yield prepare(table, rows[i : i + CHUNK], source, seen), tok, settings
+                yield prepare(table, rows[i : i + CHUNK], source, seen), tok, settings, table.folder
         check_columns(source, seen)
 
     with ThreadPoolExecutor(settings.threads) as pool:
@@ -162,7 +170,7 @@ def _each_part(source: Source, tok: text.Tokenizer, settings: Settings, keep: Ca
     """Tokenize a source and call `keep` with the arrays of each chunk. ValueError if nothing of it can be learnt."""
     report = Report()
     for examples, more in tokenize(source, tok, settings):
-        keep(arrays(examples, settings.kind))
+        keep(arrays(examples, settings))
         report += more
     if not report.kept:
         raise ValueError(f"{_name(source)}: no row can be used\n{report}")
@@ -206,6 +214,7 @@ def key(source: Source, tok: text.Tokenizer, settings: Settings) -> str:
     alone = (special | {"labelled": ("labels", "problem"), "tagged": ("labels",)}).get(settings.kind, ())
     deciding = "kind", "learn", "overlong", "length", "whole", "bad_rows", "vocab", "max_prompt", "max_completion"
     of_settings = {k: getattr(settings, k) for k in (*deciding, *alone)}
+    of_settings |= {} if settings.sight is None else {"sight": repr(settings.sight)}
     of_tokenizer = tok.json, dict(tok.special), dict(tok.templates)
     facts = json.dumps([FORMAT, seen, of_source, of_settings, of_tokenizer], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
@@ -238,6 +247,10 @@ def _write(source: Source, tok: text.Tokenizer, settings: Settings, folder: Path
 
 def _read(folder: Path, settings: Settings) -> Store:
     index = json.loads((folder / "index.json").read_text())
-    parts = {k: np.memmap(folder / f"{k}.bin", np.dtype(d), "r") for k, d in index["dtypes"].items()}
+    parts = {k: _mapped(folder / f"{k}.bin", np.dtype(d)) for k, d in index["dtypes"].items()}
     notes = {k: (n, tuple(places)) for k, (n, places) in index["report"].pop("notes").items()}
     return store(parts, settings, Report(**index["report"], notes=notes))
+
+
+def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype)

@@ -9,8 +9,9 @@ import numpy as np
 
 from fdel import text
 from fdel.train.data.batch import Plan, plan, row
-from fdel.train.data.encode import Example, encode_rows
+from fdel.train.data.encode import encode_rows
 from fdel.train.data.files import File, Source, find, sliced
+from fdel.train.data.finish import Example
 from fdel.train.data.settings import Report, Settings
 from fdel.train.data.store import CHUNK, arrays, check_columns, prepare, row_range, store
 from fdel.train.data.tables import open_table
@@ -87,7 +88,7 @@ class StreamIterator(grain.DatasetIterator):
             raise StopIteration
         before, after = (np.floor(stream.shares * settings.window * (self.window + i)).astype(int) for i in (0, 1))
         examples = [e for lane, n in enumerate(after - before) for e in self._take(lane, int(n))]
-        window = store(arrays(examples, settings.kind), settings, Report())
+        window = store(arrays(examples, settings), settings, Report())
         rng = np.random.default_rng([settings.seed, self.window, 0])
         order = rng.permutation(len(window)) if settings.shuffle else np.arange(len(window))
         return plan([window], order, settings, [self.window, 1, stream.process[0]])
@@ -109,7 +110,7 @@ class StreamIterator(grain.DatasetIterator):
                 self.places[lane] = turn, at + 1, stream.process[0]
                 continue
             seen = self.seen.setdefault(id(source), (source, set()))[1]
-            examples, report = encode_rows(prepare(table, rows, source, seen), stream.tok, settings)
+            examples, report = encode_rows(prepare(table, rows, source, seen), stream.tok, settings, table.folder)
             found += examples
             stream.report += report
             self.places[lane] = turn, at, rows[-1] + stream.process[1]

@@ -12,8 +12,9 @@ import mmap
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,16 @@ RATIO, FLOOR = 100, 2**26  # how many times its size, and how many bytes anyway,
 
 @dataclass(frozen=True)
 class Table:
-    """An opened file. `read(range)` gives each row as a dict, or as the ValueError that it is; `line` says where it is."""
+    """An opened file. `read(range)` gives each row as a dict, or as the ValueError that it is; `line` says where it is.
+
+    `folder` is that of the file, below which its rows may name others; None if it is no local file.
+    """
 
     name: str
     length: int
     read: Callable[[range], list[Row | ValueError]]
     line: Callable[[int], int] = lambda row: row + 1
+    folder: Path | None = None
 
     def place(self, row: int) -> str:
         """Say where a row stands, for people."""
@@ -46,7 +51,8 @@ def open_table(file: File) -> Table:
     readers |= {"parquet": _parquet, "arrow": _arrow}
     if file.format not in readers:
         raise ValueError(f"{file.name}: unknown format {file.format!r}; expected one of {', '.join(readers)}")
-    return readers[file.format](file)
+    here = file.format != "memory" and "://" not in file.name
+    return replace(readers[file.format](file), folder=file.path.parent if here else None)
 
 
 def _bytes(file: File) -> Any:

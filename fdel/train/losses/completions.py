@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from fdel.params import lora
 from fdel.train.given import NOTHING, Given, lookup
-from fdel.train.losses.forward import Batch, rows, token_scores
+from fdel.train.losses.forward import SEEN, Batch, rows, token_scores
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.preference import ld_weights, mean_length
 from fdel.train.losses.stats import TokenStats, check_range
@@ -154,7 +154,7 @@ def with_mean_lengths(batch: Batch) -> Batch:
 
 def _text(batch: Batch) -> Batch:
     """The batch with prompts to be scored too."""
-    return {k: batch[k] for k in ("tokens", "lengths") if k in batch}
+    return {k: batch[k] for k in ("tokens", "lengths", *SEEN) if k in batch}
 
 
 def on_adapters(f: Callable, *, reference: bool = True) -> Callable:

@@ -30,6 +30,7 @@ from fdel.train.losses.head import CHUNK, token_stats
 from fdel.train.losses.stats import IGNORE, TokenStats, check_range
 
 Batch = Mapping[str, Any]
+SEEN = ("media", "rotary")  # the keys of a batch that shows something
 Ids = Int[Array, "B T"]
 
 

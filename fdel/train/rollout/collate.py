@@ -1,6 +1,6 @@
 """From samples to the batch that policy losses read (`losses.sampled`): on the host, of few shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ def collate(
     shared: bool = False,
     learn: Sequence[bool] | None = None,
     most: int | None = None,
+    media: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Batch:
     """Put samples and their advantages into rows: {"tokens", "mask", "logps", "kept", "advantages", "places"}.
 
@@ -33,6 +34,7 @@ def collate(
     multiple of `rows`, and with `packed` that times a power of two: empty rows fill up, so that few shapes are compiled.
     `shared`: packed, and samples of one prompt in a row have it there once, so that it is computed once for all of them.
     With `most`, the tokens of a sample that are learnt at most, T is `length` and the shapes do not depend on the samples.
+    `media(samples, shape)` gives what the tasks' pictures are in rows of single samples (`shown`).
     `learn` tells which samples are learnt: of the others the mask is False. Samples that ended with an error are not. A
     sample of more than `length` tokens loses its end.
     """
@@ -67,6 +69,10 @@ def collate(
     segments, positions = full["segments"], full["positions"]
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
+    if any(s.task.images for s in samples):
+        if packed or most or media is None:
+            raise ValueError("pictures: rows hold one sample, in one process; give media=partial(shown, sight=...)")
+        found |= media(samples, (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}
 

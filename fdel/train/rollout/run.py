@@ -14,6 +14,7 @@ from fdel.serve.engine.reply import Job
 from fdel.serve.engine.schedule import QueueFull
 from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Sample, Task
+from fdel.train.rollout.sight import prompt_media
 from fdel.train.rollout.turns import Said, Turn
 
 POLL = 0.02  # seconds between two looks at environments that run beside the engine's thread
@@ -126,9 +127,9 @@ class Adapter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def submit_all(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Job]:
+    def submit_all(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, **where: Any) -> list[Job]:
         """Queue outputs of the adapter."""
-        return self.engine.submit_all(prompts, sampling, adapter=self.name)
+        return self.engine.submit_all(prompts, sampling, adapter=self.name, **where)
 
     def update_params(self, params: Any, **how: bool) -> int:
         """Replace the adapter's weights; give their version."""
@@ -174,19 +175,21 @@ class _Rollout:
                 room = self.ask.max_tokens - t.drawn
                 asked = replace(self.ask, max_tokens=room, min_tokens=min(self.ask.min_tokens, room))
                 seed = _fold(self.seed, t.task.number, t.turns, t.index)
-                (self.drawing[t],) = self._submit(t.tokens, replace(asked, seed=seed))
+                (self.drawing[t],) = self._submit(t.task, t.tokens, replace(asked, seed=seed))
                 self.next.popleft()
             while waiting:
                 task, group = waiting[0][0].task, waiting[0]
                 asked = replace(self.ask, n=len(group), seed=_fold(self.seed, task.number, 0))
-                self.drawing.update(zip(group, self._submit(task.prompt, asked), strict=True))
+                self.drawing.update(zip(group, self._submit(task, task.prompt, asked), strict=True))
                 waiting.popleft()
         except QueueFull:
             if not self.drawing:
                 raise
 
-    def _submit(self, prompt: Sequence[int], asked: SamplingParams) -> list[Job]:
-        return self.engine.submit_all([prompt], asked)
+    def _submit(self, task: Task, prompt: Sequence[int], asked: SamplingParams) -> list[Job]:
+        if not task.images:
+            return self.engine.submit_all([prompt], asked)
+        return self.engine.submit_all([prompt], asked, media=[prompt_media(self.engine.sight, task, len(prompt))])
 
     def go_on(self) -> None:
         """Take what was drawn and said."""

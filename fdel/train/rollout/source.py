@@ -164,6 +164,8 @@ class Mixed:
 
 def encode(batch: Batch) -> str:
     """Write a batch as text: base64 of numpy's npz."""
+    if "media" in batch:
+        raise ValueError("a batch with pictures that was sampled ahead is not written in this version; set ahead=0")
     arrays = {k: v for k, v in batch.items() if k != "packed"}
     if "packed" in batch:
         arrays |= {f"packed.{k}": x for k in PACKED if (x := getattr(batch["packed"], k)) is not None}

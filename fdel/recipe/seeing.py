@@ -1,0 +1,55 @@
+"""What a recipe's model sees: how its images are prepared, and which runs cannot learn from them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fdel import params
+from fdel.media import sight
+from fdel.media.sight import Sight
+from fdel.recipe import parse
+from fdel.recipe.check import when
+from fdel.recipe.read import Recipe
+from fdel.recipe.settled import Settled
+from fdel.train import data
+from fdel.train.rollout.sight import shown
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def seeing(recipe: Recipe) -> Sight | None:
+    """Read how the model sees, of the image processor's file in its directory; None if it does not."""
+    source = recipe.model
+    if not source.name_or_path:
+        return None
+    try:
+        return sight.read(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
+    except ValueError as e:
+        raise parse.RecipeError(f"model.name_or_path: {e}") from e
+
+
+def processor_files(recipe: Recipe) -> list[Path]:
+    """List the files of the model's directory that say how images are prepared."""
+    source = recipe.model
+    if not source.name_or_path:
+        return []
+    folder = Path(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
+    return [f for name in PROCESSORS if (f := folder / name).is_file()]
+
+
+def media(recipe: Recipe) -> Callable[..., Mapping[str, Any]]:
+    """Give what makes the images of samples a part of their batch, for `rollout.collate`."""
+    return partial(shown, sight=seeing(recipe))
+
+
+def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
+    """Give tasks back; a RecipeError for those with images where a run cannot learn their samples."""
+    if any(task.images for task in tasks.rows):
+        why, k = "the prompts show images; such samples", s.keys
+        parse.fail([*when(
+            (k.rollout_ahead, f"trainer.rollout_ahead: {why} are not drawn ahead in this version; set it to 0"),
+            (getattr(k, "samples_per_row", 1) > 1, f"trainer.samples_per_row: {why} share no row; set it to 1"),
+            (processes > 1, f"mixture.informs: {why} are drawn in one process in this version; start one"),
+        )])  # fmt: skip
+    return tasks

@@ -1,0 +1,54 @@
+"""The pictures of tasks: as an engine takes them beside a prompt, and in the batch that learns the samples."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fdel.media.sight import Sight
+from fdel.serve import PromptMedia
+from fdel.serve.engine.pictures import Image
+from fdel.train.data import pictures
+from fdel.train.rollout.records import Sample, Task
+
+
+def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | None:
+    """Give what an engine takes beside a prompt that goes on to `length` tokens; None of a task without pictures.
+
+    ValueError for a model that does not see.
+    """
+    if not task.images:
+        return None
+    found = pictures.longer(_columns(_known(sight), task), length)
+    count = lambda p: sum(t in _known(sight).entries for t in p.run)
+    images = [Image(p.patches, p.places, count(p)) for p in found["pictures"]]
+    turned = any(p.turns is not None for p in found["pictures"])
+    return PromptMedia(images, found["index"], found["rotary"] if turned else None)
+
+
+def shown(samples: Sequence[Sample], shape: tuple[int, int], *, sight: Sight | None) -> Mapping[str, Any]:
+    """Give the "media" and "rotary" of a batch with a sample in each row, of `shape`; empty if none shows a picture."""
+    if not any(s.task.images for s in samples):
+        return {}
+    every: dict[int, dict[str, Any]] = {}
+    for s in samples:
+        if id(s.task) not in every:
+            every[id(s.task)] = _columns(_known(sight), s.task)
+    length = lambda s: min(len(s.tokens), shape[1])
+    rows = [[pictures.longer(every[id(s.task)], length(s))] for s in samples]
+    room = pictures.room([([{"media": x} for x in row], None) for row in rows], 1)
+    if room is None:
+        return {}
+    found = pictures.media(rows, _known(sight), (shape[0], 1, shape[1]), room)
+    return {k: jax.tree.map(lambda x: x[:, 0], v) for k, v in found.items()}
+
+
+def _known(sight: Sight | None) -> Sight:
+    if sight is None:
+        raise ValueError("a task shows pictures, and the engine does not see; give it sight=")
+    return sight
+
+
+def _columns(sight: Sight, task: Task) -> dict[str, Any]:
+    return pictures.columns(sight, np.array(task.prompt, np.int32), task.images)

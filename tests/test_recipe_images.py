@@ -1,0 +1,363 @@
+"""Run files whose rows show images: losses are those of transformers' model on its own processor's output."""
+
+import base64
+import io
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import models as kinds
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
+PIL = pytest.importorskip("PIL.Image", reason="extra `media`")
+
+from fdel import models, recipe, serve, text  # noqa: E402
+from fdel.media import sight  # noqa: E402
+from fdel.recipe import build  # noqa: E402
+from fdel.recipe import seeing as sights  # noqa: E402
+from fdel.train import data, losses, metrics, rollout  # noqa: E402
+from fdel.train.rollout.sight import shown  # noqa: E402
+from tests.models import tiny  # noqa: E402
+
+TEMPLATE = (  # as LLaVA's: contents are lists of parts
+    "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'image' %}<image>"
+    "{% elif p.text is defined %}{{ p.text }}{% endif %}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SIZES = ((37, 53), (24, 16), (16, 31), (40, 40))
+
+
+def pixels(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 256, (*SIZES[i % 4], 3), np.uint8)
+
+
+def png(i: int) -> bytes:
+    out = io.BytesIO()
+    PIL.fromarray(pixels(i)).save(out, "PNG")
+    return out.getvalue()
+
+
+def said(role: str, *parts) -> dict:
+    return {"role": role, "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts]}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Make a tiny checkpoint with its processor and a tokenizer that knows its tokens, and transformers' model."""
+    made = {}
+
+    def make(name: str):
+        if name in made:
+            return made[name]
+        path = tmp_path_factory.mktemp(name)
+        oracle = tiny.checkpoint(name, path)
+        known = json.loads((path / "config.json").read_text())
+        token = known.get("image_token_index", known.get("image_token_id"))
+        names = {token: "<image>", 111: "[IMG_BREAK]", 112: "[IMG_END]"}
+        spare = sorted(set(range(3, 128)) - set(names))
+        vocab = {chr(c): i for c, i in zip(range(32, 127), spare, strict=False)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
+        vocab |= {n: i for i, n in names.items()}
+        made_of = Tokenizer(kinds.WordLevel(vocab, unk_token="<pad>"))
+        made_of.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        made_of.add_special_tokens(["<pad>", "<s>", "</s>", *names.values()])
+        special = {"eos_token": "</s>", "pad_token": "<pad>"}
+        text.save(text.Tokenizer(made_of, special, (2,), {"default": TEMPLATE}, {}, made_of.to_str()), path)
+        if name.startswith("qwen"):
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+            processor = Qwen2VLImageProcessorPil(
+                patch_size=4, merge_size=2, size=dict(shortest_edge=64, longest_edge=1024)
+            )
+        else:
+            processor = tiny.sight.processor(name)
+        processor.save_pretrained(path)
+        made[name] = path, oracle, processor, token
+        return made[name]
+
+    return make
+
+
+def wanted(seeing, name: str, tokens: list[list[int]], images: list[int]) -> tuple[dict, torch.Tensor]:
+    """What transformers' model takes of rows of tokens with runs, and its labels, media's own tokens left out."""
+    path, _, processor, token = seeing(name)
+    longest = max(map(len, tokens))
+    ids = torch.tensor([t + [0] * (longest - len(t)) for t in tokens])
+    mask = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in tokens])
+    inputs = dict(processor([pixels(i) for i in images], return_tensors="pt")) if images else {}
+    if name.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (ids == token).int()
+    labels = ids.masked_fill((mask == 0) | (ids == token), -100)
+    return {"input_ids": ids, "attention_mask": mask, **inputs}, labels
+
+
+def run_file(model: Path, rows: Path, out: Path, **trainer) -> recipe.Recipe:
+    settings = {"total_batch_size": 4, "max_training_steps": 3, "max_length": 96, "log_steps": 1, "learning_rate": 1e-2}
+    settings |= {"save_directory": str(out), "scheduler": "constant"} | trainer
+    sections = {"model": {"name_or_path": str(model)}, "mixture": {"informs": [{"data_files": str(rows)}]},
+                "trainer": settings, "sharding": {"axis_dims": [1, 1, 1, 1, 1]}}  # fmt: skip
+    return recipe.from_dict(sections)
+
+
+def chats(folder: Path) -> Path:
+    """Rows as people write them: a path, a data URL, bytes, a column, two images, none."""
+    (folder / "pics").mkdir(parents=True, exist_ok=True)
+    for i in range(4):
+        (folder / "pics" / f"{i}.png").write_bytes(png(i))
+    link = {"url": f"data:image/png;base64,{base64.b64encode(png(1)).decode()}"}
+    raw = {"bytes": base64.b64encode(png(2)).decode(), "path": None}
+    rows = [
+        {"messages": [said("user", {"type": "image", "image": "pics/0.png"}, "what is it ?"), said("assistant", "a cat")]},
+        {"messages": [said("user", "2 + 2 ?", {"type": "image_url", "image_url": link}), said("assistant", "four")]},
+        {"messages": [said("user", {"type": "image"}, " and ", {"type": "image", "image": None}, "?"),
+                      said("assistant", "the cat sat")], "images": [raw, "pics/3.png"]},
+        {"messages": [{"role": "user", "content": "what is good"}, {"role": "assistant", "content": "a mat"}]},
+    ]  # fmt: skip
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return file
+
+
+SHOWN = ((0,), (1,), (2, 3), ())  # the images of each row
+
+
+def batches(made: recipe.Recipe):
+    return list(recipe.build_dataset(made, build.build_tokenizer(made)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", pytest.param("mistral3", marks=pytest.mark.matrix), "qwen2_vl"])
+def test_rows_with_images_are_what_transformers_learns(seeing, name, tmp_path):
+    """Of all forms of images, one row each and packed: the loss 1e-5, its weight exactly."""
+    path, oracle, *_ = seeing(name)
+    rows = chats(tmp_path)
+    plain = run_file(path, rows, tmp_path / "out", num_train_epochs=1)
+    see = sights.seeing(plain)
+    (batch,) = batches(plain)
+    tok = build.build_tokenizer(plain)
+    listed = lambda m: m if isinstance(m["content"], list) else said(m["role"], m["content"])
+    shown = {}
+    for line, images in zip(rows.read_text().splitlines(), SHOWN, strict=True):
+        chat = [{**listed(m), "content": [{"type": "image"} if p["type"] != "text" else p for p in listed(m)["content"]]}
+                for m in json.loads(line)["messages"]]  # fmt: skip
+        ids = text.encode(tok, text.render_chat(tok, chat), special=False)
+        pictures = [sight.prepare(see, pixels(i)) for i in images]
+        shown[tuple(sight.expand(see, ids, pictures).tokens)] = images
+    found = [tuple(t[:n].tolist()) for t, n in zip(batch["tokens"], batch["lengths"], strict=True)]
+    assert set(found) == set(shown)
+    inputs, labels = wanted(seeing, name, [list(t) for t in found], [i for t in found for i in shown[t]])
+    with torch.no_grad():
+        want = oracle(**inputs, labels=labels).loss.item()
+    model = models.load(path, dtype=jnp.float32)
+    loss = jax.jit(losses.sft(model.family, model.cfg))
+    total, sums = loss(model.params, batch)
+    assert int(sums["weight"]) == int((labels[:, 1:] >= 0).sum())
+    np.testing.assert_allclose(total / sums["weight"], want, rtol=1e-5)
+    packed = run_file(
+        path, rows, tmp_path / "out", num_train_epochs=1, packing=True, max_length=160, total_batch_size=1
+    )
+    every = batches(packed)
+    assert len(every) < 4 and max(int(b["packed"].segment_ids.max()) for b in every) > 0
+    each = [loss(model.params, b) for b in every]
+    assert sum(float(s["weight"]) for _, s in each) == float(sums["weight"])
+    np.testing.assert_allclose(sum(float(t) for t, _ in each), total, rtol=1e-5)
+
+
+def curve(out: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in metrics.read(out)]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_a_run_goes_on_bit_by_bit_and_its_model_sees(seeing, tmp_path):
+    """Packed rows, saved after two of four steps; a cache of tokens holds the images' files."""
+    path, *_ = seeing("llava")
+    rows, save = chats(tmp_path), {"path": str(tmp_path / "cache")}
+    how = dict(packing=True, max_length=120, total_batch_size=1, save_steps=2, num_train_epochs=4)
+    whole = run_file(path, rows, tmp_path / "a", max_training_steps=4, **how).set("mixture.save", save)
+    recipe.train(whole)
+    recipe.train(run_file(path, rows, tmp_path / "b", max_training_steps=2, **how).set("mixture.save", save))
+    found = recipe.train(run_file(path, rows, tmp_path / "b", max_training_steps=4, **how).set("mixture.save", save))
+    assert curve(tmp_path / "a") == curve(tmp_path / "b") and len(curve(tmp_path / "a")) == 4
+    assert sight.read(found.directory) == sight.read(path)
+    (part,) = (tmp_path / "cache").iterdir()
+    assert (part / "images.files.bin").stat().st_size > len(png(1))
+
+
+def test_a_stream_gives_the_images_of_its_rows(seeing, tmp_path):
+    path, *_ = seeing("qwen2_vl")
+    made = run_file(path, chats(tmp_path), tmp_path / "out", num_train_epochs=1)
+    streamed = made.set("mixture.pack_on_the_fly", True).set("mixture.shuffle_buffer_size", 4)
+    (one,), (other,) = batches(made), batches(streamed)
+    real = lambda b: {
+        (tuple(t[:n]), tuple((i >= 0)[:n]), r[:n].tobytes(), float(np.abs(v).sum()))
+        for t, n, i, r, v in zip(
+            b["tokens"], b["lengths"], b["media"].index, b["rotary"], b["media"].inputs.values, strict=True
+        )
+    }
+    assert real(one) == real(other) and one["rotary"].shape == (4, 96, 3)
+
+
+ASKED = [
+    ({"image": "../{name}/pics/0.png", "type": "image"}, None),
+    ({"image": "/etc/hostname", "type": "image"}, "/etc/hostname leads to .*, outside of"),
+    ({"image": "pics/../../x.png", "type": "image"}, "outside of"),
+    ({"image": "pics/none.png", "type": "image"}, "there is no such file below"),
+    ({"image": "https://example.org/a.png", "type": "image"}, "nothing is fetched"),
+    ({"image": "file:///etc/hostname", "type": "image"}, "nothing is fetched"),
+    ({"image": "data:image/png;base64,!!", "type": "image"}, "base64 is broken"),
+    ({"image": "chats.jsonl", "type": "image"}, "chats.jsonl: found b.*no image of a known format"),
+    ({"image": 7, "type": "image"}, "expected an image as bytes, a data URL, a path"),
+    ({"type": "image"}, "names none, and the column images has no more"),
+]
+
+
+@pytest.mark.parametrize("part,reason", ASKED)
+def test_an_image_that_cannot_be_used_names_file_and_row(seeing, part, reason, tmp_path):
+    """Paths stay below the folder of the rows' file; nothing is fetched."""
+    path, *_ = seeing("llava")
+    rows = chats(tmp_path)
+    part = {k: v.format(name=tmp_path.name) if isinstance(v, str) else v for k, v in part.items()}
+    row = {"messages": [said("user", part, "?"), said("assistant", "a")]}
+    rows.write_text(rows.read_text() + json.dumps(row) + "\n")
+    see = sight.read(path)
+    settings = data.Settings(batch=1, length=96, sight=see)
+    report = data.dataset(data.Source(str(rows)), settings, text.load(path)).report
+    assert report.kept == 4 + (reason is None)
+    if reason is not None:
+        ((complaint, (_, places)),) = report.notes.items()
+        assert places == (f"{rows}:5",) and re.search(reason, complaint), complaint
+
+
+def test_what_would_cut_an_image_or_ignore_it_is_refused(seeing, tmp_path):
+    path, *_ = seeing("llava")
+    tok, see, source = text.load(path), sight.read(path), data.Source(str(chats(tmp_path)))
+    with pytest.raises(ValueError, match="packing='wrapped' cuts rows, and this one shows images; use 'best_fit'"):
+        data.dataset(source, data.Settings(batch=1, length=32, packing="wrapped", sight=see), tok)
+    blind = data.dataset(source, data.Settings(batch=1, length=96), tok).report
+    assert any("the row shows images, but this model reads text alone" in note for note in blind.notes)
+    short = data.dataset(source, data.Settings(batch=1, length=20, sight=see), tok).report
+    assert any("an image of 16 tokens does not fit whole" in note for note in short.notes)
+    ones = [{"image": PIL.fromarray(pixels(0)), "text": "<image> a cat"}, {"images": [pixels(1)], "text": "<image> b"}]
+    assert data.dataset(ones, data.Settings(batch=2, length=96, sight=see), tok).report.kept == 2
+    two = [{"messages": [{"role": "user", "content": "a"}, said("assistant", "b")], "images": [png(0), pixels(1)]}]
+    (batch,) = data.dataset(two, data.Settings(batch=1, length=96, sight=see), tok)
+    assert (batch["tokens"][0][:5] == np.array(text.encode(tok, "user:", special=False))).all()
+    assert (np.asarray(batch["media"].index[0][5:37]) == np.arange(32)).all()
+
+
+def test_an_image_that_changed_since_is_an_error(seeing, tmp_path):
+    path, *_ = seeing("qwen2_vl")
+    settings = data.Settings(batch=4, length=96, sight=sight.read(path))
+    found = data.dataset(data.Source(str(chats(tmp_path))), settings, text.load(path))
+    (tmp_path / "pics" / "0.png").write_bytes(png(3))
+    with pytest.raises(ValueError, match="0.png: the image has another size than when its row was read"):
+        found.origin[0]
+
+
+def pairs(folder: Path) -> Path:
+    rows = chats(folder).with_name("pairs.jsonl")
+    one = lambda i, a, b: {"prompt": [{"role": "user", "content": "what is it ?"}], "chosen": [said("assistant", a)],
+                           "rejected": [{"role": "assistant", "content": b}], "images": [f"pics/{i}.png"]}  # fmt: skip
+    made = [one(0, "a cat", "a mat that sat"), one(3, "four", "2")]
+    same = said("user", {"type": "image", "image": "pics/2.png"}, "is it good ?")
+    made.append({"chosen": [same, said("assistant", "it is")], "rejected": [same, said("assistant", "so so")]})
+    made.append(
+        {"prompt": [said("user", "2 + 2")], "chosen": [said("assistant", "4")], "rejected": [said("assistant", "3")]}
+    )
+    rows.write_text("".join(json.dumps(r) + "\n" for r in made))
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
+def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_path):
+    """The log-probability of each completion after a prompt with images: 1e-5."""
+    path, oracle, processor, token = seeing(name)
+    made = run_file(path, pairs(tmp_path), tmp_path / "a", trainer_type="dpo", num_train_epochs=1)
+    (batch,) = batches(made)
+    model = models.load(path, dtype=jnp.float32)
+    got = jax.jit(losses.completion_logps(model.family, model.cfg))(model.params, batch)["logps"]
+    count = lambda t: int((t == token).sum())
+    of = {count(np.array(sight.prepare(sights.seeing(made), pixels(i)).run)): i for i in (0, 2, 3)}
+    for row in range(4):
+        for side in range(2):
+            n = batch["lengths"][row, side]
+            tokens, mask = batch["tokens"][row, side, :n], batch["mask"][row, side, :n]
+            shown = []
+            if count(tokens):
+                values = np.asarray(batch["media"].inputs.values[row, side, 0])
+                see = sights.seeing(made)
+                shown = [
+                    i
+                    for i in (0, 2, 3)
+                    if np.array_equal(
+                        sight.prepare(see, pixels(i)).patches, values[: len(sight.prepare(see, pixels(i)).patches)]
+                    )
+                ]
+            inputs, _ = wanted(seeing, name, [tokens.tolist()], shown)
+            with torch.no_grad():
+                logp = torch.log_softmax(oracle(**inputs).logits[0].float(), -1)
+            want = sum(float(logp[t - 1, tokens[t]]) for t in range(1, n) if mask[t])
+            np.testing.assert_allclose(got[row, side], want, rtol=1e-5)
+    assert len(of) and len({float(x) for x in np.asarray(got).ravel()}) == 8
+
+
+@pytest.mark.slow
+def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tmp_path):
+    """What the engine says of its tokens, training says of them too, 1e-4, and transformers; also over two turns."""
+    path, oracle, *_ = seeing("llava")
+    model, see, tok = models.load(path, dtype=jnp.float32, stacked=False), sight.read(path), text.load(path)
+    found = data.tasks(data.Source(str(chats(tmp_path))), data.Settings(batch=1, length=64, sight=see), tok)
+    settings = serve.Settings(rows=4, batches=(4,), budget=32, max_length=96)
+    again = lambda s: rollout.Said([70, 71], done=s.info["turns"] > 1)
+    engine = serve.Engine(model, settings, tokenizer=tok, sight=see, eos=[75, 78, 81, 84, 87, 90])
+    ask = serve.SamplingParams(max_tokens=12, temperature=1.0)
+    samples = rollout.rollout(engine, found.rows, ask, samples=2, seed=0, turn=again)
+    engine.close()
+    assert any(s.info["turns"] > 1 for s in samples) and len(samples) == 8
+    media = partial(shown, sight=see)
+    batch = rollout.collate(samples, np.ones(8), length=96, media=media)
+    told = jax.jit(losses.token_logps(model.family, model.cfg))(models.load(path, dtype=jnp.float32).params, batch)
+    drawn = batch["mask"]
+    assert drawn.sum() > 8
+    np.testing.assert_allclose(np.asarray(told)[drawn], (batch["logps"] + batch["kept"])[drawn], atol=1e-4)
+    for number, row in ((1, 2), (3, 6)):
+        inputs, _ = wanted(seeing, "llava", [samples[row].tokens.tolist()], list(SHOWN[number]))
+        with torch.no_grad():
+            logp = torch.log_softmax(oracle(**inputs).logits[0], -1).numpy()
+        at = np.flatnonzero(samples[row].drawn)
+        np.testing.assert_allclose(logp[at - 1, samples[row].tokens[at]], samples[row].logps[at], atol=1e-4)
+    with pytest.raises(ValueError, match="rows hold one sample, in one process"):
+        rollout.collate(samples, np.ones(8), length=96, shared=True, media=media)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_grpo_and_dpo_learn_from_images(seeing, lora, tmp_path):
+    """Run files to their end: the metrics are finite, and DPO with a reference computed before is DPO with one beside."""
+    path, *_ = seeing("llava")
+    (tmp_path / "near.py").write_text(
+        "def brief(completions, **_):\n    return [float(len(c) % 5) for c in completions]\n"
+    )
+    how = dict(reward_functions=[{"path": f"{tmp_path / 'near.py'}:brief"}], num_generations=2, max_completion_length=8,
+               total_batch_size=4, num_train_epochs=1, max_training_steps=2, lora=lora)  # fmt: skip
+    made = run_file(path, chats(tmp_path), tmp_path / "grpo", trainer_type="grpo", **how)
+    with pytest.raises(recipe.RecipeError, match="rollout_ahead: the prompts show images"):
+        recipe.train(made.set("trainer.rollout_ahead", 1))
+    recipe.train(made)
+    assert all(np.isfinite(row["loss"]) for row in curve(tmp_path / "grpo"))
+    how = dict(trainer_type="dpo", lora=lora, max_training_steps=2)
+    rows = pairs(tmp_path)
+    recipe.train(run_file(path, rows, tmp_path / "a", **how))
+    recipe.train(run_file(path, rows, tmp_path / "b", precompute_ref_log_probs=True, **how))
+    a, b = curve(tmp_path / "a"), curve(tmp_path / "b")
+    np.testing.assert_allclose([r["loss"] for r in a], [r["loss"] for r in b], rtol=1e-4)
+    np.testing.assert_allclose(a[0]["loss"], np.log(2), rtol=1e-5)
+    assert a[1]["loss"] < 0.69
