@@ -4,7 +4,7 @@ import inspect
 
 from fdel.ops import diffusion
 from fdel.ops.attention import alibi_slopes, attend, attend_slot
-from fdel.ops.batch import Batch, Media, Packed, Paged, Pages, Patches, Place, Slots, State, pack, packed, paged
+from fdel.ops.batch import Batch, Media, Packed, Paged, Pages, Patches, Place, Slots, Sounds, State, pack, packed, paged
 from fdel.ops.carry import (
     AttentionWeights,
     Carry,
