@@ -32,6 +32,7 @@ MODEL_LINES = {
     "whisper": 350,
     **dict.fromkeys(["clip", "kimi_vl", "llama4", "llava", "mistral3", "pixtral", "siglip"], 350),
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"], 350),
+    "qwen3_omni_moe": 350,
 }
 MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sight", "sublayers"], FILE_LINES)
 
@@ -80,6 +81,7 @@ FACADE = "serve.engine.engine"  # but for what hands each request its text
 OPTIONAL = {
     "PIL",
     "accelerate",
+    "av",
     "huggingface_hub",
     "llguidance",
     "matplotlib",

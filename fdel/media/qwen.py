@@ -109,6 +109,12 @@ def patches(x: np.ndarray, s: Settings) -> np.ndarray:
     return np.repeat(cut, s.frames, -3).reshape(-1, 3 * s.frames * s.patch**2)
 
 
+def values(s: Settings, rgb: np.ndarray) -> np.ndarray:
+    """Rescale and normalise uint8[H W 3]: float32[H W 3]."""
+    x = image.rescale(rgb, s.factor) if s.factor else rgb
+    return image.normalize(x, s.mean, s.std) if s.mean else x.astype(np.float32)
+
+
 def prepare(s: Settings, rgb: np.ndarray) -> Picture:
     """Prepare an image uint8[H W 3] for the tower."""
     height, width, _ = rgb.shape
@@ -119,8 +125,7 @@ def prepare(s: Settings, rgb: np.ndarray) -> Picture:
 
 def finish(s: Settings, rgb: np.ndarray) -> Picture:
     """Prepare an image that has its size: sides that are multiples of those of an entry."""
-    x = image.rescale(rgb, s.factor) if s.factor else rgb
-    x = image.normalize(x, s.mean, s.std) if s.mean else x.astype(np.float32)
+    x = values(s, rgb)
     cut = patches(x, s)
     rows, columns = x.shape[0] // s.patch, x.shape[1] // s.patch
     of_entries = turns(1, rows // s.side, columns // s.side)

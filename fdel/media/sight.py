@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media import aya, clip, gemma3, gemma4, glm, moonvit, pixtral, qwen, tiles
+from fdel.media import aya, clip, gemma3, gemma4, glm, hearing, moonvit, pixtral, qwen, tiles, video
 from fdel.media.image import Picture, decode
 
-__all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "gather", "prepare", "read", "written"]
-QWEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), qwen)
+__all__ = ["Expanded", "Picture", "Sight", "decode", "expand", "frames", "gather", "prepare", "read", "written"]
+OF_QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker"
+QWEN = dict.fromkeys(OF_QWEN, qwen)
 GLM = dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), glm)
 KINDS: Mapping[str, ModuleType] = MappingProxyType(
     {
@@ -34,6 +35,10 @@ KINDS: Mapping[str, ModuleType] = MappingProxyType(
     | QWEN
     | GLM
 )
+VIDEOS: Mapping[str, video.Manner] = MappingProxyType(
+    dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), video.TIMED)
+    | {"qwen2_5_vl": video.SPACED, "qwen3_omni_moe_thinker": video.HEARD}
+)  # of model_types whose videos are not taken as Qwen2-VL's are
 TOKENS = ("image_token_index", "image_token_id", "media_placeholder_token_id")
 # Models of two towers, whose prompts show no images: model_type -> that of their tower
 ALONE = MappingProxyType({"clip": "clip_vision_model", "siglip": "siglip_vision_model"})
@@ -46,8 +51,9 @@ class Sight:
     `placeholder` is the token that a chat template writes once for an image, -1 where no prompt shows any; `entries` are
     the tokens of a run that take what the tower gives. The tower gives one entry for `merge` patches, and `extra` ones
     besides; of patches that pad an image, behind its own, it gives entries too. `settings` are those of the image
-    processor's file. Where a processor writes text around an image, `around` is the placeholder as text, and what stands
-    in its place (`written`).
+    processor's file, `video` those of the video processor's, of a model that takes videos (`fdel.media.video`), `sound`
+    those of one that hears (`fdel.media.hearing`). Where a processor writes text around an image, `around` is the
+    placeholder as text, and what stands in its place (`written`).
     """
 
     model_type: str
@@ -58,6 +64,8 @@ class Sight:
     merge: int = 1
     extra: int = 0
     around: tuple[str, str] | None = None
+    video: Any = None  # video.Settings
+    sound: Any = None  # hearing.Settings
 
     def count(self, patches: int) -> int:
         """Count the entries that the tower gives of so many patches."""
@@ -66,7 +74,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Expanded:
-    """A prompt with its images: tokens, the entry of each (-1 for none) over all images, and M-RoPE's turns or None."""
+    """A prompt with what it shows: tokens, the entry of each (-1 for none) over all pictures, M-RoPE's turns or None."""
 
     tokens: list[int]
     index: list[int]
@@ -76,25 +84,36 @@ class Expanded:
 def read(directory: str | Path) -> Sight | None:
     """Read how the model of a checkpoint directory sees; None if it does not, or has no image processor's file.
 
-    From config.json and preprocessor_config.json or processor_config.json. ValueError for what is not understood.
+    From config.json and preprocessor_config.json, video_preprocessor_config.json or processor_config.json. ValueError for
+    what is not understood.
     """
     config = _object(Path(directory) / "config.json") or {}
+    config = config.get("thinker_config") or config
     if (alone := ALONE.get(str(config.get("model_type")))) is not None:
         config["vision_config"] = {"model_type": alone} | (config.get("vision_config") or {})
     vision = config.get("vision_config")
     kind = next((t for t in (config.get("model_type"), (vision or {}).get("model_type")) if t in KINDS), None)
     token = next((config[name] for name in TOKENS if isinstance(config.get(name), int)), -1 if alone else None)
-    processor, outer = (_object(Path(directory) / f"{p}_config.json") for p in ("preprocessor", "processor"))
+    files = (_object(Path(directory) / f"{p}_config.json") for p in ("preprocessor", "video_preprocessor", "processor"))
+    processor, moving, outer = files
+    moving = moving or (outer or {}).get("video_processor") or processor
     processor = (outer or {}).get("image_processor") if processor is None else processor
     if kind is None or token is None or processor is None:
         return None
+    extractor = (outer or {}).get("feature_extractor") or processor
     try:
+        heard = hearing.read(config, extractor) if KINDS[kind] is qwen else None
+        if heard:  # one file for both
+            processor = {k: v for k, v in processor.items() if k not in hearing.KEYS}
+            moving = {k: v for k, v in (moving or {}).items() if k not in hearing.KEYS}
         s = KINDS[kind].read(config | {"tokens": _tokens(Path(directory), outer or {})}, processor, token)
+        seen = video.read(config, moving or {}, VIDEOS.get(kind, video.PLAIN)) if KINDS[kind] is qwen else None
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from e
     placeholder, entries = getattr(s, "placeholder", token), getattr(s, "entries", (token,))
-    counts = getattr(s, "merge", 1), getattr(s, "extra", 0)
-    return Sight(config["model_type"], kind, placeholder, entries, s, *counts, getattr(s, "around", None))
+    entries += tuple(s.token for s in (seen, heard) if s)
+    counts, around = (getattr(s, "merge", 1), getattr(s, "extra", 0)), getattr(s, "around", None)
+    return Sight(config["model_type"], kind, placeholder, entries, s, *counts, around, seen, heard)
 
 
 def _tokens(directory: Path, outer: Mapping[str, Any]) -> dict[str, int]:
@@ -127,20 +146,23 @@ def prepare(sight: Sight, rgb: np.ndarray) -> Picture:
 
 
 def expand(sight: Sight, tokens: Sequence[int], pictures: Sequence[Picture]) -> Expanded:
-    """Put each picture's run in the place of its placeholder, in order.
+    """Put the run of each image and video in the place of its placeholder, in order.
 
     `index` counts the entries of all pictures of this prompt. Where pictures have `turns`, `rotary` has those of every
     token: a text goes on from one more than the greatest before it. ValueError for another number of placeholders.
     """
-    places = sum(t == sight.placeholder for t in tokens)
-    if places != len(pictures):
-        raise ValueError(
-            f"the prompt has {places} places for images (token {sight.placeholder}), found {len(pictures)} images"
-        )
+    others = {s.token for s in (sight.video, sight.sound) if s}
+    held = [t for t in tokens if t == sight.placeholder or t in others]
+    if len(held) != len(pictures):
+        found = f"the prompt has {len(held)} places for images (token {sight.placeholder})"
+        raise ValueError(f"{found}, found {len(pictures)} images" + (", with videos and sounds" if others else ""))
+    for i, (t, p) in enumerate(zip(held, pictures, strict=True)):
+        if t not in p.run if t in others else others & {*p.run}:
+            raise ValueError(f"place {i} of the prompt (token {t}) is of another kind than what is to be shown there")
     out, index, rotary, rest = [], [], list[tuple[int, int, int]](), iter(pictures)
     entry, at = 0, 0
     for token in tokens:
-        picture = next(rest) if token == sight.placeholder else None
+        picture = next(rest) if token == sight.placeholder or token in others else None
         run = (int(token),) if picture is None else picture.run
         turns = None if picture is None else picture.turns
         turns = np.repeat(np.arange(len(run))[:, None], 3, 1) if turns is None else turns
@@ -154,15 +176,33 @@ def expand(sight: Sight, tokens: Sequence[int], pictures: Sequence[Picture]) -> 
     return Expanded(out, index, rotary if any(p.turns is not None for p in pictures) else None)
 
 
+def frames(sight: Sight, picture: Picture) -> list[Picture]:
+    """Divide a video into images of one frame of patches each, for towers see them apart; an image is its own.
+
+    Their runs are their entries alone, their turns stay with the video.
+    """
+    at = picture.places[:, 0]
+    if sight.video is None or not at.any():  # others may count parts of an image there
+        return [picture]
+    ends = [0, *(np.flatnonzero(np.diff(at)) + 1), len(at)]
+    run = tuple(t for t in picture.run if t in sight.entries)
+    count = len(run) // (len(ends) - 1)
+    still = picture.places * np.array([0, 1, 1], np.int32)
+    cut = zip(ends, ends[1:], strict=False)
+    return [Picture(picture.patches[a:b], still[a:b], run[i * count :][:count]) for i, (a, b) in enumerate(cut)]
+
+
 def gather(
     sight: Sight, rows: Sequence[Sequence[Picture]], index: np.ndarray, *, images: int | None = None,
     patches: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Put the pictures of rows into arrays: float32[rows images patches numbers], places int32[rows images patches 3].
 
-    `images` and `patches` pad them; None is the most that there are. Also gives `index` int[rows T], of `expand`, as it
-    counts the entries of padded images. More pictures than `images`, or patches than `patches`, are a ValueError.
+    A video is several images, its `frames`. `images` and `patches` pad them; None is the most that there are. Also gives
+    `index` int[rows T], of `expand`, as it counts the entries of padded images. More pictures than `images`, or patches
+    than `patches`, are a ValueError.
     """
+    rows = [[frame for p in row for frame in frames(sight, p)] for row in rows]
     every = [p for row in rows for p in row]
     most = max(map(len, rows), default=0), max((len(p.patches) for p in every), default=0)
     images, patches = most[0] if images is None else images, most[1] if patches is None else patches

@@ -262,14 +262,10 @@ def hidden(
         def hidden(params, tokens, cfg, batch=None, state=None, taps=None, *, remat=None):
             batch, carry = begin(tokens, batch, state, taps, has, takes)
             if encode and (media := carry.media) is not None and media.values is None:
-<<<<<<< HEAD
-                carry = replace(carry, media=replace(media, values=encode(params, media.inputs, cfg), inputs=None))
-            if ahead(cfg) and batch.ahead is None:
-                batch = replace(batch, ahead=ops.look_ahead(batch))
-=======
                 with ops.rematerialising(remat):
                     carry = replace(carry, media=replace(media, values=encode(params, media.inputs, cfg), inputs=None))
->>>>>>> mediatrain
+            if ahead(cfg) and batch.ahead is None:
+                batch = replace(batch, ahead=ops.look_ahead(batch))
             x, carry = walk(params, tokens, cfg, batch, carry, remat)
             return x, carry.state, carry.taps
 

@@ -13,6 +13,7 @@ from fdel.ops.batch import (
     Patches,
     Place,
     Slots,
+    Sounds,
     State,
     look_ahead,
     pack,

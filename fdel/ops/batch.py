@@ -32,6 +32,19 @@ class Patches:
 
 @register
 @dataclass(frozen=True)
+class Sounds:
+    """Sounds cut into chunks, as a family's tower takes them: what `Media.inputs` is for hearing.
+
+    `features` are log-mel features of each chunk, zeros behind its own; `lengths` how many frames a chunk has, 0 of chunks
+    that pad a sound and of sounds that pad a row. Only the last chunk of a sound is shorter than a whole one.
+    """
+
+    features: Float[Array, "*rows sounds chunks bins frames"]
+    lengths: Int[Array, "*rows sounds chunks"]
+
+
+@register
+@dataclass(frozen=True)
 class Media:
     """What stands in the place of tokens in one call: the states of images or sounds, or what they are computed from.
 

@@ -26,7 +26,7 @@ LENGTH = 4096  # of a row in its training step; no weight has such an axis
 # forward and backward; an indexer has loops over blocks and heads.
 LOOPS = {"train": 20, "decode": 2, "prefill": 8, "forward": 2}
 MORE_LOOPS = {"mamba2": 12, "qwen3_next": 40, "kimi_linear": 40, "minimax": 24, "qwen3_5_moe_text": 24, "qwen3_5_moe": 24,
-              "glm_moe_dsa": 24, "qwen3_vl_moe": 24, "glm4v_moe": 24}  # fmt: skip
+              "glm_moe_dsa": 24, "qwen3_vl_moe": 24, "glm4v_moe": 24, "qwen3_omni_moe": 24}  # fmt: skip
 PROGRAMS = {True: ("train", "decode", "prefill"), False: ("forward",)}  # of what is causal, and of an encoder
 TOYS = [
     pytest.param(name, what, n, marks=[] if TINY[name].wiring else pytest.mark.matrix)

@@ -1,0 +1,50 @@
+"""What rows of a batch show and play, as arrays: of models that see and hear (`sight.gather` is for those that see)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fdel.media import sight as sights
+from fdel.media.hearing import Film, Sound, states
+from fdel.media.image import Picture
+from fdel.media.sight import Sight
+
+Item = Picture | Sound | Film
+
+
+def gather(
+    sight: Sight, rows: Sequence[Sequence[Item]], index: np.ndarray, *, images: int | None = None,
+    patches: int | None = None, sounds: int | None = None, chunks: int | None = None,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]:  # fmt: skip
+    """Put what rows show and play into arrays: values and places of `sight.gather`; features and lengths of sounds.
+
+    float32[rows sounds chunks bins frames] and int32[rows sounds chunks]. Also gives `index` int[rows T], of
+    `sight.expand`, as it counts the entries of padded images, and behind them those of padded sounds. Sizes pad the arrays;
+    None is the most that there are, fewer are a ValueError.
+    """
+    s = sight.sound
+    pictures = [[i.picture if isinstance(i, Film) else i for i in row if not isinstance(i, Sound)] for row in rows]
+    heard = [[i.sound if isinstance(i, Film) else i for i in row if not isinstance(i, Picture)] for row in rows]
+    seen, named = np.full_like(index, -1), np.full_like(index, -1)
+    for i, row in enumerate(rows):
+        audible = np.array([t == s.token for item in row for t in item.run if t in sight.entries], bool)
+        order = np.where(audible, np.cumsum(audible), np.cumsum(~audible)) - 1
+        here = index[i] >= 0
+        which, at = audible[index[i][here]], order[index[i][here]]
+        seen[i][here], named[i][here] = np.where(which, -1, at), np.where(which, at, -1)
+    values, places, out = sights.gather(sight, pictures, seen, images=images, patches=patches)
+    most = max(map(len, heard), default=0), max((len(x.lengths) for row in heard for x in row), default=0)
+    sounds, chunks = most[0] if sounds is None else sounds, most[1] if chunks is None else chunks
+    if sounds < most[0] or chunks < most[1]:
+        raise ValueError(f"found rows of {most[0]} sounds of {most[1]} chunks, expected at most {sounds} of {chunks}")
+    features = np.zeros((len(rows), sounds, chunks, s.bins, s.frames), np.float32)
+    lengths = np.zeros(features.shape[:3], np.int32)
+    first, stride = values.shape[1] * sight.count(values.shape[2]), chunks * int(states(np.array(s.frames)))
+    for i, row in enumerate(heard):
+        before = 0
+        for j, x in enumerate(row):
+            features[i, j, : len(x.lengths)], lengths[i, j, : len(x.lengths)] = x.features, x.lengths
+            mine = (named[i] >= before) & (named[i] < before + len(x.run))
+            out[i] = np.where(mine, named[i] - before + first + j * stride, out[i])
+            before += len(x.run)
+    return (values, places), (features, lengths), out
