@@ -1,5 +1,6 @@
 """From a recipe to batches of own samples: tasks, the engine that answers them, rewards, and what is shown of it."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ from fdel.train.steps import Step
 NAME = "policy"  # of the adapter that is learnt
 DECODE_STEPS = 8
 HELD_OUT = 1 << 20  # added to the seed of a run, for samples of evaluation
+SPLIT = ("dp", "fsdp", "ep")  # axes over which rows are divided
 NO_MESH = Mesh(np.empty((), object), ())  # set beside a trainer's, arrays themselves say where they are
 
 
@@ -96,6 +98,8 @@ def several_processes(s: Settled) -> Iterator[str]:
     k, parts = s.keys, processes.share(build.build_mesh(s))[1]
     yield from when(
         (k.rollout_ahead, "trainer.rollout_ahead: several processes sample in step in this version; set it to 0"),
+        (getattr(k, "pack_samples", False),
+         "trainer.pack_samples: several processes have rows of one number; remove it"),
         (k.sampling_devices, "trainer.sampling_devices: each of several processes samples on its own devices; set it to 0"),
         (getattr(k, "scale_rewards", "") == "batch",
          "trainer.scale_rewards: batch is over the samples of all processes, which know their own; use group or none"),
@@ -157,8 +161,11 @@ def build_source(
     most = k.max_completion_length if parts > 1 else None
     put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most)
     shared = put if (n := getattr(k, "samples_per_row", 1)) == 1 else share(s, put, n)
+    if getattr(k, "pack_samples", False):
+        shared = partial(collate, length=s.length, rows=unit(s), packed=True)
     how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
-    how_many |= {"turn": build_turn(k.environment, tok)}
+    how_many |= {"turn": build_turn(k.environment, tok), "sides": how.sides(k), "share": how.writes(k)}
+    first, each = how.sides(k) if how.rival else (k.num_generations, 0)
     draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, asked(k), **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
@@ -174,7 +181,12 @@ def build_source(
                 [e.sleep() for e in engines(policy)]
         drawn = time.monotonic()
         found = told(samples)
-        row = {**statistics(found, k.num_generations), **run.metrics(samples)}
+        drew = np.arange(len(samples)) % (first + each) < first if each > 1 else np.ones(len(samples), bool)
+        of = found._replace(total=found.total[drew], each=found.each[:, drew])
+        row = {**statistics(of, first if each > 1 else k.num_generations)}
+        row |= run.metrics([x for x, mine in zip(samples, drew, strict=True) if mine])
+        if (portion := how.writes(k)) is not None:
+            row["own_samples"] = float(rival.writes(portion, batch, t.seed))
         show(samples, found, decode)
         if divergence is not None:
             kl = divergence(put(samples, np.zeros(len(samples))))
@@ -203,7 +215,8 @@ def hand_over(policy: Policy, trained: Any) -> None:
     """Sample with other weights from now on."""
     new = policy.served(trained)
     with jax.set_mesh(policy.mesh):
-        policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
+        # In the program that copies: no copy between; and nobody else asks the sampler.
+        policy.engine.update_params(new, reshard=True, cast=True, reuse=True)
         rival.publish(policy.rival, new)
         [e.wake() for e in engines(policy)]
 
@@ -250,6 +263,12 @@ def build_evaluate(
     return evaluate
 
 
+def unit(s: Settled) -> int:
+    """Give the number of which packed rows are a multiple: parts of all updates, on all devices."""
+    mesh = build.build_mesh(s).shape
+    return s.recipe.trainer.gradient_accumulation_steps * s.keys.updates * math.prod(mesh[a] for a in SPLIT)
+
+
 def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..., dict[str, Any]]:
     """Let `put` place `n` samples of a prompt in a row, in so many rows that it always has room for `n`."""
     given, k = put.keywords, s.keys  # type: ignore[attr-defined]
@@ -262,7 +281,7 @@ def build_score(
     s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str], *, steps: int = 1
 ) -> Callable[[Sequence[Sample]], Rewards]:
     """Build what rewards samples, as many as of so many steps; of types that have no rewards, they are 0."""
-    if not hasattr(s.keys, "reward_functions"):
+    if not (getattr(s.keys, "reward_functions", ()) or hasattr(s.keys, "reward_functions") and s.keys.environment):
         return lambda samples: Rewards(np.zeros((0, len(samples))), np.zeros(len(samples)), ())
     weights = [f.weight for f in s.keys.reward_functions]
     return partial(rewards.score, functions, decode=decode, weights=weights, timeout=steps * s.keys.reward_timeout)

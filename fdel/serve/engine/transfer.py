@@ -61,7 +61,7 @@ def reachable(x: Any) -> bool:
 
 def pieces(x: np.ndarray) -> list[memoryview]:
     """Divide the bytes of an array into messages; an empty one has none."""
-    flat = memoryview(np.ascontiguousarray(x.reshape(-1)).view(np.uint8))
+    flat = np.ascontiguousarray(x.reshape(-1)).view(np.uint8).data
     return [flat[i : i + PIECE] for i in range(0, len(flat), PIECE)]
 
 
@@ -96,7 +96,7 @@ def sending(new: Any, own: Callable[[str, Any], bool], name: str, send: Send) ->
     def weight(path: str, w: Any) -> Any:
         if not (name and isinstance(w, LowRank)):
             return _mapped(one, path, w)
-        parts = {part: Sent(getattr(w, part), send) for part in ("a", "b", "scale")}
+        parts: Any = {part: Sent(getattr(w, part), send) for part in ("a", "b", "scale")}
         return replace(w, base=_mapped(one, path, w.base), **parts)
 
     return change(weight, new)
@@ -106,13 +106,15 @@ def receiving(told: np.ndarray, base: Any, receive: Callable[[np.ndarray], None]
     """Make the same tree of what comes, and of the base's arrays, here views of them."""
     found = json.loads(told.tobytes())
     arrays, updates = found["arrays"], found["updates"]
+    coming = lambda form: Received(form[0], form[1], receive)
 
     def one(path: str, x: View) -> Any:
-        return Received(*arrays[path], receive) if path in arrays else x
+        return coming(arrays[path]) if path in arrays else x
 
     def weight(path: str, w: Any) -> Any:
-        held = _mapped(one, path, w)
-        return LowRank(held, *(Received(*form, receive) for form in updates[path])) if path in updates else held
+        held: Any = _mapped(one, path, w)
+        factors: Any = [coming(form) for form in updates.get(path, ())]
+        return LowRank(held, *factors) if factors else held
 
     return change(weight, base)
 
