@@ -435,10 +435,11 @@ def test_what_a_reference_says_of_a_prompt() -> None:
     drawn = lambda e, tasks, ask, samples, **how: [(e(), t.number) for t in tasks for _ in range(samples)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe_samples.rival, "rollout", drawn)
-        draw = partial(recipe_samples.rival.draw, *engines, tasks, None, samples=2, seed=0, deadline=None)
-        assert draw(sides=(1, 2)) == [(name, i) for i in range(3) for name in "abb"]
-        assert draw(share=1.0) == [("a", i) for i in range(3) for _ in range(2)]
-        assert draw(share=0.0) == [("b", i) for i in range(3) for _ in range(2)]
+        draw = partial(recipe_samples.rival.draw, *engines, tasks, None, seed=0, deadline=None)
+        who = recipe_samples.rival.Draws
+        assert draw(who=who(2, (1, 2))) == [(name, i) for i in range(3) for name in "abb"]
+        assert draw(who=who(2, share=1.0)) == [("a", i) for i in range(3) for _ in range(2)]
+        assert draw(who=who(2, share=0.0)) == [("b", i) for i in range(3) for _ in range(2)]
 
 
 @pytest.mark.parametrize("whitened", [False, True])

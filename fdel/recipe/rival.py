@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,17 +68,26 @@ def publish(rival: Engine | None, new: Any) -> None:
     rival.update_params({**policy, "reference": rival.model.params["reference"]}, reshard=True, cast=True)
 
 
-def draw(
-    engine: Any, rival: Engine | None, tasks: Sequence[Task], ask: SamplingParams, *, samples: int, seed: int,
-    deadline: float | None, turn: Turn | None = None, sides: tuple[int, int] = (1, 1), share: float | None = None,
-) -> list[Sample]:  # fmt: skip
-    """Draw all samples of each task by the policy; with a rival so many by each of the two `sides`, the policy's first.
+class Draws(NamedTuple):
+    """Who draws how many of a prompt: all the policy, or with a rival so many on each of two sides, the policy's first.
 
-    With a `share`, all of a step are drawn by one of them.
+    With a `share`, one of them draws all samples of a step: the policy in that share of the steps.
     """
+
+    samples: int
+    sides: tuple[int, int] = (1, 1)
+    share: float | None = None
+
+
+def draw(
+    engine: Any, rival: Engine | None, tasks: Sequence[Task], ask: SamplingParams, *, who: Draws, seed: int,
+    deadline: float | None, turn: Turn | None = None,
+) -> list[Sample]:  # fmt: skip
+    """Draw the samples of each task."""
+    sides, share = who.sides, who.share
     if rival is None or share is not None:
         drawing = engine if rival is None or share is None or writes(share, tasks, seed) else rival
-        return rollout(drawing, tasks, ask, samples=samples, seed=seed, deadline=deadline, turn=turn)
+        return rollout(drawing, tasks, ask, samples=who.samples, seed=seed, deadline=deadline, turn=turn)
     draw = partial(rollout, tasks=tasks, ask=ask, deadline=deadline, turn=turn)
     found = [draw(e, samples=n, seed=seed + i) for i, (e, n) in enumerate(zip((engine, rival), sides, strict=True))]
     each = [[x[i * n : (i + 1) * n] for i in range(len(tasks))] for x, n in zip(found, sides, strict=True)]

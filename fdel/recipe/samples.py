@@ -1,6 +1,5 @@
 """From a recipe to batches of own samples: tasks, the engine that answers them, rewards, and what is shown of it."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from fdel.recipe.data import build_settings, build_sources
 from fdel.recipe.methods.samples import Rloo
 from fdel.recipe.read import Recipe
 from fdel.recipe.rewards import build_turn, tools
+from fdel.recipe.rows import placing
 from fdel.recipe.settled import Settled, settle
 from fdel.recipe.shown import Shown, statistics
 from fdel.serve import Engine, SamplingParams
@@ -46,7 +46,6 @@ from fdel.train.steps import Step
 NAME = "policy"  # of the adapter that is learnt
 DECODE_STEPS = 8
 HELD_OUT = 1 << 20  # added to the seed of a run, for samples of evaluation
-SPLIT = ("dp", "fsdp", "ep")  # axes over which rows are divided
 NO_MESH = Mesh(np.empty((), object), ())  # set beside a trainer's, arrays themselves say where they are
 
 
@@ -160,11 +159,9 @@ def build_source(
     mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
     most = k.max_completion_length if parts > 1 else None
     put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most)
-    shared = put if (n := getattr(k, "samples_per_row", 1)) == 1 else share(s, put, n)
-    if getattr(k, "pack_samples", False):
-        shared = partial(collate, length=s.length, rows=unit(s), packed=True)
-    how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
-    how_many |= {"turn": build_turn(k.environment, tok), "sides": how.sides(k), "share": how.writes(k)}
+    shared = placing(s, put)
+    who = rival.Draws(k.num_generations, how.sides(k), how.writes(k))
+    how_many: Any = dict(who=who, seed=t.seed, deadline=k.sampling_timeout, turn=build_turn(k.environment, tok))
     first, each = how.sides(k) if how.rival else (k.num_generations, 0)
     draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, asked(k), **how_many)
     decode = lambda ids: text.decode(tok, ids)
@@ -185,8 +182,8 @@ def build_source(
         of = found._replace(total=found.total[drew], each=found.each[:, drew])
         row = {**statistics(of, first if each > 1 else k.num_generations)}
         row |= run.metrics([x for x, mine in zip(samples, drew, strict=True) if mine])
-        if (portion := how.writes(k)) is not None:
-            row["own_samples"] = float(rival.writes(portion, batch, t.seed))
+        if who.share is not None:
+            row["own_samples"] = float(rival.writes(who.share, batch, t.seed))
         show(samples, found, decode)
         if divergence is not None:
             kl = divergence(put(samples, np.zeros(len(samples))))
@@ -261,20 +258,6 @@ def build_evaluate(
         return {f"eval_{name}": x for name, x in (row if parts == 1 else mean(row)).items()}
 
     return evaluate
-
-
-def unit(s: Settled) -> int:
-    """Give the number of which packed rows are a multiple: parts of all updates, on all devices."""
-    mesh = build.build_mesh(s).shape
-    return s.recipe.trainer.gradient_accumulation_steps * s.keys.updates * math.prod(mesh[a] for a in SPLIT)
-
-
-def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..., dict[str, Any]]:
-    """Let `put` place `n` samples of a prompt in a row, in so many rows that it always has room for `n`."""
-    given, k = put.keywords, s.keys  # type: ignore[attr-defined]
-    length = s.length - k.max_completion_length + n * (k.max_completion_length + 1)
-    most = given["most"] and n * given["most"]
-    return partial(put, length=length, rows=given["rows"] // n, most=most, shared=True)
 
 
 def build_score(
