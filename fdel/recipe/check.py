@@ -241,6 +241,7 @@ def _samples(s: Settled) -> Iterator[str]:
         (k.num_generations % together or s.rows // together % (parts * updates),
          f"trainer.samples_per_row: {together} does not divide num_generations {k.num_generations}, or leaves "
          f"{s.rows / together:g} rows for {updates} updates of {parts} parts"),
+        (together > 1 and k.pack_samples, "trainer.pack_samples: samples_per_row packs those of one prompt; remove one"),
         (k.max_completion_length >= s.length,
          f"trainer.max_completion_length: {k.max_completion_length} tokens leave no room for a prompt in max_length "
          f"{s.length}; raise that, or lower this"),

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fdel import models, text
 from fdel.ops.weights import LowRank, is_weight
@@ -31,8 +32,13 @@ def check(s: Settled) -> None:
 def build_rival(s: Settled, model: models.Model, engine: Any, settings: Settings, tok: text.Tokenizer) -> Engine | None:
     """Make the engine of the mixture of policy and reference that a type asks for, None if it asks for none.
 
-    The reference alone has an engine of its own too, unless it is the base of the policy's adapters.
+    The reference alone has an engine of its own too, unless it is the base of the policy's adapters; so has a teacher that
+    writes texts.
     """
+    if s.method.samples is not None and s.method.samples.writes(s.keys) is not None:
+        check(s)
+        teacher: Any = build.build_teacher(s)
+        return Engine(weights.placed(teacher, s.serve_rules), settings, tokenizer=tok)
     if s.method.samples is None or s.method.samples.rival is None:
         return None
     check(s)
@@ -63,13 +69,32 @@ def publish(rival: Engine | None, new: Any) -> None:
     rival.update_params({**policy, "reference": rival.model.params["reference"]}, reshard=True, cast=True)
 
 
+class Draws(NamedTuple):
+    """Who draws how many of a prompt: all the policy, or with a rival so many on each of two sides, the policy's first.
+
+    With a `share`, one of them draws all samples of a step: the policy in that share of the steps.
+    """
+
+    samples: int
+    sides: tuple[int, int] = (1, 1)
+    share: float | None = None
+
+
 def draw(
-    engine: Any, rival: Engine | None, tasks: Sequence[Task], ask: SamplingParams, *, samples: int, seed: int,
+    engine: Any, rival: Engine | None, tasks: Sequence[Task], ask: SamplingParams, *, who: Draws, seed: int,
     deadline: float | None, turn: Turn | None = None,
 ) -> list[Sample]:  # fmt: skip
-    """Draw all samples of each task by the policy; with a rival one by each, the policy's first."""
-    if rival is None:
-        return rollout(engine, tasks, ask, samples=samples, seed=seed, deadline=deadline, turn=turn)
-    one = partial(rollout, tasks=tasks, ask=ask, samples=1, deadline=deadline, turn=turn)
-    sides = [one(e, seed=seed + i) for i, e in enumerate((engine, rival))]
-    return [sample for pair in zip(*sides, strict=True) for sample in pair]
+    """Draw the samples of each task."""
+    sides, share = who.sides, who.share
+    if rival is None or share is not None:
+        drawing = engine if rival is None or share is None or writes(share, tasks, seed) else rival
+        return rollout(drawing, tasks, ask, samples=who.samples, seed=seed, deadline=deadline, turn=turn)
+    draw = partial(rollout, tasks=tasks, ask=ask, deadline=deadline, turn=turn)
+    found = [draw(e, samples=n, seed=seed + i) for i, (e, n) in enumerate(zip((engine, rival), sides, strict=True))]
+    each = [[x[i * n : (i + 1) * n] for i in range(len(tasks))] for x, n in zip(found, sides, strict=True)]
+    return [sample for mine, theirs in zip(*each, strict=True) for sample in (*mine, *theirs)]
+
+
+def writes(share: float, tasks: Sequence[Task], seed: int) -> bool:
+    """Tell whether the policy draws the samples of this step: it depends on the seed and the step's tasks alone."""
+    return bool(np.random.default_rng((seed, tasks[0].number)).random() < share)

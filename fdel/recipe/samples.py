@@ -19,6 +19,7 @@ from fdel.recipe.data import build_settings, build_sources
 from fdel.recipe.methods.samples import Rloo
 from fdel.recipe.read import Recipe
 from fdel.recipe.rewards import build_turn, tools
+from fdel.recipe.rows import placing
 from fdel.recipe.settled import Settled, settle
 from fdel.recipe.shown import Shown, statistics
 from fdel.serve import Engine, SamplingParams
@@ -97,6 +98,8 @@ def several_processes(s: Settled) -> Iterator[str]:
     k, parts = s.keys, processes.share(build.build_mesh(s))[1]
     yield from when(
         (k.rollout_ahead, "trainer.rollout_ahead: several processes sample in step in this version; set it to 0"),
+        (getattr(k, "pack_samples", False),
+         "trainer.pack_samples: several processes have rows of one number; remove it"),
         (k.sampling_devices, "trainer.sampling_devices: each of several processes samples on its own devices; set it to 0"),
         (getattr(k, "scale_rewards", "") == "batch",
          "trainer.scale_rewards: batch is over the samples of all processes, which know their own; use group or none"),
@@ -158,9 +161,10 @@ def build_source(
     mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
     most = k.max_completion_length if parts > 1 else None
     put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most, media=seeing.media(s.recipe))
-    shared = put if (n := getattr(k, "samples_per_row", 1)) == 1 else share(s, put, n)
-    how_many: Any = dict(samples=k.num_generations, seed=t.seed, deadline=k.sampling_timeout)
-    how_many |= {"turn": build_turn(k.environment, tok)}
+    shared = placing(s, put)
+    who = rival.Draws(k.num_generations, how.sides(k), how.writes(k))
+    how_many: Any = dict(who=who, seed=t.seed, deadline=k.sampling_timeout, turn=build_turn(k.environment, tok))
+    first, each = how.sides(k) if how.rival else (k.num_generations, 0)
     draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, asked(k), **how_many)
     decode = lambda ids: text.decode(tok, ids)
     told = build_score(s, functions, decode)
@@ -176,7 +180,12 @@ def build_source(
                 [e.sleep() for e in engines(policy)]
         drawn = time.monotonic()
         found = told(samples)
-        row = {**statistics(found, k.num_generations), **run.metrics(samples)}
+        drew = np.arange(len(samples)) % (first + each) < first if each > 1 else np.ones(len(samples), bool)
+        of = found._replace(total=found.total[drew], each=found.each[:, drew])
+        row = {**statistics(of, first if each > 1 else k.num_generations)}
+        row |= run.metrics([x for x, mine in zip(samples, drew, strict=True) if mine])
+        if who.share is not None:
+            row["own_samples"] = float(rival.writes(who.share, batch, t.seed))
         show(samples, found, decode)
         if divergence is not None:
             kl = divergence(put(samples, np.zeros(len(samples))))
@@ -205,7 +214,8 @@ def hand_over(policy: Policy, trained: Any) -> None:
     """Sample with other weights from now on."""
     new = policy.served(trained)
     with jax.set_mesh(policy.mesh):
-        policy.engine.update_params(new, reshard=True, cast=True)  # in the program that copies: no copy between
+        # In the program that copies: no copy between; and nobody else asks the sampler.
+        policy.engine.update_params(new, reshard=True, cast=True, reuse=True)
         rival.publish(policy.rival, new)
         [e.wake() for e in engines(policy)]
 
@@ -252,19 +262,11 @@ def build_evaluate(
     return evaluate
 
 
-def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..., dict[str, Any]]:
-    """Let `put` place `n` samples of a prompt in a row, in so many rows that it always has room for `n`."""
-    given, k = put.keywords, s.keys  # type: ignore[attr-defined]
-    length = s.length - k.max_completion_length + n * (k.max_completion_length + 1)
-    most = given["most"] and n * given["most"]
-    return partial(put, length=length, rows=given["rows"] // n, most=most, shared=True)
-
-
 def build_score(
     s: Settled, functions: Mapping[str, rewards.Reward], decode: Callable[[Sequence[int]], str], *, steps: int = 1
 ) -> Callable[[Sequence[Sample]], Rewards]:
     """Build what rewards samples, as many as of so many steps; of types that have no rewards, they are 0."""
-    if not hasattr(s.keys, "reward_functions"):
+    if not (getattr(s.keys, "reward_functions", ()) or hasattr(s.keys, "reward_functions") and s.keys.environment):
         return lambda samples: Rewards(np.zeros((0, len(samples))), np.zeros(len(samples)), ())
     weights = [f.weight for f in s.keys.reward_functions]
     return partial(rewards.score, functions, decode=decode, weights=weights, timeout=steps * s.keys.reward_timeout)

@@ -3,12 +3,15 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fdel import params, serve
 from fdel.models import llama
+from fdel.ops.weights import LowRank
 from fdel.serve.engine import follow, step
 from fdel.serve.engine.device import Device
 from fdel.serve.engine.engine import Engine, Settings
@@ -24,6 +27,7 @@ SAMPLING = [
     serve.SamplingParams(max_tokens=10, temperature=1.0, seed=1, n=2),
     serve.SamplingParams(max_tokens=10, allowed_tokens=list(range(20, 60)), ignore_eos=True),
 ]
+ASK = serve.SamplingParams(max_tokens=10, ignore_eos=True)
 SCARCE = 3  # pages, so that a request is preempted
 
 
@@ -39,6 +43,40 @@ def answers(e: Engine) -> list:
     e.abort(left)
     e.wait(lambda: stays.reply.finish_reason is not None)
     return [*found, stays.reply.tokens, left.reply.finish_reason, e.stats()["preempted"] > 0]
+
+
+def others(seed: int) -> dict:
+    """New weights: 1 in stacked layers, 2 in another dtype."""
+    weights = small.make_model(seed).params
+    if seed == 1:
+        return weights | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *weights["layers"])}
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+
+
+def adapted(base: dict, seed: int) -> dict:
+    """A low-rank adapter of a base, every factor drawn."""
+    spec = params.unstack(llama.spec(small.CFG))
+    tree = params.lora.add(base, 4, 8.0, key=jax.random.key(seed), spec=spec)
+    draw = lambda w: replace(w, b=np.random.default_rng(seed).normal(0, 0.3, w.b.shape).astype(np.float32))
+    is_low = lambda w: isinstance(w, LowRank)
+    return jax.tree.map(lambda w: draw(w) if is_low(w) else w, tree, is_leaf=is_low)
+
+
+def changed(e: Engine) -> list:
+    """Tokens after the base is replaced, with an adapter of it, with a newer one, without any, and by another base."""
+    said = lambda adapter="": [g.tokens for g in e.generate(PROMPTS, ASK, adapter=adapter)]
+    before = e.stats()["compiled"]
+    e.update_params(others(1), reshard=True)
+    found, compiled = [said()], e.stats()["compiled"] - before
+    for seed in (5, 6):
+        e.update_params(adapted(e.model.params, seed), "a", reshard=True)
+        found.append(said("a"))
+    e.remove_adapter("a")
+    found.append(said())
+    e.sleep(weights=True)
+    e.update_params(jax.tree.map(np.asarray, others(2)), reshard=True, cast=True)  # from the host, in another dtype
+    e.wake()
+    return [*found, said(), compiled]
 
 
 def main(coordinator: str, index: str, address: str, what: str) -> None:
@@ -77,15 +115,15 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     refused = []
     for ask in (
         lambda: e.update_params(model.params),
-        lambda: e.sleep(weights=True),
+        lambda: e.update_params(jax.tree.map(np.asarray, small.make_model(1).params)),
         lambda: e.score([1, 2]),
-        lambda: e.remove_adapter("a"),
     ):
         try:
             ask()
         except ValueError as error:
             refused.append(str(error))
     found += [refused, e.stats()["compiled"] - before]
+    found.append(changed(e))
     e.close()
     print(json.dumps(found), flush=True)
 

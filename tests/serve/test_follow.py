@@ -12,12 +12,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from fdel.serve.engine import follow, packing
 from fdel.serve.engine.engine import Engine
-from tests.serve import follow_worker
+from tests.serve import follow_worker, small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,15 +45,29 @@ def run(what: str) -> tuple[list[int], list[str], list[str]]:
     return [p.returncode for p in processes], [out for out, _ in said], [err for _, err in said]
 
 
+REFUSED = ("lies on devices of other processes", "or give reshard=True", "runs on several processes")
+
+
+def fresh(seed: int) -> list:
+    """Tokens of a new engine with these weights."""
+    model = small.make_model(0)._replace(
+        params=jax.tree.map(lambda x: x.astype(np.float32), follow_worker.others(seed))
+    )
+    return [g.tokens for g in Engine(model, follow_worker.SETTINGS).generate(follow_worker.PROMPTS, follow_worker.ASK)]
+
+
 @pytest.mark.slow
 def test_two_processes_answer_as_one(model) -> None:
     codes, said, complaints = run("works")
     assert codes == [0, 0], complaints
-    many, few, stays, aborted, preempted, rested, refused, compiled = json.loads(said[0].splitlines()[-1])
+    many, few, stays, aborted, preempted, rested, refused, compiled, after = json.loads(said[0].splitlines()[-1])
     e = Engine(model, follow_worker.SETTINGS)
     assert [many, few, stays] == follow_worker.answers(e)[:3] and many == few
     assert aborted == "abort" and preempted and compiled == 0
-    assert rested and len(refused) == 4 and all("runs on several processes" in r for r in refused)
+    assert rested and [w in r for w, r in zip(REFUSED, refused, strict=True)] == [True] * 3
+    alone = follow_worker.changed(Engine(model, follow_worker.SETTINGS))
+    assert after[:-1] == alone[:-1] and after[-1] == 0
+    assert after[0] == after[3] == fresh(1) and after[4] == fresh(2) and len({str(x) for x in after[:-1]}) == 4
     assert said[1].splitlines()[-1] == "followed to the end"
 
 

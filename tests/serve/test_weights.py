@@ -324,3 +324,27 @@ def test_slots_shrink_without_compiling(model, caplog) -> None:
         assert tokens(e2) == base and tokens(e) == base
     said = [r.getMessage() for r in caplog.records]
     assert not [s for s in said if "ompiling jit(extend" in s or "ompiling jit(decode" in s]
+
+
+def test_new_weights_are_written_over_old_copies(model) -> None:
+    """Not over those that others have: what was there from the start, what is given, what an adapter shares."""
+    weights_of, made = lambda: jax.tree.leaves(held[""]), [make_model(i).params for i in range(4)]
+    held = weights.Weights(model, {})
+    put = lambda tree, **how: held.put("", held.checked("", tree), **how)
+    first = weights_of()
+    put(made[1], reuse=True)
+    second = weights_of()
+    put(made[2])
+    third = weights_of()
+    assert not any(x.is_deleted() for x in (*first, *second))
+    put(made[3], reuse=True)
+    assert all(x.is_deleted() for x in third) and not any(x.is_deleted() for x in jax.tree.leaves(made))
+    same = lambda a, b: all(bool((x == y).all()) for x, y in zip(a, jax.tree.leaves(b), strict=True))
+    fourth = weights_of()
+    assert same(fourth, made[3])
+    put(made[1] | {"embed": held[""]["embed"]}, reuse=True)
+    assert not any(x.is_deleted() for x in fourth) and same(weights_of(), made[1] | {"embed": made[3]["embed"]})
+    held["a"] = held.checked("a", params.lora.add(held[""], 2, 1.0, key=jax.random.key(0), spec=SPEC))
+    shared = weights_of()
+    put(made[2], reuse=True)
+    assert not any(x.is_deleted() for x in shared)

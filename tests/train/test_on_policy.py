@@ -83,6 +83,31 @@ def test_on_models() -> None:
     jax.tree.map(same, got, want)
 
 
+@pytest.mark.slow
+def test_a_teacher_gives_advantages() -> None:
+    """IW-OPD's loss and gradient as of advantages that come with the batch; rows in two parts add up."""
+    student, teacher = (params.init(llama.spec(CFG), jax.random.key(i), dtype=jnp.float32) for i in (0, 1))
+    r = np.random.default_rng(1)
+    tokens = jnp.asarray(r.integers(0, 23, (4, 6)), jnp.int32)
+    batch = {"tokens": tokens, "mask": jnp.broadcast_to(jnp.arange(6) > 1, (4, 6))}
+    mask = batch["mask"].astype(jnp.float32)
+    logps = jax.jit(losses.token_logps(llama, CFG))
+    told = prefix_weighted(logps(teacher, batch) - logps(student, batch), mask)
+    one, reinforce = {**batch, "advantages": 0.5 * mask}, Policy(loss_type="reinforce")
+    advantage = lambda d, t: prefix_weighted(d, t.mask, segments=t.segments)
+    taught = losses.taught_gradient(llama, CFG, llama, CFG, advantage, reinforce)
+    value = jax.jit(jax.value_and_grad(lambda q, b: taught(q, b, {"teacher": teacher})[0]))
+    plain = losses.policy_gradient(llama, CFG, reinforce)
+    total, grad = value(student, one)
+    want = jax.jit(jax.value_and_grad(lambda q: plain(q, {**batch, "advantages": told + 0.5 * mask})[0]))(student)
+    same = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * float(jnp.abs(y).max() + 1e-3))
+    jax.tree.map(same, (total, grad), want)
+    halves = [value(student, {k: x[i : i + 2] for k, x in one.items()}) for i in (0, 2)]
+    jax.tree.map(lambda a, b, whole: same(a + b, whole), *halves, want)
+    with pytest.raises(ValueError, match="a teacher's advantages are per row"):
+        losses.taught_gradient(llama, CFG, llama, CFG, advantage, Policy(top_entropy_quantile=0.5))
+
+
 def test_what_does_not_fit() -> None:
     one = jnp.ones((1, 1))
     with pytest.raises(ValueError, match="expected one of tokens, sequences"):

@@ -18,6 +18,7 @@ FILES = (
     "classification",
     "question",
     "distill",
+    "taught",
     "embedding",
     "diffusion",
     "masked",

@@ -65,15 +65,19 @@ class Gkd(Text, Sampling):
     temperature: float = key(1.0, "of both models' distributions, and of sampling", positive=True)
     lmbda: float = key(0.0, "share of the steps that learn the student's own samples; the others learn rows of the data",
         least=0, most=1)  # fmt: skip
+    seq_kd: bool = key(False, "the teacher writes the texts of these others, for the prompts of the data; it is then in "
+        "memory twice")  # fmt: skip
 
 
 def gkd_divergence(k: Gkd) -> Callable:
     """Choose the divergence; ValueError for keys of sampling where no step samples, or not every one."""
     of_samples = {f.name for f in fields(Sampling)} - {f.name for f in fields(Generating)} - {"temperature"}
     given = [f.name for f in fields(k) if f.name in of_samples and getattr(k, f.name) != f.default]
-    if given and not k.lmbda:
+    if k.seq_kd and k.lmbda == 1:
+        raise ValueError("seq_kd: with lmbda=1 all steps learn the student's samples; lower it, or remove seq_kd")
+    if given and not (k.lmbda or k.seq_kd):
         raise ValueError(f"{given[0]}: nothing is sampled with lmbda=0; set lmbda, or remove it")
-    if k.rollout_ahead and k.lmbda < 1:
+    if k.rollout_ahead and k.lmbda < 1 and not k.seq_kd:
         raise ValueError(f"rollout_ahead={k.rollout_ahead} with lmbda={k.lmbda}: only some steps sample; set it to 0")
     return divergence(k)
 
@@ -118,6 +122,10 @@ METHODS = (
         texts,
         column="text",
         teacher=True,
-        samples=replace(unrewarded, share=lambda k: k.lmbda),
+        samples=replace(
+            unrewarded,
+            share=lambda k: 1.0 if k.seq_kd else k.lmbda,
+            writes=lambda k: k.lmbda if k.seq_kd else None,
+        ),
     ),
 )

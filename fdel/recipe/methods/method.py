@@ -34,6 +34,8 @@ class Samples:
     each: samples of a row of the batch.
     rival: the policy draws the first of two samples of a prompt, and a mixture with the reference, which has this share of
     it (`rollout.mixture`), the other one.
+    sides: how many samples of a prompt the policy draws, and how many its rival, where it is not one each.
+    writes: the share of the steps whose samples the policy draws, and the teacher those of the others; None: all.
     """
 
     batch: Callable[..., Any]
@@ -42,6 +44,8 @@ class Samples:
     share: Callable[[Any], float] = lambda k: 1.0
     each: int = 1
     rival: Callable[[Any], float] | None = None
+    sides: Callable[[Any], tuple[int, int]] = lambda k: (1, 1)
+    writes: Callable[[Any], float | None] = lambda k: None
 
 
 @dataclass(frozen=True)

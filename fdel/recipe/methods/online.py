@@ -1,4 +1,7 @@
-"""Preferences over own samples: online DPO compares two of the policy, XPO and Nash-MD one with another model's."""
+"""Preferences over own samples: online DPO compares two of the policy, XPO and Nash-MD one with another model's.
+
+A*PO compares a sample's reward with what the reference's samples of its prompt tell of the best that can be had.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from fdel.recipe.methods.method import Method, Objective, Samples
 from fdel.recipe.methods.samples import Scored, check_rewards
 from fdel.recipe.parse import key
 from fdel.train import losses
-from fdel.train.rollout import Rewards, Sample
+from fdel.train.rollout import Rewards, Sample, advantages
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ class NashMd(Compared):
     mixture_coef: float = key(0.5, "share of the reference in the mixture that draws the other sample", least=0, most=1)
 
 
+@dataclass(frozen=True)
+class A2po(Scored):
+    """Keys of trainer_type a2po (arXiv:2505.20686); defaults are TRL's."""
+
+    num_generations: int = key(1, "samples of each prompt", least=1)
+    num_value_samples: int = key(8, "samples of the reference of each prompt, by which its value is estimated, in each "
+        "step anew", least=1)  # fmt: skip
+    beta1: float = key(0.5, "temperature of that estimate", positive=True)
+    beta2: float = key(1e-3, "of the regression", positive=True)
+    filter_all_incorrect: bool = key(True, "leave out prompts whose samples of the reference have rewards of 0 alone")
+
+
 def compared(k: Compared, samples: Sequence[Sample], rewards: Rewards) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give the scores of the first and of the second samples, and which pairs are learnt: both have a score."""
     ended = np.array([s.finish == "stop" for s in samples])
@@ -74,6 +89,28 @@ def against_mixture(k: Compared, samples: Sequence[Sample], rewards: Rewards, pu
     return put(samples[::2], preferred - 0.5, learn=known, rows=len(known))
 
 
+def valued(k: A2po, samples: Sequence[Sample], rewards: Rewards, put: Callable) -> dict[str, Any]:
+    """Learn the policy's samples by their rewards less the prompt's value, of which the reference's samples tell."""
+    n, m = k.num_generations, k.num_value_samples
+    total = rewards.total.reshape(-1, n + m)
+    value = advantages.optimal_value(total[:, n:].reshape(-1), m, k.beta1).reshape(-1, m)[:, :1]
+    gained = (total[:, :n] - value).reshape(-1)
+    hopeless = k.filter_all_incorrect & (np.nan_to_num(total[:, n:]) == 0).all(1)
+    mine = [s for i, s in enumerate(samples) if i % (n + m) < n]
+    ended = np.array([s.finish == "stop" for s in mine]) | (not k.mask_truncated_completions)
+    rows = put(mine, np.zeros(len(mine)), learn=ended & ~np.isnan(gained) & ~np.repeat(hopeless, n))
+    advantage = np.pad(np.nan_to_num(gained), (0, len(rows["tokens"]) - len(mine))).astype(np.float32)
+    return {name: rows[name] for name in ("tokens", "mask", "lengths", "places")} | {"advantage": advantage}
+
+
+def regression(k: A2po, model: models.Model, *, remat: str | None) -> Objective:
+    """Compose the loss of A*PO."""
+    coef = k.router_aux_loss_coef
+    rows = losses.completion_logps(*model[:2], router=coef != 0, remat=remat)
+    total = losses.a2po_objective(beta2=k.beta2)
+    return Objective(rows, losses.completions.with_balance(total, coef) if coef else total)
+
+
 def preference(k: OnlineDpo, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss of pairs."""
     coef = k.router_aux_loss_coef
@@ -87,21 +124,28 @@ def nash_md(k: NashMd, model: models.Model, *, remat: str | None) -> Objective:
     return Objective(losses.nash_md_gradient(*model[:2], beta=k.beta, remat=remat))
 
 
-def check(k: Compared) -> None:
+def check(k: Compared | A2po) -> None:
     """Raise ValueError for keys that do not go together."""
     check_rewards(k)
     if isinstance(k, NashMd) and k.router_aux_loss_coef:
         raise ValueError(f"router_aux_loss_coef={k.router_aux_loss_coef}: nash_md has no such term; set it to 0")
 
 
-def declare(name: str, keys: type, objective: Callable[..., Objective], samples: Samples) -> Method:
+def declare(name: str, keys: type, objective: Callable[..., Objective], samples: Samples, rate: float = 5e-7) -> Method:
     """Declare a type: rewards are needed, and a reference."""
     data = lambda k: {"kind": "prompt"}
-    return Method(name, keys, 5e-7, objective, check, data, samples=samples, reference=True)
+    return Method(name, keys, rate, objective, check, data, samples=samples, reference=True)
 
 
 METHODS = (
     declare("online_dpo", OnlineDpo, preference, Samples(pairs, each=2)),
     declare("xpo", Xpo, preference, Samples(pairs, each=2, rival=lambda k: 1.0)),
     declare("nash_md", NashMd, nash_md, Samples(against_mixture, each=2, rival=lambda k: k.mixture_coef)),
+    declare(
+        "a2po",
+        A2po,
+        regression,
+        Samples(valued, rival=lambda k: 1.0, sides=lambda k: (k.num_generations, k.num_value_samples)),
+        1e-6,
+    ),
 )

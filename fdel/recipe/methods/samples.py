@@ -106,6 +106,8 @@ class Weighed(Rewarded):
 
     samples_per_row: int = key(1, "samples of a prompt that are learnt in one row, which has their prompt once; long "
         "prompts are then computed that much less", least=1)  # fmt: skip
+    pack_samples: bool = key(False, "samples of any prompts share rows of max_length tokens, so that less of them is "
+        "padding")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,26 @@ class Changes(Loop):
         """The number of the base's weights: how many updates there have been. See `Generation.versions`."""
         return self._core.versions[""]
 
-    def update_params(self, params: Any, adapter: str = "", *, reshard: bool = False, cast: bool = False) -> int:
+    def update_params(
+        self, params: Any, adapter: str = "", *, reshard: bool = False, cast: bool = False, reuse: bool = False
+    ) -> int:
         """Serve with other weights from the next step on (an adapter that is new is added). They are copied.
 
         Running requests go on with their tokens so far, whose keys and values are computed again. `params`, stacked or
         listed, have the structure, shapes, dtypes and shardings of those that are served, and finite values, else
-        ValueError, and nothing changes. `reshard` lays them out as those, from wherever they are; `cast` casts them.
+        ValueError, and nothing changes. `reshard` lays them out as those, from wherever they are; `cast` casts them. An
+        engine on several processes is given them in process 0, which has them whole (`engine.follow`). `reuse` writes them
+        over those of the update before, where no adapter shares these: quicker, but `model.params` of before are then
+        deleted, and nobody may score or embed meanwhile.
 
         Returns the number of the new weights, 1 for the first update of the base, or of an adapter of this name: tokens
         that they draw have it in `Generation.versions`. Weights that were there from the start have number 0.
         """
         device, number = self._core.device, list[int]()
-        device.check_free()
-        new = device.weights.checked(adapter, params, reshard=reshard, cast=cast)
+        new = device.checked(adapter, params, reshard=reshard, cast=cast)
 
         def change() -> Deltas:
-            deltas = self._core.replace_weights(adapter, new)
+            deltas = self._core.replace_weights(adapter, new, reuse)
             number.append(self._core.versions[adapter])
             return deltas
 
@@ -45,8 +49,6 @@ class Changes(Loop):
         `weights`, `update_params` has to come before `wake`, and nothing is scored or embedded before it. Adapters share
         the base's arrays: ValueError for `weights` while there are any.
         """
-        if weights:
-            self._core.device.check_free()
 
         def change() -> Deltas:
             deltas = self._core.sleep(weights)
@@ -72,5 +74,4 @@ class Changes(Loop):
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; requests that still use it fail. The numbers of its weights go on if it is added again."""
-        self._core.device.check_free()
         self._between_steps(lambda: self._core.drop_adapter(name))

@@ -36,7 +36,7 @@ class Compiling:
     small: tuple
     apart: bool
     writes: bool
-    fixed: ClassVar[str | None]
+    unread: ClassVar[str | None]
     table: np.ndarray
     unmasked: dict[int, Any]
     state: Any
@@ -69,7 +69,7 @@ class Compiling:
     def _warm_up(self, least: int) -> None:
         every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
         every = every if self.writes else []
-        if self.fixed is None:
+        if self.unread is None:
             every += [(name, n) for n in self.lengths for name in ("score", "embed")[not self.writes :]]
         every += [("encode", rounded(self.example[0]))] if self.example is not None else []
         sized = [(name, n, self._compilers(name, n)) for name, n in every]

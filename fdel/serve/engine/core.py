@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fdel.serve.engine.packing import Token, unpack_out
+from fdel.serve.engine.packing import Call, Token, unpack_out
 from fdel.serve.engine.reply import Delta, Job, accept, allowed, describe, join
 from fdel.serve.engine.schedule import Schedule
 from fdel.serve.engine.work import Chunk, Request, StepPlan
@@ -94,10 +94,10 @@ class Core:
         self._commit(len(self.in_flight), deltas)
         return deltas
 
-    def replace_weights(self, adapter: str, weights: Any) -> Deltas:
+    def replace_weights(self, adapter: str, weights: Any, reuse: bool = False) -> Deltas:
         """Change weights between steps; what was computed with the old ones is computed again."""
         deltas = self.drain()  # first: what is in flight was drawn by the old ones, and gets their number
-        self.device.weights[adapter] = weights
+        self.device.replace(adapter, weights, reuse)
         self.device.forget()
         self.versions[adapter] += 1
         self._requeue_all()
@@ -106,7 +106,7 @@ class Core:
     def drop_adapter(self, adapter: str) -> Deltas:
         """Forget an adapter; requests that still use it fail at their next step."""
         deltas = self.drain()
-        self.device.weights.pop(adapter, None)
+        self.device.execute(Call("remove", adapter=adapter))
         return deltas
 
     def sleep(self, weights: bool) -> Deltas:
@@ -115,10 +115,8 @@ class Core:
             self.device.weights.check_alone()
         deltas = self.drain()
         self._requeue_all()
-        self.device.sleep()
+        self.device.sleep(weights)
         self.asleep = True
-        if weights:
-            self.device.weights.release()
         return deltas
 
     def wake(self) -> None:

@@ -44,7 +44,7 @@ class Device(Seeing):
     it it reads text alone. Processes that follow one make the same `Device`.
     """
 
-    fixed: ClassVar[str | None] = None  # why weights stay as they are and nothing is scored, where that is so
+    unread: ClassVar[str | None] = None  # why nothing is scored, where that is so
 
     def __init__(
         self, model: Model, settings: Settings, adapters: Mapping[str, Any] | None = None, draft: Model | None = None, *,
@@ -100,6 +100,10 @@ class Device(Seeing):
             self._warm_up(**call.static)
         elif call.name == "sleep":
             self.state = self.sequences = self.entries = None
+            if call.static["weights"]:
+                self.weights.release()
+        elif call.name == "remove":
+            self.weights.pop(call.adapter, None)
         elif call.name == "admit":
             (*known, slot), count = call.arrays[:5], 5 + len(fields(Sampling))
             sampling, shift = Sampling(*call.arrays[5:count]), call.arrays[count:]
@@ -127,10 +131,18 @@ class Device(Seeing):
         self.forget()
         self.execute(Call("begin"))
 
-    def sleep(self) -> None:
-        """Free cache and rows, which `reset` makes again."""
+    def sleep(self, weights: bool = False) -> None:
+        """Free cache and rows, which `reset` makes again, and the base's `weights` if asked."""
         self.forget()
-        self.execute(Call("sleep"))
+        self.execute(Call("sleep", static={"weights": int(weights)}))
+
+    def checked(self, adapter: str, params: Any, **how: bool) -> Any:
+        """Check new weights as `Weights.checked`, and make of them what `replace` takes."""
+        return self.weights.checked(adapter, params, **how)
+
+    def replace(self, adapter: str, new: Any, reuse: bool = False) -> None:
+        """Hold other weights, see `Weights.put`."""
+        self.weights.put(adapter, new, reuse=reuse)
 
     def warm_up(self, least: bool = False) -> None:
         """Compile every program that steps may need, several at a time; or the `least` with which all steps can run.
@@ -229,14 +241,10 @@ class Device(Seeing):
 
     # ---- whole sequences, without a cache ----
 
-    def check_free(self) -> None:
-        """Raise ValueError if weights have to stay as they are, and nothing can be scored."""
-        if self.fixed is not None:
-            raise ValueError(self.fixed)
-
     def model_of(self, adapter: str) -> tuple[Any, np.int32]:
         """Give what programs for whole sequences take: an adapter's parameters and slot. ValueError if it cannot be."""
-        self.check_free()
+        if self.unread is not None:
+            raise ValueError(self.unread)
         self.weights.check(adapter)
         return self.weights.call(adapter), np.int32(self.weights.slot(adapter))
 

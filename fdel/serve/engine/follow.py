@@ -7,6 +7,9 @@ while no requests come.
 
     engine = Engine(model, settings, make=leading("10.0.0.1:9000", secret, 1))     # process 0
     follow(Device(model, settings), "10.0.0.1:9000", secret)                       # process 1, returns at the end
+
+New weights are given to the first alone, on its own devices or its host, with reshard=True; the others get them from it
+over the same connections (`transfer`). Both lay them out as they go, so that nobody holds them twice.
 """
 
 import contextlib
@@ -19,8 +22,14 @@ from multiprocessing.connection import Connection
 from secrets import token_bytes
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
+
+from fdel import params as P
+from fdel.serve.engine import transfer
 from fdel.serve.engine.device import Device
 from fdel.serve.engine.packing import Call, Out, pack_call, unpack_call
+from fdel.serve.engine.views import View, layer_views
 
 MOST = 1 << 30  # bytes of a message
 PROOF = 5.0  # seconds for the proof that the other side knows the secret
@@ -34,7 +43,7 @@ class Lost(RuntimeError):
 class Leader(Device):
     """The device of process 0: its followers execute what it executes. It is made and closed by its engine."""
 
-    fixed: ClassVar[str | None] = "this engine runs on several processes: its weights stay, and it only generates"
+    unread: ClassVar[str | None] = "this engine runs on several processes: it only generates"
 
     def __init__(self, *args: Any, address: str, secret: bytes, followers: int, timeout: float, **how: Any):
         self.connections: list[Connection] = []
@@ -45,6 +54,24 @@ class Leader(Device):
         """Execute it everywhere; Lost if a follower is gone."""
         self._send(call)
         return super().execute(call)
+
+    def checked(self, adapter: str, params: Any, **how: bool) -> Any:
+        """Check new weights, all of which process 0 has. ValueError for those that lie on other processes."""
+        own = self.weights.arrays() if adapter else set[int]()
+        named = P.named_leaves(layer_views(params))
+        far = [path for path, x in named if not (transfer.reachable(x.array) or id(x.array) in own)]
+        if far:
+            raise ValueError(
+                f"{far[0]} lies on devices of other processes ({len(far)} such arrays); give new weights on those of "
+                "process 0, or on its host, with reshard=True"
+            )
+        return super().checked(adapter, params, **how)
+
+    def replace(self, adapter: str, new: Any, reuse: bool = False) -> None:
+        """Hold other weights everywhere; Lost if a follower is gone. They go array by array: nothing is written over."""
+        own = self.weights.is_base
+        self._send(Call("weights", [transfer.describe(new, own, adapter)], adapter))
+        super().replace(adapter, transfer.sending(new, own, adapter, self._send_array))
 
     def warm_up(self, least: bool = False) -> None:
         """Compile every program: all processes must have the one that a step needs."""
@@ -59,7 +86,13 @@ class Leader(Device):
         self.connections = []
 
     def _send(self, call: Call) -> None:
-        message = pack_call(call)
+        self._send_bytes(pack_call(call))
+
+    def _send_array(self, x: np.ndarray) -> None:
+        for piece in transfer.pieces(x):
+            self._send_bytes(piece)
+
+    def _send_bytes(self, message: Any) -> None:
         for i, c in enumerate(self.connections):
             try:
                 if c.poll():  # followers say nothing while they live
@@ -81,7 +114,11 @@ def follow(device: Device, address: str, secret: bytes, timeout: float = 300.0) 
     """
     with connect(address, secret, timeout) as connection:
         while (call := receive(connection)).name != "end":
-            device.execute(call)
+            if call.name == "weights":
+                base = jax.tree.map(View, device.weights[""] if call.adapter else device.weights.like)
+                device.replace(call.adapter, transfer.receiving(call.arrays[0], base, partial(fill, connection)))
+            else:
+                device.execute(call)
 
 
 def receive(connection: Connection) -> Call:
@@ -90,6 +127,14 @@ def receive(connection: Connection) -> Call:
         return unpack_call(connection.recv_bytes(MOST))
     except (OSError, EOFError) as e:
         raise Lost(f"the other process is gone, or sent more than {MOST} bytes ({e})") from e
+
+
+def fill(connection: Connection, x: np.ndarray) -> None:
+    """Wait for the bytes of an array. Lost if the other side is gone, ValueError if others come."""
+    try:
+        transfer.receive(connection, x)
+    except (OSError, EOFError) as e:
+        raise Lost(f"the other process is gone, half-way through an array ({e})") from e
 
 
 def accept(address: str, secret: bytes, count: int, timeout: float) -> list[Connection]:

@@ -42,7 +42,10 @@ TOGETHER = (
     512  # tokens of several texts that are computed in one row: in longer ones attention would take the most time
 )
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
-CALLS = ("begin", "warm_up", "admit", "encode", "extend", "decode", "copy", "sleep", "end")
+CALLS = (
+    "begin", "warm_up", "admit", "encode", "extend", "decode", "copy", "sleep", "weights", "remove",
+    "end",
+)  # fmt: skip
 
 
 class Extend(NamedTuple):

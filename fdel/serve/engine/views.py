@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from fdel import params as P
@@ -47,6 +48,17 @@ class View:
         return jax.device_put(x, x.sharding if sharding is None else sharding)
 
 
+def host_copy(view: View, dtype: Any = None) -> np.ndarray:
+    """Give its values to the host, in another dtype if that is given."""
+    x = np.asarray(view.array if view.at is None else view.array[view.at])
+    return x if dtype is None else x.astype(dtype, copy=False)
+
+
+def spread(x: np.ndarray, sharding: Any) -> jax.Array:
+    """Put this process's part of an array, which all processes have, on its devices; nothing of `x` is held."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda part: np.array(x[part]))
+
+
 def layer_views(params: Any) -> Any:
     """List the layers of parameters without copying anything. ValueError for what is no tree of arrays."""
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in jax.tree.leaves(params)):
@@ -67,16 +79,19 @@ def owned(params: Any) -> Any:
     return jax.tree.map(held, layer_views(params))
 
 
-def copies(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def copies(
+    given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct], old: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
     """Copy arrays to the dtypes and layouts of others.
 
-    One program cuts, casts and lays out all that are on the devices of these; others go array by array.
+    One program cuts, casts and lays out all that are on the devices of these; others go array by array. That program
+    writes into `old`, arrays like these that are donated, if there are any: fresh memory costs as much as the copying.
     """
     lie = {devices(getattr(x, "sharding", None)) for x in (*(p.array for p in given), *like)}
     if len(lie) > 1 or None in lie:
         return [p.copy(x.dtype, x.sharding) for p, x in zip(given, like, strict=True)]
     arrays, where = cuts(given, like)
-    return copier(where)(arrays)
+    return copier(where)(arrays, list(old))
 
 
 def cuts(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], tuple[Cut, ...]]:
@@ -95,16 +110,16 @@ def devices(sharding: Any) -> tuple[Any, ...] | None:
 
 
 @functools.lru_cache(maxsize=16)
-def copier(where: tuple[Cut, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Make the program of `copies`."""
+def copier(where: tuple[Cut, ...]) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
+    """Make the program of `copies`: what it is given second is donated."""
 
-    def copy(arrays: list[jax.Array]) -> list[jax.Array]:
+    def copy(arrays: list[jax.Array], old: list[jax.Array]) -> list[jax.Array]:
         # What goes through jit as it is would not be copied.
         same = lambda i, at, dtype: at is None and arrays[i].dtype == dtype
         cut = lambda i, at, dtype: (arrays[i] if at is None else arrays[i][at]).astype(dtype)
         return [jnp.copy(arrays[i]) if same(i, at, dtype) else cut(i, at, dtype) for i, at, dtype, _ in where]
 
-    return jax.jit(copy, out_shardings=[at for *_, at in where])
+    return jax.jit(copy, out_shardings=[at for *_, at in where], donate_argnums=1, keep_unused=True)
 
 
 @functools.cache

@@ -79,6 +79,7 @@ class Weights:
         self.dtype, self.most = compute_dtype(model.params), most
         self.lock = threading.Lock()  # held while the base is replaced
         self.trees: dict[str, Any] = {"": owned(model.params)}
+        self.copied = False  # the base is a copy that an update has made
         (first, *_) = jax.tree.leaves(self.trees[""])[0].sharding.device_set  # a mesh of one device is no mesh
         alone = SingleDeviceSharding(first)
         self.everywhere: Any = alone if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
@@ -127,8 +128,12 @@ class Weights:
 
     def __setitem__(self, name: str, new: Any) -> None:
         """Add an adapter, or replace one or the base, by what `checked` gave. Adapters of an old base keep it."""
+        self.put(name, new)
+
+    def put(self, name: str, new: Any, *, reuse: bool = False) -> None:
+        """Do that; with `reuse` a new base is written over the old one, if that is a copy which nothing here shares."""
         if name == "":
-            self._replace(new)
+            self._replace(new, reuse)
         else:
             self.slots.pop(name, None)
             self.trees.pop(name, None)  # before there is another
@@ -178,7 +183,7 @@ class Weights:
         for path, w in low.items():
             check_update(path, w, self.most)
         all_finite, sums = finite(), finite_sums()
-        base = {path: p for path, p in have.items() if not (name and self._is_base(path, p))}
+        base = {path: p for path, p in have.items() if not (name and self.is_base(path, p))}
         whole = {id(p.array): p.array for p in base.values() if jnp.issubdtype(p.dtype, jnp.inexact)}
         good = jax.device_get({key: sums(x) for key, x in whole.items()})
         bad = [path for path, p in base.items() if not good.get(id(p.array), True) and not all_finite(p.copy())]
@@ -190,29 +195,41 @@ class Weights:
             raise ValueError(f"{fault} ({len(bad)} arrays have such values); nothing was changed")
         return new
 
-    def _is_base(self, path: str, p: View) -> bool:
+    def is_base(self, path: str, p: View) -> bool:
         """Tell whether an array is the base's: the engine's own, or what that was copied from."""
         source, at = self.sources[path]
         return p.array is self.base_arrays.get(path) or (p.array is source() and p.at == at)
+
+    def arrays(self) -> set[int]:
+        """Identify the base's arrays, and those that it was made of."""
+        return {id(x) for x in (*self.base_arrays.values(), *(source() for source, _ in self.sources.values()))}
 
     def _remember(self, sources: Any) -> None:
         """Know the arrays of the base, and those that it was made of as long as somebody else has them."""
         self.base_arrays = dict(P.named_leaves(self.trees[""]))
         self.sources = {path: (weakref.ref(p.array), p.at) for path, p in P.named_leaves(sources)}
 
-    def _replace(self, new: Any) -> None:
+    def _replace(self, new: Any, reuse: bool) -> None:
         """Copy another base; the old one is let go of before, so that nothing is there twice."""
         with self.lock:
             fresh, structure = jax.tree.flatten(new)
+            old = self._spare(fresh) if reuse else []
             self.together, self.trees[""], self.base_arrays, self.slots = None, None, {}, {}
-            self.trees[""] = jax.tree.unflatten(structure, copies(fresh, jax.tree.leaves(self.like)))
+            self.trees[""] = jax.tree.unflatten(structure, copies(fresh, jax.tree.leaves(self.like), old))
+            self.copied = True
             self._remember(new)
+
+    def _spare(self, fresh: list[View]) -> list[jax.Array]:
+        """Give the base's arrays if their memory can be written: they are copies, and neither given nor an adapter's."""
+        arrays = jax.tree.leaves(self.trees[""])
+        alone = {id(x) for x in arrays} - {id(p.array) for p in fresh}
+        return arrays if self.copied and len(self.trees) == 1 and len(alone) == len(arrays) else []
 
     def _put(self, name: str, new: Any) -> None:
         """Hold an adapter's parameters; where they are the base's, its own arrays."""
         named = dict(P.named_leaves(P.lora.unload(new)))
-        shared = all(self._is_base(path, p) for path, p in named.items())
-        take = lambda path, p, x: self.base_arrays[path] if self._is_base(path, p) else p.copy(x.dtype, x.sharding)
+        shared = all(self.is_base(path, p) for path, p in named.items())
+        take = lambda path, p, x: self.base_arrays[path] if self.is_base(path, p) else p.copy(x.dtype, x.sharding)
         arrays = [take(path, p, x) for (path, p), x in zip(named.items(), jax.tree.leaves(self.like), strict=True)]
         base = jax.tree.unflatten(jax.tree.structure(self.like), arrays)
 

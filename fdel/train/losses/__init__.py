@@ -23,7 +23,7 @@ from .discrete_diffusion import diffusion
 from .distillation import Terms, distill, generalized_jsd, soft_targets, sparse_distill
 from .head import token_stats, token_sum
 from .masked import masked_lm
-from .on_policy import sampled_distill
+from .on_policy import prefix_weighted, sampled_distill, taught_gradient
 from .online import a2po_objective, nash_md_gradient, online_dpo_objective, tpo_objective, xpo_objective
 from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
@@ -42,6 +42,7 @@ __all__ = [
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
     "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps", "ppo", "token_values",
     "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective", "sampled_distill",
+    "taught_gradient", "prefix_weighted",
     "adaptive_entropy", "start_entropy",
     "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

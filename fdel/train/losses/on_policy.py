@@ -5,9 +5,9 @@
 
 Its other forms are losses that stand elsewhere, on samples of the student (GKD: of both) or the teacher (seq_kd):
 the whole distributions' divergence with any beta is `distill`, a stored part of the teacher's `sparse_distill`. IW-OPD is
-`policy_gradient` with Policy(loss_type="reinforce") and `prefix_weighted` advantages; MiniLLM is GRPO with
-`rollout.advantages.reward_to_go(teacher - student, mean=True)` added to the advantages, and `distill` with beta=1 added to
-the loss. Self-distillation has a teacher that is told more: its log-probabilities come as a column.
+`taught_gradient` with Policy(loss_type="reinforce") and `prefix_weighted` advantages; MiniLLM has those of
+`rollout.advantages.reward_to_go(..., mean=True)`, and `distill` with beta=1 added to the loss. Self-distillation has a
+teacher that is told more: its log-probabilities come as a column.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from fdel.train.given import NOTHING, Given, lookup
 from fdel.train.losses.forward import Batch
+from fdel.train.losses.policy import Policy, policy
 from fdel.train.losses.sampled import Sums, at_next, policy_outputs, sampled_tokens
 from fdel.train.losses.sequences import PerToken, Segments, Tokens, sequence_sum, starts
 from fdel.train.losses.stats import check_range
@@ -82,6 +83,35 @@ def sampled_distill(
         else:
             theirs = told(stop_gradient(lookup(given, "teacher")), batch)["logp"]
         return sampled_kl(t, theirs, average=average, clip=clip)
+
+    return loss
+
+
+def taught_gradient(
+    family: ModuleType, cfg: Any, teacher: ModuleType, teacher_cfg: Any, advantage: Callable[[PerToken, Tokens], PerToken],
+    options: Policy | None = None, **settings: Any,
+) -> Callable[..., tuple[Array, Sums]]:  # fmt: skip
+    """Build `loss(params, batch, given) -> (sum, sums)` of `losses.policy` whose advantages a teacher adds to.
+
+    `advantage(d, tokens)` makes them of d = log teacher - log student of drawn tokens, both without gradient, the student's
+    by the weights before the first step on this batch. Teacher, batch and `settings` are as in `sampled_distill`, the
+    batch's "advantages" 0 where there are none. ValueError for options that are `coupled`.
+    """
+    options = Policy() if options is None else options
+    if options.coupled:
+        raise ValueError(
+            "top_entropy_quantile and such an entropy_coef couple rows; a teacher's advantages are per row"
+        )
+    outputs = policy_outputs(family, cfg, **settings | {"reference": options.beta > 0})
+    told = policy_outputs(teacher, teacher_cfg, **settings | {"reference": False, "router": False})
+
+    def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
+        o = outputs(params, batch, given)
+        t = sampled_tokens(o, batch if "advantages" in batch else {"advantages": jnp.zeros(o["logp"].shape), **batch})
+        theirs = stop_gradient(told(lookup(given, "teacher"), batch)["logp"])
+        drift = jnp.where(t.mask > 0, theirs - stop_gradient(t.old), 0)
+        total, sums = policy(t._replace(advantages=t.advantages + advantage(drift, t)), options)
+        return total, sums | {"kl": (-drift.sum(), t.mask.sum())}
 
     return loss
 
