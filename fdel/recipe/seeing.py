@@ -50,6 +50,7 @@ def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
         parse.fail([*when(
             (k.rollout_ahead, f"trainer.rollout_ahead: {why} are not drawn ahead in this version; set it to 0"),
             (getattr(k, "samples_per_row", 1) > 1, f"trainer.samples_per_row: {why} share no row; set it to 1"),
+            (getattr(k, "pack_samples", False), f"trainer.pack_samples: {why} share no row; remove it"),
             (processes > 1, f"mixture.informs: {why} are drawn in one process in this version; start one"),
         )])  # fmt: skip
     return tasks

@@ -92,6 +92,8 @@ def test_saving_keeps_keys_that_fdel_does_not_read_and_writes_those_it_does():
 # ---- keys that nothing reads ---------------------------------------------------------------------------------------
 
 CLASSES = {name: e.config for name, e in tiny.TINY.items() if ":" not in name and not e.make}
+# Without those whose defaults transformers cannot run either: three components of other sizes than a head's rotation.
+WITH_DEFAULTS = [name for name in CLASSES if name not in ("glm4v", "glm4v_moe", "glm46v")]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -162,7 +164,7 @@ def test_configs_of_the_hub_load(tmp_path, name):
 
 
 def test_transformers_defaults_load_and_change_nothing():
-    for name in CLASSES:
+    for name in WITH_DEFAULTS:
         module = models.family(name)
         whole = module.Config.from_hf(of_transformers(name, use_diff=False))
         assert whole == module.Config.from_hf(of_transformers(name))
@@ -184,7 +186,7 @@ SAYS_NO = {"alibi": False, "residual_multiplier": 1.0, "attn_logit_softcapping":
            "hidden_dropout": 0.3, "layerdrop_dropout": 0.1, "id2label": {"0": "a"}}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", WITH_DEFAULTS)
 def test_a_key_that_nothing_reads_is_refused_unless_it_says_no(name):
     d, module, own = of_transformers(name), models.family(name), of_transformers(name, use_diff=False)
     says_no, meant = ({k: v for k, v in keys.items() if k not in own} for keys in (SAYS_NO, MEANT))
