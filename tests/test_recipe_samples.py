@@ -73,7 +73,7 @@ def column(out: Path, name: str) -> np.ndarray:
 # ---- whole runs ----------------------------------------------------------------------------------------------------
 
 KINDS = {
-    "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {"samples_per_row": 4},
+    "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {"samples_per_row": 4, "learning_rate": 2e-2},
     "gfpo": {"num_remains_in_group": 2, "learning_rate": 2e-2},
     "rlvr": {"mask_truncated_completions": False}, "rloo": {"samples_per_row": 2},
     "online_dpo": {"num_generations": 2, "learning_rate": 3e-2}, "xpo": {"num_generations": 2, "learning_rate": 3e-2},

@@ -27,11 +27,9 @@ ROWS = (("image", "sound", "video"), ("sound", "sound"), ())
 SECONDS = (2.5, 1.0, 0.4)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
+def make(directory) -> SimpleNamespace:
     """A checkpoint, what the host makes of media, and the oracle's logits of it."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
-    directory = tmp_path_factory.mktemp(NAME)
     oracle, rng = tiny.checkpoint(NAME, directory), np.random.default_rng(0)
     (directory / "preprocessor_config.json").write_text(json.dumps(FILE | EXTRACTOR))
     see = sight.read(directory)
@@ -64,6 +62,11 @@ def case(tmp_path_factory):
     model = models.load(directory, dtype=jnp.float32)
     return SimpleNamespace(oracle=oracle, model=model, directory=directory, tokens=tokens, real=real, batch=batch,
                            theirs=theirs, logits=logits, index=index, rotary=rotary, see=see)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return make(tmp_path_factory.mktemp(NAME))
 
 
 def given(shown, tokens, real, **more):

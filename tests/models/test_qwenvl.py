@@ -70,14 +70,18 @@ def theirs(oracle, rows=slice(None), images=slice(None)) -> dict:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def case(request, tmp_path_factory):
+def make(name, directory) -> SimpleNamespace:
+    """A checkpoint, and the oracle's logits of `inputs`."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
-    directory = tmp_path_factory.mktemp(request.param)
-    oracle = tiny.checkpoint(request.param, directory)
+    oracle = tiny.checkpoint(name, directory)
     with torch.no_grad():
         logits = oracle(**theirs(oracle)).logits.numpy()
     return SimpleNamespace(oracle=oracle, model=models.load(directory), directory=directory, logits=logits)
+
+
+@pytest.fixture(scope="module")
+def case(request, tmp_path_factory):
+    return make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @cache

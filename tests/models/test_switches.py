@@ -8,7 +8,7 @@ import importlib
 import inspect
 import json
 import re
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +99,15 @@ def test_each_switch_alone_gives_transformers_logits_or_is_refused(name, tmp_pat
     entry, count = tiny.TINY[name], 0
     cls, tokens = getattr(transformers, entry.config), np.random.default_rng(0).integers(3, 110, (2, suite.LENGTH))
     skipped = lambda k: k in K.NEUTRAL or K.is_dropout(k) or (name, k) in ODD
-    for key, value in whole(name).items():
+    keys = whole(name)
+    inside = [
+        ((part, k), v) for part in ("attn_config", "ffn_config") for k, v in keys.get(part, {}).items()
+    ]  # of dbrx
+    for (*parts, key), value in [*(((k,), v) for k, v in keys.items()), *inside]:
         turned = others(key, value) if isinstance(value, bool | float | str | None) and not skipped(key) else []
         for i, other in enumerate(turned):
-            values, directory = json.loads(json.dumps(entry.values)) | {key: other}, tmp_path / f"{key}{i}"
+            values, directory = json.loads(json.dumps(entry.values)), tmp_path / f"{key}{i}"
+            reduce(lambda d, part: d.setdefault(part, {}), parts, values)[key] = other
             try:
                 make = getattr(transformers, entry.model)._from_config
                 oracle = make(cls(**values), attn_implementation=entry.attn, dtype=torch.float32).eval()

@@ -99,7 +99,7 @@ class Room:
 def halved(most: int, found: int, unit: int = 1) -> int:
     """Halve a size, in whole units, as often as `found` still fits: of one most there are few sizes.
     >>> halved(12, 4), halved(12, 2), halved(16, 0, 4)
-    (6, 3, 4)
+    (6, 2, 4)
     """
     size = max(unit, -(-most // unit) * unit)
     while size > unit and (half := -(-size // (2 * unit)) * unit) >= found and half < size:
