@@ -61,12 +61,7 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     return sight.entries(ops.linear("...i,di->...d", jax.nn.silu(gate) * up, p["out"], p["out_bias"]), tuple(lead))
 
 
-@builders.hidden("attention", encode=encode)
-def hidden(
-    params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None
-) -> tuple[Array, ops.Carry]:
-    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    return sight.walk(params, tokens, cfg, batch, carry, remat)
+hidden = builders.hidden("attention", encode=encode)(sight.walk)
 
 
 def head(params: Any, cfg: Config) -> ops.Head:

@@ -133,13 +133,6 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     return sight.entries(llava.project(x, projector, cfg), lead)
 
 
-@builders.hidden("attention", "router", encode=encode)
-def hidden(
-    params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None
-) -> tuple[Array, ops.Carry]:
-    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    return sight.walk(params, tokens, cfg, batch, carry, remat)
-
-
+hidden = builders.hidden("attention", "router", encode=encode)(sight.walk)
 rename, state_spec, head = sight.rename, sight.state_spec, sight.head
 forward = builders.forward(hidden, head)

@@ -65,13 +65,6 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     return sight.entries(project(x, params["projector"], cfg), patches.values.shape[:-2])
 
 
-@builders.hidden("attention", encode=encode)
-def hidden(
-    params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None
-) -> tuple[Array, ops.Carry]:
-    """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    return sight.walk(params, tokens, cfg, batch, carry, remat)
-
-
+hidden = builders.hidden("attention", encode=encode)(sight.walk)
 rename, state_spec, head = sight.rename, sight.state_spec, sight.head
 forward = builders.forward(hidden, head)
