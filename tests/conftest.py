@@ -91,7 +91,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Drop compiled programs before a process has so many that the next one cannot be mapped, which is a segfault."""
-    leaving = nextitem is not None and (nextitem.path != item.path or item.get_closest_marker("matrix"))
+    place = lambda x: (x.path, _values(x).get("name"))  # what a family compiles, no other one uses
+    leaving = nextitem is not None and (place(nextitem) != place(item) or item.get_closest_marker("matrix"))
     if leaving and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
         gc.collect()
