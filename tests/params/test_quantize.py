@@ -261,7 +261,8 @@ def test_the_matrices_of_every_family(name: str) -> None:
     seen = {path: m for path, p in declared.items() if (m := matrix(p))}
     flat = {path: layout(p).file_shape for path, p in declared.items()}
     together = lambda p: ".experts." in p.hf and not p.hf.endswith((".weight", "bias"))
-    two = lambda p, shape: p.hf.endswith((".weight", ".in_proj_weight")) and len(shape) == 2 and 1 not in shape
+    named = ".weight", "_proj_weight", "_projection_weight", "positional_embedding_vlm"
+    two = lambda p, shape: p.hf.endswith(named) and len(shape) == 2 and 1 not in shape
     plain = lambda p, shape: two(p, shape) and not p.dtype and p.inputs != 0  # 0: scales of several heads
     weight = lambda p, shape: together(p) or plain(p, shape)
     assert seen.keys() == {path for path, shape in flat.items() if weight(declared[path], shape)}
