@@ -27,10 +27,10 @@ VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, 
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
 COMPARED = ("online_dpo", "xpo", "nash_md")
-REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", "ppo", *COMPARED)
+REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", "ppo", "a2po", *COMPARED)
 OF_TYPE |= dict.fromkeys(REWARDED, {"reward_functions": [{"name": "exact"}]})
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
-IDLE = {"rloo": ["beta"], **dict.fromkeys(COMPARED, ["temperature"])}  # of rewards, and of sampling alone
+IDLE = {"rloo": ["beta"], **dict.fromkeys(("a2po", *COMPARED), ["temperature"])}  # of rewards, and of sampling alone
 # Another value than the default for each key whose effect is in the loss or in how rows become batches.
 VALUES: dict[str, Any] = {
     "beta": 0.3, "lambda_orpo": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3, "alpha": 0.25, "temperature": 3.0,
@@ -48,7 +48,9 @@ VALUES: dict[str, Any] = {
     "mask_token_id": 5, "mlm_probability": 0.3, "weighting": "elbo", "max_loss_weight": 2.0,
     "epsilon": 0.05, "epsilon_high": 0.07, "delta": 1.01, "importance_sampling_level": "sequence_token",
     "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01,
-    "importance_sampling_mode": "token_mask", "vf_coef": 0.5, "cliprange_value": 0.05,
+    "importance_sampling_mode": "token_mask", "vf_coef": 0.5, "cliprange_value": 0.05, "beta2": 0.3,
+    "iw_opd_gamma": 0.3, "iw_opd_epsilon": 0.03, "rkl_advantage": False, "single_step_decomposition": False,
+    "length_normalization": False,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
@@ -66,7 +68,8 @@ SAMPLING = {
     "mask_truncated_completions", "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",
     "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment", "kl_coef",
-    "kl_estimator", "whiten_rewards", "gamma", "lam", "samples_per_row",
+    "kl_estimator", "whiten_rewards", "gamma", "lam", "samples_per_row", "pack_samples",
+    "seq_kd", "num_value_samples", "filter_all_incorrect", "beta1",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
@@ -100,6 +103,7 @@ def batch_of(kind: str) -> dict[str, Any]:
             name: rng.normal(size=(4, 12)).astype(np.float32)
             for name in ("advantages", "old", "logps", "values", "returns")
         }
+        more |= {"advantage": more["advantages"][:, 0]}
         return rows() | ({"better": np.arange(4) % 2 > 0} if pairs else more)
     labels = (*shape, 12) if kind in ("prm", "token_classification", "question_answering") else (*shape, 1)
     batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})

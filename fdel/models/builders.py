@@ -254,8 +254,7 @@ def hidden(
 
     `taps` names what can be watched in it beside hidden states: "attention", "router". A family with `encode` (see
     `protocol.Family`) takes media: `carry.media` then has their values; `rotary` says that tokens are turned by
-    `batch.rotary` where it is there, ahead(cfg) whether the tokens of an image see each other (`ops.look_ahead`). The
-    walk stays there as `hidden.walk`.
+    `batch.rotary` where it is there, ahead(cfg) whether tokens of an image see each other. It keeps the walk, as `walk`.
     """
 
     def decorate(walk: Callable[..., tuple[Array, ops.Carry]]) -> Callable[..., tuple]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from fdel import serve
 from fdel.serve.engine.core import Core, Job
-from fdel.serve.engine.packing import Drawn, Out, pack_drawn
+from fdel.serve.engine.packing import Call, Drawn, Out, pack_drawn
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.reply import Reply
 from fdel.serve.engine.schedule import Schedule
@@ -55,6 +55,12 @@ class FakeDevice:
 
     def group(self, adapter: str) -> str:
         return adapter
+
+    def replace(self, adapter: str, new: object, reuse: bool = False) -> None:
+        self.weights[adapter] = new
+
+    def execute(self, call: Call) -> None:
+        del self.weights[call.adapter]
 
     def forget(self) -> None:
         """There are no pictures."""

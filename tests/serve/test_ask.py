@@ -72,7 +72,7 @@ def test_a_recipe_makes_an_engine_with_a_draft_model(directory):
 
 def test_the_command_line_takes_a_draft_model(directory, monkeypatch, capsys):
     served = []
-    monkeypatch.setattr(launch, "listen", lambda found, options, keys, heard: served.extend(found))
+    monkeypatch.setattr(launch, "listen", lambda found, *_: served.extend(found))
     command = ["serve", str(directory), "--rows", "2", "--draft", str(directory)]
     assert cli.main(command) == 0 and served[0].engine.settings.drafts == 3
     assert cli.main([*command[:2], str(directory), *command[2:], "--name", "a", "--name", "b"]) == 2

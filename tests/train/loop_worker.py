@@ -28,7 +28,7 @@ def main(address: str, count: str, index: str, directory: str, steps: str) -> No
     tokens = [(np.arange(12) * (1 + i % 3) + i) % CFG.vocab for i in range(64)]
     example = lambda t: td.Example((t.astype(np.int32),), (np.ones(12, bool),))
     how = td.Settings(batch=8, length=12, epochs=None, seed=1)
-    rows = td.store.store(td.store.arrays([example(t) for t in tokens], "sft"), how, td.Report(64, 64, 768, 768))
+    rows = td.store.store(td.store.arrays([example(t) for t in tokens], how), how, td.Report(64, 64, 768, 768))
     data = td.read_ahead(td.Batches([rows], None, how, (int(index), int(count))))
     chosen = train.Loop(steps=int(steps), directory=directory, log_every=1, save_every=5, progress_bar=False)
     with jax.set_mesh(mesh):
