@@ -336,6 +336,7 @@ def test_a_mesh_writes_what_one_device_writes(checkpoint, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_attention_is_timed_alone(checkpoint, capsys):
     assert cli.main(["bench", str(checkpoint), "--attention", "64,1088", "--dtype", "float32"]) == 0
     rows = capsys.readouterr().out.splitlines()

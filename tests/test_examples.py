@@ -15,6 +15,7 @@ from fdel.models import gidd, heads, llama
 from fdel.train import losses, metrics
 
 ROOT = Path(__file__).parents[1]
+DEAR = "gkd kto masked_lm online_dpo ppo qlora rloo tools".split()  # whose training others do in CI, in smaller tests
 EXAMPLES = sorted(f.stem for f in (ROOT / "examples").glob("*.yaml"))
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -105,7 +106,7 @@ def test_there_is_an_example_of_each_kind_and_its_data_is_small():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n == "sft" else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.matrix] * (n in DEAR)) for n in EXAMPLES])
 def test_the_example_learns(name, tiny, taught, tmp_path):
     start = taught / "model" if "lora" in name else tiny
     start = bidirectional(tiny, tmp_path) if name in ("diffusion", "masked_lm") else start

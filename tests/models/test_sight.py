@@ -25,12 +25,12 @@ from fdel.media import sight  # noqa: E402
 from fdel.models import clip, llama, llava, pixtral, siglip  # noqa: E402
 
 NAMES = list(tiny.sight.PROCESSORS)
-LATER = [n for n in NAMES if not n.startswith(("llava", "mistral3"))]
+LATER = [n for n in NAMES if n not in ("llava", "llava:pixtral", "mistral3")]
 DEAR = [pytest.mark.slow, pytest.mark.matrix]
 
 
 def each(names, **marks):
-    """Mark names; those that came later run in CI where there is nothing dear about it."""
+    """Mark names; those beside the first run in CI where there is nothing dear about it."""
     return [pytest.param(n, marks=marks.get("later", DEAR)) if n in LATER else n for n in names]
 
 
@@ -164,7 +164,13 @@ def training(c):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", each(["llava", "mistral3", "llama4", "aya_vision", "gemma3", "gemma4"]))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llava",
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in ("mistral3", "llama4", "aya_vision", "gemma3", "gemma4")),
+    ],
+)
 def test_training_loss_is_that_of_torch(seen, name):
     """Not of media's own tokens, 1e-5; in microbatches, and on a mesh of eight devices."""
     c = seen(name)

@@ -45,7 +45,7 @@ def launch(count: int, directory: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_processes_train_save_and_restore_as_one(count, tmp_path):
     want, got = launch(1, tmp_path / "one"), launch(count, tmp_path / "many")
     assert len(want) == 6 and want[-1] < want[0]
@@ -204,7 +204,9 @@ def test_a_run_file_on_two_processes_is_that_of_one(start, tmp_path, dims, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{}, {"lora": {"r": 4}}], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [{}, pytest.param({"lora": {"r": 4}}, marks=pytest.mark.matrix)], ids=["all", "adapters"]
+)
 def test_each_process_samples_its_own_tasks(start, tmp_path, lora):
     """Noise depends on the task alone: two processes draw what one draws, and reward and learn it as one."""
     (start / "rewards.py").write_text("def even(completion_ids, **_):\n    return [sum(i % 2 == 0 for i in c) / len(c)"
