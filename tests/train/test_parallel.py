@@ -37,9 +37,8 @@ DEAR = [  # whose axes others have together
     *(("llama", mesh) for mesh in ("dp=8", "fsdp=2,tp=2,sp=2", "dp=4,tp=2", "fsdp=4,tp=2")),
     *(("qwen3_moe", mesh) for mesh in ("dp=8", "ep=2,fsdp=2,tp=2", "ep=2,tp=4", "tp=2,sp=4", "fsdp=4,ep=2")),
 ]
-few = [pytest.param(*c, marks=[pytest.mark.slow, *[pytest.mark.matrix] * (c in DEAR)]) for c in ALL if c not in FAST]
-few += [pytest.param(*c) for c in FAST]
-cases = [pytest.param(*c, marks=[] if c in FAST else pytest.mark.slow) for c in ALL]
+MARKS = {case: [pytest.mark.slow, *[pytest.mark.matrix] * (case in DEAR)] for case in ALL if case not in FAST}
+cases = [pytest.param(*case, marks=MARKS.get(case, [])) for case in ALL]
 ROWS, LENGTH, MICROBATCHES = 16, 32, 2
 
 
@@ -86,7 +85,7 @@ single = functools.cache(curve)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,shape", few)
+@pytest.mark.parametrize("name,shape", cases)
 def test_twenty_steps_equal_one_devices(name, shape):
     mesh = fp.make_mesh(fp.parse_mesh(shape))
     want = single(name)
