@@ -4,18 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fdel import ops
-from fdel.models import builders, config, glm4, qwen2_vl, qwen3_vl, sublayers
+from fdel.models import builders, config, glm4, qwen2_vl, qwen3_vl, sight, sublayers
 from fdel.models.keys import ConfigError
 from fdel.ops.rope import Rope
 from fdel.params.spec import Param, normal, stack
 
 MODEL_TYPE, ARCHITECTURE = "glm4v", "Glm4vForConditionalGeneration"
 EPS = 1e-5  # of the projector's norm, which no config says
-SHARP = -0.75  # the slope of the cubic convolution, torch's
 # Ids of tokens, which published files have in their text_config too.
 TOKENS = tuple(f"{kind}_{of}token_id" for kind in ("image", "video") for of in ("", "start_", "end_"))
 
@@ -101,29 +99,14 @@ def spec(cfg: Any) -> dict:
     return qwen3_vl.below(glm4.spec(cfg.text)) | tower_spec(cfg)
 
 
-def interpolated(table: Float[Array, "S D"], places: Int[Array, "N P 3"]) -> Float[Array, "N P D"]:
-    """Compute learned positions, which lie on a square as large as each image, between its places by cubic convolution.
-
-    As torch's `grid_sample`, "bicubic" with "border": beyond its edges the square goes on as they are.
-    """
-    side = int(table.shape[0] ** 0.5)
-    place = jnp.maximum(places[..., 1:], 0)
-    at = (place + 0.5).astype(jnp.float32) / (place.max(1, keepdims=True) + 1) * side - 0.5
-    low = jnp.floor(at)
-    near = lambda x: ((SHARP + 2) * x - (SHARP + 3)) * x**2 + 1
-    far = lambda x: SHARP * (((x - 5) * x + 8) * x - 4)
-    x = at - low
-    lines = [jnp.clip(low.astype(jnp.int32) + i, 0, side - 1) for i in (-1, 0, 1, 2)]
-    return qwen3_vl.between(table, lines, [far(x + 1), near(x), near(1 - x), far(2 - x)])
-
-
 def encode(params: Any, patches: ops.Patches, cfg: Any) -> Float[Array, "*rows entries D"]:
     """Compute the entries of images, patches [*rows images P numbers] in the order of `fdel.media.qwen`."""
     v, p, q = cfg.vision, params["vision"], params["projector"]
     values, places = qwen2_vl.pictures(patches, v)
     norm, act = lambda x, p, part: ops.rms_norm(x, p[part], v.norm_eps), ops.ACTIVATIONS[v.act]
     x = norm(qwen2_vl.embed_patches(p, values), p, "patch_norm")
-    x = x + interpolated(p["positions"], places)
+    side = int(p["positions"].shape[0] ** 0.5)
+    x = x + sight.cubic(p["positions"].reshape(side, side, -1), places)
     rot, feed = qwen2_vl.axial(places, v), lambda h, p: ops.glu(h, p, act)
     apply = qwen2_vl.block(v, qwen2_vl.within(places[..., 0]), rot, norm, feed)
     x, _ = ops.layers(apply, x, ops.Carry(), p["layers"])

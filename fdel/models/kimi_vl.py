@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fdel import ops
 from fdel.models import builders, clip, config, llava, sight, sublayers
@@ -85,33 +85,6 @@ def spec(cfg: Config) -> dict:
     return sight.language_spec(cfg) | {"vision": vision, "projector": projector}
 
 
-def taps(at: Int[Array, "N P"], size: Int[Array, "N 1"], side: int) -> list[tuple[Array, Array]]:
-    """Give four places of a table of `side`, and their weights, for places of an axis of `size`.
-
-    Cubic convolution with a = -0.75 between the middles of cells (R. Keys, 1981); beyond its ends the table goes on.
-    """
-    source = (at.astype(jnp.float32) + 0.5) * side / size - 0.5
-    floor, out = jnp.floor(source), []
-    for i in range(-1, 3):
-        x = jnp.abs(source - floor - i)
-        near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
-        out.append((jnp.clip(floor.astype(jnp.int32) + i, 0, side - 1), jnp.where(x <= 1, near, far)))
-    return out
-
-
-def interpolated(table: Float[Array, "H W D"], places: Int[Array, "N P 3"]) -> Float[Array, "N P D"]:
-    """Compute learned positions between those of the table, which is as large as each image."""
-    at = jnp.maximum(places[..., 1:], 0)
-    size = at.max(1, keepdims=True) + 1
-    rows, columns = (taps(at[..., i], size[..., i], table.shape[i]) for i in (0, 1))
-    parts = [
-        (down * right)[..., None] * table[row, column].astype(jnp.float32)
-        for row, down in rows
-        for column, right in columns
-    ]
-    return sum(parts).astype(table.dtype)  # type: ignore[union-attr]
-
-
 def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*rows entries D"]:
     """Compute what stands in the place of tokens: an entry of each square of patches, which stand one after the other."""
     v, p, projector = cfg.vision, params["vision"], params["projector"]
@@ -120,7 +93,7 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
         expected = f"a multiple of {v.merge**2} patches of {3 * v.patch**2} numbers"
         raise ValueError(f"media.inputs: found {values.shape[1]} patches of {values.shape[2]}, expected {expected}")
     x = ops.linear("npk,dk->npd", values, p["patch"].reshape(v.embed, -1), p["patch_bias"])
-    x = x + interpolated(p["positions"], places)
+    x = x + sight.cubic(p["positions"], places)
     # Pairs of channels turn by the column and the row, in turn.
     pairs = lambda x: x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
     cos, sin = map(pairs, sight.axial(places[..., :0:-1], v.head_dim, v.theta))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel import ops
-from fdel.models import builders, config, qwen2_vl, qwen3, sublayers
+from fdel.models import builders, config, qwen2_vl, qwen3, sight, sublayers
 from fdel.models.config import FULL
 from fdel.models.keys import ConfigError
 from fdel.models.qwen2_vl import layer_norm
@@ -118,27 +118,17 @@ def spec(cfg: Config) -> dict:
     return below(qwen3.spec(replace(cfg.text, kinds=cfg.kinds))) | tower_spec(cfg)
 
 
-def between(
-    table: Float[Array, "S D"], indices: list[Int[Array, "N P 2"]], weights: list[Float[Array, "N P 2"]]
-) -> Float[Array, "N P D"]:
-    """Sum learned positions, which lie on a square, at some rows and some columns of each patch, with weights of both."""
-    side, lines = int(table.shape[0] ** 0.5), list(zip(indices, weights, strict=True))
-    out = jnp.zeros((*indices[0].shape[:2], table.shape[1]), jnp.float32)
-    for rows, down in lines:
-        for columns, right in lines:
-            weight = down[..., 0, None] * right[..., 1, None]
-            out += weight * table[rows[..., 0] * side + columns[..., 1]].astype(jnp.float32)
-    return out.astype(table.dtype)
-
-
 def interpolated(table: Float[Array, "S D"], places: Int[Array, "N P 3"]) -> Float[Array, "N P D"]:
     """Compute learned positions, which lie on a square whose corners are those of each image, between its places."""
     side = int(table.shape[0] ** 0.5)
-    place = jnp.maximum(places[..., 1:], 0)
-    at = (place * (side - 1)).astype(jnp.float32) / jnp.maximum(place.max(1, keepdims=True), 1)
-    low = jnp.floor(at).astype(jnp.int32)
-    share = at - low
-    return between(table, [low, jnp.minimum(low + 1, side - 1)], [1 - share, share])
+
+    def lines(at: Int[Array, "N P"]) -> sight.Lines:
+        place = jnp.maximum(at, 0)
+        source = (place * (side - 1)).astype(jnp.float32) / jnp.maximum(place.max(1, keepdims=True), 1)
+        low = jnp.floor(source).astype(jnp.int32)
+        return [(low, 1 - (source - low)), (jnp.minimum(low + 1, side - 1), source - low)]
+
+    return sight.interpolated(table.reshape(side, side, -1), lines(places[..., 1]), lines(places[..., 2]))
 
 
 def encode(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fdel import models, ops
 from fdel.models import builders, config
@@ -187,6 +187,38 @@ def flat(patches: ops.Patches, dtype: Any) -> tuple[Float[Array, "N patches numb
     lead = patches.values.shape[:-2]
     values = patches.values.reshape(-1, *patches.values.shape[-2:]).astype(dtype)
     return values, patches.places.reshape(-1, *patches.places.shape[-2:]), lead
+
+
+Lines = list[tuple[Int[Array, "N P"], Float[Array, "N P"]]]  # rows, or columns, of a table for each patch, with weights
+
+
+def interpolated(table: Float[Array, "H W D"], rows: Lines, columns: Lines) -> Float[Array, "N P D"]:
+    """Sum learned positions at some rows and some columns of their table, with the weights of both, in float32."""
+    out = jnp.zeros((*rows[0][0].shape, table.shape[-1]), jnp.float32)
+    for row, down in rows:
+        for column, right in columns:
+            out += (down * right)[..., None] * table[row, column].astype(jnp.float32)
+    return out.astype(table.dtype)
+
+
+def cubic(table: Float[Array, "H W D"], places: Int[Array, "N P 3"]) -> Float[Array, "N P D"]:
+    """Compute learned positions between those of a table that is as large as each image, by cubic convolution.
+
+    With a = -0.75 (R. Keys, 1981), between the middles of cells; beyond its edges the table goes on as they are. As
+    torch's `interpolate` and `grid_sample`, "bicubic".
+    """
+
+    def lines(at: Int[Array, "N P"], side: int) -> Lines:
+        place = jnp.maximum(at, 0)
+        source = (place.astype(jnp.float32) + 0.5) * side / (place.max(1, keepdims=True) + 1) - 0.5
+        low, out = jnp.floor(source), []
+        for i in range(-1, 3):
+            x = jnp.abs(source - low - i)
+            near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
+            out.append((jnp.clip(low.astype(jnp.int32) + i, 0, side - 1), jnp.where(x <= 1, near, far)))
+        return out
+
+    return interpolated(table, lines(places[..., 1], table.shape[0]), lines(places[..., 2], table.shape[1]))
 
 
 def states_at(

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import TINY
 
-from fdel import aot, models, ops, params, plan
+from fdel import aot, models, ops, params, plan, train
 from fdel.ops import platform
 
 FAMILIES = [name for name in TINY if ":" not in name]
+SEEING = [name for name in FAMILIES if hasattr(models.family(name), "encode")]
 LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
              num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=True)  # fmt: skip
 TARGETS = {"v5p": ("v5p:1x1x1", "v5p:2x2x2"), "v6e": ("v6e:1x1", "v6e:2x4"), "h100": ("h100:1x1x1", "h100:1x1x8")}
@@ -43,7 +44,10 @@ def model(name: str) -> tuple[Any, Any]:
 
 @cache
 def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compiled, int]:
-    """Compile "train", "decode", "prefill" or "forward" of a model: (program, bytes of its cache on all devices)."""
+    """Compile "train", "decode", "prefill", "forward" or "see" (gradients of rows with images) of a model.
+
+    (program, bytes of its cache on all devices)
+    """
     (family, cfg), on = model(name), target(chip, devices)
     if what == "forward":
         mesh = params.make_mesh({"fsdp": devices}, aot.devices(on))
@@ -55,6 +59,15 @@ def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compile
         tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
         program = jax.jit(lambda weights, tokens: family.forward(weights, tokens, cfg)[0])
         return aot.compile(on, program, weights, tokens, mesh=mesh), 0
+    if what == "see":
+        mesh = params.make_mesh({"fsdp": devices}, aot.devices(on))
+        put = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        with platform.tracing_for(on.facts.platform):
+            spec = family.spec(cfg)
+            weights = jax.tree.map(put, params.abstract(spec, jnp.bfloat16), params.shardings(spec, mesh, params.TRAIN))
+            rows = jax.tree.map(lambda x: put(x, params.batch_sharding(mesh)), looking(cfg, 8, 64))
+            program = jax.jit(train.normalize(train.grads(train.losses.sft(family, cfg, remat="nothing_saveable"))))
+        return aot.compile(on, program, weights, rows, mesh=mesh), 0
     if what == "hand-over":
         return aot.hand_over(on, family, cfg, f"fsdp={devices}", f"tp={devices}"), 0
     if what == "train":
@@ -64,6 +77,18 @@ def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compile
     rows, length = (64, 1024) if name in MODELS else (8, 128)
     mesh = "tp=8" if devices > 1 and name in MODELS else f"fsdp={devices}"
     return aot.serving(on, family, cfg, aot.Serving(mesh, rows, length), what)
+
+
+def looking(cfg: Any, rows: int, length: int) -> dict[str, Any]:
+    """Shapes of a training batch whose rows show an image each, and a sound of two chunks where the model hears."""
+    ints, floats = (lambda *shape, kind=kind: jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32))
+    v = cfg.vision
+    patches = (getattr(v, "image", 4 * v.patch) // v.patch) ** 2
+    numbers = 3 * v.patch**2 * getattr(v, "frames", 1)
+    seen: Any = ops.Patches(floats(rows, 1, patches, numbers), ints(rows, 1, patches, 3))
+    if audio := getattr(cfg, "audio", None):
+        seen = seen, ops.Sounds(floats(rows, 1, 2, audio.bins, audio.frames), ints(rows, 1, 2))
+    return {"tokens": ints(rows, length), "lengths": ints(rows), "media": ops.Media(ints(rows, length), inputs=seen)}
 
 
 @cache

@@ -12,7 +12,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from aot_programs import FAMILIES, compiled, copies, floor, gathers, model, read_once, target, transposes, wide_products
+from aot_programs import (
+    FAMILIES,
+    SEEING,
+    compiled,
+    copies,
+    floor,
+    gathers,
+    model,
+    read_once,
+    target,
+    transposes,
+    wide_products,
+)
 from tiny import TINY
 
 from fdel import aot, ops, params, plan
@@ -68,6 +80,15 @@ def note(
 def test_every_family_compiles(name, what, devices, chip, record_property):
     c, _ = row(record_property, name, what, chip, devices)
     assert c.loops <= MORE_LOOPS.get(name, LOOPS[what])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("name", [n if n == "qwen3_vl" else pytest.param(n, marks=pytest.mark.matrix) for n in SEEING])
+def test_every_tower_compiles(name, devices, chip, record_property):
+    """Gradients of rows with images (and sounds), of the tower, the projector and the language model."""
+    c, _ = row(record_property, name, "see", chip, devices)
+    assert c.flops and not gathers(c.text, 64 * 8)
 
 
 @pytest.mark.aot
