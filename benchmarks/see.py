@@ -79,6 +79,7 @@ def prefill(directory: str, oracle: Any, rounds: int) -> list[str]:
     see, tok = sight.read(directory), text.load(directory)
     assert see is not None
     engine = serve.Engine(weights.load(directory), serve.Settings(rows=2, max_length=CONTEXT), tokenizer=tok, sight=see)
+    engine.start(wait=True)
     rng = np.random.default_rng(0)
     side = int(oracle.config.vision_config.image_size)
     rgbs = [rng.integers(0, 256, (side, side, 3), np.uint8) for _ in range(rounds + 1)]

@@ -21,6 +21,10 @@ LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hi
 TARGETS = {"v5p": ("v5p:1x1x1", "v5p:2x2x2"), "v6e": ("v6e:1x1", "v6e:2x4"), "h100": ("h100:1x1x1", "h100:1x1x8")}
 WIDE = LARGE | dict(num_attention_heads=16, head_dim=128)
 MODELS = {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | dict(num_hidden_layers=24)}
+# Sizes that kernels take, for the toys ("llama-wide"): heads of 128, and matrices of multiples of 128.
+WIDENED = {"hidden_size": 512, "n_embd": 512, "d_model": 512, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
+           "num_key_value_heads": 2, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128,
+           "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
 LATENT = ("kv_lora_rank", "kv_lora_dim", "qk_nope_head_dim")
 HLO = r"= \(?(\w+)\[([\d,]*)\]\S* ([a-z\-]+)\("  # dtype, sizes, operation
 
@@ -30,11 +34,32 @@ def target(chip: str, devices: int) -> aot.Target:
     return aot.parse_target(TARGETS[chip][devices > 1])
 
 
+def widened(values: dict[str, Any]) -> dict[str, Any]:
+    """Give a toy's language model the sizes of `WIDENED`."""
+    out = {k: WIDENED[k] if k in WIDENED and v else v for k, v in values.items()}
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:
+        out["num_key_value_heads"] = out["num_attention_heads"]
+    inner = {k: widened(v) for k, v in values.items() if k in ("text_config", "thinker_config")}
+    for key, size in (("vision_config", "out_hidden_size"), ("vision_config", "embed_dim"), ("audio_config", "output_dim")):
+        if size in (part := values.get(key, {})):  # what a tower gives are states of the language model
+            inner[key] = part | {"hidden_size" if size == "embed_dim" else size: WIDENED["hidden_size"]}
+    turned = out.get("rope_parameters")
+    if isinstance(turned, dict) and (sections := turned.get("mrope_section")):
+        head = out.get("head_dim", out["hidden_size"] // out["num_attention_heads"])
+        pairs = int(head * turned.get("partial_rotary_factor", 1)) // 2
+        rest = [n * pairs // sum(sections) for n in sections[1:]]
+        out["rope_parameters"] = turned | {"mrope_section": [pairs - sum(rest), *rest]}
+    return out | inner
+
+
 @cache
 def model(name: str) -> tuple[Any, Any]:
-    """Give a family and a Config; toy models are those of the suite, `tiny.TINY`."""
-    family = models.family(name.partition("-")[0])
-    values = MODELS[name] if name in MODELS else TINY[name].values
+    """Give a family and a Config; toy models are those of the suite, `tiny.TINY`, of wider sizes if their name says so."""
+    base, _, wide = name.partition("-")
+    family = models.family(base)
+    values = MODELS[name] if name in MODELS else TINY[base].values
+    if wide == "wide":
+        return family, family.Config.from_hf(widened(values) | {"model_type": family.MODEL_TYPE})
     # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8
     # rotary; nor of 24 channels in Gemma 2's layers.
     values = {key: 24 if key in LATENT else value for key, value in values.items()}
@@ -71,7 +96,7 @@ def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compile
     if what == "hand-over":
         return aot.hand_over(on, family, cfg, f"fsdp={devices}", f"tp={devices}"), 0
     if what == "train":
-        rows, length = (16, 4096) if name in MODELS else (8, 64)
+        rows, length = (16, 4096) if name in MODELS else (8, 256 if name.endswith("-wide") else 64)
         t = plan.Training(f"fsdp={devices}", rows, length, remat="nothing_saveable")
         return aot.train_step(on, family, cfg, t), 0
     rows, length = (64, 1024) if name in MODELS else (8, 128)

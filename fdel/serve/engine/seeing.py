@@ -15,6 +15,7 @@ from fdel.serve.engine.pictures import Holders, Image, Key, PromptMedia, rounded
 from fdel.serve.engine.step import encoded
 from fdel.serve.engine.work import Chunk
 
+KEPT = 8  # prompts per row whose pictures stay encoded, where there is memory
 SIDE = 336  # pixels of the picture for whose size the tower is compiled first
 
 
@@ -22,7 +23,10 @@ class Seeing(Compiling):
     """The part of a `Device` that has pictures encoded before the calls that show them."""
 
     def _open_eyes(self, sight: Any, most: int) -> None:
-        """Make room for what is encoded: `most` bytes, or what all rows could show. ValueError for a model of text."""
+        """Make room for what is encoded: `most` bytes, or `KEPT` times what all rows could show at once.
+
+        ValueError for a model of text.
+        """
         self.sight, self.example, self.like, self.holders, self.entries = sight, None, None, Holders(0), None
         family, self.turned, self.whole = self.model.family, False, False
         if sight is None:
@@ -34,7 +38,7 @@ class Seeing(Compiling):
         self.example = len(picture.patches), picture.patches.shape[1]
         self.like = encoded(family, self.model.cfg, self.weights[""], (rounded(self.example[0]), self.example[1]))
         each = math.prod(self.like.shape) * self.like.dtype.itemsize
-        self.holders = Holders(max(1, min(most // each, self.rows * self.length)))
+        self.holders = Holders(max(1, min(most // each, KEPT * self.rows * self.length)))
 
     def _begin_to_see(self) -> None:
         """Make the entries."""
