@@ -24,7 +24,8 @@ MODELS = {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | di
 # Sizes that kernels take, for the toys ("llama-wide"): heads of 128, and matrices of multiples of 128.
 WIDENED = {"hidden_size": 512, "n_embd": 512, "d_model": 512, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
            "num_key_value_heads": 2, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128,
-           "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+           "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+           "v_head_dim": 128}  # fmt: skip
 LATENT = ("kv_lora_rank", "kv_lora_dim", "qk_nope_head_dim")
 HLO = r"= \(?(\w+)\[([\d,]*)\]\S* ([a-z\-]+)\("  # dtype, sizes, operation
 
@@ -40,7 +41,11 @@ def widened(values: dict[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         out["num_key_value_heads"] = out["num_attention_heads"]
     inner = {k: widened(v) for k, v in values.items() if k in ("text_config", "thinker_config")}
-    for key, size in (("vision_config", "out_hidden_size"), ("vision_config", "embed_dim"), ("audio_config", "output_dim")):
+    for key, size in (
+        ("vision_config", "out_hidden_size"),
+        ("vision_config", "embed_dim"),
+        ("audio_config", "output_dim"),
+    ):
         if size in (part := values.get(key, {})):  # what a tower gives are states of the language model
             inner[key] = part | {"hidden_size" if size == "embed_dim" else size: WIDENED["hidden_size"]}
     turned = out.get("rope_parameters")

@@ -44,6 +44,9 @@ TOYS = [
     pytest.param(name, what, n, marks=[] if TINY[name].wiring else pytest.mark.matrix)
     for name in FAMILIES for what in PROGRAMS[TINY[name].causal] for n in (1, 8)
 ]  # fmt: skip
+CAUSAL = [name for name in FAMILIES if TINY[name].causal]
+# Families whose programs of heads of 128 have no kernel on TPUs.
+PLAIN = {"train": (), "decode": ()}
 SERVED = [(name, what) for name in ("llama-1b", "llama-1b-h128") for what in ("decode", "prefill")]
 
 
@@ -89,6 +92,16 @@ def test_every_tower_compiles(name, devices, chip, record_property):
     """Gradients of rows with images (and sounds), of the tower, the projector and the language model."""
     c, _ = row(record_property, name, "see", chip, devices)
     assert c.flops and not gathers(c.text, 64 * 8)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
+@pytest.mark.parametrize("what", ["train", "decode"])
+@pytest.mark.parametrize("name", [n if n == "llama" else pytest.param(n, marks=pytest.mark.matrix) for n in CAUSAL])
+def test_every_family_compiles_with_the_kernels_that_it_takes(name, what, chip, record_property):
+    """With heads of 128 and wide matrices; without one only where attention is of a kind that none serves."""
+    c, _ = row(record_property, f"{name}-wide", what, chip, 1)
+    assert ("tpu_custom_call" in c.text) != (name in PLAIN[what])
 
 
 @pytest.mark.aot
