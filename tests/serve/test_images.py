@@ -326,7 +326,7 @@ def test_images_are_bounded_by_their_bytes(eye, monkeypatch):
     monkeypatch.setattr(eye.state, "pictures", quota := picture_quota(8000))
     ask = lambda *shown: eye.client.chat.completions.create(model="eye", messages=said("a ", *shown), max_tokens=1)
     assert ask(url(file(rgb(0)))).usage.completion_tokens == 1
-    with pytest.raises(openai.BadRequestError, match="take 6528 bytes as the model sees them, expected at most 4000"):
+    with pytest.raises(openai.BadRequestError, match="take 6528 bytes as the model takes them, expected at most 4000"):
         ask(url(file(rgb(0))), url(file(rgb(1))))
     wire.wait_for(lambda: quota.taken == 0)
     assert quota.acquire("another", 2000)
