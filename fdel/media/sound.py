@@ -72,7 +72,7 @@ def decode(data: bytes, *, most: float) -> np.ndarray:
             blocks = file.blocks(BLOCK, frames=file.frames, dtype="float32", always_2d=True)
             return resample(_finite(np.concatenate([x.mean(1) for x in blocks])), file.samplerate)
     except (soundfile.SoundFileError, RuntimeError) as e:
-        raise SoundError(f"the file is not a sound that can be read: {e}") from e
+        raise SoundError(f"the file is not a sound that can be read: {getattr(e, 'error_string', e)}") from e
 
 
 def _bound(seconds: float, most: float) -> None:

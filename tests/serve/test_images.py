@@ -24,7 +24,7 @@ from fdel.serve.engine.engine import Settings
 from fdel.serve.server import fetch, launch, metrics, worker
 from fdel.serve.server import http as server_http
 from fdel.serve.server.call import Server, picture_quota
-from fdel.serve.server.openai import APIError, images, parse_chat, responses
+from fdel.serve.server.openai import APIError, media, parse_chat, responses
 from fdel.serve.server.openai.tables import Limits
 from tests.serve import small, wire
 
@@ -262,7 +262,8 @@ def children(root: int) -> dict[int, int]:
 
 
 def _peak(pid: int) -> int:
-    return next(int(line.split()[1]) for line in open(f"/proc/{pid}/status") if line.startswith("VmHWM"))
+    lines = (line.split() for line in open(f"/proc/{pid}/status"))
+    return next((int(line[1]) for line in lines if line[0] == "VmHWM:"), 0)  # one that ended has none
 
 
 @pytest.mark.slow
@@ -325,11 +326,11 @@ def test_images_are_bounded_by_their_bytes(eye, monkeypatch):
     monkeypatch.setattr(eye.state, "pictures", quota := picture_quota(8000))
     ask = lambda *shown: eye.client.chat.completions.create(model="eye", messages=said("a ", *shown), max_tokens=1)
     assert ask(url(file(rgb(0)))).usage.completion_tokens == 1
-    with pytest.raises(openai.BadRequestError, match="take 6528 bytes as the model sees them, expected at most 4000"):
+    with pytest.raises(openai.BadRequestError, match="take 6528 bytes as the model takes them, expected at most 4000"):
         ask(url(file(rgb(0))), url(file(rgb(1))))
     wire.wait_for(lambda: quota.taken == 0)
     assert quota.acquire("another", 2000)
-    with pytest.raises(openai.RateLimitError, match="0 of at most 8000 bytes of prepared images are yours"):
+    with pytest.raises(openai.RateLimitError, match="0 of at most 8000 bytes of prepared media are yours"):
         ask(url(file(rgb(0))))
     wire.wait_for(lambda: quota.taken == 2000)
 
@@ -341,12 +342,12 @@ def test_an_image_longer_than_the_context_ends_in_the_child():
     """Its patches never come to the server."""
     picture = Picture(np.zeros((5, 12), np.float32), np.zeros((5, 3), np.int32), (7,) * 5)
     asked, seeing = (
-        {"encoded": False, "pixels": 9},
-        lambda context: SimpleNamespace(picture=lambda *_: picture, context=context),
+        {"encoded": False, "kind": "images", "most": [9, 9, 9.0]},
+        lambda context: SimpleNamespace(prepared=lambda *_: picture, context=context),
     )
-    assert worker._image(seeing(5), asked, b"")[0]["run"] == (7,) * 5
+    assert worker._shown(seeing(5), asked, b"")[0]["run"] == (7,) * 5
     with pytest.raises(ValueError, match="takes 5 tokens, more than the model's 4; make it smaller"):
-        worker._image(seeing(4), asked, b"")
+        worker._shown(seeing(4), asked, b"")
 
 
 def test_a_model_of_text_says_so():
@@ -359,11 +360,14 @@ def test_a_model_of_text_says_so():
         responses.parse({"model": "m", "input": item}, Limits(10, 10))
 
 
-@pytest.mark.parametrize("kind", images.OTHERS)
+@pytest.mark.parametrize("kind", [k for k, v in media.KINDS.items() if v != "images"])
 def test_what_no_model_takes_is_refused_by_what_this_one_does(kind):
     """Sounds, videos and files in chats and responses; of the first, where they are taken."""
     for most, takes in ((0, "text alone"), (3, "text and images")):
-        limits, content = Limits(10, 10, images=most), [{"type": kind, kind: {"data": "AAAA", "format": "wav"}}]
+        limits, content = (
+            Limits(10, 10, media=media.Media(most)),
+            [{"type": kind, kind: {"data": "AAAA", "format": "wav"}}],
+        )
         for parse, body in (
             (parse_chat, {"messages": [{"role": "user", "content": content}]}),
             (responses.parse, {"input": [{"role": "user", "content": content}]}),
@@ -375,17 +379,17 @@ def test_what_no_model_takes_is_refused_by_what_this_one_does(kind):
 
 def test_images_are_taken_out_in_order():
     messages = said("a", url(b"1"), "b", url(b"2")) + [{"role": "assistant", "content": "c"}] + said(url(b"3"))
-    asked = parse_chat({"model": "m", "messages": messages}, Limits(10, 10, images=3))
-    assert [s.url for s in asked.images] == [url(b"1"), url(b"2"), url(b"3")]
-    assert [s.path for s in asked.images][2] == "messages[2].content[0].image_url.url"
+    asked = parse_chat({"model": "m", "messages": messages}, Limits(10, 10, media=media.Media(3)))
+    assert [s.url for s in asked.shown] == [url(b"1"), url(b"2"), url(b"3")]
+    assert [s.path for s in asked.shown][2] == "messages[2].content[0].image_url.url"
     kinds = [
         [p["type"] for p in m["content"]] if isinstance(m["content"], list) else m["content"] for m in asked.messages
     ]
     assert kinds == [["text", "image", "text", "image"], "c", ["image"]]
-    assert images.embedded(asked.images[0], 10) == base64.b64encode(b"1")
+    assert media.embedded(asked.shown[0], 10) == base64.b64encode(b"1")
     with pytest.raises(APIError, match="detail: not supported"):
         wrong = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:", "detail": "high"}}]}]
-        parse_chat({"model": "m", "messages": wrong}, Limits(10, 10, images=3))
+        parse_chat({"model": "m", "messages": wrong}, Limits(10, 10, media=media.Media(3)))
 
 
 PRIVATE = """127.0.0.1 10.0.0.1 192.168.1.1 172.16.0.1 169.254.169.254 0.0.0.0 100.64.0.1 224.0.0.1 255.255.255.255 ::1 ::

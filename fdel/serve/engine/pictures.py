@@ -1,4 +1,4 @@
-"""What a prompt shows: pictures as the model's tower takes them, and where in the prompt they stand. Plain numpy.
+"""What a prompt shows and plays: pictures and sounds as the model's towers take them, and where they stand. Plain numpy.
 
 Also who has which entry of the array on the device that holds what the tower gave of them: `Holders`.
 """
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from fdel.media import hearing
 from fdel.media import sight as sights
 
+CHUNKS = 4  # of sounds, as ROUND of patches
 ROUND = 64  # patches for whose multiples programs are compiled, up to 1024; beyond, four significant bits
 
 
@@ -34,24 +36,59 @@ class Image:
             raise ValueError(f"found a picture of patches {found}; expected float32[P numbers], [P 3] and at least 1")
         object.__setattr__(self, "digest", self.digest or digest(p, at))
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the tower takes, patches and their places, padded."""
+        size = rounded(len(self.patches))
+        return _padded(self.patches, size, 0), _padded(self.places.astype(np.int32), size, -1)
 
-def digest(patches: np.ndarray, places: np.ndarray) -> bytes:
-    """Hash a picture's content (BLAKE2b)."""
-    h = hashlib.blake2b(np.array([*patches.shape], "<i8").tobytes(), digest_size=32)
-    h.update(patches.tobytes())
+
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """One sound: the features of its chunks, their lengths in frames, and how many tokens of a prompt stand for it."""
+
+    features: Float[np.ndarray, "chunks bins frames"]
+    lengths: Int[np.ndarray, " chunks"]
+    entries: int
+    digest: bytes = b""  # of its content; made here if it is not given
+
+    def __post_init__(self) -> None:
+        x, n = self.features, self.lengths
+        if not (x.ndim == 3 and len(x) and x.dtype == np.float32 and n.shape == (len(x),) and self.entries > 0):
+            found = f"{x.dtype}{list(x.shape)} of lengths {list(n.shape)} for {self.entries} entries"
+            raise ValueError(f"found a sound of features {found}; expected float32[chunks bins frames] and at least 1")
+        object.__setattr__(self, "digest", self.digest or digest(x, n))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the tower takes, features and lengths, padded."""
+        size = rounded(len(self.features), CHUNKS)
+        return _padded(self.features, size, 0), _padded(self.lengths.astype(np.int32), size, 0)
+
+
+def _padded(x: np.ndarray, size: int, value: int) -> np.ndarray:
+    return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
+
+
+def digest(values: np.ndarray, places: np.ndarray) -> bytes:
+    """Hash what a tower takes (BLAKE2b)."""
+    h = hashlib.blake2b(np.array([*values.shape], "<i8").tobytes(), digest_size=32)
+    h.update(values.tobytes())
     h.update(places.astype("<i4").tobytes())
     return h.digest()
 
 
 @dataclass(frozen=True, eq=False)
 class PromptMedia:
-    """The pictures of one prompt, and the entry over all of them that stands in the place of each token, -1 for none.
+    """The pictures and sounds of one prompt, and the entry over all that stands in the place of each token, -1 for none.
+
+    A video is a picture for each frame of its patches.
 
     `rotary` are the time, row and column of each token of the prompt, where the model has rotary embeddings of three
     components; None: all three its position. `prompt_media` makes it of what `fdel.media.sight` gives.
     """
 
-    images: Sequence[Image]
+    images: Sequence[Image | Sound]
     index: Int[np.ndarray, " T"]
     rotary: Int[np.ndarray, "T 3"] | None = None
 
@@ -130,23 +167,36 @@ def prompt_media(
 ) -> tuple[list[int], PromptMedia]:
     """Put pictures (`media.sight.prepare`) in the places of a prompt: its tokens, and what an engine takes beside them.
 
-    ValueError if the prompt has places for another number of pictures.
+    So with videos (`media.video.prepare`) and sounds (`media.hearing.prepare`). ValueError if the prompt has places for
+    another number of them, and for a video with its sound between its frames.
     >>> rgb = media.sight.decode(file, pixels=2**24)  # doctest: +SKIP
     >>> tokens, seen = serve.prompt_media(sight, tokens, [media.sight.prepare(sight, rgb)])  # doctest: +SKIP
     >>> engine.generate([tokens], media=[seen])  # doctest: +SKIP
     """
     whole = sights.expand(sight, tokens, pictures)
-    count = lambda p: sum(t in sight.entries for t in p.run)
     known = digests or [b""] * len(pictures)
-    images = [Image(p.patches, p.places, count(p), d) for p, d in zip(pictures, known, strict=True)]
+    images = [item for p, d in zip(pictures, known, strict=True) for item in _items(sight, p, d)]
     rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
     return whole.tokens, PromptMedia(images, np.array(whole.index, np.int32), rotary)
 
 
-def rounded(patches: int) -> int:
-    """Round a number of patches up to one for which there is a program."""
-    step = max(ROUND, 1 << max(0, patches.bit_length() - 4))
-    return -(-patches // step) * step
+def _items(sight: Any, shown: Any, digest: bytes) -> list[Image | Sound]:
+    """Divide what is shown or played into what a tower takes at once; `digest` is of the whole, b"" if it is not known."""
+    if isinstance(shown, hearing.Film):
+        raise ValueError("found a video with its sound between its frames; show and play them one after the other")
+    if isinstance(shown, hearing.Sound):
+        return [Sound(shown.features, shown.lengths, len(shown.run), digest)]
+    frames = sights.frames(sight, shown)
+    part = lambda i: hashlib.blake2b(digest + i.to_bytes(4, "little"), digest_size=32).digest()
+    own = [part(i) if digest and len(frames) > 1 else digest for i in range(len(frames))]
+    count = lambda p: sum(t in sight.entries for t in p.run)
+    return [Image(p.patches, p.places, count(p), d) for p, d in zip(frames, own, strict=True)]
+
+
+def rounded(count: int, least: int = ROUND) -> int:
+    """Round a number of patches, or of chunks, up to one for which there is a program."""
+    step = max(least, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step
 
 
 Key = tuple[str, bytes]  # whose weights, and a picture's digest
@@ -154,7 +204,7 @@ Key = tuple[str, bytes]  # whose weights, and a picture's digest
 
 @dataclass
 class Holders:
-    """Which entries of an array of `total` hold what the tower gave of which picture; the longest unused make room."""
+    """Which entries of an array of `total` hold what the towers gave of which item; the longest unused make room."""
 
     total: int
     held: OrderedDict[Key, np.ndarray] = field(default_factory=OrderedDict)
@@ -169,11 +219,11 @@ class Holders:
         self.held.clear()
         self.free = list(range(self.total))[::-1]
 
-    def fits(self, keys: Iterable[tuple[Key, Image]]) -> bool:
+    def fits(self, keys: Iterable[tuple[Key, Image | Sound]]) -> bool:
         """Tell whether pictures can all be held at once."""
         return sum(i.entries for i in dict(keys).values()) <= self.total
 
-    def hold(self, wanted: Iterable[tuple[Key, Image]]) -> list[tuple[Key, Image, np.ndarray]]:
+    def hold(self, wanted: Iterable[tuple[Key, Image | Sound]]) -> list[tuple[Key, Image | Sound, np.ndarray]]:
         """Have entries for all of these pictures, which `fits` has passed: those still to be encoded, and where to."""
         needed, new = dict(wanted), []
         for key in needed.keys() & self.held.keys():

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel.media import sight as sights
+from fdel.media.hearing import states
 from fdel.serve.engine.compiling import BLOCK, Compiling
 from fdel.serve.engine.packing import NOWHERE, Call
-from fdel.serve.engine.pictures import Holders, Image, Key, PromptMedia, rounded
+from fdel.serve.engine.pictures import Holders, Image, Key, PromptMedia, Sound, rounded
 from fdel.serve.engine.step import encoded
 from fdel.serve.engine.work import Chunk
 
@@ -60,10 +61,13 @@ class Seeing(Compiling):
             raise ValueError(f"the prompt has {len(prompt)} tokens, its media {len(media.index)}; they must not be cut")
         if media.rotary is not None and not self.turned:
             raise ValueError("rotary is given, but the model turns tokens by their positions; leave it out")
-        if wrong := [i for i in media.images if i.patches.shape[1] != self.example[1]]:
-            raise ValueError(
-                f"a picture has patches of {wrong[0].patches.shape[1]} numbers, expected {self.example[1]}"
-            )
+        seen = [i.patches.shape[1] for i in media.images if isinstance(i, Image)]
+        if wrong := [n for n in seen if n != self.example[1]]:
+            raise ValueError(f"a picture has patches of {wrong[0]} numbers, expected {self.example[1]}")
+        heard, s = [i.features.shape[1:] for i in media.images if isinstance(i, Sound)], self.sight.sound
+        if heard and (s is None or {*heard} != {(s.bins, s.frames)}):
+            expected = "a model that hears" if s is None else f"{s.bins} bins of {s.frames} frames"
+            raise ValueError(f"a sound has chunks of bins and frames {heard[0]}, expected {expected}")
         if not self.holders.fits((("", i.digest), i) for i in media.images):
             room = f"{self.holders.total} entries; show fewer or smaller ones, or give the engine more media_bytes"
             raise ValueError(f"the pictures of the prompt have {media.starts[-1]} entries, there is room for {room}")
@@ -81,7 +85,7 @@ class Seeing(Compiling):
             calls[-1].append(c)
         return calls
 
-    def _shown(self, c: Chunk) -> list[tuple[Key, Image]]:
+    def _shown(self, c: Chunk) -> list[tuple[Key, Image | Sound]]:
         """The pictures of a chunk, with their keys."""
         r = c.request
         shown = [] if r.media is None else [r.media.images[i] for i in r.media.shown(c.start, c.start + c.count)]
@@ -91,19 +95,12 @@ class Seeing(Compiling):
         """Encode the pictures of chunks, unless they are: what each token of their lines sees."""
         new = self.holders.hold(key for c in chunks for key in self._shown(c))
         for done, (key, image, which) in enumerate(new):
-            size = rounded(len(image.patches))
-            fill = lambda x, value, size=size: np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)],
-                                                      constant_values=value)  # fmt: skip
-            slot = np.int32(self.weights.slot(key[0]))
-            arrays = (
-                fill(image.patches, 0),
-                fill(image.places.astype(np.int32), -1),
-                np.full(self.sight.count(size), NOWHERE, np.int32),
-                slot,
-            )
-            arrays[2][: len(which)] = which
+            values, places = image.arrays
+            each = states(np.array(values.shape[2])) if isinstance(image, Sound) else 0
+            given = np.full(len(values) * int(each) or self.sight.count(len(values)), NOWHERE, np.int32)
+            given[: len(which)] = which
             try:
-                self.execute(Call("encode", arrays, key[0]))
+                self.execute(Call("encode", (values, places, given, np.int32(self.weights.slot(key[0]))), key[0]))
             except Exception:
                 self.holders.drop(k for k, *_ in new[done:])
                 raise

@@ -130,11 +130,15 @@ def programs(
 
 
 def _encode(
-    family: ModuleType, cfg: Any, params: Any, entries: Array, patches: Array, places: Array, which: Array, slot: Array
+    family: ModuleType, cfg: Any, params: Any, entries: Array, values: Array, places: Array, which: Array, slot: Array
 ) -> Array:
-    """Put what the tower gives of one picture into the array of entries; numbers past its end are dropped."""
+    """Put what the tower gives of one picture, or one sound, into the array of entries; numbers past its end are dropped.
+
+    `values` are patches [P numbers] and `places` theirs, or the features of chunks [chunks bins frames] and their lengths.
+    """
     params = heads.inner(P.lora.choose(params, slot[None]))
-    new = family.encode(params, ops.Patches(patches[None], places[None]), cfg)
+    kind = ops.Patches if values.ndim == 2 else ops.Sounds
+    new = family.encode(params, kind(values[None], places[None]), cfg)
     return entries.at[which[: len(new)]].set(new.astype(entries.dtype), mode="drop")
 
 

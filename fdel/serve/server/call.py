@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 def picture_quota(size: int) -> Quota:
-    """Bound the images that a server holds, prepared for its models, by their bytes."""
-    return Quota(size, "bytes of prepared images")
+    """Bound the images, videos and sounds that a server holds, prepared for its models, by their bytes."""
+    return Quota(size, "bytes of prepared media")
 
 
 @dataclass
@@ -49,10 +49,11 @@ class Server:
     dual: Mapping[str, Any] = field(default_factory=dict)  # models that score images and texts: `dual.DualModel`
     audio_seconds: float = 1500.0  # the most of one file
     audio_bytes: int = 25 * 2**20
-    images: int = 8  # the most of one chat
     image_bytes: int = 10 * 2**20  # the most of one file
     image_pixels: int = 2**24
-    media_hosts: Collection[str] = ()  # from which images are fetched
+    video_bytes: int = 50 * 2**20
+    video_pixels: int = 2**25  # of all frames that are taken
+    media_hosts: Collection[str] = ()  # from which files are fetched
     pictures: Quota = field(default_factory=lambda: picture_quota(2**31))  # of all calls, until their end
     bodies: EvictingQuota = field(default_factory=lambda: EvictingQuota(Quota(256)))  # on their way
     uploads: Quota = field(default_factory=lambda: Quota(16))  # files, from their first byte to the answer's end
@@ -90,7 +91,7 @@ class Call:
     key: auth.Key | None
     body: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)  # of a form
-    shown: int = 0  # bytes of its images, as the model takes them
+    shown: int = 0  # bytes of what it shows, as the model takes it
     large: bool = False  # whether the body is more than the event loop may work on
     clock: Any = None  # the asyncio.Timeout of the whole call
     on_end: list[Callable[[], None]] = field(default_factory=list)

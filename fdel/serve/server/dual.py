@@ -19,6 +19,7 @@ from fdel.serve.dual import DualEncoder, unit
 from fdel.serve.server import openai, pictures
 from fdel.serve.server.call import Call
 from fdel.serve.server.openai import APIError, body
+from fdel.serve.server.openai.media import Media
 from fdel.serve.server.tokenizing import PromptEncoder
 
 KEPT = 4096  # embeddings of labels
@@ -79,7 +80,7 @@ class DualModel:
     def limits(self) -> openai.Limits:
         """What one request may ask for."""
         return openai.Limits(
-            self.towers.cfg.vocab, self.towers.context, images=0 if self.sight is None else self.images
+            self.towers.cfg.vocab, self.towers.context, media=Media(0 if self.sight is None else self.images)
         )
 
     @functools.cached_property
@@ -107,7 +108,7 @@ async def embeddings(call: Call, model: DualModel) -> web.Response:
     asked = await call.parse(openai.parse_embeddings, model)
     check_width(asked, model.towers.cfg.width)
     said = asked.prompts
-    if isinstance(said, openai.Chat) and said.images:
+    if isinstance(said, openai.Chat) and said.shown:
         vectors, used = await _images(call, model, said)
     else:
         texts = [_text(said)] if isinstance(said, openai.Chat) else said
@@ -125,7 +126,7 @@ async def classify(call: Call, model: DualModel) -> web.Response:
     said = asked.prompts
     if not asked.labels:
         raise APIError("candidate_labels: missing", param="candidate_labels", code="missing_required_parameter")
-    if not isinstance(said, openai.Chat) or not said.images:
+    if not isinstance(said, openai.Chat) or not said.shown:
         raise APIError("messages: expected images, which are given labels", param="messages")
     texts = await call.encode(model, asked.labels)
     of_texts, used = await _texts(call, model, texts, "candidate_labels")
@@ -175,7 +176,7 @@ async def _images(call: Call, model: DualModel, said: openai.Chat) -> tuple[np.n
     if len(said.messages) != 1 or any(p["type"] != "image" for p in said.messages[0]["content"]):
         found = "found a text and images; this model embeds each for itself"
         raise APIError(f"messages: {found}: send one message, of images alone", param="messages")
-    seen = [(await pictures.prepared(call, model.name, shown))[0] for shown in said.images]
+    seen: list[Any] = [(await pictures.prepared(call, model.name, shown))[0] for shown in said.shown]
     used = sum(len(p.patches) for p in seen)
     call.admit(used)
     return await _batches(call, seen, model.towers.rows, model.towers.images), used

@@ -21,7 +21,7 @@ SECONDS = 10.0  # for all of it
 PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 ISATAP = 0x5EFE  # before the IPv4 address, but for a bit (RFC 5214)
-HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "fdel"}
+HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fdel"}
 
 
 def public(address: str) -> bool:
@@ -65,11 +65,11 @@ class Resolver(AbstractResolver):
         """Nothing is held."""
 
 
-async def fetch(address: str, hosts: Collection[str], most: int, path: str) -> bytes:
+async def fetch(address: str, hosts: Collection[str], most: int, path: str, kind: str = "images") -> bytes:
     """Fetch a file of at most `most` bytes from one of `hosts` (NAME, or NAME:PORT). APIError for the parameter `path`."""
     refused = lambda why: APIError(f"{path}: {why}", param=path)
     if not hosts:
-        raise refused("this server fetches no images; send a data URL, data:image/...;base64,...")
+        raise refused(f"this server fetches no {kind}; send a data URL, data:TYPE/...;base64,...")
     connector = aiohttp.TCPConnector(resolver=Resolver(), use_dns_cache=False, limit=1)
     jar = aiohttp.DummyCookieJar()
     try:
@@ -88,13 +88,13 @@ async def fetch(address: str, hosts: Collection[str], most: int, path: str) -> b
                     async for part in response.content.iter_chunked(2**16):
                         data += part
                         if len(data) > most:
-                            raise refused(f"found more than {most} bytes; make the image smaller")
+                            raise refused(f"found more than {most} bytes; make the file smaller")
                     return data
             raise refused(f"more than {REDIRECTS} redirects")
     except TimeoutError as e:
-        raise refused(f"the image did not come within {SECONDS:g} seconds") from e
+        raise refused(f"the file did not come within {SECONDS:g} seconds") from e
     except (aiohttp.ClientError, OSError, ValueError) as e:
-        raise refused(f"the image could not be fetched ({type(e).__name__})") from e
+        raise refused(f"the file could not be fetched ({type(e).__name__})") from e
 
 
 def _allowed(address: str, hosts: Collection[str], refused: Any) -> URL:
@@ -103,9 +103,7 @@ def _allowed(address: str, hosts: Collection[str], refused: Any) -> URL:
     host, port = (url.host or "").lower(), url.port
     known = host in hosts and port == PORTS.get(url.scheme)
     if url.scheme not in PORTS or url.user is not None or not (known or f"{host}:{port}" in hosts):
-        raise refused(
-            f"images are fetched from {', '.join(sorted(hosts))} alone, found {f'{url.scheme}://{host}'[:80]}"
-        )
+        raise refused(f"files are fetched from {', '.join(sorted(hosts))} alone, found {f'{url.scheme}://{host}'[:80]}")
     try:
         literal = not public(host)
     except ValueError:

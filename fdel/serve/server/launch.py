@@ -20,6 +20,7 @@ from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, quantized
 from fdel.serve.server import audio, auth, dual, http, keyfile, metrics, tools
 from fdel.serve.server.call import Server, picture_quota
+from fdel.serve.server.openai.media import Media
 from fdel.serve.server.options import ServerOptions as ServerOptions
 from fdel.serve.server.served import ServedModel, served_model
 from fdel.serve.server.tokenizing import PAIRS
@@ -73,7 +74,8 @@ def served(model: models.Model, tok: text.Tokenizer, name: str, options: ServerO
     if options.score_template is not None:
         tok = replace(tok, templates={**tok.templates, PAIRS: options.score_template.read_text("utf-8")})
     engine = make_engine(model, tok, options, adapters, pooling, seen)
-    first = replace(served_model(engine, name, options.tool_parser, options.truncate), images=options.images)
+    most = Media(options.images, options.videos, options.sounds)
+    first = replace(served_model(engine, name, options.tool_parser, options.truncate), media=most)
     return [first, *(first.with_adapter(n) for n in adapters or ())]
 
 
@@ -133,7 +135,7 @@ def listen(
     hosts = None if options.insecure else (options.host.lower(),)
     watch = None if options.key_file is None else keyfile.Watch(options.key_file)
     server = Server(named, counted, keys, watch, hosts, options.adapter_root, heard=hearing, dual=scoring)
-    for name in ("audio_seconds", "audio_bytes", "images", "image_bytes", "image_pixels"):
+    for name in ("audio_seconds", "audio_bytes", "image_bytes", "image_pixels", "video_bytes", "video_pixels"):
         setattr(server, name, getattr(options, name))
     server.pictures = picture_quota(options.image_memory)
     server.media_hosts = frozenset(host.lower() for host in options.media_hosts)

@@ -42,16 +42,21 @@ class ServerOptions:
     insecure: bool = setting(False, "listen beyond this machine, and answer to any name, without keys")
     truncate: str | None = setting(None, "where too long prompts are cut (default: they are refused)",
         choices=("left", "right", "middle"))  # fmt: skip
-    audio_seconds: float = setting(1500.0, "the longest sound that is written down, in seconds")
+    audio_seconds: float = setting(1500.0, "the longest sound, in seconds")
     audio_bytes: int = setting(25 * 2**20, "the largest file of a sound, in bytes")
     images: int = setting(8, "the most images of one chat")
     image_bytes: int = setting(10 * 2**20, "the largest file of an image, in bytes")
     image_pixels: int = setting(2**24, "the most pixels of an image")
+    videos: int = setting(1, "the most videos of one chat")
+    video_bytes: int = setting(50 * 2**20, "the largest file of a video, in bytes")
+    video_pixels: int = setting(2**25, "the most pixels of all frames that are taken of a video")
+    sounds: int = setting(4, "the most sounds of one chat; each as `audio_seconds` and `audio_bytes` say")
     image_memory: int = setting(
-        2**31, "the most bytes of images, as models take them, that all requests hold; one client has half at most"
+        2**31,
+        "the most bytes of images, videos and sounds, as models take them, of all requests; one client has half at most",
     )
-    media_hosts: Sequence[str] = setting((), "a host from which images may be fetched, NAME or NAME:PORT; never from "
-        "private addresses (default: images come in requests alone)", "--media-host NAME")  # fmt: skip
+    media_hosts: Sequence[str] = setting((), "a host from which files may be fetched, NAME or NAME:PORT; never from "
+        "private addresses (default: they come in requests alone)", "--media-host NAME")  # fmt: skip
     grace: float = setting(30.0, "seconds for answers under way when the server is told to end")
     memory: float = setting(0.85,
         "share of a device's memory for weights and cache, where the device tells its size and pages is None",

@@ -1,4 +1,4 @@
-"""The images of a chat: from addresses to what an engine takes, decoded and prepared in child processes."""
+"""What a chat shows and plays: from addresses to what an engine takes, decoded and prepared in child processes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,20 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from fdel.media.hearing import Sound
 from fdel.media.sight import Picture, Sight, prepare
 from fdel.serve.engine.pictures import PromptMedia, prompt_media
 from fdel.serve.server import openai
 from fdel.serve.server.call import Call
 from fdel.serve.server.fetch import fetch
 from fdel.serve.server.openai import APIError
-from fdel.serve.server.openai.images import Shown, embedded
+from fdel.serve.server.openai.media import Shown, embedded
 from fdel.serve.server.served import ServedModel
 from fdel.serve.server.worker_pool import LARGE
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A chat as tokens, its pictures in their places, and the end of its text."""
+    """A chat as tokens, what it shows in their places, and the end of its text."""
 
     tail: str
     tokens: list[int]
@@ -28,51 +29,55 @@ class Prompt:
 
 
 async def prompt(call: Call, served: ServedModel, asked: openai.Chat) -> Prompt:
-    """Render and tokenize a chat, and put its images into it. APIError for what cannot be shown."""
-    found = [await prepared(call, served.base, shown) for shown in asked.images]
-    tail, tokens = await call.workers.chat(call.holder, served.base, dataclasses.replace(asked, images=()), call.large)
+    """Render and tokenize a chat, and put what it shows into it. APIError for what cannot be shown."""
+    found = [await prepared(call, served.base, shown) for shown in asked.shown]
+    tail, tokens = await call.workers.chat(call.holder, served.base, dataclasses.replace(asked, shown=()), call.large)
     if not found:
         return Prompt(tail, tokens)
     work = lambda: prompt_media(served.engine.sight, tokens, [p for p, _ in found], [d for _, d in found])
     try:
         return Prompt(tail, *await call.in_thread(work))
     except ValueError as e:
-        raise APIError(f"messages: {e}; does this model's chat template show images?", param="messages") from e
+        raise APIError(f"messages: {e}; does this model's chat template show them?", param="messages") from e
 
 
-async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture, bytes]:
-    """Have an image decoded and prepared for a model: the picture, and a hash of it. It takes of the server's quota."""
-    server, data = call.server, embedded(shown, call.server.image_bytes)
+async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture | Sound, bytes]:
+    """Have a file decoded and prepared for a model: what is shown, and a hash of it. It takes of the server's quota."""
+    server, kind = call.server, shown.kind
+    size = {"images": server.image_bytes, "videos": server.video_bytes, "sounds": server.audio_bytes}[kind]
+    data = embedded(shown, size)
     encoded = data is not None
     if data is None:
-        data = await fetch(shown.url, server.media_hosts, server.image_bytes, shown.path)
-    facts: dict[str, Any] = {"encoded": encoded, "pixels": server.image_pixels}
+        data = await fetch(shown.url, server.media_hosts, size, shown.path, kind)
+    most = server.image_pixels, server.video_pixels, server.audio_seconds
+    facts: dict[str, Any] = {"kind": kind, "encoded": encoded, "most": most}
 
     def accept(size: int) -> None:
         most = server.pictures.total // 2
         if (found := call.shown + size) > most:
-            raise APIError(f"the images take {found} bytes as the model sees them, expected at most {most}; show fewer "
+            raise APIError(f"the {kind} take {found} bytes as the model takes them, expected at most {most}; show fewer "
                            "or smaller ones")  # fmt: skip
         call.take(server.pictures, size)
         call.shown = found
 
     try:
-        value, raw = await call.workers.ask(call.holder, "image", model, data, accept, large=len(data) > LARGE, **facts)
+        value, raw = await call.workers.ask(call.holder, kind, model, data, accept, large=len(data) > LARGE, **facts)
     except APIError as e:
         if e.status == 400:
             raise APIError(f"{shown.path}: {e.message}", param=shown.path) from e
         raise
-    return unpack(value, raw)
+    return unpack(value, raw, kind)
 
 
-def unpack(value: Any, raw: bytes | bytearray) -> tuple[Picture, bytes]:
-    """Read what the job "image" of `worker` gave."""
+def unpack(value: Any, raw: bytes | bytearray, kind: str = "images") -> tuple[Picture | Sound, bytes]:
+    """Read what a job of `worker` gave of a file of this kind."""
     shapes: Sequence[Sequence[int]] = value["shapes"]
     arrays, at = [], 0
-    for shape, kind in zip(shapes, (np.float32, np.int32, np.int32), strict=False):
-        arrays.append(np.frombuffer(raw, kind, int(np.prod(shape)), at).reshape(shape))
+    for shape, dtype in zip(shapes, (np.float32, np.int32, np.int32), strict=False):
+        arrays.append(np.frombuffer(raw, dtype, int(np.prod(shape)), at).reshape(shape))
         at += arrays[-1].nbytes
-    return Picture(arrays[0], arrays[1], tuple(value["run"]), *arrays[2:]), bytes.fromhex(value["digest"])
+    what: Any = Sound if kind == "sounds" else Picture
+    return what(arrays[0], arrays[1], tuple(value["run"]), *arrays[2:]), bytes.fromhex(value["digest"])
 
 
 def blank(sight: Sight) -> Picture:

@@ -126,8 +126,8 @@ async def _classes(call: Call, served: ServedModel, ids: Prompts, activation: bo
 async def _pooled(call: Call, served: ServedModel, asked: openai.Pooled) -> list[list[int]]:
     """Tokenize what is to be classified or pooled."""
     if isinstance(asked.prompts, openai.Chat):
-        if asked.prompts.images:
-            path = asked.prompts.images[0].path
+        if asked.prompts.shown:
+            path = asked.prompts.shown[0].path
             raise APIError(f"{path}: {served.name} sees in chats alone; leave images out here", param=path)
         return [(await call.workers.chat(call.holder, served.base, asked.prompts, call.large))[1]]
     return await call.encode(served, _prompted(served, asked.prompts))

@@ -14,11 +14,11 @@ from fdel.serve.engine.reply import Delta
 from fdel.serve.engine.request import SamplingParams, check_prompt, fit
 from fdel.serve.server import grammar, openai, reasoning, tools
 from fdel.serve.server.openai import body
-from fdel.serve.server.openai.images import Shown, embedded
-from fdel.serve.server.tokenizing import PromptEncoder
+from fdel.serve.server.openai.media import TYPES, Media, Shown, embedded
+from fdel.serve.server.tokenizing import Most, PromptEncoder
 
 Prompts = Sequence[Sequence[int]]
-BYTES, PIXELS = 2**26, 2**26  # the most of an image that `ask` takes
+BYTES, MOST = 2**26, Most(2**26, 2**28, 3600.0)  # of what `ask` takes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ServedModel:
     adapter: str = ""
     parent: str | None = None
     truncate: str | None = None
-    images: int = 8  # the most of one chat, of a model that sees
+    media: Media = Media(8, 1, 4)  # the most of one chat, of a model that sees, or hears
 
     @property
     def base(self) -> str:
@@ -50,7 +50,7 @@ class ServedModel:
     @property
     def takes(self) -> tuple[str, ...]:
         """What may go in."""
-        return ("text",) if self.engine.sight is None else ("text", "image")
+        return ("text", *(TYPES[kind] for kind, most in self.limits.media._asdict().items() if most))
 
     def with_adapter(self, adapter: str) -> "ServedModel":
         """The same with an adapter of the engine, under the adapter's name."""
@@ -84,7 +84,9 @@ class ServedModel:
     def limits(self) -> openai.Limits:
         """What one request may ask for."""
         limits = openai.Limits(self.engine.model.cfg.vocab, self.engine.limit)
-        limits = replace(limits, images=0 if self.engine.sight is None else self.images)
+        sight = self.engine.sight
+        taken = [sight, sight and sight.video, sight and sight.sound]
+        limits = replace(limits, media=Media(*(n if way else 0 for n, way in zip(self.media, taken, strict=True))))
         return replace(limits, outputs=min(limits.outputs, (self.engine.settings.queue + 1) // 2))  # a key's share
 
     @functools.cached_property
@@ -220,8 +222,8 @@ def ask(to: Engine | ServedModel, messages: Sequence[Mapping[str, Any]], *,
         except ValueError as e:
             raise openai.APIError(str(e), param="response_format") from e
     media = None
-    if asked.images:
-        ids, media = _shown(served, asked.images, ids)
+    if asked.shown:
+        ids, media = _shown(served, asked.shown, ids)
     prompts, sampling = served.fit_context([ids], asked.sampling, media is not None)
     (found,) = served.engine.generate(prompts, sampling, mask=mask, adapter=served.adapter, media=[media])
     if found.finish_reason == "error":
@@ -231,14 +233,15 @@ def ask(to: Engine | ServedModel, messages: Sequence[Mapping[str, Any]], *,
     return body.message(reader.message())
 
 
-def _shown(served: ServedModel, images: Sequence[Shown], ids: Sequence[int]) -> tuple[list[int], PromptMedia]:
-    """Decode the images of a chat here, and put them into its tokens. APIError for what cannot be shown."""
+def _shown(served: ServedModel, every: Sequence[Shown], ids: Sequence[int]) -> tuple[list[int], PromptMedia]:
+    """Decode what a chat shows and plays here, and put it into its tokens. APIError for what cannot be shown."""
     pictures = []
-    for shown in images:
+    for shown in every:
         if (data := embedded(shown, BYTES)) is None:
-            raise openai.APIError(f"{shown.path}: expected data:image/...;base64,...", param=shown.path)
+            expected = f"expected data:{TYPES[shown.kind]}/...;base64,..."
+            raise openai.APIError(f"{shown.path}: {expected}", param=shown.path)
         try:
-            pictures.append(served.encoder.picture(base64.b64decode(data, validate=True), PIXELS))
+            pictures.append(served.encoder.prepared(shown.kind, base64.b64decode(data, validate=True), MOST))
         except ValueError as e:
             raise openai.APIError(f"{shown.path}: {e}", param=shown.path) from e
     try:

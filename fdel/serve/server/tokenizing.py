@@ -8,12 +8,14 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from fdel import text
+from fdel.media import frames, hearing, sound, video
 from fdel.media import sight as sights
+from fdel.media.hearing import Sound
 from fdel.media.sight import Picture, Sight
 from fdel.serve.server import grammar
 from fdel.serve.server.openai.checks import APIError
@@ -22,11 +24,19 @@ from fdel.serve.server.openai.checks import APIError
 _FIXED = frozenset(
     "role type content name arguments function tool_calls tool_call_id id reasoning_content description parameters strict "
     "properties required items enum additionalProperties system user assistant tool text string number integer boolean "
-    "object array null image".split()
+    "object array null image video audio".split()
 )
 
 
 PAIRS = "score"  # the name of the chat template for pairs
+
+
+class Most(NamedTuple):
+    """What files may have at most: pixels of an image, pixels of all frames taken of a video, seconds of a sound."""
+
+    pixels: int
+    volume: int
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +106,21 @@ class PromptEncoder:
                 shown.append(False)
         return shown == [False, True]
 
-    def picture(self, data: bytes, pixels: int) -> Picture:
-        """Decode and prepare an image file of at most `pixels` pixels; ValueError for what is none."""
-        if self.sight is None:
-            raise ValueError("this model reads text alone; leave images out")
+    def prepared(self, kind: str, data: bytes, most: Most) -> Picture | Sound:
+        """Decode and prepare a file, of "images", "videos" or "sounds"; ValueError for what is none, or too large."""
+        s = self.sight
+        if s is None or (way := {"images": s, "videos": s.video, "sounds": s.sound}[kind]) is None:
+            raise ValueError(f"this model takes no {kind}; leave them out")
         try:
-            return sights.prepare(self.sight, sights.decode(data, pixels=pixels))
+            if kind == "sounds":
+                return hearing.prepare(way, sound.decode(data, most=most.seconds))
+            if kind == "videos":
+                limits = frames.Limits(volume=most.volume)
+                shown = video.decode(data, lambda total, fps: video.sample(way, total, fps), limits)
+                return video.prepare(way, shown, lambda said: text.encode(self.plain, said, special=False))
+            return sights.prepare(s, sights.decode(data, pixels=most.pixels))
         except ImportError as e:
-            raise ValueError(f"this server cannot read images: {e}") from e
+            raise ValueError(f"this server cannot read {kind}: {e}") from e
 
     def look(self, said: str) -> None:
         """Refuse a text that is too long by its characters already: to tokenize megabytes takes seconds."""

@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fdel.media import sound
+from fdel.media.hearing import Sound
 from fdel.serve.server import grammar
 from fdel.serve.server.openai import checks
-from fdel.serve.server.tokenizing import PromptEncoder
+from fdel.serve.server.tokenizing import Most, PromptEncoder
 
 HEAD = struct.Struct(">II")  # lengths of the JSON and of the bytes
 # To the process that forks: fork, kill or demote; the child's number; whether it is demoted
@@ -90,22 +91,23 @@ def _sound(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
     return len(x) / sound.RATE, sound.log_mel(quiet, asked["bins"], least=0)[:, :frames].tobytes()
 
 
-def _image(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
-    """Decode and prepare an image of at most `pixels` pixels, `encoded` in base64 or not: its facts, and its arrays."""
+def _shown(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
+    """Decode and prepare a file of a `kind`, with `most` in it, `encoded` in base64 or not: its facts, and its arrays."""
     if asked["encoded"]:
         try:
             data = base64.b64decode(data, validate=True)
         except ValueError as e:
             raise ValueError(f"expected base64 behind the comma: {e}") from e
-    picture = encoder.picture(data, asked["pixels"])
-    if len(picture.run) > encoder.context:  # before its patches go to the server, which would hold them
-        found = f"the image takes {len(picture.run)} tokens, more than the model's {encoder.context}"
-        raise ValueError(f"{found}; make it smaller")
-    turns = [] if picture.turns is None else [picture.turns]
-    arrays = [picture.patches.astype("<f4"), *(x.astype("<i4") for x in (picture.places, *turns))]
-    raw, shapes = b"".join(x.tobytes() for x in arrays), [x.shape for x in arrays]
-    digest = hashlib.blake2b(json.dumps([shapes, picture.run]).encode() + raw, digest_size=32).hexdigest()
-    return {"shapes": shapes, "run": picture.run, "digest": digest}, raw
+    x = encoder.prepared(asked["kind"], data, Most(*asked["most"]))
+    if len(x.run) > encoder.context:  # before its arrays go to the server, which would hold them
+        found = f"it takes {len(x.run)} tokens, more than the model's {encoder.context}"
+        raise ValueError(f"{found}; make it smaller or shorter")
+    arrays = [x.features, x.lengths] if isinstance(x, Sound) else [x.patches, x.places]
+    arrays += [] if x.turns is None else [x.turns]
+    arrays = [a.astype("<f4" if a.dtype.kind == "f" else "<i4") for a in arrays]
+    raw, shapes = b"".join(a.tobytes() for a in arrays), [a.shape for a in arrays]
+    digest = hashlib.blake2b(json.dumps([shapes, x.run]).encode() + raw, digest_size=32).hexdigest()
+    return {"shapes": shapes, "run": x.run, "digest": digest}, raw
 
 
 JOBS: dict[str, Any] = {
@@ -114,7 +116,7 @@ JOBS: dict[str, Any] = {
     "chat": _chat,
     "compile": _compile,
     "sound": _sound,
-    "image": _image,
+    **dict.fromkeys(("images", "videos", "sounds"), _shown),
 }
 
 
@@ -174,9 +176,9 @@ def main(descriptor: int) -> None:
     ):
         with contextlib.suppress(ValueError, ImportError):  # what is made once, before it is shared
             operator.attrgetter(made)(encoder)
-        if encoder.sight is not None:  # what reads images is loaded once
+        for kind in ("images", "videos", "sounds"):  # what reads them is loaded once
             with contextlib.suppress(ValueError):
-                encoder.picture(PIXEL, 1)
+                encoder.prepared(kind, PIXEL, Most(1, 1, 1.0))
     gc.freeze()  # a collection in a child would copy every page
     children: dict[int, int] = {}
     while True:

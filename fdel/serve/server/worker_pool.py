@@ -34,7 +34,9 @@ CPU = {
     "chat": 2.0,
     "compile": 2.0,
     "sound": 30.0,
-    "image": 2.0,
+    "images": 2.0,
+    "videos": 10.0,
+    "sounds": 10.0,
 }  # seconds of processor time for one job
 WALL = 60.0  # seconds for one job, which may run only where nothing else does
 LIGHT = 0.05  # seconds for which a job may compete with the engine
@@ -49,7 +51,7 @@ _ENDS: dict[int, str] = {signal.SIGPROF: _TIME, signal.SIGALRM: _TIME, signal.SI
          signal.SIGSEGV: _DEPTH}  # fmt: skip
 _FAULTS = {"MemoryError": _MEMORY, "RecursionError": _DEPTH}
 _WHAT = {"check": "the body", "encode": "the text", "chat": "the chat", "compile": "the grammar", "sound": "the file",
-         "image": "the image"}  # fmt: skip
+         "images": "the image", "videos": "the video", "sounds": "the sound"}  # fmt: skip
 
 
 @dataclass(eq=False)

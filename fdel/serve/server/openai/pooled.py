@@ -6,7 +6,7 @@ from typing import Any
 
 from fdel.serve.engine.request import SamplingParams
 from fdel.serve.server.openai.checks import refuse
-from fdel.serve.server.openai.images import taken
+from fdel.serve.server.openai.media import taken
 from fdel.serve.server.openai.request import Chat, message
 from fdel.serve.server.openai.tables import Limits, requests
 
@@ -78,8 +78,8 @@ def parse_classify(body: Mapping[str, Any], limits: Limits, kind: str = "classif
 
 def _conversation(r: Mapping[str, Any], limits: Limits) -> Chat:
     """Read the messages of a request as a chat that nobody continues."""
-    messages, shown = taken([message(m, i) for i, m in enumerate(r["messages"])], limits.images)
-    return Chat(r["model"], messages, SamplingParams(), template={"add_generation_prompt": False}, images=shown)
+    messages, shown = taken([message(m, i) for i, m in enumerate(r["messages"])], limits.media)
+    return Chat(r["model"], messages, SamplingParams(), template={"add_generation_prompt": False}, shown=shown)
 
 
 def parse_pooling(body: Mapping[str, Any], limits: Limits) -> Pooled:

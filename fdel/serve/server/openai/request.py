@@ -9,7 +9,7 @@ from typing import Any
 from fdel.serve.engine.request import SamplingParams
 from fdel.serve.server.grammar import Spec
 from fdel.serve.server.openai.checks import APIError, load, refuse
-from fdel.serve.server.openai.images import Shown, taken
+from fdel.serve.server.openai.media import Media, Shown, taken
 from fdel.serve.server.openai.tables import Limits, requests
 
 NO_END = 2**31 - 1  # max_tokens of who gave none: to the end of the context
@@ -43,7 +43,7 @@ class Chat:
     template: Mapping[str, Any] = field(default_factory=dict)  # variables for the chat template
     salt: str = ""  # of the prefix cache
     echo: Mapping[str, Any] = field(default_factory=dict)  # what a response repeats of its request
-    images: Sequence[Shown] = ()  # which its messages show, in order
+    shown: Sequence[Shown] = ()  # images, videos and sounds of its messages, in order
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> Chat:
     r = requests(limits)["chat"](body)
     if r.get("top_logprobs") is not None and not r.get("logprobs"):
         refuse("top_logprobs", "needs logprobs: true")
-    return chat_of(r, [message(m, i) for i, m in enumerate(r["messages"])], "response_format", limits.images)
+    return chat_of(r, [message(m, i) for i, m in enumerate(r["messages"])], "response_format", limits.media)
 
 
-def chat_of(r: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], shape: str, most: int = 0) -> Chat:
-    """Make a chat of checked parameters, with `most` images; `shape` is what the client calls its response_format."""
+def chat_of(r: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], shape: str, most: Media) -> Chat:
+    """Make a chat of checked parameters, with `most` images, videos and sounds; `shape`: the client's response_format."""
     messages, shown = taken(messages, most)
     tools = tuple(map(_tool, r.get("tools", ())))
     names, mode, visible = choose(tools, r.get("tool_choice"))
@@ -84,7 +84,7 @@ def chat_of(r: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], shape: 
         r["model"], messages, sampling(r, max_tokens=length, logprobs=r.get("top_logprobs", 0)), *streaming(r),
         logprobs=r.get("logprobs", False), tools=visible, callable=names, tool_choice=mode,
         parallel=r.get("parallel_tool_calls", True), grammar=spec, salt=r.get("cache_salt", ""),
-        template=r.get("chat_template_kwargs", {}) | {k: r[k] for k in ("reasoning_effort",) if k in r}, images=shown,
+        template=r.get("chat_template_kwargs", {}) | {k: r[k] for k in ("reasoning_effort",) if k in r}, shown=shown,
     )  # fmt: skip
 
 

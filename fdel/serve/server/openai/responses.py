@@ -35,7 +35,7 @@ def parse(given: Mapping[str, Any], limits: Limits) -> request.Chat:
     said |= {"logprobs": bool(r.get("include")) or top > 0, "max_tokens": r.get("max_output_tokens", request.NO_END)}
     said |= {"tool_choice": _choice(r["tool_choice"])} if "tool_choice" in r else {}
     said |= {"reasoning_effort": effort} if effort else {}
-    chat = request.chat_of(said, messages, "text.format", limits.images)
+    chat = request.chat_of(said, messages, "text.format", limits.media)
     return replace(chat, echo={**DEFAULTS} | {k: given[k] for k in ECHOED if given.get(k) is not None})
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from fdel.serve.engine.request import BIASES, LIMITS, SAMPLES, STOPS, TOP
 from fdel.serve.server import grammar
-from fdel.serve.server.openai import images
+from fdel.serve.server.openai import media
+from fdel.serve.server.openai.media import Media
 from fdel.serve.server.openai.checks import (
     Check, anything, array, boolean, choice, either, integer, mapping, number, only, record, refuse, tagged, text,
 )  # fmt: skip
@@ -31,15 +32,15 @@ class Limits:
     inputs: int = 2048  # of embeddings and scores
     stops: int = 16
     stop: int = 1024  # characters of a stop string
-    images: int = 0  # of a chat
+    media: Media = Media()  # of a chat
 
 
-def content(limits: Limits, *kinds: str, shown: str | None = None) -> Check:
-    """Text, or parts of text, which become lines of one; and `shown`, the kind of part that shows an image."""
+def content(limits: Limits, *kinds: str, without: str | None = None) -> Check:
+    """Text, or parts of text, which become lines of one; and parts that show or play something, all but `without`."""
     part = record({"type": anything, "text": text(limits.text)}, ["text"])
-    seen = {} if shown is None else {shown: images.parts(limits.images)[shown]} | images.others(limits.images)
+    seen = {} if without is None else {k: v for k, v in media.parts(limits.media).items() if k != without}
     parts = array(tagged("type", dict.fromkeys(kinds, part) | seen), 1, 1024)
-    lines = lambda value, path: images.joined(parts(value, path))
+    lines = lambda value, path: media.joined(parts(value, path))
     return either(text(limits.text), Check(lines, parts.schema))
 
 
@@ -141,7 +142,7 @@ def _messages(limits: Limits) -> dict[str, Check]:
     call = record({"name": text(64, 1), "arguments": text(limits.text)}, ["name", "arguments"])
     calls = array(record({"id": text(256, 1), "type": only("function"), "function": call}, ["id", "function"]), 1, 128)
     plain = record({"role": anything, "content": said, "name": name}, ["content"])
-    seen = content(limits, "text", shown="image_url")
+    seen = content(limits, "text", without="input_image")
     return {
         "system": plain, "developer": plain, "user": record({"role": anything, "content": seen, "name": name}, ["content"]),
         "assistant": record({"role": anything, "content": said, "name": name, "tool_calls": calls, "audio": only(),
@@ -232,7 +233,7 @@ def response_fields(limits: Limits) -> dict[str, Check]:
 
 
 def _items(limits: Limits) -> dict[str, Check]:
-    said, id = content(limits, "input_text", "output_text", shown="input_image"), text(256)
+    said, id = content(limits, "input_text", "output_text", without="image_url"), text(256)
     output = content(limits, "input_text")
     thoughts = array(record({"type": anything, "text": text(limits.text)}, ["text"]), 0, 64)
     return {
