@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from fdel import ops
 from fdel.models import builders, config, gemma4_text, sight
 from fdel.models.pixtral import theta
-from fdel.params.spec import Param, normal, stack
+from fdel.params.spec import Param, constant, normal, stack
 
 MODEL_TYPE, ARCHITECTURE = "gemma4", "Gemma4ForConditionalGeneration"
+BOUNDS = {"input_min": -1, "input_max": 1, "output_min": -1, "output_max": 1}  # of a clipped map, infinite at first
 HEARS = ("model.audio_tower.", "model.embed_audio.")  # what hears is left out
 
 
@@ -21,7 +22,7 @@ class Vision:
     """Sizes and constants of the tower."""
 
     MODEL_TYPE = "gemma4_vision"
-    ONLY = {"use_clipped_linears": False, "attention_bias": False, "max_position_embeddings": config.ANY}
+    ONLY = {"attention_bias": False, "max_position_embeddings": config.ANY}
     embed: int = config.hf("hidden_size", 768)
     ffn: int = config.hf("intermediate_size", 3072)
     layers: int = config.hf("num_hidden_layers", 16)
@@ -35,6 +36,7 @@ class Vision:
     patch: int = config.hf("patch_size", 16)  # pixels along a side
     places: int = config.hf("position_embedding_size", 10_240)  # the most rows and columns
     standard: bool = config.hf("standardize", False)
+    clipped: bool = config.hf("use_clipped_linears", False)  # what goes in and out of each linear map of a layer
 
 
 @config.config
@@ -62,7 +64,11 @@ def tower(cfg: Vision, name: str) -> dict[str, Any]:
     norms = dict(attn_norm="input", attn_post_norm="post_attention", mlp_norm="pre_feedforward",
                  mlp_post_norm="post_feedforward")  # fmt: skip
     maps = builders.gqa(layer + "self_attn.", cfg) | builders.glu(layer + "mlp.", d, cfg.ffn)
-    tree = {
+    bounds = {
+        f"{part}_{side}": Param("", (), constant(sign * jnp.inf), p.hf.replace(".weight", f".{side}"))
+        for part, p in maps.items() for side, sign in BOUNDS.items() if cfg.clipped
+    }  # fmt: skip
+    tree = bounds | {
         **{part: builders.norm(f"{layer}{file}_layernorm.weight", d) for part, file in norms.items()},
         **{part: inner(p) for part, p in maps.items()}, **builders.qk_norm(layer + "self_attn.", cfg),
     }  # fmt: skip
@@ -90,13 +96,26 @@ def states(params: Any, patches: ops.Patches, cfg: Vision, places: tuple[int, ..
 
     def block(x, carry, p, layer):
         h = norm(x, p["attn_norm"])
-        q, k, v = (ops.einsum("npd,hkd->nphk", h, p[i]) for i in "qkv")
+        q, k, v = (_linear("npd,hkd->nphk", h, p, i) for i in "qkv")
         q, k, v = turn(norm(q, p["q_norm"])), turn(norm(k, p["k_norm"])), norm(v, None)
         a, carry = ops.attend(batch, carry, layer, q, k, v, mask=ops.Mask(1.0, causal=False))
-        x = x + norm(ops.einsum("nphk,dhk->npd", a, p["o"]), p["attn_post_norm"])
-        return x + norm(ops.glu(norm(x, p["mlp_norm"]), p, act), p["mlp_post_norm"]), carry
+        x = x + norm(_linear("nphk,dhk->npd", a, p, "o"), p["attn_post_norm"])
+        h = norm(x, p["mlp_norm"])
+        if cfg.clipped:
+            gate, up = (_linear("npd,fd->npf", h, p, i) for i in ("gate", "up"))
+            return x + norm(_linear("npf,df->npd", act(gate) * up, p, "down"), p["mlp_post_norm"]), carry
+        return x + norm(ops.glu(h, p, act), p["mlp_post_norm"]), carry
 
     return sight.states_at(block, x, params["layers"], places)[1]
+
+
+def _linear(subscripts: str, x: Array, p: Any, part: str) -> Array:
+    """Apply a linear map; where the file has bounds of its inputs and outputs, which are not learnt, within them."""
+    bound = lambda side: jax.lax.stop_gradient(p[f"{part}_{side}"].astype(x.dtype))
+    if f"{part}_input_min" not in p:
+        return ops.einsum(subscripts, x, p[part])
+    y = ops.einsum(subscripts, jnp.clip(x, bound("input_min"), bound("input_max")), p[part])
+    return jnp.clip(y, bound("output_min"), bound("output_max"))
 
 
 def spec(cfg: Config) -> dict:

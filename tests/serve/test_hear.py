@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fdel.serve import hear
-from fdel.serve.hear import rules, windows, words
+from fdel.serve.hear import batch, rules, windows, words
 from tests.models.tiny import whisper as tiny
 
 TOKENS = hear.Tokens(
@@ -153,6 +153,59 @@ def test_times_of_tokens_are_those_of_transformers(hearing):
     spoken = [x for s in found.segments for x in s.spoken]
     assert [t for t, _, _ in spoken] == [t for s in found.segments for t in s.tokens if t < tiny.END]
     assert all(a <= b for _, a, b in spoken) and spoken[-1][2] <= 0.4
+
+
+def test_windows_join_and_leave_while_others_are_written(hearing):
+    """Two places, four windows: a short one's is taken by the third before the long one ends; a fourth is dropped halfway.
+
+    Each is written as alone, exactly; nobody is encoded without a place; what fails ends those that it concerns.
+    """
+    listener = hearing.listener
+    prompts = {"long": ([81, 83], 40), "short": ([81], 3), "next": ([81, 82, 9, 11], 20), "dropped": ([81, 7], 44)}
+    features = {k: hearing.features[:, 20 * i : 20 * i + 40] for i, k in enumerate(prompts)}
+    facts = lambda k: (prompts[k][0], 0, prompts[k][1], False, 1.0, len(k))  # drawn, so that no two are alike
+
+    def alone(k):
+        [memory] = listener.answer([windows.Hear(features[k])])
+        here, ask = batch.Batch(), {k: windows.Write(memory, *facts(k))}
+        while not (found := batch.turn(listener, here, ask)):
+            pass
+        assert here.memory is None and here.sounds == []
+        return found[k]
+
+    want = {k: alone(k) for k in ("long", "short", "next")}
+    assert len(want["long"].tokens) > 16 + len(want["short"].tokens)
+    here, asks = batch.Batch(), {k: windows.Hear(features[k]) for k in prompts}
+    ended, shared = {}, set()
+    while asks:
+        answers = batch.turn(listener, here, asks)
+        shared.add(tuple(here.sounds))
+        assert sum(isinstance(a, windows.Write) for a in asks.values()) <= 2 and len(here.sounds) <= 2
+        for k, answer in answers.items():
+            first = isinstance(asks.pop(k), windows.Hear)
+            (asks if first else ended)[k] = windows.Write(answer, *facts(k)) if first else answer
+        if "dropped" in here.sounds:
+            del asks["dropped"]
+    assert shared == {
+        (),
+        ("long", None),
+        ("long", "next"),
+        ("long", "dropped"),
+    }  # the short one ended in the first steps
+    assert list(ended) == ["short", "next", "long"]
+    for k, draft in ended.items():
+        assert draft.tokens == want[k].tokens
+        np.testing.assert_allclose(draft[1:], want[k][1:], atol=1e-4)
+    found = batch.turn(listener, here, {"bad": windows.Hear(features["long"][:3])})
+    assert isinstance(found["bad"], ValueError) and "found features of shape" in str(found["bad"])
+    [memory] = listener.answer([windows.Hear(features["long"])])
+    asks = {"long": windows.Write(memory, *facts("long"))}
+    assert batch.turn(listener, here, asks) == {} and here.sounds == ["long"]
+    found = batch.turn(listener, here, asks | {"bad": windows.Write(None, *facts("long"))})
+    assert isinstance(found["bad"], Exception) and list(found) == ["bad"]
+    while not (found := batch.turn(listener, here, asks)):
+        pass
+    assert found["long"].tokens == want["long"].tokens
 
 
 def test_temperatures_rise_while_a_transcript_is_bad():

@@ -1,5 +1,6 @@
 """Write down windows of sounds: pure functions of a model that hears and its memory of them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,71 +16,107 @@ from fdel.serve.hear.tokens import Tokens
 PAGE = 64
 
 
-class Ask(NamedTuple):
-    """What is asked of each row: its prompt, padded at the end, and how its transcript is drawn."""
+class How(NamedTuple):
+    """How each row's transcript is drawn."""
 
-    prompt: Int[Array, "B P"]
-    length: Int[Array, " B"]  # of the prompt
-    start: Int[Array, " B"]  # the place of `Tokens.start` in the prompt
     limit: Int[Array, " B"]  # tokens to write at most
     times: Bool[Array, " B"]
     temperature: Float[Array, " B"]  # 0 takes the likeliest token
     seed: Int[Array, " B"]
 
 
-class Answer(NamedTuple):
-    """What was written: `size` tokens of each row, the end among them; the sum of their log-probabilities under the rules.
+class Prompt(NamedTuple):
+    """What each row's transcript goes on from, padded at the end."""
 
-    `no_speech` is the probability, at the transcript's beginning, that nobody speaks.
+    tokens: Int[Array, "B P"]
+    length: Int[Array, " B"]
+    start: Int[Array, " B"]  # the place of `Tokens.start` in it
+
+
+class Slots(NamedTuple):
+    """Transcripts in the making, a window in each slot; the memory of the windows is kept beside them, row by row.
+
+    A slot that is done writes no more. `tokens` are what was written, the end among them; `logprob` is the sum of their
+    log-probabilities under the rules; `no_speech` the probability, at the transcript's beginning, that nobody speaks.
     """
 
+    state: ops.State  # pages of the decoder's own tokens, as many for each slot
+    scores: Float[Array, "B V"]  # logits of what comes next
+    written: rules.Written
     tokens: Int[Array, "B positions"]
-    size: Int[Array, " B"]
     logprob: Float[Array, " B"]
     no_speech: Float[Array, " B"]
+    length: Int[Array, " B"]  # of the prompt
+    how: How
+    done: Bool[Array, " B"]
 
 
-def write(model: Model, memory: Any, ask: Ask, tokens: Tokens) -> Answer:
-    """Write each row's transcript until its end, or its limit; `memory` is what `model.family.remember` gives."""
-    family, cfg, weights = model
-    rows, width = ask.prompt.shape
-    pages = -(-cfg.max_positions // PAGE)
-    table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    dtype = jax.tree.leaves(weights)[0].dtype
-    spec = family.state_spec(cfg, pages=rows * pages, page=PAGE)
+def begin(model: Model, memory: Any, prompt: Prompt, how: How, tokens: Tokens) -> Slots:
+    """Read each row's prompt; `memory` is what `model.family.remember` gives."""
+    rows, width = prompt.tokens.shape
+    pages = -(-model.cfg.max_positions // PAGE)
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    spec = model.family.state_spec(model.cfg, pages=rows * pages, page=PAGE)
     state = params.init(spec, jax.random.key(0), dtype=dtype)
-
-    def step(state: Any, new: Array, positions: Array, block: int) -> tuple[Array, Any]:
-        batch = ops.Paged(positions, table, jnp.arange(rows), block, trace_once=True)
-        x, state, _ = family.hidden(weights, new, cfg, memory, batch, state)
-        return x.reshape(rows, block, -1), state
-
-    logits = lambda x: ops.logits(x, family.head(weights, cfg))
     at = jnp.arange(width)
-    positions = jnp.where(at < ask.length[:, None], at, -1)
-    x, state = step(state, ask.prompt.reshape(-1), positions.reshape(-1), width)
-    place = lambda i: jnp.take_along_axis(x, i[:, None, None], 1)[:, 0]
-    silent = jax.nn.softmax(logits(place(ask.start)))[:, tokens.no_speech]
+    x, state = _step(model, memory, state, prompt.tokens, jnp.where(at < prompt.length[:, None], at, -1))
+    place = lambda i: _logits(model, jnp.take_along_axis(x, i[:, None, None], 1)[:, 0])
+    silent = jax.nn.softmax(place(prompt.start))[:, tokens.no_speech]
+    out = jnp.full((rows, model.cfg.max_positions), tokens.end, jnp.int32)
+    scores, logprob = place(prompt.length - 1), jnp.zeros(rows, jnp.float32)
+    return Slots(state, scores, rules.nothing(rows), out, logprob, silent, prompt.length, how, how.limit <= 0)
+
+
+def write(model: Model, memory: Any, slots: Slots, most: Int[Array, ""], tokens: Tokens) -> Slots:
+    """Write `most` tokens of each transcript that is not done, or fewer: until the first is."""
+    how, begun = slots.how, slots.done
 
     def body(carry: tuple) -> tuple:
-        state, scores, written, out, logprob, done = carry
-        scores = rules.allowed(scores, written, ask.times, tokens)
-        token = draw(scores, ask.temperature, ask.seed, written.size)
+        count, s = carry
+        scores = rules.allowed(s.scores, s.written, how.times, tokens)
+        token = draw(scores, how.temperature, how.seed, s.written.size)
         gained = jnp.take_along_axis(jax.nn.log_softmax(scores), token[:, None], 1)[:, 0]
-        logprob = logprob + jnp.where(done, 0.0, gained)
-        out = out.at[jnp.arange(rows), jnp.where(done, out.shape[1], written.size)].set(token, mode="drop")
-        after = written.add(token, tokens)
-        written = jax.tree.map(lambda old, new: jnp.where(done, old, new), written, after)
-        done = done | (token == tokens.end) | (written.size >= ask.limit)
+        at = jnp.where(s.done, s.tokens.shape[1], s.written.size)
+        out = s.tokens.at[jnp.arange(len(token)), at].set(token, mode="drop")
+        written = jax.tree.map(lambda old, new: jnp.where(s.done, old, new), s.written, s.written.add(token, tokens))
+        done = s.done | (token == tokens.end) | (written.size >= how.limit)
         # What is written last stands at its place - 1: the place after it may be beyond the table of positions.
-        x, state = step(state, token, jnp.where(done, -1, ask.length + written.size - 1), 1)
-        return state, logits(x[:, 0]), written, out, logprob, done
+        positions = jnp.where(done, -1, s.length + written.size - 1)
+        x, state = _step(model, memory, s.state, token[:, None], positions[:, None])
+        logprob = s.logprob + jnp.where(s.done, 0.0, gained)
+        return count + 1, s._replace(
+            state=state, scores=_logits(model, x[:, 0]), written=written, tokens=out, logprob=logprob, done=done
+        )
 
-    out = jnp.full((rows, cfg.max_positions), tokens.end, jnp.int32)
-    nothing = rules.nothing(rows)
-    begun = state, logits(place(ask.length - 1)), nothing, out, jnp.zeros(rows, jnp.float32), ask.limit <= 0
-    _, _, written, out, logprob, _ = jax.lax.while_loop(lambda carry: ~carry[-1].all(), body, begun)
-    return Answer(out, written.size, logprob, silent)
+    going = lambda carry: (carry[0] < most) & (carry[1].done == begun).all() & ~begun.all()
+    return jax.lax.while_loop(going, body, (0, slots))[1]
+
+
+def pick(parts: Sequence[tuple[Any, Slots]], order: Int[Array, " B"]) -> tuple[Any, Slots]:
+    """Put slots of several (memory, slots) side by side, numbered through, in this order; -1 is an empty one."""
+    at, total = jnp.maximum(order, 0), sum(len(s.done) for _, s in parts)
+    rows = lambda *x: jnp.concatenate(x)[at]
+    # Pages are counted through all slots, behind the axis of layers.
+    pages = lambda *x: jnp.concatenate(x, 1).reshape(x[0].shape[0], total, -1, *x[0].shape[2:])[:, at]
+    state = jax.tree.map(lambda *x: pages(*x).reshape(len(x[0]), -1, *x[0].shape[2:]), *(s.state for _, s in parts))
+    slots = Slots(state, *jax.tree.map(rows, *(s[1:] for _, s in parts)))
+    return jax.tree.map(rows, *(m for m, _ in parts)), slots._replace(done=slots.done | (order < 0))
+
+
+def _step(
+    model: Model, memory: Any, state: Any, new: Int[Array, "B T"], positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T D"], Any]:
+    """Run the decoder on new tokens of each slot; those at position -1 are none."""
+    rows, width = new.shape
+    pages = -(-model.cfg.max_positions // PAGE)
+    table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
+    batch = ops.Paged(positions.reshape(-1), table, jnp.arange(rows), width, trace_once=True)
+    x, state, _ = model.family.hidden(model.params, new.reshape(-1), model.cfg, memory, batch, state)
+    return x.reshape(rows, width, -1), state
+
+
+def _logits(model: Model, x: Float[Array, "B D"]) -> Float[Array, "B V"]:
+    return ops.logits(x, model.family.head(model.params, model.cfg))
 
 
 def draw(

@@ -1,6 +1,6 @@
-"""Compute what transcriptions ask for, the windows of several sounds in one batch."""
+"""The programs of a Whisper model: what transcriptions ask for, computed for the windows of several sounds at once."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,13 @@ from fdel.models import Model
 from fdel.params import unstack
 from fdel.serve.hear import decode
 from fdel.serve.hear.tokens import Tokens
-from fdel.serve.hear.windows import Detect, Draft, Follow, Hear, Transcript, Write
+from fdel.serve.hear.windows import Detect, Draft, Follow, Hear, Write
 
 WIDTHS = (8, 64)  # tokens of prompts; longer ones have the width of the longest
 
 
 class Listener:
-    """A Whisper model and its programs, for batches of up to `rows` windows; each size is compiled once.
+    """A Whisper model and its programs, for up to `rows` windows; each size is compiled once.
 
     ValueError for tokens that its vocabulary does not have.
     """
@@ -29,16 +29,17 @@ class Listener:
         self.cfg, self.tokens, self.rows, self.params = cfg, tokens, rows, unstack(model.params)
         family, whole = model.family, lambda p: Model(model.family, cfg, p)
         self._hear = jax.jit(lambda p, x: family.remember(p, family.encode(p, x, cfg)))
-        self._write = jax.jit(lambda p, memory, ask: decode.write(whole(p), memory, ask, tokens))
+        self._begin = jax.jit(lambda p, memory, prompt, how: decode.begin(whole(p), memory, prompt, how, tokens))
+        write = lambda p, memory, slots, most: decode.write(whole(p), memory, slots, most, tokens)
+        self._write = jax.jit(write, donate_argnums=2)
+        self.pick = jax.jit(decode.pick)
         self._detect = jax.jit(lambda p, memory, rows: decode.detect(whole(p), memory, rows, tokens), static_argnums=2)
         self._follow = jax.jit(lambda p, memory, said: decode.follow(whole(p), memory, said, tokens))
 
     def answer(self, asks: Sequence[Any]) -> list[Any]:
-        """Compute what up to `rows` questions of one kind ask for."""
-        count = len(asks)
-        asks = [*asks, *[asks[0]] * (_size(count, self.rows) - count)]
-        kinds: dict[type, Any] = {Hear: self.hear, Detect: self.detect, Write: self.write, Follow: self.follow}
-        return kinds[type(asks[0])](asks)[:count]
+        """Compute what questions of one kind ask for, all but `Write`; one program for each number of them."""
+        kinds: dict[type, Any] = {Hear: self.hear, Detect: self.detect, Follow: self.follow}
+        return kinds[type(asks[0])](asks)
 
     def hear(self, asks: Sequence[Hear]) -> list[Any]:
         """Encode windows."""
@@ -49,21 +50,28 @@ class Listener:
         """Find languages."""
         return list(np.asarray(self._detect(self.params, _joined(asks), len(asks))))
 
-    def write(self, asks: Sequence[Write]) -> list[Draft]:
-        """Write transcripts."""
+    def begin(self, asks: Sequence[Write]) -> tuple[Any, decode.Slots]:
+        """Give transcripts their slots: the windows' memory and the slots."""
         most = self.cfg.max_positions
         width = next((w for w in WIDTHS if all(len(a.prompt) <= w <= most for a in asks)), most)
         prompt: Any = np.zeros((len(asks), width), np.int32)
         for row, a in zip(prompt, asks, strict=True):
             row[: len(a.prompt)] = a.prompt
         each: Any = lambda f, dtype=np.int32: np.array([f(a) for a in asks], dtype)
-        ask = decode.Ask(
-            prompt, each(lambda a: len(a.prompt)), each(lambda a: a.start), each(lambda a: a.limit),
-            each(lambda a: a.times, bool), each(lambda a: a.temperature, np.float32), each(lambda a: a.seed),
+        said = decode.Prompt(prompt, each(lambda a: len(a.prompt)), each(lambda a: a.start))
+        how = decode.How(
+            each(lambda a: a.limit), each(lambda a: a.times, bool), each(lambda a: a.temperature, np.float32),
+            each(lambda a: a.seed),
         )  # fmt: skip
-        tokens, count, logprob, silent = jax.device_get(self._write(self.params, _joined(asks), ask))
-        rows = zip(tokens, count, logprob, silent, strict=True)
-        return [Draft(t[:n].tolist(), float(p), float(s)) for t, n, p, s in rows]
+        memory = _joined(asks)
+        return memory, self._begin(self.params, memory, said, how)
+
+    def write(self, memory: Any, slots: decode.Slots, most: int) -> tuple[decode.Slots, dict[int, Draft]]:
+        """Write `most` tokens in each slot, or until a transcript ends: the slots, and drafts of those that are done."""
+        slots = self._write(self.params, memory, slots, most)
+        facts = slots.done, slots.tokens, slots.written.size, slots.logprob, slots.no_speech
+        rows = enumerate(zip(*jax.device_get(facts), strict=True))
+        return slots, {i: Draft(t[:n].tolist(), float(p), float(s)) for i, (done, t, n, p, s) in rows if done}
 
     def follow(self, asks: Sequence[Follow]) -> list[np.ndarray]:
         """Give the attention of tokens to the sound."""
@@ -81,23 +89,3 @@ def _joined(asks: Sequence[Any]) -> Any:
     if len(asks) == 1:
         return asks[0].memory
     return jax.tree.map(lambda *x: jax.numpy.concatenate(x), *(a.memory for a in asks))
-
-
-def _size(count: int, most: int) -> int:
-    """The rows of a batch of `count`: a power of two, at most `most`."""
-    return min(most, 1 << (count - 1).bit_length())
-
-
-def run(listener: Listener, sounds: Sequence[Generator[Any, Any, Transcript]]) -> list[Transcript]:
-    """Write down several sounds, whose windows share batches: one `transcribe` of each."""
-    found: dict[int, Transcript] = {}
-    waiting = {i: next(sound) for i, sound in enumerate(sounds)}
-    while waiting:
-        kind = type(next(iter(waiting.values())))
-        chosen = [i for i, ask in waiting.items() if type(ask) is kind][: listener.rows]
-        for i, answer in zip(chosen, listener.answer([waiting.pop(i) for i in chosen]), strict=True):
-            try:
-                waiting[i] = sounds[i].send(answer)
-            except StopIteration as end:
-                found[i] = end.value
-    return [found[i] for i in range(len(sounds))]

@@ -1,6 +1,5 @@
-"""Write down sounds as they come in, in a thread of its own: those under way share batches, window by window."""
+"""Write down sounds as they come in, in a thread of its own: those under way share a batch, window by window."""
 
-import logging
 import queue
 import threading
 from collections.abc import Generator
@@ -8,10 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from fdel.serve.hear.batch import Batch, turn
 from fdel.serve.hear.listen import Listener
 from fdel.serve.hear.windows import Transcript
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -23,7 +21,10 @@ class _Sound:
     ask: Any = None
 
     def send(self, answer: Any) -> bool:
-        """Go on until the next question; False at the end."""
+        """Go on until the next question; False at the end, which an exception is too."""
+        if isinstance(answer, Exception):
+            self.end(answer)
+            return False
         try:
             self.ask = self.loop.send(answer)
             return True
@@ -70,7 +71,7 @@ class Scribe:
             self.thread.join()
 
     def _run(self) -> None:
-        sounds: list[_Sound] = []
+        sounds, batch = list[_Sound](), Batch()
         while True:
             new = [self.waiting.get()] if not sounds else []
             while not self.waiting.empty():
@@ -81,19 +82,9 @@ class Scribe:
                 return
             sounds += [s for s in new if s.send(None)]
             sounds = [s for s in sounds if not s.done.cancelled()]
-            if sounds:
-                sounds = self._turn(sounds)
-
-    def _turn(self, sounds: list[_Sound]) -> list[_Sound]:
-        """Answer the oldest question and those of its kind, and put who asked behind the others."""
-        kind = type(sounds[0].ask)
-        chosen = [s for s in sounds if type(s.ask) is kind][: self.listener.rows]
-        rest = [s for s in sounds if s not in chosen]
-        try:
-            answers = self.listener.answer([s.ask for s in chosen])
-        except Exception as e:
-            log.exception("a batch of %d windows failed", len(chosen))
-            for sound in chosen:
-                sound.end(e)
-            return rest
-        return rest + [s for s, answer in zip(chosen, answers, strict=True) if s.send(answer)]
+            if not sounds:
+                batch = Batch()
+            else:
+                answers = turn(self.listener, batch, {s: s.ask for s in sounds})
+                rest = [s for s in sounds if s not in answers]
+                sounds = rest + [s for s, answer in answers.items() if s.send(answer)]

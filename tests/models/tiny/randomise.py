@@ -18,6 +18,8 @@ def value(name: str, p: Any, generator: Any) -> Any:
         return -2 + 0.5 * r
     if leaf == "D" or leaf.endswith(("scale", "scalar")):
         return 1 + 0.3 * r
+    if leaf in ("input_min", "output_min", "input_max", "output_max"):  # bounds that some numbers are beyond
+        return (1 if leaf.endswith("max") else -1) * (0.5 + 0.2 * r.abs())
     if p.ndim <= 1:  # norms around their own initial value, biases around zero
         return (p.float() if leaf == "weight" else 0) + 0.2 * r
     if "embed" in name or "wte" in name or "wpe" in name:

@@ -50,11 +50,11 @@ ANY_SIZE = dict(
                             vocab_size_per_layer_input=128, hidden_size_per_layer_input=12, rms_norm_eps=0.01),
     vision_config=dict(model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
                        num_attention_heads=2, num_key_value_heads=1, patch_size=4, pooling_kernel_size=2,
-                       position_embedding_size=24),
+                       position_embedding_size=24, use_clipped_linears=True),
     image_token_id=IMAGE, boi_token_id=113, eoi_token_id=114,
 )  # fmt: skip
 BOTH_WAYS = ANY_SIZE | dict(
-    vision_config=ANY_SIZE["vision_config"] | dict(standardize=True),
+    vision_config=ANY_SIZE["vision_config"] | dict(standardize=True, use_clipped_linears=False),
     text_config=ANY_SIZE["text_config"] | dict(use_bidirectional_attention="vision", pad_token_id=120),
 )
 TINY = {
