@@ -28,18 +28,7 @@ from fdel.train import data, losses, processes
 from fdel.train.data.files import sources
 from fdel.train.evaluation import place
 from fdel.train.metrics import Row
-from fdel.train.rollout import (
-    Adapter,
-    Rewards,
-    Sample,
-    Source,
-    Task,
-    advantages,
-    collate,
-    rewards,
-    run,
-    turns,
-)
+from fdel.train.rollout import Adapter, Rewards, Sample, Source, Task, advantages, collate, rewards, run, turns
 from fdel.train.rollout.local import local, mean
 from fdel.train.steps import Step
 
@@ -193,7 +182,8 @@ def build_source(
             row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
         row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        return how.batch(k, samples, found, shared), row if parts == 1 else mean(row)
+        more = {"tok": tok} if how.reads else {}
+        return how.batch(k, samples, found, shared, **more), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:
         show.step = int(state.step) // getattr(k, "updates", 1) + 1
