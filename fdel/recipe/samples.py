@@ -87,8 +87,6 @@ def several_processes(s: Settled) -> Iterator[str]:
     k, parts = s.keys, processes.share(build.build_mesh(s))[1]
     yield from when(
         (k.rollout_ahead, "trainer.rollout_ahead: several processes sample in step in this version; set it to 0"),
-        (getattr(k, "pack_samples", False),
-         "trainer.pack_samples: several processes have rows of one number; remove it"),
         (k.sampling_devices, "trainer.sampling_devices: each of several processes samples on its own devices; set it to 0"),
         (getattr(k, "scale_rewards", "") == "batch",
          "trainer.scale_rewards: batch is over the samples of all processes, which know their own; use group or none"),

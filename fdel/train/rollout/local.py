@@ -37,6 +37,11 @@ def _local(x: jax.Array, here: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, here, [s.data for s in alike.addressable_shards])
 
 
+def agree(*sizes: int) -> tuple[int, ...]:
+    """Take the largest of each size over all processes. All processes call it at the same time."""
+    return tuple(np.asarray(multihost_utils.process_allgather(np.array(sizes))).reshape(-1, len(sizes)).max(0).tolist())
+
+
 def mean(row: Mapping[str, float]) -> dict[str, float]:
     """Average metrics over all processes, each over those that have it. All processes call it at the same time."""
     text = json.dumps(dict(row)).encode()
