@@ -79,7 +79,7 @@ KINDS = {
     "online_dpo": {"num_generations": 2, "learning_rate": 3e-2}, "xpo": {"num_generations": 2, "learning_rate": 3e-2},
     "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5},
     "nash_md": {"num_generations": 2, "learning_rate": 3e-2, "beta": 0.01},
-    "sdpo": {"sdpo_policy_loss_mode": "hybrid", "success_reward_threshold": 0.6, "learning_rate": 1e-2},
+    "sdpo": {"sdpo_policy_loss_mode": "hybrid", "success_reward_threshold": 0.6, "learning_rate": 3e-2},
 }  # fmt: skip
 DEAR = {"a2po": {"num_generations": 2, "num_value_samples": 4, "beta2": 0.05, "learning_rate": 2e-2}}
 
