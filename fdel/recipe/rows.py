@@ -19,7 +19,7 @@ SPLIT = ("dp", "fsdp", "ep")  # axes over which rows are divided
 def placing(s: Settled, put: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Let `put`, which gives each sample a row, place them as keys say."""
     if getattr(s.keys, "pack_samples", False):
-        together = {"agree": agree} if jax.process_count() > 1 else {}
+        together: dict[str, Any] = {"agree": agree} if jax.process_count() > 1 else {}
         return partial(collate, length=s.length, rows=unit(s), packed=True, **together)
     n = getattr(s.keys, "samples_per_row", 1)
     return put if n == 1 else share(s, put, n)
