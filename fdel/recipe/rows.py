@@ -11,7 +11,7 @@ from fdel.recipe.build import build_mesh
 from fdel.recipe.settled import Settled
 from fdel.train.processes import share as share_of
 from fdel.train.rollout import collate
-from fdel.train.rollout.local import agree
+from fdel.train.rollout.local import even
 
 SPLIT = ("dp", "fsdp", "ep")  # axes over which rows are divided
 
@@ -19,8 +19,8 @@ SPLIT = ("dp", "fsdp", "ep")  # axes over which rows are divided
 def placing(s: Settled, put: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Let `put`, which gives each sample a row, place them as keys say."""
     if getattr(s.keys, "pack_samples", False):
-        together: dict[str, Any] = {"agree": agree} if jax.process_count() > 1 else {}
-        return partial(collate, length=s.length, rows=unit(s), packed=True, **together)
+        packed = partial(collate, length=s.length, rows=unit(s), packed=True)
+        return packed if jax.process_count() == 1 else lambda *args, **how: even(packed(*args, **how))
     n = getattr(s.keys, "samples_per_row", 1)
     return put if n == 1 else share(s, put, n)
 

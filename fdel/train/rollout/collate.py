@@ -13,7 +13,6 @@ from fdel.train.rollout.records import Sample
 
 Batch = dict[str, Any]
 COLUMNS = {"mask": np.bool_, "logps": np.float32, "kept": np.float32, "advantages": np.float32}
-EMPTY = {"segments": -1, "prefixes": -2}  # where there is no token
 
 
 def collate(
@@ -27,7 +26,6 @@ def collate(
     learn: Sequence[bool] | None = None,
     most: int | None = None,
     media: Callable[..., Mapping[str, Any]] | None = None,
-    agree: Callable[..., tuple[int, ...]] = lambda *sizes: sizes,
 ) -> Batch:
     """Put samples and their advantages into rows: {"tokens", "mask", "logps", "kept", "advantages", "places"}.
 
@@ -36,7 +34,6 @@ def collate(
     multiple of `rows`, and with `packed` that times a power of two: empty rows fill up, so that few shapes are compiled.
     `shared`: packed, and samples of one prompt in a row have it there once, so that it is computed once for all of them.
     With `most`, the tokens of a sample that are learnt at most, T is `length` and the shapes do not depend on the samples.
-    `agree(rows, places)` may raise these two, as where several processes have rows of one number (`local.agree`).
     `media(samples, shape)` gives what the tasks' pictures are in rows of single samples (`shown`).
     `learn` tells which samples are learnt: of the others the mask is False. Samples that ended with an error are not. A
     sample of more than `length` tokens loses its end.
@@ -56,7 +53,8 @@ def collate(
     height = rows * power(-(-len(grouped) // rows)) if packed else -(-len(grouped) // rows) * rows
     full: Batch = {k: np.zeros((height, width), t) for k, t in COLUMNS.items()}
     full |= {"tokens": np.zeros((height, width), np.int32), "positions": np.zeros((height, width), np.int32)}
-    full |= {k: np.full((height, width), x, np.int32) for k, x in EMPTY.items()}
+    full["segments"] = np.full((height, width), -1, np.int32)
+    full["prefixes"] = np.full((height, width), -2, np.int32)
     for r, together in enumerate(grouped):
         start = 0
         for segment, (i, first, end, prefix) in enumerate(_segments(together, sizes)):
@@ -67,8 +65,6 @@ def collate(
             full["mask"][here], full["logps"][here], full["kept"][here] = learnt, s.logps[part], s.kept[part]
             full["advantages"][here] = learnt * advantages[i]
             start += end - first
-    height, places = agree(height, power(max(1, most or int(full["mask"].sum(1).max()))))
-    full = {k: np.pad(x, ((0, height - len(x)), (0, 0)), constant_values=EMPTY.get(k, 0)) for k, x in full.items()}
     found: Batch = {k: full[k] for k in ("tokens", *COLUMNS)}
     segments, positions = full["segments"], full["positions"]
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
@@ -77,6 +73,7 @@ def collate(
         if packed or most or media is None:
             raise ValueError("pictures: rows hold one sample, in one process; give media=partial(shown, sight=...)")
         found |= media(samples, (height, width))
+    places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}
 
 
