@@ -21,13 +21,14 @@ CFG = mixtral.Config(vocab=64, embed=16, ffn=16, layers=1, heads=2, kv_heads=1, 
                      rope=ops.Rope(8, 1e4))  # fmt: skip
 LOSSES = {
     "sft": ("nll", "dft"), "cpo": ("sigmoid", "hinge", "ipo", "simpo", "alphapo"), "embedding": ("info_nce", "triplet"),
+    "tpo": ("sigmoid", "hinge", "ipo", "tpo-l"),
     "dpo": (*preference.DPO, ("sigmoid", "sft")), "kto": ("kto", "apo_zero_unpaired"),
 }  # fmt: skip
 VARIANTS = [(kind, loss) for kind in trainer.TYPES for loss in LOSSES.get(kind, (None,))]
 NEEDS = {"exo_pair": {"label_smoothing": 0.01}, "alphapo": {"alpha": 0.5}}
 OF_TYPE = {"diffusion": {"mask_token_id": 3}, "masked_lm": {"mask_token_id": 3}}  # keys that a type cannot do without
 COMPARED = ("online_dpo", "xpo", "nash_md")
-REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", "ppo", "a2po", *COMPARED)
+REWARDED = ("grpo", "gspo", "gfpo", "rlvr", "rloo", "ppo", "a2po", "sdpo", *COMPARED)
 OF_TYPE |= dict.fromkeys(REWARDED, {"reward_functions": [{"name": "exact"}]})
 OF_TYPE |= dict.fromkeys(("classification", "token_classification"), {"labels": ["no", "yes"]})
 IDLE = {"rloo": ["beta"], **dict.fromkeys(("a2po", *COMPARED), ["temperature"])}  # of rewards, and of sampling alone
@@ -36,6 +37,7 @@ VALUES: dict[str, Any] = {
     "beta": 0.3, "lambda_orpo": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3, "alpha": 0.25, "temperature": 3.0,
     "hidden_state_loss_weight": 0.1, "hidden_state_layers": [0], "attention_loss_weight": 0.1, "attention_layers": [0],
     "attention_normalize": True, "lmbda": 0.5, "cpo_alpha": 0.5, "simpo_gamma": 0.9, "ld_alpha": 0.5,
+    "tpo_alpha": 0.5, "tpo_l_gamma": 0.9,
     "f_divergence_type": "js_divergence", "f_alpha_divergence_coef": 0.3, "discopop_tau": 0.1, "use_weighting": True,
     "loss_weights": [2.0], "desirable_weight": 2.0, "undesirable_weight": 2.0, "center_rewards_coefficient": 0.01,
     "pooling": "mean", "margin": 0.3, "matryoshka_dims": [8], "router_aux_loss_coef": 0.01, "negatives": 2,
@@ -50,16 +52,19 @@ VALUES: dict[str, Any] = {
     "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01,
     "importance_sampling_mode": "token_mask", "vf_coef": 0.5, "cliprange_value": 0.05, "beta2": 0.3,
     "iw_opd_gamma": 0.3, "iw_opd_epsilon": 0.03, "rkl_advantage": False, "single_step_decomposition": False,
-    "length_normalization": False,
+    "length_normalization": False, "sdpo_policy_loss_mode": "hybrid", "distillation_weight": 0.5,
+    "distillation_mode": "full_logits", "distillation_alpha": 0.5, "distillation_is_clip": 1.5,
 }  # fmt: skip
 # Keys of other parts of a run. Those of the loop and of saving are read whatever else is said.
 OPTIMIZER = {
     "learning_rate": 0.3, "weight_decay": 0.3, "clip_grad": None, "adam_beta1": 0.5, "adam_beta2": 0.5,
     "adam_epsilon": 1e-3, "moments": "bfloat16", "warmup_steps": 5, "warmup_ratio": 0.5, "learning_rate_end": 1e-5,
 }  # fmt: skip
+PLACES = np.broadcast_to(np.arange(2, 12), (4, 10))  # of `batch_of`
 NEEDY = {  # keys that only others make sense of; what else says so is tested by name
     "early_stopping_patience": 3, "greater_is_better": True, "ref_model_sync_steps": 7, "ref_model_mixup_alpha": 0.5,
     "fcm_min_ratio": 0.1, "use_bias_correction_kl": False, "importance_sampling_cap": 2.0,
+    "distillation_topk": 7, "distillation_add_tail": True,
 }  # fmt: skip
 # Keys of what is sampled and how it is rewarded: tests/test_recipe_samples.py finds what they do.
 SAMPLING = {
@@ -70,6 +75,10 @@ SAMPLING = {
     "difficulty_column", "normalize_advantages", "missing_eos_penalty", "mixture_coef", "environment", "kl_coef",
     "kl_estimator", "whiten_rewards", "gamma", "lam", "samples_per_row", "pack_samples",
     "seq_kd", "num_value_samples", "filter_all_incorrect", "beta1",
+    "use_successful_as_teacher", "success_reward_threshold", "dont_reprompt_on_self_success", "max_reprompt_len",
+    "remove_thinking_from_demonstration", "include_environment_feedback", "environment_feedback_only_without_solution",
+    "reprompt_template", "solution_template", "feedback_template", "teacher_model_kind", "teacher_update_rate",
+    "teacher_sync_steps",
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
@@ -93,7 +102,7 @@ def kind_of(name: str) -> str:
 
 def batch_of(kind: str) -> dict[str, Any]:
     pairs = kind_of(kind) == "pairs" or kind in COMPARED[:2]
-    rng, shape = np.random.default_rng(0), (4, *[2] * pairs, *[3] * (kind == "embedding"))
+    rng, shape = np.random.default_rng(0), (4, *[2] * pairs, *[3] * (kind_of(kind) in ("embedding", "triples")))
     rows = lambda: {
         "tokens": rng.integers(0, 64, (*shape, 12)), "lengths": rng.integers(6, 13, shape),
         "mask": np.broadcast_to(np.arange(12) > 2, (*shape, 12)),
@@ -104,6 +113,11 @@ def batch_of(kind: str) -> dict[str, Any]:
             for name in ("advantages", "old", "logps", "values", "returns")
         }
         more |= {"advantage": more["advantages"][:, 0]}
+        more |= (
+            {f"told_{name}": x for name, x in rows().items()} | {"told_places": PLACES, "places": PLACES}
+            if kind == "sdpo"
+            else {}
+        )
         return rows() | ({"better": np.arange(4) % 2 > 0} if pairs else more)
     labels = (*shape, 12) if kind in ("prm", "token_classification", "question_answering") else (*shape, 1)
     batch = rows() | ({"labels": rng.integers(-1, 2, labels)} if kind in methods.types(head=True) else {})

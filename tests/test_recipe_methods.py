@@ -117,3 +117,40 @@ def test_a_recipe_is_settled_once():
     assert of("dpo", loss_type=["sigmoid", "sft"]).keys.loss_type == ("sigmoid", "sft")
     with pytest.raises(recipe.RecipeError, match="only trainer_type dpo has several at once"):
         of("kto", loss_type=["kto", "apo_zero_unpaired"])
+
+
+@pytest.mark.slow
+def test_three_completions_of_a_prompt_are_learnt(tmp_path):
+    """TPO of a run file, in one part and in two: the loss of the first step by the model's own logits, in float64."""
+    weights = params.init(llama.spec(CFG), jax.random.key(0), dtype=jnp.float32)
+    models.save(models.Model(llama, CFG, weights), tmp_path / "model")
+    tok = text.train_bpe(["one and one is two or three"] * 3, 300)
+    text.save(tok, tmp_path / "model")
+    rows = [{"prompt": "one and", "chosen": " one" * (i + 1), "rejected": " three" * (1 + i % 2),
+             "reference": " is two" * (1 + i % 3)}
+            for i in range(4)]  # fmt: skip
+    runs = {}
+    for parts in (1, 2):
+        trainer = {"trainer_type": "tpo", "beta": 0.5, "tpo_alpha": 0.3, "learning_rate": 1e-2, "total_batch_size": 4,
+                   "max_length": 32, "max_training_steps": 10, "log_steps": 1, "gradient_accumulation_steps": parts,
+                   "save_directory": str(tmp_path / str(parts))}  # fmt: skip
+        given = {"model": {"name_or_path": str(tmp_path / "model")}, "trainer": trainer}
+        recipe.train(recipe.from_dict(given | {"sharding": {"axis_dims": [1] * 5}}), rows)
+        runs[parts] = metrics.read(tmp_path / str(parts))
+
+    def likely(prompt, said):
+        ids, start = [*text.encode(tok, prompt + said), tok.ids["eos"]], len(text.encode(tok, prompt))
+        logits = np.asarray(llama.forward(weights, jnp.asarray([ids]), CFG)[0][0], np.float64)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return sum(logp[i - 1, ids[i]] for i in range(start, len(ids))), len(ids) - start
+
+    found = [[likely(row["prompt"], row[name]) for name in ("chosen", "rejected", "reference")] for row in rows]
+    margins = np.array([chosen[0] - rejected[0] for chosen, rejected, _ in found])
+    gold = -sum(x[2][0] for x in found) / sum(x[2][1] for x in found)
+    want = np.log1p(np.exp(-0.5 * margins)).mean() + 0.3 * gold
+    for rows_of in runs.values():
+        np.testing.assert_allclose(rows_of[0]["loss"], want, rtol=1e-4)
+        assert rows_of[-1]["nll_loss"] < 0.7 * rows_of[0]["nll_loss"]
+        assert rows_of[-1]["rewards/accuracies"] == 1
+    for name in ("loss", "grad_norm", "nll_loss"):
+        np.testing.assert_allclose(*([row[name] for row in runs[n]] for n in runs), rtol=2e-4, err_msg=name)

@@ -79,6 +79,7 @@ KINDS = {
     "online_dpo": {"num_generations": 2, "learning_rate": 3e-2}, "xpo": {"num_generations": 2, "learning_rate": 3e-2},
     "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5},
     "nash_md": {"num_generations": 2, "learning_rate": 3e-2, "beta": 0.01},
+    "sdpo": {"sdpo_policy_loss_mode": "hybrid", "success_reward_threshold": 0.6, "learning_rate": 3e-2},
 }  # fmt: skip
 DEAR = {"a2po": {"num_generations": 2, "num_value_samples": 4, "beta2": 0.05, "learning_rate": 2e-2}}
 
@@ -566,6 +567,11 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"kl_coef": 0.1}, "trainer_type grpo does not read it"),
         ({"eval_batch_size": 8}, "eval_batch_size: "),
         ({"trainer_type": "ppo", "lora": {"r": 4}}, "ppo trains all weights in this version"),
+        ({"trainer_type": "sdpo", "epsilon": 0.1}, "epsilon: rewards are not learnt; set sdpo_policy_loss_mode"),
+        ({"trainer_type": "sdpo", "distillation_alpha": 0.5}, "of the drawn tokens alone there is only the reverse KL"),
+        ({"trainer_type": "sdpo", "lora": {"r": 4}}, "teacher_model_kind: with adapters, the reference is the model"),
+        ({"trainer_type": "sdpo", "use_successful_as_teacher": False}, "nothing is told; set one of the two"),
+        ({"trainer_type": "sdpo", "solution_template": "{x}"}, "solution_template: 'x' cannot be filled in; known are"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(keys, why, folder, tmp_path):
@@ -731,6 +737,70 @@ def test_a_teacher_judges_samples(kind, folder, taught, tmp_path):
     assert far[-3:].mean() < 0.7 * far[:2].mean(), far
     if kind == "gkd":
         assert 2 <= column(tmp_path / "1", "own_samples").sum() <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=MORE)])
+def test_a_model_learns_what_it_would_say_if_it_were_told(parts, folder, tmp_path):
+    """SDPO: the divergence from the first weights, which are told a solution, falls; a run that was cut is the same."""
+    keys = {
+        "distillation_mode": "full_logits", "teacher_model_kind": "base", "success_reward_threshold": 0.55,
+        "gradient_accumulation_steps": parts, "learning_rate": 3e-3, "save_steps": 6,
+    }  # fmt: skip
+    recipe.train(made(folder, tmp_path / "whole", "sdpo", **keys))
+    far = column(tmp_path / "whole", "distillation_loss") / column(tmp_path / "whole", "self_distillation/told")
+    assert far[-3:].mean() < 0.7 * far[:3].mean(), far
+    assert (column(tmp_path / "whole", "self_distillation/told") > 0).all()
+    for steps in (6, 12):
+        recipe.train(made(folder, tmp_path / "cut", "sdpo", **keys | {"max_training_steps": steps}))
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "cut")
+
+
+def test_what_a_model_is_told(folder) -> None:
+    """The first success of the group, but not a sample itself; feedback; texts and messages; each after its own prompt."""
+    tok = text.load(folder / "model")
+    group = [sample(i // 2, n, prompt=f"what is {'one' if i < 2 else 'two'}", privileged_context=hint)
+             for i, (n, hint) in enumerate([(1, ""), (2, "wrong"), (3, ""), (2, "bad")])]  # fmt: skip
+    rewards = Rewards(np.zeros((1, 4)), np.array([1.0, 1.0, 0.5, np.nan]), ("a",))
+    put = partial(collate, length=16, rows=4)
+    seen: dict = {}
+
+    def asked(**keys):
+        given = {"trainer_type": "sdpo", "reward_functions": [{"name": "exact"}], "num_generations": 2, **keys}
+        s = settled.settle(recipe.from_dict({"trainer": given}))
+        rows = methods.self_taught.told(s.keys, group, rewards, lambda ids: str(ids))
+        seen["batch"] = s.method.samples.batch(s.keys, group, rewards, put, tok=tok)
+        return [row and row["prompt"] for row in rows]
+
+    ask = "{}\nCorrect solution:\n\n{}\n\n\n\nCorrectly solve the original question.\n"
+    assert asked() == [ask.format("what is one", [2, 3]), ask.format("what is one", [2]), None, None]
+    b = seen["batch"]
+    assert b["mask"].any(1).tolist() == [True, True, True, False] == [bool(x) for x in b["places"][:, 0] < 8][:4]
+    assert b["told_mask"].any(1).tolist() == [True, True, False, False]
+    assert b["told_places"].shape == b["places"].shape
+    for i in (0, 1):
+        prompt = text.encode(tok, ask.format("what is one", text.decode(tok, [2, 3] if i == 0 else [2])))
+        said = group[i].completion
+        assert b["told_tokens"][i, : b["told_lengths"][i]].tolist() == [*prompt, *said]
+        assert np.flatnonzero(b["told_mask"][i]).tolist() == [len(prompt) + j for j in range(len(said))]
+    assert asked(dont_reprompt_on_self_success=False)[0] == ask.format("what is one", [2])
+    assert asked(success_reward_threshold=0.5)[3] == ask.format("what is two", [2, 3, 4])
+    hints = asked(include_environment_feedback=True, use_successful_as_teacher=False)
+    assert hints[0] is hints[2] is None and "earlier attempt:\n\nwrong\n\n" in hints[1] and "bad" in hints[3]
+    both = {"include_environment_feedback": True, "environment_feedback_only_without_solution": True}
+    assert "wrong" not in asked(**both)[1] and "bad" in asked(**both)[3]
+    short = {"reprompt_template": "{solution}", "solution_template": "<{successful_previous_attempt}>"}
+    assert asked(**short)[0] == "<[2, 3]>"
+    assert asked(max_reprompt_len=3) and (seen["batch"]["told_lengths"][:2] == [4, 5]).all()
+    thinking = [
+        {**s.task.row, "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]} for s in group
+    ]
+    said = methods.self_taught.told(
+        methods.METHODS["sdpo"].keys(num_generations=2, remove_thinking_from_demonstration=True),
+        [dataclasses.replace(s, task=s.task._replace(row=row)) for s, row in zip(group, thinking, strict=True)],
+        rewards, lambda ids: "<think>\nhm</think> yes",
+    )  # fmt: skip
+    assert said[0]["prompt"] == [thinking[0]["prompt"][0], {"role": "user", "content": ask.format("q", "yes")}]
 
 
 @pytest.mark.slow

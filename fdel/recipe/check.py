@@ -105,8 +105,9 @@ def _models(s: Settled) -> Iterator[str]:
          "loader: fp16 needs scaled losses (train.precision.scaled), which no recipe has; use bf16"),
         (s.lora and differ,
          "loader.param_dtype: with adapters, the frozen weights are kept in loader.dtype; give one of the two"),
-        (s.lora and t.sync_ref_model,
-         "trainer.sync_ref_model: with adapters, the reference is the model without them; remove one of the two"),
+        (s.lora and s.moves,
+         f"trainer.{'sync_ref_model' if t.sync_ref_model else 'teacher_model_kind'}: with adapters, the reference is the "
+         f"model without them; {'remove one of the two' if t.sync_ref_model else 'set it to base or live'}"),
         (s.lora and t.optimizer in ("adafactor", "muon"),
          f"trainer.optimizer: {t.optimizer} has no form for adapters; use adamw or lion"),
     )  # fmt: skip

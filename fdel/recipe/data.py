@@ -19,7 +19,7 @@ from fdel.train import data, processes
 FORMATS = ("json", "jsonl", "parquet", "arrow", "csv", "text")
 PACKING = {"bfd": "best_fit", "bfd_split": "best_fit_split", "wrapped": "wrapped"}
 COLUMNS = (
-    "text", "messages", "prompt", "completion", "chosen", "rejected", "label", "input_ids", "margin", "tools",
+    "text", "messages", "prompt", "completion", "chosen", "rejected", "reference", "label", "input_ids", "margin", "tools",
     "completions", "labels", "tokens", "anchor", "query", "positive", "negative",
 )  # fmt: skip
 BLOCK = 2048

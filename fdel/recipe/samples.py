@@ -28,18 +28,7 @@ from fdel.train import data, losses, processes
 from fdel.train.data.files import sources
 from fdel.train.evaluation import place
 from fdel.train.metrics import Row
-from fdel.train.rollout import (
-    Adapter,
-    Rewards,
-    Sample,
-    Source,
-    Task,
-    advantages,
-    collate,
-    rewards,
-    run,
-    turns,
-)
+from fdel.train.rollout import Adapter, Rewards, Sample, Source, Task, advantages, collate, rewards, run, turns
 from fdel.train.rollout.local import local, mean
 from fdel.train.steps import Step
 
@@ -98,8 +87,6 @@ def several_processes(s: Settled) -> Iterator[str]:
     k, parts = s.keys, processes.share(build.build_mesh(s))[1]
     yield from when(
         (k.rollout_ahead, "trainer.rollout_ahead: several processes sample in step in this version; set it to 0"),
-        (getattr(k, "pack_samples", False),
-         "trainer.pack_samples: several processes have rows of one number; remove it"),
         (k.sampling_devices, "trainer.sampling_devices: each of several processes samples on its own devices; set it to 0"),
         (getattr(k, "scale_rewards", "") == "batch",
          "trainer.scale_rewards: batch is over the samples of all processes, which know their own; use group or none"),
@@ -193,7 +180,8 @@ def build_source(
             row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
         row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        return how.batch(k, samples, found, shared), row if parts == 1 else mean(row)
+        more = {"tok": tok} if how.reads else {}
+        return how.batch(k, samples, found, shared, **more), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:
         show.step = int(state.step) // getattr(k, "updates", 1) + 1

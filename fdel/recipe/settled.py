@@ -35,6 +35,7 @@ class Settled:
     dtype: Any  # of the computation; None: the parameters'
     param_dtype: Any  # of the parameters; None: the checkpoint's
     reference: str | None  # "reference_model", "base" (the model without adapters), "start" (a copy), or there is none
+    moves: tuple[float, int] | None  # the reference follows the model: by this share, after so many steps each
     precomputed: bool  # the reference's numbers are in the batches
     remat: str | None  # what a backward pass saves of a layer; None: everything
     train_rules: params.Rules  # where axes of weights lie
@@ -74,7 +75,8 @@ def settle(recipe: Recipe | Settled) -> Settled:
         shuffled=m.pack_shuffle and m.shuffle_buffer_size != 0, packed=bool(m.pack_tokens or t.packing),
         lora=lora, format=format, cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
         dtype=dtype, param_dtype=param_dtype or (dtype if lora else None),
-        reference=reference if _refers(method, keys) else None, precomputed=t.precompute_ref_log_probs,
+        reference=reference if _refers(method, keys) else None, 
+        moves=getattr(keys, "moves", None), precomputed=t.precompute_ref_log_probs,
         remat="nothing_saveable" if policy is True else None if policy == "none" else policy or None,
         train_rules={**params.TRAIN, **(recipe.sharding.rules or {})},
         serve_rules={**params.SERVE, **(recipe.sharding.rules or {})},

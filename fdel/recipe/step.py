@@ -85,7 +85,7 @@ def build_step(
 
     def fresh(trained: Any, reference: Any) -> train.TrainState:
         extras = {name: start() for name, start in s.method.extra.items()}
-        if t.sync_ref_model:
+        if s.moves:
             extras["reference"] = reference
         if t.ema_decay is not None:
             extras["ema"] = jax.tree.map(widen, trained)
@@ -115,8 +115,8 @@ def _around(s: Settled, step: Step, rate: Callable) -> Step:
     t, step = s.recipe.trainer, s.method.keep(step)
     if t.ema_decay is not None:
         step = train.ema(step, t.ema_decay)
-    if t.sync_ref_model:
-        step = train.sync_reference(step, t.ref_model_mixup_alpha, t.ref_model_sync_steps)
+    if s.moves:
+        step = train.sync_reference(step, *s.moves)
 
     def precise(state: train.TrainState, batch: Any, /, **given: Any) -> tuple[train.TrainState, Metrics]:
         with s.computing():

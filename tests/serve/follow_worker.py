@@ -16,6 +16,7 @@ from fdel.serve.engine import follow, step
 from fdel.serve.engine.device import Device
 from fdel.serve.engine.engine import Engine, Settings
 from fdel.serve.engine.pages import Pool
+from fdel.serve.likelihood import likelihoods
 from tests.serve import small
 
 SECRET = b"known to both of the processes"
@@ -29,6 +30,16 @@ SAMPLING = [
 ]
 ASK = serve.SamplingParams(max_tokens=10, ignore_eos=True)
 SCARCE = 3  # pages, so that a request is preempted
+
+
+def scored(e: Engine) -> list:
+    """Log-probabilities of texts, of what is likeliest there, and of continuations while the engine's thread runs steps."""
+    found = [e.score(p, 2) for p in PROMPTS]
+    e.start(wait=True)
+    job = e.submit(PROMPTS[0], serve.SamplingParams(max_tokens=40, ignore_eos=True))
+    many = [[x.logprob for x in likelihoods(e, [(p[:5], p[5:9]) for p in PROMPTS])] for _ in range(3)]
+    e.wait(lambda: job.reply.finish_reason is not None)
+    return [[[x.logprobs[1:], [[*d.values()] for d in x.top_logprobs[1:]]] for x in found], many, len(job.reply.tokens)]
 
 
 def answers(e: Engine) -> list:
@@ -116,14 +127,14 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     for ask in (
         lambda: e.update_params(model.params),
         lambda: e.update_params(jax.tree.map(np.asarray, small.make_model(1).params)),
-        lambda: e.score([1, 2]),
+        lambda: e.embed([1, 2]),
     ):
         try:
             ask()
         except ValueError as error:
             refused.append(str(error))
     found += [refused, e.stats()["compiled"] - before]
-    found.append(changed(e))
+    found += [changed(e), scored(e)]
     e.close()
     print(json.dumps(found), flush=True)
 

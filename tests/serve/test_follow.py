@@ -45,7 +45,7 @@ def run(what: str) -> tuple[list[int], list[str], list[str]]:
     return [p.returncode for p in processes], [out for out, _ in said], [err for _, err in said]
 
 
-REFUSED = ("lies on devices of other processes", "or give reshard=True", "runs on several processes")
+REFUSED = ("lies on devices of other processes", "or give reshard=True", "generates and scores, and embeds nothing")
 
 
 def fresh(seed: int) -> list:
@@ -60,12 +60,15 @@ def fresh(seed: int) -> list:
 def test_two_processes_answer_as_one(model) -> None:
     codes, said, complaints = run("works")
     assert codes == [0, 0], complaints
-    many, few, stays, aborted, preempted, rested, refused, compiled, after = json.loads(said[0].splitlines()[-1])
+    many, few, stays, aborted, preempted, rested, refused, compiled, after, told = json.loads(said[0].splitlines()[-1])
     e = Engine(model, follow_worker.SETTINGS)
     assert [many, few, stays] == follow_worker.answers(e)[:3] and many == few
     assert aborted == "abort" and preempted and compiled == 0
     assert rested and [w in r for w, r in zip(REFUSED, refused, strict=True)] == [True] * 3
-    alone = follow_worker.changed(Engine(model, follow_worker.SETTINGS))
+    one = Engine(model, follow_worker.SETTINGS)
+    alone, want = follow_worker.changed(one), follow_worker.scored(one)
+    one.close()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), told, want)
     assert after[:-1] == alone[:-1] and after[-1] == 0
     assert after[0] == after[3] == fresh(1) and after[4] == fresh(2) and len({str(x) for x in after[:-1]}) == 4
     assert said[1].splitlines()[-1] == "followed to the end"

@@ -205,16 +205,18 @@ def test_a_run_file_on_two_processes_is_that_of_one(start, tmp_path, dims, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "lora", [{}, pytest.param({"lora": {"r": 4}}, marks=pytest.mark.matrix)], ids=["all", "adapters"]
+    "how",
+    [{}, *(pytest.param(x, marks=pytest.mark.matrix) for x in ({"lora": {"r": 4}}, {"pack_samples": True}))],
+    ids=["all", "adapters", "packed"],
 )
-def test_each_process_samples_its_own_tasks(start, tmp_path, lora):
+def test_each_process_samples_its_own_tasks(start, tmp_path, how):
     """Noise depends on the task alone: two processes draw what one draws, and reward and learn it as one."""
     (start / "rewards.py").write_text("def even(completion_ids, **_):\n    return [sum(i % 2 == 0 for i in c) / len(c)"
                                       " for c in completion_ids]\n")  # fmt: skip
     tasks = [{"prompt": f"one two {i}"} for i in range(8)]
     (start / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     keys = {"trainer_type": "grpo", "reward_functions": [{"path": f"{start}/rewards.py:even"}], "num_generations": 4,
-            "max_completion_length": 8, "total_batch_size": 16, "max_length": 16, **lora}  # fmt: skip
+            "max_completion_length": 8, "total_batch_size": 16, "max_length": 16, **how}  # fmt: skip
     for count in (1, 2):
         codes, said = ended(begin(start, tmp_path / str(count), count, (1, -1, 1, 1, 1), 2, rows="tasks", **keys))
         assert codes == [0] * count, [err[-1500:] for _, err in said]

@@ -19,6 +19,7 @@ FILES = (
     "question",
     "distill",
     "taught",
+    "self_taught",
     "embedding",
     "diffusion",
     "masked",

@@ -36,6 +36,7 @@ class Samples:
     it (`rollout.mixture`), the other one.
     sides: how many samples of a prompt the policy draws, and how many its rival, where it is not one each.
     writes: the share of the steps whose samples the policy draws, and the teacher those of the others; None: all.
+    reads: `batch` is given the tokenizer too, as `tok`.
     """
 
     batch: Callable[..., Any]
@@ -46,6 +47,7 @@ class Samples:
     rival: Callable[[Any], float] | None = None
     sides: Callable[[Any], tuple[int, int]] = lambda k: (1, 1)
     writes: Callable[[Any], float | None] = lambda k: None
+    reads: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class Synced:
     sync_ref_model: bool = key(False, "let the reference follow the model (TR-DPO)")
     ref_model_mixup_alpha: float = key(0.6, "share of the model in a move of the reference", needs="sync_ref_model")
     ref_model_sync_steps: int = key(512, "steps between two moves of the reference", needs="sync_ref_model")
+
+    @property
+    def moves(self) -> tuple[float, int] | None:
+        """The model's share in a move of the reference, and the steps between two; None: it stays."""
+        return (self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Preferences: pairs against a reference (DPO) or without one (CPO, SimPO and AlphaPO, ORPO), and rated completions against
-a reference (KTO, BCO)."""
+"""Preferences: pairs against a reference (DPO) or without one (CPO, SimPO and AlphaPO, ORPO), beside a completion to
+imitate (TPO), and rated completions against a reference (KTO, BCO)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ def preference(
 ) -> Method:  # fmt: skip
     """Declare a type that compares completions: `loss(keys)` gives the objective of `losses.completions` of each row.
 
-    kind: "pairs" or "unpaired" rows. coupled: whether these keys make a row's loss depend on others. means: the loss has
-    means over the tokens of chosen completions. more: further data settings. `facts` are those of `Method`.
+    kind: "pairs", "triples" or "unpaired" rows. coupled: whether these keys make a row's loss depend on others. means: the
+    loss has means over the tokens of chosen completions. more: further data settings. `facts` are those of `Method`.
     """
 
     def data(k: Any) -> dict[str, Any]:
@@ -103,6 +103,17 @@ class Orpo(Completions):
     lambda_orpo: float | None = key(None, "another name of orpo's beta")
 
 
+@dataclass(frozen=True)
+class Tpo(Completions):
+    """Keys of trainer_type tpo (arXiv:2405.16681); defaults are TRL's."""
+
+    beta: float = key(0.01, "strength of the preference", positive=True)
+    loss_type: str = key("sigmoid", "variant of the loss, as in TRL", choices=("sigmoid", "hinge", "ipo", "tpo-l"))
+    label_smoothing: float = key(0.0, "share of wrong labels")
+    tpo_alpha: float = key(1.0, "weight of the likelihood of the completions in the column reference", least=0)
+    tpo_l_gamma: float = key(0.5, "margin of loss_type tpo-l", needs="loss_type", of=("tpo-l",))
+
+
 def dpo(k: Dpo) -> Callable:
     """Choose the losses over pairs of dpo."""
     if k.kinds == ("sft",):
@@ -135,6 +146,17 @@ def orpo(k: Orpo) -> Callable:
     return losses.orpo_objective(beta=given.pop())
 
 
+def tpo(k: Tpo) -> Callable:
+    """Choose the loss over triples of tpo."""
+    return losses.tpo_objective(
+        beta=k.beta,
+        tpo_alpha=k.tpo_alpha,
+        loss_type=k.loss_type,
+        gamma=k.tpo_l_gamma,
+        label_smoothing=k.label_smoothing,
+    )
+
+
 # ---- single completions --------------------------------------------------------------------------------------------
 
 
@@ -165,6 +187,7 @@ METHODS = (
     preference("cpo", Cpo, 1e-6, cpo, means=True),
     preference("simpo", Simpo, 1e-6, cpo),
     preference("orpo", Orpo, 1e-6, orpo, means=True),
+    preference("tpo", Tpo, 5e-7, tpo, kind="triples", means=True),
     preference("kto", Kto, 1e-6, kto, kind="unpaired", coupled=lambda k: k.mismatched,
                more=lambda k: {"kl": k.mismatched}, reference=True),
     preference(  # the state keeps the running mean of rewards that bco compares with

@@ -69,8 +69,8 @@ class Compiling:
     def _warm_up(self, least: int) -> None:
         every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
         every = every if self.writes else []
-        if self.unread is None:
-            every += [(name, n) for n in self.lengths for name in ("score", "embed")[not self.writes :]]
+        whole = ("score",) * self.writes + ("embed",) * (self.unread is None)
+        every += [(name, n) for n in self.lengths for name in whole]
         every += [("encode", rounded(self.example[0]))] if self.example is not None else []
         sized = [(name, n, self._compilers(name, n)) for name, n in every]
         largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}

@@ -44,7 +44,7 @@ class Device(Seeing):
     it it reads text alone. Processes that follow one make the same `Device`.
     """
 
-    unread: ClassVar[str | None] = None  # why nothing is scored, where that is so
+    unread: ClassVar[str | None] = None  # why nothing is embedded, where that is so
 
     def __init__(
         self, model: Model, settings: Settings, adapters: Mapping[str, Any] | None = None, draft: Model | None = None, *,
@@ -82,17 +82,18 @@ class Device(Seeing):
 
     # ---- what changes the arrays ----
 
-    def execute(self, call: Call) -> Out | None:
+    def execute(self, call: Call) -> Any:
         """Change the arrays, by host arrays alone: the one way to do it, so that other processes can do the same.
 
         "extend" and "decode" take a packed plan, and masks if there are any; "copy" packed copies; "admit" the row, its
         tokens, their number, whether decode can continue it, the slot of its adapter, and the leaves of its `Sampling`.
         Of a model that sees, "extend" takes what is seen before masks, and "encode" the patches of a picture, their places,
         which entries it gets, and the slot of its adapter; "admit" the shift, if it turns by three components.
+        "score" changes none: rows and lengths, the slot, the targets and how many of them count.
         """
         return self.perform(call)
 
-    def perform(self, call: Call) -> Out | None:
+    def perform(self, call: Call) -> Any:
         """Execute it here."""
         if call.name == "begin":
             self._begin()
@@ -112,6 +113,8 @@ class Device(Seeing):
             self.entries = self.programs.encode(self.weights.call(call.adapter), self.entries, *call.arrays)
         elif call.name == "copy":
             self.state = self.programs.copy(self.state, *call.arrays)
+        elif call.name == "score":
+            return self.programs.score(self.weights.call(call.adapter), *call.arrays, **call.static)
         else:
             plan, *masks = call.arrays
             seen = (masks.pop(0), self.entries) if call.name == "extend" and self.example is not None else ()
@@ -241,8 +244,14 @@ class Device(Seeing):
 
     # ---- whole sequences, without a cache ----
 
+    def score(self, rows: Sequence[np.ndarray], targets: np.ndarray, count: int, top: int, adapter: str) -> Any:
+        """Score the first `count` of `targets` in `rows`, tokens and lengths; ValueError for an unknown adapter."""
+        self.weights.check(adapter)
+        slot = np.int32(self.weights.slot(adapter))
+        return self.execute(Call("score", [*rows, slot, targets, np.int32(count)], adapter, {"top": top}))
+
     def model_of(self, adapter: str) -> tuple[Any, np.int32]:
-        """Give what programs for whole sequences take: an adapter's parameters and slot. ValueError if it cannot be."""
+        """Give what the program that embeds takes: an adapter's parameters and slot. ValueError if it cannot be."""
         if self.unread is not None:
             raise ValueError(self.unread)
         self.weights.check(adapter)

@@ -15,6 +15,7 @@ over the same connections (`transfer`). Both lay them out as they go, so that no
 import contextlib
 import hmac
 import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ import numpy as np
 from fdel import params as P
 from fdel.serve.engine import transfer
 from fdel.serve.engine.device import Device
-from fdel.serve.engine.packing import Call, Out, pack_call, unpack_call
+from fdel.serve.engine.packing import Call, pack_call, unpack_call
 from fdel.serve.engine.views import View, layer_views
 
 MOST = 1 << 30  # bytes of a message
@@ -43,17 +44,19 @@ class Lost(RuntimeError):
 class Leader(Device):
     """The device of process 0: its followers execute what it executes. It is made and closed by its engine."""
 
-    unread: ClassVar[str | None] = "this engine runs on several processes: it only generates"
+    unread: ClassVar[str | None] = "this engine runs on several processes: it generates and scores, and embeds nothing"
 
     def __init__(self, *args: Any, address: str, secret: bytes, followers: int, timeout: float, **how: Any):
         self.connections: list[Connection] = []
+        self.turn = threading.Lock()  # steps, and what other threads score: all processes execute them in one order
         super().__init__(*args, **how)
         self.connections = accept(address, secret, followers, timeout)
 
-    def execute(self, call: Call) -> Out | None:
+    def execute(self, call: Call) -> Any:
         """Execute it everywhere; Lost if a follower is gone."""
-        self._send(call)
-        return super().execute(call)
+        with self.turn:
+            self._send(call)
+            return alone(self, call) if call.name == "score" else super().execute(call)
 
     def checked(self, adapter: str, params: Any, **how: bool) -> Any:
         """Check new weights, all of which process 0 has. ValueError for those that lie on other processes."""
@@ -70,8 +73,9 @@ class Leader(Device):
     def replace(self, adapter: str, new: Any, reuse: bool = False) -> None:
         """Hold other weights everywhere; Lost if a follower is gone. They go array by array: nothing is written over."""
         own = self.weights.is_base
-        self._send(Call("weights", [transfer.describe(new, own, adapter)], adapter))
-        super().replace(adapter, transfer.sending(new, own, adapter, self._send_array))
+        with self.turn:
+            self._send(Call("weights", [transfer.describe(new, own, adapter)], adapter))
+            super().replace(adapter, transfer.sending(new, own, adapter, self._send_array))
 
     def warm_up(self, least: bool = False) -> None:
         """Compile every program: all processes must have the one that a step needs."""
@@ -79,7 +83,7 @@ class Leader(Device):
 
     def close(self) -> None:
         """Let the followers go."""
-        with contextlib.suppress(Lost):  # gone already
+        with self.turn, contextlib.suppress(Lost):  # gone already
             self._send(Call("end"))
         for c in self.connections:
             c.close()
@@ -117,8 +121,16 @@ def follow(device: Device, address: str, secret: bytes, timeout: float = 300.0) 
             if call.name == "weights":
                 base = jax.tree.map(View, device.weights[""] if call.adapter else device.weights.like)
                 device.replace(call.adapter, transfer.receiving(call.arrays[0], base, partial(fill, connection)))
+            elif call.name == "score":
+                alone(device, call)
             else:
                 device.execute(call)
+
+
+def alone(device: Device, call: Call) -> Any:
+    """Execute a call that no step waits for. On CPU it could run beside one, and what both send to others would mix."""
+    jax.block_until_ready((device.state, device.sequences))
+    return jax.block_until_ready(device.perform(call))
 
 
 def receive(connection: Connection) -> Call:

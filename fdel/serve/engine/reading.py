@@ -25,7 +25,7 @@ class Reading(Changes):
         """Tell the log-probability of each token after those before it, and of the `top` likeliest (at most 20)."""
         if not (whole(top) and 0 <= top <= TOP):
             raise ValueError(f"top={top!r}; expected 0 to {TOP}")
-        self._device.model_of(adapter)  # refused first
+        self._device.weights.check(adapter)  # refused first
         if self.silent is not None:
             raise ValueError(self.silent)
         rows, count = self._device.padded(tokens), len(tokens) - 1
@@ -43,8 +43,7 @@ class Reading(Changes):
         `rows` are tokens int32[B T] and lengths int32[B]; `targets`, int32[3 N], row, position, and the token that may come
         next there. Each new shape compiles a program; what it gives may not be computed yet.
         """
-        params, slot = self._device.model_of(adapter)
-        return self._device.programs.score(params, *rows, slot, targets, np.int32(count), top=top)
+        return self._device.score(rows, targets, count, top, adapter)
 
     def embed(
         self, tokens: Sequence[int], pool: str | Pooling | None = None, *, adapter: str = ""

@@ -38,7 +38,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         self.report = functools.reduce(operator.add, (s.report for s in self.stores), Report())
-        self.masked = self.settings.kind in ("pairs", "unpaired") or self.report.learnt < self.report.tokens
+        self.masked = self.settings.kind in ("pairs", "triples", "unpaired") or self.report.learnt < self.report.tokens
         self.plan = functools.lru_cache(maxsize=2)(self._plan)
         self._firsts, self._lock = [0], threading.Lock()  # the number of the first batch of each epoch seen so far
         if not self.first(1):

@@ -2,6 +2,7 @@
 
 Columns, as in TRL: `text` | `messages` | `prompt` and `completion` | `input_ids` (with `labels`, `completion_mask` or
 `assistant_masks`) for "sft"; `chosen` and `rejected`, `prompt` or what both have in common, `margin` for "pairs"; `prompt`,
+`chosen`, `rejected` and `reference`, a completion to imitate, for "triples"; `prompt`,
 `completion`, `label`, or a pair, for "unpaired"; `prompt`, or the messages before a last reply, for "prompt". Texts, or
 lists of messages; `tools` and `chat_template_kwargs` go to the template. Texts alone: `anchor` (or `query`), `positive` and
 `negative` for "embedding"; `prompt`, `completions` and `labels`, both lists, for "process"; `text`, `messages` or `prompt`,
@@ -63,6 +64,9 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
     elif settings.kind == "spans":
         question, context, answer = _answered(row)
         yield (Draft(question), Draft(context)), {"answer": answer}
+    elif settings.kind == "triples":
+        prompt, *said = (_column(row, name) for name in ("prompt", "chosen", "rejected", "reference"))
+        yield tuple(_join(prompt, x, row, tok) for x in said), {}
     elif settings.kind == "pairs" or paired:
         prompt, chosen, rejected = _pair(row)
         sides = _join(prompt, chosen, row, tok), _join(prompt, rejected, row, tok)

@@ -10,7 +10,7 @@ COMPLAINTS = 20  # how many different ones it shows; messages may hold values fr
 PER_TOKEN = ("process", "tagged", "spans")  # kinds whose labels stand at tokens
 
 CHOICES = {
-    "kind": ("sft", "pairs", "unpaired", "prompt", "embedding", "process", "labelled", "tagged", "spans"),
+    "kind": ("sft", "pairs", "triples", "unpaired", "prompt", "embedding", "process", "labelled", "tagged", "spans"),
     "problem": ("single_label_classification", "multi_label_classification", "regression"),
     "learn": ("auto", "all", "completion", "assistant"),
     "packing": (None, "first_fit", "best_fit", "best_fit_split", "wrapped"),
@@ -32,9 +32,9 @@ def check_ratios(fcm_min_ratio: float, fcm_max_ratio: float) -> None:
 class Settings:
     """How rows become batches.
 
-    kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "unpaired" (KTO, BCO); "prompt"; "embedding"; "process" (steps that
-              are judged one by one); "labelled" (texts) and "tagged" (words), which a classifier learns; "spans" (answers
-              to questions that stand in a text)
+    kind      "sft"; "pairs" (DPO, CPO, ORPO, reward); "triples" (TPO); "unpaired" (KTO, BCO); "prompt"; "embedding";
+              "process" (steps that are judged one by one); "labelled" (texts) and "tagged" (words), which a classifier
+              learns; "spans" (answers to questions that stand in a text)
     batch     rows of a step, of all processes and microbatches together
     length    the most tokens of a row; a longer sequence loses its end
     packing   None, one example per row; "first_fit" or "best_fit", whole examples; "best_fit_split", longer ones in parts;
@@ -64,7 +64,7 @@ class Settings:
     sight     how the model sees (`media.sight.read`): rows of "sft", "pairs" and "prompt" may show images (see `pictures`);
               None: a row with images is bad
     max_prompt, max_completion
-              of "pairs" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
+              of "pairs", "triples" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
     fcm_min_ratio, fcm_max_ratio
               of "sft", forgetful causal masking (arXiv:2210.13432): each row draws a ratio between the two, and hides each
               token with that probability as a key from all queries, its own too, in all layers; first tokens are seen
@@ -112,8 +112,10 @@ class Settings:
             raise ValueError("batch, length, window, threads, block and buckets are numbers of at least 1")
         if min(1 if n is None else n for n in (self.vocab, self.max_prompt, self.max_completion)) < 1:
             raise ValueError("vocab, max_prompt and max_completion are numbers of at least 1, or None")
-        if self.kind not in ("pairs", "unpaired") and (self.max_prompt or self.max_completion):
-            raise ValueError(f"max_prompt and max_completion are for kind='pairs' and 'unpaired', not {self.kind!r}")
+        if self.kind not in ("pairs", "triples", "unpaired") and (self.max_prompt or self.max_completion):
+            raise ValueError(
+                f"max_prompt and max_completion are for kind='pairs', 'triples' and 'unpaired', not {self.kind!r}"
+            )
         check_ratios(self.fcm_min_ratio, self.fcm_max_ratio)
         if self.fcm_max_ratio and self.kind != "sft":
             raise ValueError(f"fcm_max_ratio={self.fcm_max_ratio} is for kind='sft', not {self.kind!r}; leave it at 0")
@@ -130,8 +132,8 @@ class Settings:
 
     @property
     def sides(self) -> int:
-        """Sequences of an example: chosen and rejected, or a query and its documents."""
-        return {"pairs": 2, "embedding": 2 + self.negatives}.get(self.kind, 1)
+        """Sequences of an example: chosen and rejected, with a gold one or without, or a query and its documents."""
+        return {"pairs": 2, "triples": 3, "embedding": 2 + self.negatives}.get(self.kind, 1)
 
     @property
     def targets(self) -> int:

@@ -26,7 +26,9 @@ from fdel.train.data.settings import PER_TOKEN, Report, Settings
 from fdel.train.data.tables import Table, open_table
 
 CHUNK = 512  # rows that are tokenized together
-NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(("sft", "prompt", "embedding", "process", "tagged", "spans"), {})
+NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(
+    ("sft", "triples", "prompt", "embedding", "process", "tagged", "spans"), {}
+)
 NUMBERS |= {"pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
 NUMBERS |= {"labelled": {"labels": "float32"}}  # [targets], where that is not one
 FORMAT = 2  # of the cache; another number makes caches of before invalid

@@ -29,6 +29,7 @@ from .pairs import cpo_objective, dpo_objective, orpo_objective
 from .policy import Policy
 from .reward_model import process_reward, reward
 from .sampled import adaptive_entropy, policy_gradient, policy_objective, policy_outputs, start_entropy, token_logps
+from .self_distillation import self_distill
 from .spans import question_answering
 from .supervised import dft, nll, sft
 from .unpaired import bco_objective, kto_objective
@@ -42,7 +43,7 @@ __all__ = [
     "cpo_objective", "orpo_objective", "kto_objective", "bco_objective", "token_stats", "token_sum",
     "Policy", "policy_gradient", "policy_outputs", "policy_objective", "token_logps", "ppo", "token_values",
     "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective", "sampled_distill",
-    "taught_gradient", "prefix_weighted",
+    "self_distill", "taught_gradient", "prefix_weighted",
     "adaptive_entropy", "start_entropy",
     "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

@@ -137,18 +137,19 @@ def completion_metrics(o: Outputs, logps: Array, rewards: Array, chosen: Bool[Ar
 def with_mean_lengths(batch: Batch) -> Batch:
     """Add to a batch of pairs the denominators of means over chosen tokens, so that each microbatch knows the whole's.
 
-    With them, losses with an NLL term ("sft", CPO, ORPO) are exact under `accumulate` too, without `gradcache`. Rows that
-    are not pairs are a ValueError.
+    With them, losses with an NLL term ("sft", CPO, ORPO, TPO) are exact under `accumulate` too, without `gradcache`. Of
+    triples they are of the gold completions, the third. Other rows are a ValueError.
     """
     shape = batch["tokens"].shape
-    if "packed" in batch or len(shape) != 3 or shape[1] != 2:
+    if "packed" in batch or len(shape) != 3 or shape[1] not in (2, 3):
         raise ValueError(
-            f"the batch has tokens {shape}; means over chosen tokens are of pairs, [B 2 T], one sequence a row"
+            f"the batch has tokens {shape}; means over chosen tokens are of pairs, [B 2 T], or triples, [B 3 T], one "
+            "sequence a row"
         )
-    b = batch["tokens"].shape[0]
-    count = lambda batch: (rows(batch)[2] >= 0).reshape(b, 2, -1).sum(-1, dtype=jnp.float32)
+    b, sides, learnt = shape[0], shape[1], {2: 0, 3: 2}[shape[1]]
+    count = lambda batch: (rows(batch)[2] >= 0).reshape(b, sides, -1).sum(-1, dtype=jnp.float32)
     there = counted({"lengths": count(batch)})
-    mean = lambda batch: jnp.broadcast_to(mean_length(count(batch)[:, 0], there), b)
+    mean = lambda batch: jnp.broadcast_to(mean_length(count(batch)[:, learnt], there), b)
     return {**batch, "mean_length": mean(batch), "mean_text_length": mean(_text(batch))}
 
 

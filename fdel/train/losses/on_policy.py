@@ -6,8 +6,8 @@
 Its other forms are losses that stand elsewhere, on samples of the student (GKD: of both) or the teacher (seq_kd):
 the whole distributions' divergence with any beta is `distill`, a stored part of the teacher's `sparse_distill`. IW-OPD is
 `taught_gradient` with Policy(loss_type="reinforce") and `prefix_weighted` advantages; MiniLLM has those of
-`rollout.advantages.reward_to_go(..., mean=True)`, and `distill` with beta=1 added to the loss. Self-distillation has a
-teacher that is told more: its log-probabilities come as a column.
+`rollout.advantages.reward_to_go(..., mean=True)`, and `distill` with beta=1 added to the loss. A
+teacher that is the model itself, told more: `self_distillation`.
 """
 
 from collections.abc import Callable

@@ -105,7 +105,7 @@ def tpo_objective(
     """Build the objective of TPO (arXiv:2405.16681): `cpo` of two completions, and tpo_alpha * the NLL of a third one.
 
     Triples, int tokens [B 3 T]: chosen, rejected, gold. `loss_type` is that of `cpo`, or "tpo-l", of means over tokens
-    with the margin `gamma`. The NLL is a mean over all gold tokens, exact under `gradcache`.
+    with the margin `gamma`. The NLL is a mean over all gold tokens (`with_mean_lengths`).
     """
     kind = {"tpo-l": "simpo"}.get(loss_type, loss_type)
     check_range(tpo_alpha=tpo_alpha)
@@ -118,8 +118,9 @@ def tpo_objective(
         rows = counted(o)
         logps = o["logps"] / jnp.maximum(o["lengths"], 1) if kind in ("ipo", "simpo") else o["logps"]
         preferred = jnp.where(rows, loss(logps[:, 0], logps[:, 1]), 0)
-        gold = mean_nll(o["nll"][:, 2], mean_length(o["lengths"][:, 2], rows), rows)
-        pair = {k: v[:, :2] for k, v in o.items()}
+        length = batch["mean_length"] if "mean_length" in batch else mean_length(o["lengths"][:, 2], rows)
+        gold = mean_nll(o["nll"][:, 2], length, rows)
+        pair = {k: v[:, :2] for k, v in o.items() if v.ndim > 1}
         metrics = completion_metrics(pair, logps[:, :2], beta * logps[:, :2], jnp.array([[True, False]]))
         margins = jnp.where(rows, beta * (logps[:, 0] - logps[:, 1]), 0)
         metrics |= {"rewards/margins": margins.sum(), "rewards/accuracies": (margins > 0).sum(dtype=margins.dtype)}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,6 +36,21 @@ def _local(x: jax.Array, here: NamedSharding) -> jax.Array:
     every = Mesh(grid, ("process", *here.mesh.axis_names), axis_types=(jax.sharding.AxisType.Auto,) * grid.ndim)
     alike = jax.device_put(x, NamedSharding(every, here.spec))
     return jax.make_array_from_single_device_arrays(x.shape, here, [s.data for s in alike.addressable_shards])
+
+
+def even(batch: dict[str, Any]) -> dict[str, Any]:
+    """Fill up a batch of packed rows with empty ones: all processes have as many rows, and places, as the one with most.
+
+    They call it at the same time.
+    """
+    sizes = np.array([len(batch["tokens"]), batch["places"].shape[1]])
+    rows, places = (np.asarray(multihost_utils.process_allgather(sizes)).reshape(-1, 2).max(0) - sizes).tolist()
+    fill = lambda x, empty=0: np.pad(x, ((0, rows), (0, 0)), constant_values=empty)
+    nowhere = batch["tokens"].shape[1]
+    found = {k: fill(x) for k, x in batch.items() if k not in ("packed", "places")}
+    packed = batch["packed"]
+    found["packed"] = replace(packed, positions=fill(packed.positions), segment_ids=fill(packed.segment_ids, -1))
+    return found | {"places": np.pad(batch["places"], ((0, rows), (0, places)), constant_values=nowhere)}
 
 
 def mean(row: Mapping[str, float]) -> dict[str, float]:
