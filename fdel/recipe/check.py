@@ -107,6 +107,10 @@ def _models(s: Settled) -> Iterator[str]:
          "loader.param_dtype: with adapters, the frozen weights are kept in loader.dtype; give one of the two"),
         (s.lora and t.sync_ref_model,
          "trainer.sync_ref_model: with adapters, the reference is the model without them; remove one of the two"),
+        (s.lora and t.router_bias_update_speed,
+         "trainer.router_bias_update_speed: with adapters, routers are frozen; remove it"),
+        (t.optimizer == "schedule_free" and t.router_bias_update_speed,
+         "trainer.router_bias_update_speed: schedule_free would undo what moves; use another optimizer"),
         (s.lora and t.optimizer in ("adafactor", "muon"),
          f"trainer.optimizer: {t.optimizer} has no form for adapters; use adamw or lion"),
     )  # fmt: skip
