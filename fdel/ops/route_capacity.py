@@ -115,7 +115,7 @@ class Tallied:
 def tally(
     batch: Batch, weights: Float[Array, "... k"], experts: Int[Array, "... k"], bias: Tallied | Float[Array, " E"]
 ) -> Float[Array, "... k"]:
-    """Give the weights of the chosen experts as they are; with a `Tallied` bias, its gradient is how often each was chosen."""
+    """Give the weights of chosen experts as they are; the gradient in a `Tallied` bias is how often each was chosen."""
     if not (isinstance(bias, Tallied) and isinstance(batch, Packed)):
         return weights
     return _tallied(weights, bias.bias, choices(batch, experts, bias.bias.shape[-1]).astype(bias.bias.dtype))

@@ -53,7 +53,7 @@ def count_choices(g: GradFn, spec: Any) -> GradFn:
 def balance(step: Step, speed: float) -> Step:
     """Move biases of selection after each step that is not skipped: bias + speed sign(mean load - load), in each layer.
 
-    The rule of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2; 2408.15664, algorithm 1), which took 0.001; the load counts all
+    The rule of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2; 2408.15664, algorithm 1), which took 0.001; load is of all
     tokens of the step. The metrics "router_busiest" and "router_idle" are the loads of the busiest and of the idlest
     expert over the mean load, means over layers. ValueError around a step without `count_choices`, and for a speed below 0.
     """

@@ -192,7 +192,7 @@ def test_router_auxiliary_loss_is_that_of_transformers(case, name, tmp_path):
 
 @pytest.mark.parametrize("name", [slow("qwen3_moe"), slow("deepseek_v3")])
 def test_router_z_loss_is_that_of_transformers(case, name):
-    """Of rows of 40 and 23 tokens: transformers' `router_z_loss_func` of its routers' logits, all layers together (1e-5)."""
+    """Of rows of 40 and 23 tokens: transformers' `router_z_loss_func` of its routers' logits, all layers together."""
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
     c, coef, seen = case(name), 0.3, []
@@ -221,9 +221,7 @@ def test_selection_biases_move_by_deepseeks_rule(case, name):
     oracle, lengths = tiny.build(name), np.array([suite.LENGTH, 23])
     gates = [m for _, m in oracle.named_modules() if hasattr(m, "e_score_correction_bias") and hasattr(m, "weight")]
     for module in gates:
-        module.register_forward_hook(
-            lambda module, x, out: seen.append(out[-1] if out[-1].dtype == torch.int64 else out[0])
-        )
+        module.register_forward_hook(lambda m, x, out: seen.append(out[-1] if out[-1].dtype == torch.int64 else out[0]))
     mask = torch.tensor(np.arange(suite.LENGTH) < lengths[:, None])
     with torch.no_grad():
         oracle(torch.tensor(c.tokens), attention_mask=mask)

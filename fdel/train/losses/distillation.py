@@ -155,7 +155,8 @@ class Terms(NamedTuple):
 
     `hidden_weight` times the mean `hidden_mse` over the hidden states `hidden_layers`, each at the same index of both
     models (see `losses.forward`; the last one by default), and `router_aux_loss_coef` and `router_z_loss_coef` as in `sft`.
-    `attention_weight` times the mean `attention_mse` over the layers `attention_layers`, each at the same index of both among those that attend;
+    `attention_weight` times the mean `attention_mse` over the layers `attention_layers`, each at the same index of both
+    among those that attend;
     None: all, of two models with as many. Each takes float32 [B N T T] in both models.
     """
 
@@ -197,9 +198,7 @@ def distill(
     if terms.hidden_weight and not places:
         raise ValueError("hidden_layers is empty; name the hidden states to match, as (-1,), or set hidden_weight to 0")
     inside: dict[str, Any] = {"places": places, "attention": _attending(terms, (family, cfg), (teacher, teacher_cfg))}
-    forward = forward_pass(
-        family, cfg, router=terms.router_aux_loss_coef + terms.router_z_loss_coef != 0, **inside, remat=remat
-    )
+    forward = forward_pass(family, cfg, router=router, **inside, remat=remat)
     teach = forward_pass(teacher, teacher_cfg, **inside)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Array]]:

@@ -211,7 +211,7 @@ def place_stats(hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batc
 
 
 class TokenScores(NamedTuple):
-    """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; `router_terms`' balance."""
+    """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; the routers' balance."""
 
     stats: TokenStats
     weights: Float[Array, "... T"]
