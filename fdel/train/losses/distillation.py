@@ -198,7 +198,9 @@ def distill(
     if terms.hidden_weight and not places:
         raise ValueError("hidden_layers is empty; name the hidden states to match, as (-1,), or set hidden_weight to 0")
     inside: dict[str, Any] = {"places": places, "attention": _attending(terms, (family, cfg), (teacher, teacher_cfg))}
-    forward = forward_pass(family, cfg, router=router, **inside, remat=remat)
+    forward = forward_pass(
+        family, cfg, router=bool(terms.router_aux_loss_coef or terms.router_z_loss_coef), **inside, remat=remat
+    )
     teach = forward_pass(teacher, teacher_cfg, **inside)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Array]]:

@@ -75,7 +75,7 @@ def policy_objective(
 ) -> Callable[..., tuple[Array, Sums]]:
     """Build the objective `(outputs, batch, given) -> (sum, sums)` of `policy`; outputs are those of `policy_outputs`.
 
-    `router_aux_loss_coef` times the router's balance, `router_z_loss_coef` times its z-loss are added to each unit of weight.
+    `router_aux_loss_coef` times the router's balance, `router_z_loss_coef` times its z-loss are added per unit of weight.
     Given "entropy", the state of
     `adaptive_entropy`, its coefficient takes the place of a `Policy.entropy_coef` that is not 0.
     """
