@@ -40,7 +40,8 @@ VALUES: dict[str, Any] = {
     "tpo_alpha": 0.5, "tpo_l_gamma": 0.9,
     "f_divergence_type": "js_divergence", "f_alpha_divergence_coef": 0.3, "discopop_tau": 0.1, "use_weighting": True,
     "loss_weights": [2.0], "desirable_weight": 2.0, "undesirable_weight": 2.0, "center_rewards_coefficient": 0.01,
-    "pooling": "mean", "margin": 0.3, "matryoshka_dims": [8], "router_aux_loss_coef": 0.01, "negatives": 2,
+    "pooling": "mean", "margin": 0.3, "matryoshka_dims": [8], "router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.01,
+    "negatives": 2,
     "gradient_checkpointing": "dots_saveable", "completion_only_loss": False, "assistant_only_loss": True,
     "packing": True, "packing_strategy": "wrapped", "step_separator": "\n\n", "train_on_last_step_only": True,
     "max_length": 77, "max_prompt_length": 33, "max_completion_length": 34,
@@ -81,7 +82,8 @@ SAMPLING = {
     "teacher_sync_steps",
 }  # fmt: skip
 LOOP = {
-    "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay", "skip_nonfinite", "debug",
+    "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay",
+    "router_bias_update_speed", "skip_nonfinite", "debug",
     "lora", "log_steps", "evaluation_steps", "save_steps", "save_directory", "save_total_limit", "resume_if_possible",
     "metric_for_best_model", "use_wandb", "use_tensorboard", "precompute_ref_log_probs", "sync_ref_model",
     "trainer_type", "optimizer", "scheduler", "loss_type", "disable_dropout",

@@ -183,7 +183,7 @@ def experts(x, carry, p, cfg: Any, batch):
     h = ops.rms_norm(x, None, cfg.norm_eps) * p["router_scale"] * cfg.embed**-0.5
     logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
     weights, chosen = ops.route_softmax(logits, cfg.top_k, normalize=True)
-    carry = ops.watch_router(batch, carry, jax.nn.softmax(logits), chosen)
+    carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), chosen)
     weights = weights * p["expert_scale"][chosen]
     h = ops.rms_norm(x, p["moe_norm"], cfg.norm_eps)
     return ops.moe(h, p["experts"], weights, chosen, ops.ACTIVATIONS[cfg.act]), carry

@@ -91,7 +91,7 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     def moe(h, carry, p):
         logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
         top, experts = jax.lax.top_k(logits, cfg.top_k)
-        carry = ops.watch_router(batch, carry, jax.nn.softmax(logits), experts)
+        carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), experts)
         y = ops.moe(h, p["experts"], jax.nn.sigmoid(top), experts, act, scale_inputs=True)
         return y + ops.glu(h, p["shared"], act), carry
 

@@ -88,7 +88,7 @@ def softmax_experts(
     logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
     logits = logits + p["router_bias"].astype(jnp.float32) if "router_bias" in p else logits
     weights, experts = route(logits, cfg.top_k, **options)
-    carry = ops.watch_router(batch, carry, jax.nn.softmax(logits), experts)
+    carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), experts)
     y = ops.moe(h, p["experts"], weights * getattr(cfg, "route_scale", 1.0), experts, act, gated=gated)
     if "shared" not in p:
         return y, carry
@@ -113,6 +113,6 @@ def sigmoid_experts(
         logits, cfg.top_k, bias=p["router_bias"], groups=cfg.groups, topk_groups=cfg.topk_groups,
         scale=cfg.route_scale, normalize=cfg.normalize,
     )  # fmt: skip
-    scores = jax.nn.sigmoid(logits)
-    carry = ops.watch_router(batch, carry, scores / scores.sum(-1, keepdims=True), experts)
+    weights, scores = ops.tally(batch, weights, experts, p["router_bias"]), jax.nn.sigmoid(logits)
+    carry = ops.watch_router(batch, carry, logits, scores / scores.sum(-1, keepdims=True), experts)
     return ops.moe(h, p["experts"], weights, experts, act) + ops.glu(h, p["shared"], act), carry

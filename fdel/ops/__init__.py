@@ -46,12 +46,14 @@ from fdel.ops.norm import layer_norm, rms_norm
 from fdel.ops.rope import Rope, components, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.route import route_sigmoid, route_softmax, route_sparsemixer
 from fdel.ops.route_capacity import (
+    Tallied,
     expert_capacity,
     route_expert_choice,
     route_switch,
     router_jitter,
     router_metrics,
     router_z_loss,
+    tally,
     update_router_bias,
 )
 from fdel.ops.sparse import Chosen, choose_keys, none_chosen, sparse_mla

@@ -35,6 +35,7 @@ class RouterLoad:
     chosen: Float[Array, " E"]  # how often each expert was chosen
     probability: Float[Array, " E"]  # what the router gave each
     tokens: Float[Array, ""]
+    z: Float[Array, ""]  # logsumexp(logits)^2
 
 
 @register
@@ -125,10 +126,13 @@ def watch_hidden(carry: Carry, x: Float[Array, "... D"], place: Any) -> Carry:
 
 def router_load(experts: int) -> RouterLoad:
     """Watch the routers of a model with so many experts, from no tokens on."""
-    return RouterLoad(jnp.zeros(experts), jnp.zeros(experts), jnp.zeros(()))
+    return RouterLoad(jnp.zeros(experts), jnp.zeros(experts), jnp.zeros(()), jnp.zeros(()))
 
 
-def watch_router(batch: Batch, carry: Carry, probability: Float[Array, "... E"], experts: Int[Array, "... k"]) -> Carry:
+def watch_router(
+    batch: Batch, carry: Carry, logits: Float[Array, "... E"], probability: Float[Array, "... E"],
+    experts: Int[Array, "... k"],
+) -> Carry:  # fmt: skip
     """Add one layer's routing to the `RouterLoad` that is watched.
 
     `probability` sums to 1 over experts: softmax(logits), or sigmoid(logits) over its sum (arXiv:2412.19437, eq. 19).
@@ -137,10 +141,16 @@ def watch_router(batch: Batch, carry: Carry, probability: Float[Array, "... E"],
     if not (load and isinstance(batch, Packed)):
         return carry
     real = (batch.segment_ids >= 0).astype(jnp.float32)
-    chosen = jax.nn.one_hot(experts, probability.shape[-1]).sum(-2)
     total = lambda x: jnp.einsum("bte,bt->e", x, real)
-    sums = load.chosen + total(chosen), load.probability + total(probability), load.tokens + real.sum()
-    return carry.watch(router=RouterLoad(*sums))
+    sums = choices(batch, experts, probability.shape[-1]), total(probability), real.sum()
+    z = (jax.nn.logsumexp(logits.astype(jnp.float32), -1) ** 2 * real).sum()
+    return carry.watch(router=jax.tree.map(jnp.add, load, RouterLoad(*sums, z)))
+
+
+def choices(batch: Packed, experts: Int[Array, "B T k"], n: int) -> Float[Array, " E"]:
+    """Count how often each of n experts was chosen, without padding."""
+    real = (batch.segment_ids >= 0).astype(jnp.float32)
+    return jnp.einsum("bte,bt->e", jax.nn.one_hot(experts, n).sum(-2), real)
 
 
 def load_balancing(load: RouterLoad) -> Float[Array, ""]:

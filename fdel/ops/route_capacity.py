@@ -1,6 +1,8 @@
 """Routers with a capacity, and what keeps routers in balance. Index -1 is no expert: `ops.moe` adds nothing for it."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from fdel.ops.carry import RouterLoad
+from fdel.ops.batch import Batch, Packed, register
+from fdel.ops.carry import RouterLoad, choices
 
 
 def expert_capacity(tokens: int, experts: int, factor: float, k: int = 1) -> int:
@@ -89,8 +92,43 @@ def update_router_bias(
     >>> ops.update_router_bias(jnp.zeros(3), jnp.array([5.0, 1.0, 3.0]), 0.5)
     Array([-0.5,  0.5,  0. ], dtype=float32)
     """
-    excess = chosen.mean(-1, keepdims=True) - chosen
+    excess = chosen.sum(-1, keepdims=True) - chosen * chosen.shape[-1]  # E times the mean's: integers, which are exact
     return bias + jnp.asarray(rate, bias.dtype) * jnp.sign(excess).astype(bias.dtype)
+
+
+@register
+@dataclass(frozen=True)
+class Tallied:
+    """A selection bias whose gradient counts how often each expert was chosen, padding not, whatever the loss is.
+
+    So counts of all microbatches and devices add up as gradients do, for each layer by itself. A bias of selection has no
+    other gradient. `sublayers.sigmoid_experts` reads it in Packed calls (`tally`).
+    """
+
+    bias: Float[Array, "... E"]
+
+    def astype(self, dtype: Any) -> Float[Array, "... E"]:
+        """Give the bias that this stands for."""
+        return self.bias.astype(dtype)
+
+
+def tally(
+    batch: Batch, weights: Float[Array, "... k"], experts: Int[Array, "... k"], bias: Tallied | Float[Array, " E"]
+) -> Float[Array, "... k"]:
+    """Give the weights of chosen experts as they are; the gradient in a `Tallied` bias is how often each was chosen."""
+    if not (isinstance(bias, Tallied) and isinstance(batch, Packed)):
+        return weights
+    return _tallied(weights, bias.bias, choices(batch, experts, bias.bias.shape[-1]).astype(bias.bias.dtype))
+
+
+@jax.custom_vjp
+def _tallied(weights: Array, bias: Array, counts: Array) -> Array:
+    return weights
+
+
+_tallied.defvjp(
+    lambda weights, bias, counts: (weights, counts), lambda counts, ct: (ct, counts, jnp.zeros_like(counts))
+)
 
 
 def router_metrics(load: RouterLoad, k: int) -> dict[str, Float[Array, ""]]:
@@ -98,7 +136,7 @@ def router_metrics(load: RouterLoad, k: int) -> dict[str, Float[Array, ""]]:
 
     "dropped": the share of choices that no expert took, for want of capacity. "busiest": the load of the busiest expert,
     1 where all have as much.
-    >>> load = ops.RouterLoad(jnp.array([3.0, 1.0]), jnp.array([2.0, 2.0]), jnp.array(5.0))
+    >>> load = ops.RouterLoad(jnp.array([3.0, 1.0]), jnp.array([2.0, 2.0]), jnp.array(5.0), jnp.array(0.0))
     >>> {name: round(float(x), 2) for name, x in ops.router_metrics(load, 1).items()}
     {'dropped': 0.2, 'busiest': 1.5}
     """

@@ -58,12 +58,14 @@ def build_objective(
     rows = build.cast(s, model, found.rows)
     if s.lora:
         rows = losses.on_adapters(rows, reference=s.reference is not None)
+    moves = s.recipe.trainer.router_bias_update_speed
+    count = (lambda g: train.count_choices(g, build.spec_of(s, model))) if moves else lambda g: g
     n, total, prepare, loss = s.recipe.trainer.gradient_accumulation_steps, found.total, found.prepare, rows
     if total is not None:
         loss = lambda params, batch, given: total(rows(params, batch, given), batch, given)
         if found.coupled:
-            return Composed(loss, lay(train.gradcache(rows, total, n)))
-    apart = parallel.reduce_once(train.accumulate(lay(train.grads(loss)), n))
+            return Composed(loss, count(lay(train.gradcache(rows, total, n))))
+    apart = count(parallel.reduce_once(train.accumulate(lay(train.grads(loss)), n)))
     if prepare is None:
         return Composed(loss, apart)
     return Composed(loss, lambda params, batch, given: apart(params, prepare(batch), given))
@@ -101,6 +103,7 @@ def build_step(
     g = train.normalize(found.grads)
     g, jit = (debug.checked(g, model.cfg.vocab), debug.jit) if t.debug else (g, jax.jit)
     step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, seed=t.seed, **apply)
+    step = train.balance(step, t.router_bias_update_speed) if t.router_bias_update_speed else step
     step = _around(s, step, build.build_schedule(s, steps))
     step = samples.learning(s, model, step)
     step = jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options())

@@ -40,6 +40,8 @@ class Common:
     adam_epsilon: float = key(1e-8, "of adamw", needs="optimizer", of=("adamw",))
     moments: str = key("float32", "dtype of adamw's moments", choices=("float32", "bfloat16", "int8"),
         needs="optimizer", of=("adamw",))  # fmt: skip
+    router_bias_update_speed: float = key(0.0, "what a bias that chooses experts moves in a step, against their load, as "
+        "DeepSeek-V3's by 0.001; 0: not", least=0)  # fmt: skip
     ema_decay: float | None = key(None, "keep a moving average of the parameters, which is then saved and evaluated")
     skip_nonfinite: bool = key(True, "skip steps whose loss or gradient is not finite")
     gradient_checkpointing: bool | str | None = key(None,

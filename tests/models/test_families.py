@@ -190,6 +190,58 @@ def test_router_auxiliary_loss_is_that_of_transformers(case, name, tmp_path):
         np.testing.assert_allclose(got, g, atol=1e-5 * np.abs(g).max(), rtol=0)
 
 
+@pytest.mark.parametrize("name", [slow("qwen3_moe"), slow("deepseek_v3")])
+def test_router_z_loss_is_that_of_transformers(case, name):
+    """Of rows of 40 and 23 tokens: transformers' `router_z_loss_func` of its routers' logits, all layers together."""
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+    c, coef, seen = case(name), 0.3, []
+    oracle, lengths = tiny.build(name), np.array([suite.LENGTH, 23])
+    for path, module in oracle.named_modules():
+        if path.endswith("mlp.gate"):
+            module.register_forward_hook(lambda module, x, out: seen.append(x[0].detach() @ module.weight.detach().T))
+    mask = torch.tensor(np.arange(suite.LENGTH) < lengths[:, None])
+    oracle(torch.tensor(c.tokens), attention_mask=mask)
+    logits = torch.cat([x.reshape(*mask.shape, -1)[mask] for x in seen]).double()
+    want = router_z_loss_func(logits[None]).item()
+    batch = {"tokens": jnp.asarray(c.tokens), "lengths": jnp.asarray(lengths)}
+    means = [
+        train.normalize(train.grads(train.losses.sft(c.model.family, c.model.cfg, **coefs)))(c.model.params, batch)[1]
+        for coefs in ({"router_z_loss_coef": coef}, {})
+    ]
+    np.testing.assert_allclose(means[0]["router_z_loss"], want, rtol=1e-5)
+    np.testing.assert_allclose(means[0]["loss"] - means[1]["loss"], coef * want, rtol=1e-4)
+    assert means[0]["router_load"] > 1 and "router_z_loss" not in means[1]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", *(slow(n) for n in ("glm4_moe", "kimi_linear", "glm_moe_dsa"))])
+def test_selection_biases_move_by_deepseeks_rule(case, name):
+    """Counts are those of transformers' routers, without padding; then b + u sign(mean - count), in float64 by numpy."""
+    c, speed, seen = case(name), 0.25, []
+    oracle, lengths = tiny.build(name), np.array([suite.LENGTH, 23])
+    gates = [m for _, m in oracle.named_modules() if hasattr(m, "e_score_correction_bias") and hasattr(m, "weight")]
+    for module in gates:
+        module.register_forward_hook(lambda m, x, out: seen.append(out[-1] if out[-1].dtype == torch.int64 else out[0]))
+    mask = torch.tensor(np.arange(suite.LENGTH) < lengths[:, None])
+    with torch.no_grad():
+        oracle(torch.tensor(c.tokens), attention_mask=mask)
+    want = []
+    for module, chosen in zip(gates, seen, strict=True):
+        bias = module.e_score_correction_bias.double().numpy()
+        counts = np.bincount(chosen.reshape(*mask.shape, -1)[mask].reshape(-1), minlength=len(bias)).astype(np.float64)
+        want.append(bias + speed * np.sign(counts.mean() - counts))
+    spec, optimizer = c.model.family.spec(c.model.cfg), train.optim.lion(0.0)
+    g = train.count_choices(train.accumulate(train.grads(train.losses.sft(c.model.family, c.model.cfg)), 2), spec)
+    step = jax.jit(train.balance(train.update(train.normalize(g), optimizer), speed))
+    state = train.init_state(c.model.params, optimizer)
+    new, metrics = step(state, {"tokens": jnp.asarray(c.tokens), "lengths": jnp.asarray(lengths)})
+    moved = [x for path, x in params.named_leaves(new.params) if path.endswith("router_bias")]
+    got = np.concatenate([np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in moved])
+    order = lambda x: x[np.lexsort(x.T)]
+    np.testing.assert_allclose(order(got), order(np.stack(want)), atol=1e-6)
+    assert metrics["router_busiest"] > 1 > metrics["router_idle"] and not any("choices" in name for name in metrics)
+
+
 def test_router_auxiliary_loss_needs_experts(case):
     with pytest.raises(ValueError, match="has no experts"):
         train.losses.sft(llama, case("llama").model.cfg, router_aux_loss_coef=0.1)

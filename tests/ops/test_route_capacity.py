@@ -81,7 +81,7 @@ def test_dropped_choices_add_nothing_and_are_counted():
     weights, experts = ops.route_switch(jnp.asarray(LOGITS), 3)
     carry = ops.Carry(None, ops.Taps(router=ops.router_load(E)))
     batch = ops.packed(jnp.zeros((3, T), int))
-    load = ops.watch_router(batch, carry, jax.nn.softmax(jnp.asarray(LOGITS)), experts).taps.router
+    load = ops.watch_router(batch, carry, jnp.asarray(LOGITS), jax.nn.softmax(jnp.asarray(LOGITS)), experts).taps.router
     counted = ops.router_metrics(load, 1)
     assert np.isclose(counted["dropped"], (np.asarray(experts) < 0).mean()) and counted["dropped"] > 0.2
     counts = np.bincount(np.asarray(experts)[experts >= 0], minlength=E)

@@ -48,7 +48,8 @@ def distillation(k: Distillation, model: models.Model, *, remat: str | None, tea
             f"teacher's {width}; set it to 0, or learn a projection with losses.distill"
         )
     layers = (-1,) if k.hidden_state_layers is None else k.hidden_state_layers
-    terms = losses.Terms(weight, layers, k.router_aux_loss_coef, k.attention_loss_weight, k.attention_layers)
+    attention = {"attention_weight": k.attention_loss_weight, "attention_layers": k.attention_layers}
+    terms = losses.Terms(weight, layers, **attention, **k.routers)
     target = partial(losses.soft_targets, temperature=k.temperature)
     return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=k.alpha, terms=terms, remat=remat))
 
@@ -94,7 +95,7 @@ def distil(
     k: Gkd | OnPolicyDistillation, model: models.Model, *, remat: str | None, teacher: models.Model
 ) -> Objective:
     """Compose the loss: the divergence from the teacher at every token that is learnt."""
-    terms, target = losses.Terms(router_aux_loss_coef=k.router_aux_loss_coef), divergence(k)
+    terms, target = losses.Terms(**k.routers), divergence(k)
     return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=1.0, terms=terms, remat=remat))
 
 

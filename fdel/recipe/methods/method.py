@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fdel.models.pooling import Pooling
 from fdel.recipe.parse import key
+from fdel.train import losses
 
 
 class Objective(NamedTuple):
@@ -112,6 +113,27 @@ class Generating(Adapted):
     """Keys of the types whose models write text."""
 
     router_aux_loss_coef: float = key(0.0, "weight of the load balancing of experts")
+    router_z_loss_coef: float = key(0.0, "weight of the mean of routers' logsumexp(logits)^2")
+
+    @property
+    def routers(self) -> dict[str, float]:
+        """The weights of routers' losses that are not 0, by their keys."""
+        return {name: x for name in ROUTERS if (x := getattr(self, name))}
+
+
+ROUTERS = ("router_aux_loss_coef", "router_z_loss_coef")
+
+
+def unrouted(k: Generating) -> None:
+    """Refuse (ValueError) weights of routers' losses, where these have no place."""
+    for name, coef in k.routers.items():
+        raise ValueError(f"{name}={coef}: this trainer_type has no such term; set it to 0")
+
+
+def balanced(k: Generating, total: Callable) -> Callable:
+    """Add routers' losses to an objective of completions."""
+    coefs = [getattr(k, name) for name in ROUTERS]
+    return losses.completions.with_balance(total, *coefs) if k.routers else total
 
 
 @dataclass(frozen=True)

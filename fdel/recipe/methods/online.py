@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective, Samples
+from fdel.recipe.methods.method import Method, Objective, Samples, balanced, unrouted
 from fdel.recipe.methods.samples import Scored, check_rewards
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -105,18 +105,16 @@ def valued(k: A2po, samples: Sequence[Sample], rewards: Rewards, put: Callable) 
 
 def regression(k: A2po, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss of A*PO."""
-    coef = k.router_aux_loss_coef
-    rows = losses.completion_logps(*model[:2], router=coef != 0, remat=remat)
+    rows = losses.completion_logps(*model[:2], router=bool(k.routers), remat=remat)
     total = losses.a2po_objective(beta2=k.beta2)
-    return Objective(rows, losses.completions.with_balance(total, coef) if coef else total)
+    return Objective(rows, balanced(k, total))
 
 
 def preference(k: OnlineDpo, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss of pairs."""
-    coef = k.router_aux_loss_coef
-    rows = losses.completion_logps(*model[:2], router=coef != 0, remat=remat)
+    rows = losses.completion_logps(*model[:2], router=bool(k.routers), remat=remat)
     total = losses.xpo_objective(beta=k.beta, alpha=getattr(k, "alpha", 0.0), loss_type=k.loss_type)
-    return Objective(rows, losses.completions.with_balance(total, coef) if coef else total)
+    return Objective(rows, balanced(k, total))
 
 
 def nash_md(k: NashMd, model: models.Model, *, remat: str | None) -> Objective:
@@ -127,8 +125,8 @@ def nash_md(k: NashMd, model: models.Model, *, remat: str | None) -> Objective:
 def check(k: Compared | A2po) -> None:
     """Raise ValueError for keys that do not go together."""
     check_rewards(k)
-    if isinstance(k, NashMd) and k.router_aux_loss_coef:
-        raise ValueError(f"router_aux_loss_coef={k.router_aux_loss_coef}: nash_md has no such term; set it to 0")
+    if isinstance(k, NashMd):
+        unrouted(k)
 
 
 def declare(name: str, keys: type, objective: Callable[..., Objective], samples: Samples, rate: float = 5e-7) -> Method:

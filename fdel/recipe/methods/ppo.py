@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective, Samples
+from fdel.recipe.methods.method import Method, Objective, Samples, unrouted
 from fdel.recipe.methods.samples import Rewarded, check_rewards, correction
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -41,8 +41,7 @@ def options(k: Ppo) -> losses.Policy:
     check_rewards(k)
     if k.lora is not None:
         raise ValueError("lora: ppo trains all weights in this version, its critic's among them; remove it")
-    if k.router_aux_loss_coef:
-        raise ValueError(f"router_aux_loss_coef={k.router_aux_loss_coef}: ppo has no such term; set it to 0")
+    unrouted(k)
     clip = (None, k.importance_sampling_cap)
     return losses.Policy(epsilon=k.epsilon, epsilon_high=k.epsilon_high, correction=correction(k), correction_clip=clip)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fdel import models
-from fdel.recipe.methods.method import Generating, Method, Objective, Synced
+from fdel.recipe.methods.method import Generating, Method, Objective, Synced, balanced
 from fdel.recipe.parse import key
 from fdel.train import losses
 
@@ -45,11 +45,11 @@ def preference(
         return {"kind": kind, "max_prompt": k.max_prompt_length, "max_completion": k.max_completion_length, **more(k)}
 
     def objective(k: Any, model: models.Model, *, remat: str | None) -> Objective:
-        coef, total = k.router_aux_loss_coef, loss(k)
         ld_alpha = getattr(k, "ld_alpha", None)
-        rows = losses.completion_logps(*model[:2], ld_alpha=ld_alpha, router=coef != 0, remat=remat)
-        total = losses.completions.with_balance(total, coef) if coef else total
-        return Objective(rows, total, coupled(k), losses.completions.with_mean_lengths if means else None)
+        rows = losses.completion_logps(*model[:2], ld_alpha=ld_alpha, router=bool(k.routers), remat=remat)
+        return Objective(
+            rows, balanced(k, loss(k)), coupled(k), losses.completions.with_mean_lengths if means else None
+        )
 
     return Method(name, keys, rate, objective, loss, data, **facts)
 

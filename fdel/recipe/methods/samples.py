@@ -199,11 +199,11 @@ def correction(k: Rewarded) -> str | None:
 
 def objective(k: Rewarded, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss."""
-    o, coef = options(k), k.router_aux_loss_coef
+    o = options(k)
     rows = losses.policy_outputs(
-        *model[:2], temperature=k.temperature, reference=o.beta > 0, router=coef > 0, remat=remat
+        *model[:2], temperature=k.temperature, reference=o.beta > 0, router=bool(k.routers), remat=remat
     )
-    return Objective(rows, losses.policy_objective(o, router_aux_loss_coef=coef), o.coupled)
+    return Objective(rows, losses.policy_objective(o, **k.routers), o.coupled)
 
 
 # ---- advantages ----------------------------------------------------------------------------------------------------

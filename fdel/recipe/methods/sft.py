@@ -39,8 +39,7 @@ def objective(k: Keys, model: models.Model, *, remat: str | None) -> Objective:
     if state is not None and state.slots is not None:
         name, ratio = model.family.__name__.rpartition(".")[2], f"fcm_max_ratio={k.fcm_max_ratio:g}"
         raise ValueError(f"{ratio}: {name} has recurrent layers, which hide no key; remove it")
-    coef = k.router_aux_loss_coef
-    return Objective(losses.sft(*model[:2], loss=loss(k), router_aux_loss_coef=coef, remat=remat))
+    return Objective(losses.sft(*model[:2], loss=loss(k), remat=remat, **k.routers))
 
 
 def data(k: Keys) -> dict[str, Any]:

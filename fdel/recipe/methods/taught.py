@@ -1,6 +1,6 @@
 """Own samples, each token of which a teacher judges: IW-OPD, and MiniLLM, which adds rewards where there are any."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective
+from fdel.recipe.methods.method import Method, Objective, unrouted
 from fdel.recipe.methods.samples import Chosen, Rewarded, Sampling, correction, weighed
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -85,22 +85,10 @@ def grouped(k: MiniLlm, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
     return advantages.grouped(rewards.total, k.num_generations, scale=k.scale_rewards), None
 
 
-def unrouted(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Refuse a term that these losses do not have, beside what `check` refuses."""
-
-    def loss(k: Any) -> Any:
-        if k.router_aux_loss_coef:
-            raise ValueError(f"router_aux_loss_coef={k.router_aux_loss_coef}: there is no such term here; set it to 0")
-        return check(k)
-
-    return loss
-
-
+unrouted_minillm = lambda k: (unrouted(k), minillm_options(k))[1]
 prompts = lambda k: {"kind": "prompt"}
 unrewarded = weighed(lambda k, samples, rewards: (np.zeros(len(samples)), None))
 METHODS = (
-    Method("iw_opd", IwOpd, 1e-6, iw_opd, unrouted(lambda k: None), prompts, teacher=True, samples=unrewarded),
-    Method(
-        "minillm", MiniLlm, 1e-6, minillm, unrouted(minillm_options), prompts, teacher=True, samples=weighed(grouped)
-    ),
+    Method("iw_opd", IwOpd, 1e-6, iw_opd, unrouted, prompts, teacher=True, samples=unrewarded),
+    Method("minillm", MiniLlm, 1e-6, minillm, unrouted_minillm, prompts, teacher=True, samples=weighed(grouped)),
 )

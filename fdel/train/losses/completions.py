@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from fdel.params import lora
 from fdel.train.given import NOTHING, Given, lookup
-from fdel.train.losses.forward import SEEN, Batch, rows, token_scores
+from fdel.train.losses.forward import SEEN, Batch, router_terms, rows, token_scores
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.preference import ld_weights, mean_length
 from fdel.train.losses.stats import TokenStats, check_range
@@ -52,7 +52,7 @@ def completion_logps(
         stats, text, balance = scores(params, _text(batch))
         completion = (rows(batch)[2] >= 0).reshape(text.shape).astype(text.dtype)
         found = completion_sums(stats, completion, text, ld_alpha)
-        return found if balance is None else found | {"balance": jnp.broadcast_to(balance, len(text))}
+        return found if balance is None else found | {"balance": jnp.broadcast_to(balance, (len(text), 3))}
 
     def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
         if "packed" in batch:
@@ -71,17 +71,17 @@ def completion_logps(
     return outputs
 
 
-def with_balance(objective: Objective, coef: float) -> Objective:
-    """Add coef times `ops.load_balancing` to an objective's mean; its outputs are of `completion_logps(router=True)`.
+def with_balance(objective: Objective, coef: float, z: float = 0.0) -> Objective:
+    """Add coef times `ops.load_balancing`, z times the z-loss, to an objective's mean, of `completion_logps(router=True)`.
 
     The policy's router alone counts, on prompts and completions, each microbatch's by itself: as in TRL.
     """
-    check_range(coef=coef)
+    check_range(coef=coef, z=z)
 
     def balanced(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
         total, sums = objective(o, batch, given)
-        aux = jnp.where(counted(o), o["balance"], 0).sum()
-        return total + coef * aux, sums | {"aux_loss": aux}
+        mean = jnp.where(counted(o)[:, None], o["balance"], 0).sum(0) / jnp.maximum(counted(o).sum(), 1)
+        return router_terms(total, sums, mean, coef, z)
 
     return balanced
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from fdel import ops
 from fdel.ops.contraction import wide, widen
 from fdel.train.given import NOTHING, Given, lookup
-from fdel.train.losses.forward import Batch, add_balance, attention_layers, forward_pass, rows
+from fdel.train.losses.forward import Batch, attention_layers, forward_pass, router_terms, rows
 from fdel.train.losses.head import CHUNK, logits_sum
 from fdel.train.losses.stats import check_call, check_range
 
@@ -154,8 +154,9 @@ class Terms(NamedTuple):
     """What `distill` adds to the divergence, per token; nothing by default.
 
     `hidden_weight` times the mean `hidden_mse` over the hidden states `hidden_layers`, each at the same index of both
-    models (see `losses.forward`; the last one by default), and `router_aux_loss_coef` as in `sft`. `attention_weight` times
-    the mean `attention_mse` over the layers `attention_layers`, each at the same index of both among those that attend;
+    models (see `losses.forward`; the last one by default), and `router_aux_loss_coef` and `router_z_loss_coef` as in `sft`.
+    `attention_weight` times the mean `attention_mse` over the layers `attention_layers`, each at the same index of both
+    among those that attend;
     None: all, of two models with as many. Each takes float32 [B N T T] in both models.
     """
 
@@ -164,6 +165,7 @@ class Terms(NamedTuple):
     router_aux_loss_coef: float = 0.0
     attention_weight: float = 0.0
     attention_layers: tuple[int, ...] | None = None
+    router_z_loss_coef: float = 0.0
 
 
 NO_TERMS = Terms()
@@ -196,7 +198,9 @@ def distill(
     if terms.hidden_weight and not places:
         raise ValueError("hidden_layers is empty; name the hidden states to match, as (-1,), or set hidden_weight to 0")
     inside: dict[str, Any] = {"places": places, "attention": _attending(terms, (family, cfg), (teacher, teacher_cfg))}
-    forward = forward_pass(family, cfg, router=terms.router_aux_loss_coef != 0, **inside, remat=remat)
+    forward = forward_pass(
+        family, cfg, router=bool(terms.router_aux_loss_coef or terms.router_z_loss_coef), **inside, remat=remat
+    )
     teach = forward_pass(teacher, teacher_cfg, **inside)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Array]]:
@@ -217,7 +221,7 @@ def distill(
         if out.attention:
             attention = learnt([*map(attention_mse, out.attention, told.attention)])
             total, sums = total + terms.attention_weight * attention, sums | {"attention_loss": attention}
-        return add_balance(total, sums, out.balance, terms.router_aux_loss_coef)
+        return router_terms(total, sums, out.balance, terms.router_aux_loss_coef, terms.router_z_loss_coef)
 
     return loss
 

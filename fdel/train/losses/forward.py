@@ -66,7 +66,7 @@ class Activations(NamedTuple):
     """What a forward pass leaves: its final hidden states [R T D], and what was asked for beside them."""
 
     hidden: Array
-    balance: Array | None  # `ops.load_balancing` of its router
+    balance: Float[Array, "3"] | None  # of its router, see `router_terms`
     states: tuple[Array, ...]  # hidden states at the places asked for
     attention: tuple[Float[Array, "R N T S"], ...]  # softmax of the layers asked for, in float32
 
@@ -82,15 +82,18 @@ def forward_pass(
 ) -> Callable[[Any, Array, ops.Packed], Activations]:
     """Build `forward(params, tokens int[R T], packed) -> Activations`, the forward pass of every loss.
 
-    `router` asks for the balance of a mixture of experts, in which padding does not count; a model without experts is then
-    a ValueError. `places` are transformers' indices of hidden states: 0 enters the first layer, i > 0 is what layer
+    `router` asks for the balance of a mixture of experts, in which padding does not count (`router_terms`); a model
+    without experts is then a
+    ValueError. `places` are transformers' indices of hidden states: 0 enters the first layer, i > 0 is what layer
     i - 1 returns, the last one the final hidden states; negative ones count from there. `attention` names layers whose
     softmax is wanted, [N T S] for each row, among those that attend; a model without any is a ValueError. `remat` is the
     policy of `family.hidden` ("dots_saveable", ...), by which the backward pass computes activations again. A router with
     jitter is a ValueError: the noise on its input would need a key in every layer, and `family.hidden` takes none.
     """
     if router and not getattr(cfg, "experts", None):
-        raise ValueError(f"router_aux_loss_coef is not 0, but {family.__name__} has no experts; set it to 0")
+        raise ValueError(
+            f"router_aux_loss_coef or router_z_loss_coef is not 0, but {family.__name__} has no experts; set it to 0"
+        )
     if getattr(cfg, "jitter", 0):
         key = type(cfg).__dataclass_fields__["jitter"].metadata.get("key", "jitter")
         raise ValueError(
@@ -114,7 +117,7 @@ def forward_pass(
         states = taps.hidden.values if inside else ()
         states = tuple(x if place == cfg.layers else s for place, s in zip(inside, states, strict=True))
         weights = tuple(taps.attention.values[watch.index(i)] for i in among)
-        return Activations(x, ops.load_balancing(taps.router) if router else None, states, weights)
+        return Activations(x, _balance(taps.router) if router else None, states, weights)
 
     return forward
 
@@ -151,12 +154,25 @@ def _indices(what: str, asked: Sequence[int], n: int, layers: str) -> tuple[int,
     return tuple(i % n for i in asked)
 
 
-def add_balance(total: Array, sums: Mapping[str, Any], balance: Array | None, coef: float) -> tuple[Array, dict]:
-    """Add coef times the router's balance to each unit of weight, as transformers and TRL do; "aux_loss" is its sum."""
+def _balance(load: ops.RouterLoad) -> Float[Array, "3"]:
+    n, taken = jnp.maximum(load.tokens, 1), jnp.maximum(load.chosen.sum(), 1)
+    return jnp.stack([ops.load_balancing(load), load.z / n, load.chosen.max() * load.chosen.size / taken])
+
+
+def router_terms(
+    total: Array, sums: Mapping[str, Any], balance: Float[Array, "3"] | None, aux: float, z: float = 0.0
+) -> tuple[Array, dict[str, Any]]:
+    """Add aux times `ops.load_balancing` and z times the z-loss to each unit of weight, as transformers and TRL do.
+
+    `balance` holds both, of a microbatch, and the load of the busiest expert over the mean load, all over all layers
+    together. The z-loss is the mean of logsumexp(logits)^2 over tokens and layers (arXiv:2202.08906, equation 5). The sums
+    "aux_loss", "router_z_loss" and "router_load" are the three times the weight; None adds nothing.
+    """
     if balance is None:
         return total, dict(sums)
-    aux = balance * sums["weight"]
-    return total + coef * aux, {**sums, "aux_loss": aux}
+    found = balance * sums["weight"]
+    named = dict(zip(("aux_loss", "router_z_loss", "router_load"), found, strict=True))
+    return total + aux * found[0] + z * found[1], {**sums, **named}
 
 
 def learnt_places(batch: Batch, most: int) -> Int[np.ndarray, "... K"]:
@@ -196,11 +212,11 @@ def place_stats(hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batc
 
 
 class TokenScores(NamedTuple):
-    """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; the router's balance."""
+    """Statistics of every token and its weight, 1 if it is to be learnt or 0, as a batch's tokens; the routers' balance."""
 
     stats: TokenStats
     weights: Float[Array, "... T"]
-    balance: Array | None
+    balance: Float[Array, "3"] | None
 
 
 def token_scores(

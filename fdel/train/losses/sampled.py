@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from fdel.train.extras import carry
 from fdel.train.given import NOTHING, Given
-from fdel.train.losses.forward import Batch, rows, token_scores
+from fdel.train.losses.forward import Batch, router_terms, rows, token_scores
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.policy import Policy, policy
 from fdel.train.losses.sequences import Tokens
@@ -53,7 +53,7 @@ def policy_outputs(
 
     They are of softmax(logits / temperature): that with which was sampled. If the step is given a reference and the batch
     has no "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
-    "balance", float[R], `ops.load_balancing` of the microbatch.
+    "balance", float[R 3], of the microbatch, see `router_terms`.
     """
     scores = token_scores(family, cfg, temperature=temperature, router=router, chunk=chunk, remat=remat)
 
@@ -65,34 +65,42 @@ def policy_outputs(
         if reference and "reference" in given and "ref_logps" not in batch:
             told = scores(jax.lax.stop_gradient(given["reference"]), batch)
             out["reference"] = jax.lax.stop_gradient(told.stats.logp)
-        return out if s.balance is None else out | {"balance": jnp.broadcast_to(s.balance, len(s.weights))}
+        return out if s.balance is None else out | {"balance": jnp.broadcast_to(s.balance, (len(s.weights), 3))}
 
     return outputs
 
 
-def policy_objective(options: Policy, *, router_aux_loss_coef: float = 0.0) -> Callable[..., tuple[Array, Sums]]:
+def policy_objective(
+    options: Policy, *, router_aux_loss_coef: float = 0.0, router_z_loss_coef: float = 0.0
+) -> Callable[..., tuple[Array, Sums]]:
     """Build the objective `(outputs, batch, given) -> (sum, sums)` of `policy`; outputs are those of `policy_outputs`.
 
-    `router_aux_loss_coef` times the router's balance is added to each unit of weight. Given "entropy", the state of
+    `router_aux_loss_coef` times the router's balance, `router_z_loss_coef` times its z-loss are added per unit of weight.
+    Given "entropy", the state of
     `adaptive_entropy`, its coefficient takes the place of a `Policy.entropy_coef` that is not 0.
     """
-    check_range(router_aux_loss_coef=router_aux_loss_coef)
+    check_range(router_aux_loss_coef=router_aux_loss_coef, router_z_loss_coef=router_z_loss_coef)
+    router = router_aux_loss_coef + router_z_loss_coef != 0
 
     def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         coef = given["entropy"]["applied"] if "entropy" in given else None
         total, sums = policy(sampled_tokens(o, batch), options, coef)
-        if router_aux_loss_coef and "balance" not in o:
+        if router and "balance" not in o:
             raise ValueError("router_aux_loss_coef is not 0, but there is no balance; give policy_outputs router=True")
-        if router_aux_loss_coef:
-            aux = o["balance"].mean() * sums["weight"]
-            total, sums = total + router_aux_loss_coef * aux, sums | {"aux_loss": aux}
-        return total, sums
+        mean = o["balance"].mean(0) if router else None
+        return router_terms(total, sums, mean, router_aux_loss_coef, router_z_loss_coef)
 
     return objective
 
 
 def policy_gradient(
-    family: ModuleType, cfg: Any, options: Policy | None = None, *, router_aux_loss_coef: float = 0.0, **settings: Any
+    family: ModuleType,
+    cfg: Any,
+    options: Policy | None = None,
+    *,
+    router_aux_loss_coef: float = 0.0,
+    router_z_loss_coef: float = 0.0,
+    **settings: Any,
 ) -> Callable[..., tuple[Array, Sums]]:
     """Build `loss(params, batch, given) -> (sum, sums)` for `train.grads`; `settings` are those of `policy_outputs`.
 
@@ -107,9 +115,10 @@ def policy_gradient(
             "top_entropy_quantile, and entropy_coef with a loss that is no mean over tokens, couple all rows; use "
             "train.gradcache(policy_outputs(...), policy_objective(options), n)"
         )
-    settings = {"reference": options.beta > 0, "router": router_aux_loss_coef > 0} | settings
+    settings = {"reference": options.beta > 0, "router": router_aux_loss_coef + router_z_loss_coef > 0} | settings
     outputs = policy_outputs(family, cfg, **settings)
-    objective = policy_objective(options, router_aux_loss_coef=router_aux_loss_coef)
+    coefs = {"router_aux_loss_coef": router_aux_loss_coef, "router_z_loss_coef": router_z_loss_coef}
+    objective = policy_objective(options, **coefs)
     return lambda params, batch, given=NOTHING: objective(outputs(params, batch, given), batch, given)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.train.given import NOTHING, Given
-from fdel.train.losses.forward import Batch, add_balance, forward_pass, next_tokens, rows
+from fdel.train.losses.forward import Batch, forward_pass, next_tokens, router_terms, rows
 from fdel.train.losses.head import CHUNK, token_sum
 from fdel.train.losses.stats import TokenStats, check_call, check_range
 
@@ -61,6 +61,7 @@ def sft(
     *,
     loss: Callable = nll,
     router_aux_loss_coef: float = 0.0,
+    router_z_loss_coef: float = 0.0,
     chunk: int = CHUNK,
     remat: str | None = None,
 ) -> Callable:
@@ -68,22 +69,22 @@ def sft(
 
     `loss` is a sum over tokens, as in `sft(family, cfg, loss=partial(nll, label_smoothing=0.1))` or `loss=dft`. For the
     batch and `remat` see `losses.forward`. `router_aux_loss_coef` times
-    `ops.load_balancing` is added to each token of a mixture of experts, for each microbatch by itself as in transformers;
-    a model without experts is then a ValueError.
+    `ops.load_balancing` is added to each token of a mixture of experts, for each microbatch by itself as in transformers,
+    and `router_z_loss_coef` times the router's z-loss (`router_terms`); a model without experts is then a ValueError.
     >>> losses.sft(llama, cfg)(weights, {"tokens": tokens}, {})[1]["weight"]  # 4 rows of 6 tokens predict 5 each
     Array(20., dtype=float32)
     """
-    check_range(router_aux_loss_coef=router_aux_loss_coef)
+    check_range(router_aux_loss_coef=router_aux_loss_coef, router_z_loss_coef=router_z_loss_coef)
     check_range(1, chunk=chunk)
     check_call(lambda x: loss(TokenStats(*[x] * len(TokenStats._fields)), x), (1,))
     next_tokens(family, cfg)
-    forward = forward_pass(family, cfg, router=router_aux_loss_coef != 0, remat=remat)
+    forward = forward_pass(family, cfg, router=router_aux_loss_coef + router_z_loss_coef != 0, remat=remat)
 
     def next_token(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         tokens, packed, labels = rows(batch)
         out = forward(params, tokens, packed)
         weights = (labels >= 0).astype(jnp.float32)
         total, sums = token_sum(loss, out.hidden, family.head(params, cfg), labels, weights, chunk=chunk)
-        return add_balance(total, sums, out.balance, router_aux_loss_coef)
+        return router_terms(total, sums, out.balance, router_aux_loss_coef, router_z_loss_coef)
 
     return next_token
