@@ -8,7 +8,7 @@ import pytest
 from fdel import ops, train
 from fdel import params as fp
 from fdel.models import deepseek_v3, llama
-from fdel.train import losses
+from fdel.train import losses, parallel
 from tests.serve import small
 
 SIZES = dict(
@@ -27,11 +27,11 @@ def batch_of(i, rows=16, length=12):
     return {"tokens": r.integers(0, 64, (rows, length)), "lengths": r.integers(2, length + 1, rows)}
 
 
-def built(n=1, rate=1e-2, **options):
+def built(n=1, rate=1e-2, speed=SPEED, **options):
     optimizer = train.optim.adamw(rate, eps=1e-3)
     fresh = lambda key: train.init_state(fp.init(SPEC, key, dtype=jnp.float32), optimizer)
     g = train.count_choices(train.accumulate(train.grads(losses.sft(deepseek_v3, CFG, chunk=8)), n), SPEC)
-    step = train.balance(train.update(train.normalize(g), optimizer, **options), SPEED)
+    step = train.balance(train.update(train.normalize(g), optimizer, **options), speed)
     return jax.jit(step), jax.jit(fresh)(jax.random.key(0))
 
 
@@ -91,7 +91,7 @@ def test_an_even_load_moves_nothing_and_a_skipped_step_neither():
 
 def test_the_load_evens_out():
     """Weights stand still: the busiest expert falls from over 1.5 times the mean load to below 1.25 times."""
-    step, state = built(rate=0.0)
+    step, state = built(rate=0.0, speed=5e-4)
     first = None
     for _ in range(60):
         state, metrics = step(state, batch_of(0))
@@ -106,3 +106,20 @@ def test_models_without_such_biases_are_refused():
         train.balance(lambda state, batch: (state, {}), -1.0)
     with pytest.raises(ValueError, match="no counts"):
         train.balance(lambda state, batch: (state, {}), 1.0)(None, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 4}, {"ep": 4, "tp": 2}], ids=str)
+def test_meshes_move_the_same_biases(sizes):
+    """Of the whole batch's load, which replicas add up once: exactly those of one device."""
+    mesh = fp.make_mesh(sizes)
+    at = fp.shardings(SPEC, mesh)
+    optimizer = train.optim.adamw(1e-2, eps=1e-3)
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(fp.init(SPEC, jax.random.key(0), dtype=jnp.float32), at)
+        g = parallel.constrain(train.grads(losses.sft(deepseek_v3, CFG, chunk=8)), at)
+        g = train.count_choices(parallel.reduce_once(train.accumulate(g, 2)), SPEC)
+        step = jax.jit(train.balance(train.update(train.normalize(g), optimizer), SPEED))
+        rows = jax.device_put(batch_of(0), fp.batch_sharding(mesh))
+        state, _ = step(train.init_state(weights, optimizer), rows)
+    np.testing.assert_array_equal(biases(state), after(*built(), 1)[0][0])

@@ -48,8 +48,9 @@ def distillation(k: Distillation, model: models.Model, *, remat: str | None, tea
             f"teacher's {width}; set it to 0, or learn a projection with losses.distill"
         )
     layers = (-1,) if k.hidden_state_layers is None else k.hidden_state_layers
-    attention = {"attention_weight": k.attention_loss_weight, "attention_layers": k.attention_layers}
-    terms = losses.Terms(weight, layers, **attention, **k.routers)
+    terms = losses.Terms(
+        weight, layers, attention_weight=k.attention_loss_weight, attention_layers=k.attention_layers, **k.routers
+    )
     target = partial(losses.soft_targets, temperature=k.temperature)
     return Objective(losses.distill(*model[:2], *teacher[:2], target=target, alpha=k.alpha, terms=terms, remat=remat))
 

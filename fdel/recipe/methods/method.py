@@ -116,7 +116,7 @@ class Generating(Adapted):
     router_z_loss_coef: float = key(0.0, "weight of the mean of routers' logsumexp(logits)^2")
 
     @property
-    def routers(self) -> dict[str, float]:
+    def routers(self) -> dict[str, Any]:
         """The weights of routers' losses that are not 0, by their keys."""
         return {name: x for name in ROUTERS if (x := getattr(self, name))}
 

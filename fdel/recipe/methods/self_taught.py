@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from fdel import models, text
-from fdel.recipe.methods.method import Method, Objective, Samples
+from fdel.recipe.methods.method import Method, Objective, Samples, unrouted
 from fdel.recipe.methods.samples import Rewarded, check_rewards, correction
-from fdel.recipe.methods.taught import unrouted
 from fdel.recipe.parse import key
 from fdel.train import data, losses
 from fdel.train.data.encode import encode_rows
@@ -192,9 +191,15 @@ def _after(s: Sample, prompt: np.ndarray | None) -> Sample:
     )  # fmt: skip
 
 
+def checked(k: Sdpo) -> Any:
+    """Refuse terms that this loss does not have, beside what `options` refuses."""
+    unrouted(k)
+    return options(k)
+
+
 METHODS = (
     Method(
-        "sdpo", Sdpo, 1e-6, objective, unrouted(options), lambda k: {"kind": "prompt"},
+        "sdpo", Sdpo, 1e-6, objective, checked, lambda k: {"kind": "prompt"},
         reference=lambda k: k.teacher_model_kind != "live", samples=Samples(taught, reads=True),
     ),
 )  # fmt: skip

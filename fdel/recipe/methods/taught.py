@@ -85,7 +85,12 @@ def grouped(k: MiniLlm, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
     return advantages.grouped(rewards.total, k.num_generations, scale=k.scale_rewards), None
 
 
-unrouted_minillm = lambda k: (unrouted(k), minillm_options(k))[1]
+def unrouted_minillm(k: MiniLlm) -> Any:
+    """Refuse terms that this loss does not have, beside what `minillm_options` refuses."""
+    unrouted(k)
+    return minillm_options(k)
+
+
 prompts = lambda k: {"kind": "prompt"}
 unrewarded = weighed(lambda k, samples, rewards: (np.zeros(len(samples)), None))
 METHODS = (
