@@ -1,8 +1,8 @@
 """Attention over pages on TPUs: a Pallas Mosaic TPU kernel for decoding and for chunks of prompts in one call.
 
 The program is `paged_program_tpu`; here queries are laid out for it. A *run* is the tokens of up to `TOKENS // block`
-blocks that follow each other in one sequence. The query heads of a key head are rows of one tile; if those of a block fill more
-than `TILE`, as the 128 heads of latent attention do in a prompt, they are cut in parts, each with a walk of its own.
+blocks that follow each other in one sequence. The query heads of a key head are rows of one tile; if those of a block
+fill more than `TILE`, as 128 heads of latent attention do in a prompt, they are cut in parts, each with its own walk.
 Latent attention (pages without values, which are the first channels of the keys) reads each page once for both products.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
 """
@@ -43,7 +43,7 @@ def unsupported(
     width, least = state.k.shape[-1], 32 // q.dtype.itemsize
     if v.shape != state.k.shape or width % LANES or (state.v is not None and v_dim not in (None, q.shape[-1])):
         return f"rows of {width} and {v.shape[-1]} numbers; expected equal multiples of {LANES}"
-    if (values := _values(state, v_dim)) % LANES:
+    if (values := _values(state, q, v_dim)) % LANES:
         return f"values in the first {values} of {width} channels; expected a multiple of {LANES}"
     if state.k.shape[3] % least:
         return f"pages of {state.k.shape[3]} tokens; expected a multiple of {least}"
@@ -65,14 +65,12 @@ def call(
     """Attend over cached pages; see `unsupported` for what it can serve, `paged_attention` for the meaning."""
     _, _, heads, size, width = state.k.shape
     blocks, block, side = len(batch.page_table), batch.block, 1 if state.v is None else width // q.shape[-1]
-    parts, values = _parts(batch, state, q, v_dim) or 1, _values(state, v_dim)
+    parts, values = _parts(batch, state, q, v_dim) or 1, _values(state, q, v_dim)
     most = 1 if block == 1 else max(1, min(TOKENS, TILE * parts // _token_bytes(state, q, v_dim)) // block)
     many = next(n for n in range(most, 0, -1) if blocks % n == 0)
     tiles, tokens = blocks // many, many * block
-    q = q.reshape(tiles, tokens, heads, parts, -1, q.shape[-1]).transpose(
-        3, 0, 2, 4, 1, 5
-    )  # [parts tiles K G tokens H]
-    q = q.reshape(parts * tiles, *q.shape[2:])
+    q = q.reshape(tiles, tokens, heads, parts, -1, q.shape[-1]).transpose(3, 0, 2, 4, 1, 5)
+    q = q.reshape(parts * tiles, *q.shape[2:])  # [parts*tiles K G tokens H]
     q = filled(q, width) if side == 1 else spread(q, side)
     rows = q.shape[2] * tokens
     fill = -rows % 8
@@ -89,9 +87,9 @@ def call(
     return out.reshape(blocks * block, -1, out.shape[-1])
 
 
-def _values(state: Pages, v_dim: int | None) -> int:
-    """Give the numbers of a row of values."""
-    return state.k.shape[-1] if v_dim is None or state.v is not None else v_dim
+def _values(state: Pages, q: Array, v_dim: int | None) -> int:
+    """Give the numbers of a row of values, which of latents are the first of the keys'."""
+    return state.v.shape[-1] if state.v is not None else v_dim or q.shape[-1]
 
 
 def _table_bytes(batch: Paged) -> int:
@@ -102,7 +100,7 @@ def _table_bytes(batch: Paged) -> int:
 
 def _token_bytes(state: Pages, q: Array, v_dim: int | None) -> int:
     """Give the bytes of a token in a tile: queries and outputs twice, starts twice, three sums, all in rows of lanes."""
-    width, values = state.k.shape[-1], _values(state, v_dim)
+    width, values = state.k.shape[-1], _values(state, q, v_dim)
     return q.shape[1] * (2 * (width + values) * q.dtype.itemsize + 4 * values + 4 * 4 * LANES)
 
 

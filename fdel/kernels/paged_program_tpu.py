@@ -49,7 +49,7 @@ def attend(
     """Attend from tiles of blocks, each with rows of every query head of a key head.
 
     `spans` are the blocks' runs: position and index in the tile of the first token, tokens, pages from and to. `start`
-    holds the first greatest score, times log2(e), of each row: of a sink, or -inf; its parts are of equally many tiles in turn.
+    holds each row's first greatest score times log2(e), of a sink, or `NEG`; its parts are of equally many tiles in turn.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu

@@ -86,24 +86,25 @@ def estimate(chip: str, name: str, counted: tuple[int, int, int, int]) -> tuple[
     """Give the seconds of a call, and the floor: of its bytes, or of its FLOPs if they take longer."""
     sequences, length, page, heads, group, dim = CALLS[name]
     about, (step, each, one, products), prefill = aot.CHIPS[chip], counted, "prefill" in name
-    keys_and_values = 2 * dim if "latents" not in name else dim + LATENT
-    token = 4 * heads * dim if "latents" not in name else 2 * -(-dim // 128) * 128  # bytes, of rows of whole lanes
-    needed = 4 * heads * dim if "latents" not in name else 2 * dim
+    # Bytes of a token that are needed and those that are copied, in rows of whole lanes; channels of keys and values.
+    needed, token, channels = 4 * heads * dim, 4 * heads * dim, 2 * dim
+    if latents := "latents" in name:
+        needed, token, channels = 2 * dim, 2 * (dim + -dim % 128), dim + LATENT
     pages = max(1, min(program.KEYS // page, program.GROUP[not prefill] // (page * token), length // page))
     keys = pages * page
-    tile, walks = (BLOCK, 2) if "latents" in name else (kernel.TOKENS, 1)  # of a prompt; its heads are cut in as many parts
+    tile, walks = (BLOCK, 2) if latents else (kernel.TOKENS, 1)  # tokens of a prompt, and parts of its heads
     rounds = max(1, heads * -(-tile * group // walks // program.ROWS) // 2)  # of products, two at a time
     cycles = each + pages * one + (rounds * products if prefill else products)
     if prefill:
         tiles = [end for end in range(tile, length + 1, tile) for _ in range(walks)]
         groups, steps = sum(-(-end // keys) for end in tiles), len(tiles)
-        read, flops = sum(-(-end // page) * page for end in tiles) * token, length**2 * heads * group * keys_and_values
+        read, flops = sum(-(-end // page) * page for end in tiles) * token, length**2 * heads * group * channels
         floor = max(length * needed / about.bandwidth, flops / about.flops)
     else:
         groups, steps, read = sequences * -(-length // keys), sequences, sequences * length * token
-        flops = 2 * sequences * length * heads * group * keys_and_values
+        flops = 2 * sequences * length * heads * group * channels
         floor = max(sequences * length * needed / about.bandwidth, flops / about.flops)
-    made = groups * keys * (tile // walks if prefill else 1) * heads * group * 2 * (keys_and_values + -dim % 128)
+    made = groups * keys * (tile // walks if prefill else 1) * heads * group * 2 * (channels + latents * (-dim % 128))
     busy = (groups * cycles + steps * step) / CLOCK / CORES[chip]
     return max(busy, made / about.flops, read / about.bandwidth) + keys * token / about.bandwidth, floor
 
