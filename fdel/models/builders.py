@@ -12,7 +12,7 @@ from jaxtyping import Array
 from fdel import ops
 from fdel.ops import Pages, Slots, State
 from fdel.ops.carry import begin
-from fdel.ops.paged import heads_per_row
+from fdel.ops.paged import heads_per_row, latent_row
 from fdel.params.spec import Param, layers, normal, ones, parts, stack, zeros
 
 STD = 0.02  # initial standard deviation of weight matrices, GPT-2's
@@ -243,7 +243,7 @@ def fused_experts(name: str, embed: int, ffn: int, experts: int, *, inputs_first
 def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
     """Spec of a paged cache of `ops.mla`: latents and rotary keys, common to all heads; values are a part of them."""
     axes = "layers pages groups page latent"
-    return Pages(Param(axes, (layers, pages, 1, page, latent), zeros), None)
+    return Pages(Param(axes, (layers, pages, 1, page, latent_row(latent)), zeros), None)
 
 
 def hidden(

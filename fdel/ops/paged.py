@@ -3,7 +3,8 @@
 Where a program runs decides how pages are named, never what comes out. On CPU a few pages at a time are read, which stay in
 the nearest cache. Accelerators name each head's page and each head's row: a scatter of all heads of a token at once wants a
 layout that no gather has, and XLA:TPU then copies the whole cache for each layer; a gather of whole pages is transposed
-afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side there (`heads_per_row`).
+afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side there (`heads_per_row`), and latents end with
+zeros (`latent_row`).
 """
 
 from typing import Any
@@ -41,6 +42,20 @@ def heads_per_row(kv_heads: int, head_dim: int) -> int:
     return fit if kv_heads % fit == 0 else 1
 
 
+def latent_row(channels: int) -> int:
+    """Say how many numbers a row of latents has in the cache: on TPUs whole registers, as memory has them anyway.
+
+    Else XLA:TPU makes the pages the innermost axis, which need no filling, and each step copies the cache and back.
+    """
+    return -(-channels // LANES) * LANES if platform.target() == "tpu" else channels
+
+
+def filled(x: Array, channels: int) -> Array:
+    """Append zeros to the last axis, up to `channels`."""
+    more = channels - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
 @operation("", _CACHE, "", "tokens heads", "tokens heads", out=_CACHE)
 def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
@@ -54,7 +69,7 @@ def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | Non
         where = (layer, page, slice(None), offset)
 
     def put(pages: Array, scales: Array | None, x: Array) -> tuple[Array, Array | None]:
-        x = x.reshape(len(x), heads, -1)
+        x = filled(x.reshape(len(x), heads, -1), pages.shape[-1])
         if scales is None:
             return pages.at[where].set(x.astype(pages.dtype), mode="drop"), None
         values, scale = quantized_pages.encode(x, pages.dtype, scales.shape[3])
@@ -101,8 +116,13 @@ def _oldest(qi: Array, window: int) -> Array:
     return jnp.maximum(starts.min() - window + 1, 0)
 
 
+def _axes(batch: Paged, state: Pages, *_: Any, **__: Any) -> tuple[tuple[str, ...], str]:
+    """Divide heads, each with its keys; a key head that all share, as that of latent attention, is whole everywhere."""
+    return ("", "" if state.k.shape[2] == 1 else _CACHE, "", "tokens heads"), "tokens heads"
+
+
 @operation(
-    "", _CACHE, "", "tokens heads", out="tokens heads", named=_PER_HEAD,
+    _axes, named=_PER_HEAD,
     hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu"), ragged=_RAGGED,
     also=ALSO,
 )  # fmt: skip
@@ -124,10 +144,10 @@ def paged_attention(
     qi = batch.positions.reshape(blocks, 1, 1, batch.block)
     ends = qi if batch.ahead is None else qi + batch.ahead.reshape(qi.shape)  # the last position that each sees
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
-    side = channels // q.shape[-1]  # heads in a row; a query is zero where its row holds other heads
+    side = 1 if state.v is None else channels // q.shape[-1]  # a query is zero where its row holds other heads
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
     values = (q.shape[-1] if v_dim is None else v_dim) * side
-    q = q if side == 1 else spread(q, side)
+    q = filled(q, channels) if side == 1 else spread(q, side)
 
     def some(q: Array, qi: Array, ends: Array, table: Array) -> Array:
         """Attend from some of the blocks."""

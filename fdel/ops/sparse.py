@@ -59,7 +59,7 @@ def choose_keys(
 
     def block(of: tuple) -> Chosen:
         q, w, positions, table = of
-        keys = _read(pages, layer, table[:, None], jnp.arange(pages.k.shape[3]), q.dtype).reshape(-1, q.shape[-1])
+        keys = _read(pages, layer, table[:, None], jnp.arange(pages.k.shape[3]), q).reshape(-1, q.shape[-1])
         seen = jnp.arange(len(keys)) <= positions[:, None]
         return _best(_index_scores(q[None], keys[None], w[None])[0], seen, count)
 
@@ -96,7 +96,7 @@ def sparse_mla(
 
         def some(q: Array, keys: Array, seen: Array, table: Array) -> Array:
             ids = jnp.take_along_axis(table, keys // size, -1)
-            return attend(q, Chosen(keys, seen), _read(pages, layer, ids, keys % size, q.dtype))
+            return attend(q, Chosen(keys, seen), _read(pages, layer, ids, keys % size, q))
 
         sums = _in_parts(some, *(x[None] for x in (q, *chosen, table)))[0]
     return einsum("...nc,nhc->...nh", sums, w_v), carry
@@ -107,13 +107,13 @@ def _page(carry: Carry) -> int:
     return carry.pages[0].k.shape[3]
 
 
-def _read(pages: Pages, layer: Any, ids: Array, offsets: Array, dtype: Any) -> Array:
-    """Read single tokens of pages with one head, [... channels]; those in 8 bits become numbers of `dtype`."""
+def _read(pages: Pages, layer: Any, ids: Array, offsets: Array, like: Array) -> Array:
+    """Read single tokens of pages with one head, [... channels], as numbers and as many of them as queries `like` have."""
     x = pages.k.at[layer, ids, 0, offsets].get(mode="clip")
-    if pages.k_scale is None:
-        return x.astype(dtype)
-    scale = pages.k_scale.at[layer, ids, 0, :, offsets].get(mode="clip")
-    return quantized_pages.decode(x, scale, dtype)
+    if pages.k_scale is not None:
+        scale = pages.k_scale.at[layer, ids, 0, :, offsets].get(mode="clip")
+        x = quantized_pages.decode(x, scale, like.dtype)
+    return x[..., : like.shape[-1]].astype(like.dtype)
 
 
 def _index_scores(q: Float[Array, "B q N H"], k: Float[Array, "B S H"], w: Float[Array, "B q N"]) -> Array:

@@ -20,7 +20,13 @@ LARGE = dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hi
              num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=True)  # fmt: skip
 TARGETS = {"v5p": ("v5p:1x1x1", "v5p:2x2x2"), "v6e": ("v6e:1x1", "v6e:2x4"), "h100": ("h100:1x1x1", "h100:1x1x8")}
 WIDE = LARGE | dict(num_attention_heads=16, head_dim=128)
-MODELS = {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | dict(num_hidden_layers=24)}
+# Latent attention with DeepSeek-V3's heads and channels, in few layers with few experts.
+NARROW = dict(vocab_size=32768, hidden_size=2048, intermediate_size=4096, moe_intermediate_size=512, num_hidden_layers=4,
+              first_k_dense_replace=2, num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536,
+              kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=8, n_group=1,
+              topk_group=1, num_experts_per_tok=2, n_shared_experts=1, max_position_embeddings=8192)  # fmt: skip
+MODELS = {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | dict(num_hidden_layers=24),
+          "deepseek_v3-narrow": NARROW}  # fmt: skip
 # Sizes that kernels take, for the toys ("llama-wide"): heads of 128, and matrices of multiples of 128.
 WIDENED = {"hidden_size": 512, "n_embd": 512, "d_model": 512, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
            "num_key_value_heads": 2, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128,
@@ -67,7 +73,7 @@ def model(name: str) -> tuple[Any, Any]:
         return family, family.Config.from_hf(widened(values) | {"model_type": family.MODEL_TYPE})
     # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8
     # rotary; nor of 24 channels in Gemma 2's layers.
-    values = {key: 24 if key in LATENT else value for key, value in values.items()}
+    values = {key: 24 if key in LATENT and name not in MODELS else value for key, value in values.items()}
     values |= {"head_dim": 32} if name == "gemma2" else {}
     return family, family.Config.from_hf(values | {"model_type": family.MODEL_TYPE})
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
 from fdel.kernels import paged_attention_tpu as kernel
+from fdel.kernels import paged_program_tpu as program
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.paged import paged_attention
 
@@ -30,7 +31,11 @@ CALLS = {
     "decode, heads of 64": (64, 8192, 64, 8, 8, 64),
     "decode, one key head": (64, 8192, 64, 1, 4, 128),
     "prefill": (1, 4096, 64, 8, 4, 128),
+    "decode, latents": (64, 8192, 64, 1, 128, 576),
+    "decode, latents, 16 heads": (64, 8192, 64, 1, 16, 576),
+    "prefill, latents": (1, 4096, 64, 1, 128, 576),
 }
+LATENT = 512  # channels of values, the first of keys of 576
 BLOCK = 32  # tokens of a block of a prompt
 
 
@@ -40,15 +45,17 @@ def lower(chip: str, name: str, impl: str, length: int):
     target = aot.parse_target({"v5p": "v5p:1x1x1", "v6e": "v6e:1x1"}[chip])
     mesh = params.make_mesh({}, aot.devices(target))
     put = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    block, blocks = (BLOCK, CALLS[name][1] // BLOCK) if name == "prefill" else (1, sequences)
+    block, blocks = (BLOCK, CALLS[name][1] // BLOCK) if "prefill" in name else (1, sequences)
+    v_dim = LATENT if "latents" in name else None
     side = max(1, 128 // dim)
-    pages = put(jnp.bfloat16, 2, sequences * length // page, heads // side, page, dim * side)
+    row = -(-dim // 128) * 128 if v_dim else dim * side
+    pages = put(jnp.bfloat16, 2, sequences * length // page, heads // side, page, row)
     ints = lambda *shape: put(jnp.int32, *shape)
     batch = Paged(ints(blocks * block), ints(blocks, length // page), ints(blocks), block)
 
     def call(batch, k, v, q):
         with ops.use(paged_attention=impl):
-            return paged_attention(batch, Pages(k, v), 1, q, mask=ops.Mask(0.1))
+            return paged_attention(batch, Pages(k, None if v_dim else v), 1, q, mask=ops.Mask(0.1), v_dim=v_dim)
 
     q = put(jnp.bfloat16, blocks * block, heads * group, dim)
     return aot.compile(target, jax.jit(call), batch, pages, pages, q, mesh=mesh)
@@ -78,30 +85,36 @@ def bundles(text: str) -> tuple[int, int, int, int]:
 def estimate(chip: str, name: str, counted: tuple[int, int, int, int]) -> tuple[float, float]:
     """Give the seconds of a call, and the floor: of its bytes, or of its FLOPs if they take longer."""
     sequences, length, page, heads, group, dim = CALLS[name]
-    about, (step, each, one, products) = aot.CHIPS[chip], counted
-    token = 4 * heads * dim
-    pages = max(1, min(kernel.KEYS // page, kernel.GROUP[name != "prefill"] // (page * token), length // page))
+    about, (step, each, one, products), prefill = aot.CHIPS[chip], counted, "prefill" in name
+    # Bytes of a token that are needed and those that are copied, in rows of whole lanes; channels of keys and values.
+    needed, token, channels = 4 * heads * dim, 4 * heads * dim, 2 * dim
+    if latents := "latents" in name:
+        needed, token, channels = 2 * dim, 2 * (dim + -dim % 128), dim + LATENT
+    pages = max(1, min(program.KEYS // page, program.GROUP[not prefill] // (page * token), length // page))
     keys = pages * page
-    rounds = max(1, heads * -(-kernel.TOKENS * group // kernel.ROWS) // 2)  # of products, two at a time
-    cycles = each + pages * one + (rounds * products if name == "prefill" else products)
-    if name == "prefill":
-        tiles = range(kernel.TOKENS, length + 1, kernel.TOKENS)
+    tile, walks = (BLOCK, 2) if latents else (kernel.TOKENS, 1)  # tokens of a prompt, and parts of its heads
+    rounds = max(1, heads * -(-tile * group // walks // program.ROWS) // 2)  # of products, two at a time
+    cycles = each + pages * one + (rounds * products if prefill else products)
+    if prefill:
+        tiles = [end for end in range(tile, length + 1, tile) for _ in range(walks)]
         groups, steps = sum(-(-end // keys) for end in tiles), len(tiles)
-        read, flops = sum(-(-end // page) * page for end in tiles) * token, 2 * length**2 * heads * group * dim
-        floor = max(length * token / about.bandwidth, flops / about.flops)
+        read, flops = sum(-(-end // page) * page for end in tiles) * token, length**2 * heads * group * channels
+        floor = max(length * needed / about.bandwidth, flops / about.flops)
     else:
         groups, steps, read = sequences * -(-length // keys), sequences, sequences * length * token
-        floor = read / about.bandwidth
+        flops = 2 * sequences * length * heads * group * channels
+        floor = max(sequences * length * needed / about.bandwidth, flops / about.flops)
+    made = groups * keys * (tile // walks if prefill else 1) * heads * group * 2 * (channels + latents * (-dim % 128))
     busy = (groups * cycles + steps * step) / CLOCK / CORES[chip]
-    return max(busy, read / about.bandwidth) + keys * token / about.bandwidth, floor
+    return max(busy, made / about.flops, read / about.bandwidth) + keys * token / about.bandwidth, floor
 
 
-def main(chip: str) -> None:
+def main(chip: str, only: str = "") -> None:
     """Print one line of JSON for each call: bundles, estimate, floor and XLA's estimate for the reference, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
-        for name in CALLS:
+        for name in [name for name in CALLS if not only or only in name]:
             lower(chip, name, "mosaic", CALLS[name][1])
             found = [x for x in Path(folder).glob("*paged_attention*-final_bundles.txt") if "analysis" not in x.name]
             counted = bundles(max(found, key=lambda x: x.name).read_text())
@@ -111,4 +124,4 @@ def main(chip: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -158,13 +158,14 @@ def test_a_decode_step_compiles_with_the_kernel_for_pages(record_property):
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5p"], indirect=True)
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(devices, chip, record_property):
+@pytest.mark.parametrize("name", ["llama-1b-h128", "deepseek_v3-narrow"])
+def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(name, devices, chip, record_property):
     """In each layer, beside no copy of the cache, with fewer temporaries and loops than XLA's program."""
     compiled.cache_clear()
     with ops.use(paged_attention="xla"):
-        plain, _ = row(record_property, "llama-1b-h128", "decode", chip, devices)
+        plain, _ = row(record_property, name, "decode", chip, devices)
     compiled.cache_clear()
-    c, cache = row(record_property, "llama-1b-h128", "decode", chip, devices)
+    c, cache = row(record_property, name, "decode", chip, devices)
     assert len(re.findall(r"custom-call\(.*tpu_custom_call", c.text)) >= 1
     assert copies(c.text, cache // devices // 2 // 4) == 0
     assert c.temporaries <= plain.temporaries and c.loops < plain.loops
@@ -173,16 +174,20 @@ def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(devices, chip, r
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip):
-    """Decoding: 1.3 times the floor, with one key head 1.4; prompts are bound by vector operations. XLA's takes longer."""
+    """Decoding: 1.3 times the floor, with one key head of few query heads 1.4. XLA's takes longer.
+
+    Prompts are bound by vector operations, of latents on a v5p by products: 1.5."""
     command = [sys.executable, "-m", "tests.aot.bundles", chip]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    calls = {x["call"]: x for x in map(json.loads, done.stdout.splitlines()[-6:])}
+    calls = {x["call"]: x for x in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
+    assert len(calls) == 9
     for name, x in calls.items():
         print(name, {k: x[k] for k in ("bundles", "estimate", "floor", "xla")})
-        most = 6 if name == "prefill" else 1.4 if "one key head" in name else 1.3
+        latents = 1.5 if chip == "v5p" else 2.5
+        most = {"prefill": 6, "prefill, latents": latents, "decode, one key head": 1.4}.get(name, 1.3)
         assert x["estimate"] <= most * x["floor"] and 2 * x["estimate"] < x["xla"]
 
 

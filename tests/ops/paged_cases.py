@@ -19,6 +19,7 @@ class Sizes(NamedTuple):
     side: int
     page: int
     width: int
+    latent: int | None = None  # channels of values, which are the first of the keys; None: values of their own
 
 
 class Case(NamedTuple):
@@ -28,7 +29,7 @@ class Case(NamedTuple):
     cache: Pages
     q: jax.Array
     sinks: jax.Array
-    want: np.ndarray  # [T N H] in float64
+    want: np.ndarray  # [T N Hv] in float64
     real: np.ndarray  # [T]: not padding, of which only padding of an empty block has a value
 
 
@@ -46,23 +47,26 @@ def formula(q, k, v, position: int, mask: Mask, sink: float) -> np.ndarray:
 def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtype, sinks: bool = True) -> Case:
     """Sequences of (length, new tokens) in blocks of `block`; none has pages 0 and 1, whose layer 0 is NaN as well."""
     r = np.random.default_rng(0)
-    kv_heads, dim, side, page, width = sizes
+    kv_heads, dim, side, page, width, latent = sizes
     blocks = [(i, j) for i, (_, new) in enumerate(sequences) for j in range(0, max(new, 1), block)]
     total = len(sequences) * width + 2
     draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), dtype), np.float64)
-    k, v = (np.full((2, total, kv_heads // side, page, dim * side), np.nan) for _ in range(2))
+    row = -(-dim // 128) * 128 if latent else dim * side
+    k, v = (np.full((2, total, kv_heads // side, page, row), np.nan) for _ in range(2))
     table, free = np.full((len(blocks), width), total), iter(r.permutation(total))
     q, sink = draw(len(blocks) * block, heads, dim), r.normal(size=heads) if sinks else np.full(heads, -np.inf)
-    positions, want, past = np.full((len(blocks), block), -1), np.zeros(q.shape), []
+    positions, want, past = np.full((len(blocks), block), -1), np.zeros((*q.shape[:2], latent or dim)), []
     for i, (length, new) in enumerate(sequences):
-        past.append((draw(length, kv_heads, dim), draw(length, kv_heads, dim)))
+        keys = draw(length, kv_heads, dim)
+        past.append((keys, keys[..., :latent] if latent else draw(length, kv_heads, dim)))
         if mask.window and length > mask.window + new:
             past[-1][0][length - mask.window - new] = 1e4
         mine = [b for b, (sequence, _) in enumerate(blocks) if sequence == i]
         for j in range(-(-length // page)):
             table[mine, j], part = next(free), slice(j * page, (j + 1) * page)
-            for pages, x in zip((k, v), past[-1], strict=True):
-                rows = x[part].reshape(-1, kv_heads // side, dim * side)
+            for pages, x in [*zip((k, v), past[-1], strict=True)][: 1 if latent else 2]:
+                rows = np.zeros((len(x[part]), kv_heads // side, row))
+                rows[..., : dim * side] = x[part].reshape(-1, kv_heads // side, dim * side)
                 pages[1, table[mine[0], j], :, : len(rows)] = rows.swapaxes(0, 1)
     for b, (i, j) in enumerate(blocks):
         length, new = sequences[i]
@@ -74,7 +78,7 @@ def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtyp
                 want[row, n] = formula(q[row, n], keys, values, positions[b, t], mask, sink[n])
     ints = lambda x: jnp.asarray(x, jnp.int32)
     batch = Paged(ints(positions.reshape(-1)), ints(table), ints([i for i, _ in blocks]), block)
-    arrays = (jnp.asarray(x, dtype) for x in (k, v))
+    arrays = (None if latent and x is v else jnp.asarray(x, dtype) for x in (k, v))
     return Case(
         batch, Pages(*arrays), jnp.asarray(q, dtype), jnp.asarray(sink, jnp.float32), want, positions.ravel() >= 0
     )

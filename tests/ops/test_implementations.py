@@ -122,6 +122,9 @@ part = {3: (1, M.T, 2, M.HN + M.R), 4: (1, M.T, M.C + M.R), 5: (2, M.HN, M.C)}
 CASES |= {
     "mla": Case("mla", mla, LATENT, M.plain, 1e-5, sees=part),
     "mla watched": Case("mla", mla_watched, LATENT, paged=True, sees=part),
+    "paged_attention of latents": Case(
+        "paged_attention", mla_pages, LATENT, paged=True, sees={1: (2, 8, 1, 4, M.C + M.R), 3: (B * M.T, 2, M.C + M.R)}
+    ),
     "mla in pages": Case("mla", mla_pages, LATENT, paged=True, sees={3: (B * M.T, 2, M.HN + M.R), 5: part[5]}),
 }
 

@@ -7,6 +7,8 @@ import pytest
 
 from fdel import ops
 from fdel.ops import sparse
+from fdel.ops.paged import latent_row
+from fdel.ops.platform import tracing_for
 
 N, C, R, HN, HV, D, COUNT = 3, 8, 8, 12, 10, 6, 5
 
@@ -78,11 +80,13 @@ def test_gradients_pass_chosen_keys_alone():
     np.testing.assert_allclose(g["kv"][0, 3, 2], slope, rtol=2e-2)
 
 
-@pytest.mark.parametrize("block", [4, 1])
-def test_pages_give_the_same_and_their_tails_do_nothing(block):
-    """A sequence in chunks, after another one, pages full of NaN: 1e-5 of the formula."""
+@pytest.mark.parametrize(("block", "platform"), [(4, "cpu"), (1, "cpu"), (4, "tpu")])
+def test_pages_give_the_same_and_their_tails_do_nothing(block, platform):
+    """A sequence in chunks, after another one, pages full of NaN, of a TPU's rows too: 1e-5 of the formula."""
     t, page = 11, 4
-    p, nan = draw(t), lambda c: jnp.full((1, 6, 1, page, c), jnp.nan)
+    with tracing_for(platform):
+        rows = {c: latent_row(c) for c in (C + R, D)}
+    p, nan = draw(t), lambda c: jnp.full((1, 6, 1, page, rows[c]), jnp.nan)
     carry = ops.Carry(ops.State((ops.Pages(nan(C + R), None), ops.Pages(nan(D), None))))
     table, out, per = np.array([[4, 1, 3]]), [], 1 if block == 1 else 7
     for start in range(0, t, per):

@@ -1,0 +1,218 @@
+"""The program of attention over pages on TPUs, for `paged_attention_tpu`.
+
+Algorithm: online softmax (Milakov and Gimelshein, arXiv 1805.02867) over groups of pages, in the manner of ragged paged
+attention (arXiv 2604.15464). A step of the grid serves a run: it walks the pages that the run sees; all heads of a page are
+one copy, as the page table names it, and while one group of pages is attended to the next one is on its way, also that of
+the next run. The query heads of a key head are rows of one product. Rows of other runs in the same tile see nothing in
+this walk. Pages without values have them in the first channels of the keys, which are then copied once for both products.
+
+Bytes read: keys and values once for each run, 4 * keys * kv_heads * head_dim in bfloat16, of latents 2 * keys * C. FLOPs:
+2 * rows * keys * (channels of keys + channels of values).
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdel.ops.batch import Pages
+from fdel.ops.mask import NEG, Mask
+from fdel.ops.paged import LANES
+
+KEYS = 1024  # of a group of pages at most
+GROUP = {True: 2 * 2**20, False: 4 * 2**20}  # its bytes at most, of decoding and of prompts; two groups are in memory
+VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
+ROWS = 512  # of one product at most
+UNROLL = 8  # products of few rows that are computed side by side
+LOG2E = math.log2(math.e)
+NAMES = "layer spans table q start k v out k_s v_s top total sums turn arrived"  # of arguments, result and memory
+LATENT = "layer spans table q start k out k_s top total sums turn arrived"
+
+
+class Tile(NamedTuple):
+    """What a call computes in a tile: its blocks, its tokens, channels of values."""
+
+    mask: Mask
+    many: int
+    tokens: int
+    values: int
+
+
+def attend(
+    tile: Tile, spans: Int[Array, "blocks 5"], table: Int[Array, "blocks width"], layer: Any,
+    q: Float[Array, "tiles K rows C"], start: Float[Array, "parts K rows lanes"], state: Pages,
+) -> Float[Array, "tiles K rows Cv"]:  # fmt: skip
+    """Attend from tiles of blocks, each with rows of every query head of a key head.
+
+    `spans` are the blocks' runs: position and index in the tile of the first token, tokens, pages from and to. `start`
+    holds each row's first greatest score times log2(e), of a sink, or `NEG`; its parts are of equally many tiles in turn.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    tiles, heads, rows, width = q.shape
+    _, pages, _, size, _ = state.k.shape
+    blocks, cores = len(table), 2 if tiles % 2 == 0 else 1  # a v5p has two, which share the steps
+    each, of_part = blocks // cores, blocks // len(start)
+    kinds = [x for x in (state.k, state.v) if x is not None]
+    of_page = len(kinds) * heads * size * width * q.dtype.itemsize
+    group = max(1, min(KEYS // size, GROUP[tile.tokens == 1] // of_page, table.shape[1]))
+    of_tile = lambda width: pl.BlockSpec(
+        (None, heads, rows, width), lambda c, i, *_: ((c * each + i) // tile.many, 0, 0, 0)
+    )
+    numbers = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+    scratch = [
+        *[pltpu.VMEM((2, group, heads, size, width), q.dtype) for _ in kinds],
+        numbers, numbers, pltpu.VMEM((heads, rows, tile.values), jnp.float32),
+        pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2, 2)),
+    ]  # fmt: skip
+    run = pl.pallas_call(
+        functools.partial(_program, tile=tile),
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:3], tile.values), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(cores, each),
+            in_specs=[
+                of_tile(width),
+                pl.BlockSpec((None, heads, rows, LANES), lambda c, i, *_: ((c * each + i) // of_part, 0, 0, 0)),
+                *[pl.BlockSpec(memory_space=pl.ANY) for _ in kinds],
+            ],
+            out_specs=of_tile(tile.values),
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM, disable_bounds_checks=True
+        ),
+        name="paged_attention",
+    )
+    where = jnp.asarray(layer, jnp.int32).reshape(1)
+    return run(where, spans, jnp.clip(table, 0, pages - 1).astype(jnp.int32), q, start, *kinds)
+
+
+def _program(*refs: Any, tile: Tile) -> None:
+    """Attend from one run to its pages, a group at a time; `refs` are the arguments, the result and the memory."""
+    from jax.experimental import pallas as pl
+
+    latent = len(refs) < 15
+    names = (LATENT if latent else NAMES).split()
+    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    r.copied = [(r.k, r.k_s)] if latent else [(r.k, r.k_s), (r.v, r.v_s)]
+    step, steps = pl.program_id(1), pl.num_programs(1)
+    here = pl.program_id(0) * steps + step
+    group, size = r.k_s.shape[1], r.k_s.shape[3]
+    groups = lambda at: pl.cdiv(r.spans[at, 4] - r.spans[at, 3], group)
+    count = groups(here)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        r.turn[0] = 0
+        _fetch(r, here, 0, 0)
+
+    @pl.when(step % tile.many == 0)
+    def _() -> None:
+        r.top[...] = r.start[...]
+        r.total[...] = jnp.ones_like(r.total)  # of a sink; without one it fades as soon as there is a key
+        r.sums[...] = jnp.zeros_like(r.sums)
+
+    def follow(j: Any, slot: Any) -> None:
+        """Let the pages after group j set off, if any are to come on this core."""
+        last = j + 1 >= count
+        at, j = jnp.where(last, here + 1, here), jnp.where(last, 0, j + 1)
+        pl.when(~last | (step + 1 < steps))(lambda: _fetch(r, at, j, slot))
+
+    pl.when(count == 0)(lambda: follow(0, r.turn[0]))
+    base = r.turn[0]
+
+    def walk(j: Any, _: None) -> None:
+        slot = (base + j) % 2
+        follow(j, 1 - slot)
+        _fetch(r, here, j, slot, wait=True)
+        first = (r.spans[here, 3] + j * group) * size
+        _attend(r, tile, here, slot, first)
+
+    jax.lax.fori_loop(0, count, walk, None)
+    r.turn[0] = (base + count) % 2
+
+    @pl.when((step + 1) % tile.many == 0)
+    def _() -> None:
+        for h in range(r.out.shape[0]):
+            r.out[h] = (r.sums[h] / r.total[h][:, :1]).astype(r.out.dtype)
+
+
+def _fetch(r: Any, at: Any, j: Any, slot: Any, wait: bool = False) -> None:
+    """Start, or wait for, the copies of group j of the pages of block `at`."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    group = r.k_s.shape[1]
+    first = r.spans[at, 3] + j * group
+
+    def one(i: Any, _: None) -> None:
+        page = r.table[at, first + i]
+        for n, (pages, here) in enumerate(r.copied):
+            copy = pltpu.make_async_copy(pages.at[r.layer[0], page], here.at[slot, i], r.arrived.at[slot, n])
+            copy.wait() if wait else copy.start()
+
+    jax.lax.fori_loop(0, jnp.minimum(r.spans[at, 4] - first, group), one, None)
+
+
+def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
+    """Add the group of pages in `slot`, whose first key is `first`, to the sums of all heads."""
+    from jax.experimental import pallas as pl
+
+    mask, values = tile.mask, r.copied[-1][1]  # of latent attention the keys
+    start, index, count = (r.spans[at, i] for i in range(3))
+    _, group, heads, size, width = r.k_s.shape
+    rows, keys, end = r.q.shape[1], group * size, start + count
+    part = next(n for n in range(min(ROWS, rows), 0, -8) if rows % n == 0)
+    parts = rows // part
+    work = heads * parts
+
+    @pl.when(first + keys > end)  # what is there may be NaN, and that times 0 too
+    def clear() -> None:
+        def page(i: Any, _: None) -> None:
+            ki = jax.lax.broadcasted_iota(jnp.int32, (heads, size, width), 1) + first + i * size
+            value = values[slot, i]
+            values[slot, i] = jnp.where(ki < end, value, jnp.zeros_like(value))
+
+        jax.lax.fori_loop((end - first) // size, group, page, None)
+
+    def head(n: Any) -> None:
+        h, mine = n // parts, pl.ds(pl.multiple_of(n % parts * part, 8), part)
+        k = r.k_s[slot, :, h].reshape(keys, width)
+        v = values[slot, :, h, :, : tile.values].reshape(keys, tile.values)
+        x = jax.lax.dot_general(r.q[h, mine], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        if mask.softcap is None:
+            x = x * (mask.scale * LOG2E)
+        else:
+            x = jnp.tanh(x * (mask.scale / mask.softcap)) * (mask.softcap * LOG2E)
+        x = jnp.where(_seen(mask, tile.tokens, n % parts * part, x.shape, (start, index, count, first)), x, NEG)
+        old = r.top[h, mine]
+        new = jnp.maximum(old, x.max(1, keepdims=True))
+        decay, p = jnp.exp2(old - new), jnp.exp2(x - jnp.maximum(new[:, :1], NEG / 2))
+        r.top[h, mine], r.total[h, mine] = new, r.total[h, mine] * decay + p.sum(1, keepdims=True)
+        more = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        r.sums[h, mine] = r.sums[h, mine] * decay[:, :1] + more
+
+    some = next(n for n in range(min(UNROLL, max(2, ROWS // part), work), 0, -1) if work % n == 0)
+
+    def several(g: Any, _: None) -> None:
+        for i in range(some):
+            head(g * some + i)
+
+    jax.lax.fori_loop(0, work // some, several, None)
+
+
+def _seen(mask: Mask, tokens: int, row: Any, shape: tuple[int, ...], run: tuple) -> Array:
+    """Tell which keys rows from `row` see, which are `tokens` tokens of each query head in turn."""
+    start, index, count, first = run
+    token = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + row, jnp.int32(tokens)) - index
+    qi, ki = start + token, jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = ki <= jnp.where((token >= 0) & (token < count), qi, -1) - first
+    low = jnp.zeros_like(qi) if mask.window is None else qi - (mask.window - 1)
+    if mask.chunk is not None:
+        low = jnp.maximum(low, jax.lax.div(qi, jnp.int32(mask.chunk)) * mask.chunk)
+    return seen if mask.window is None and mask.chunk is None else seen & (ki >= low - first)
