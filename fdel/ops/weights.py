@@ -158,7 +158,12 @@ def scales(w: Quantized) -> Float[Array, "*outputs groups"]:
     """Give the scales of a weight as numbers."""
     if isinstance(w.scale, Quantized):
         return dequantize(w.scale, jnp.float32)
-    return jnp.ldexp(jnp.float32(1), w.scale.astype(jnp.int32) - 127) if w.scale.dtype == jnp.uint8 else w.scale
+    return exponents(w.scale) if w.scale.dtype == jnp.uint8 else w.scale
+
+
+def exponents(bits: Integer[Array, "..."]) -> Float[Array, "..."]:
+    """Read exponents (e8m0) as numbers: 2^(bits - 127)."""
+    return jnp.ldexp(jnp.float32(1), bits.astype(jnp.int32) - 127)
 
 
 def scaled(w: Quantized, dtype: jnp.dtype) -> list[Float[Array, "*outputs inputs"]]:

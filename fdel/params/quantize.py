@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from fdel.ops.weights import NF4, PACKED, LowRank, Quantized, dense, is_weight, merge, split
+from fdel.ops.weights import E2M1, NF4, PACKED, LowRank, Quantized, dense, exponents, is_weight, merge, split
 
 from .hf_layout import Matrix, matrix
 from .spec import Param, named_leaves, path_name, unstack
@@ -56,11 +56,13 @@ def quantize(
 ) -> Tree:
     """Quantise the matrices whose path matches `where` to a format of `FORMATS`; the base of a LowRank leaf too.
 
-    "int8", "fp8" (e4m3), "nf4" and "int4" change weights alone. "a8q" (int8), "w4a8" and "a4q" (int4) also make products
-    round activations, row by row, to int8, or to four bits, and multiply integers; `NAMES` has what else these are called.
+    "int8", "fp8" (e4m3), "nf4", "mxfp4" (e2m1) and "int4" change weights alone. "a8q" (int8), "w4a8" and "a4q" (int4)
+    also make products round activations, row by row, to int8, or to four bits, and multiply integers; `NAMES` has what
+    else these are called.
 
-    Each output has one scale per `group` inputs: all by default, 64 for four bits. The greatest magnitude of a group
-    becomes the greatest value of the format; rounding loses at most half a scale (integers), 2^-4 of a value or 2^-10 of
+    Each output has one scale per `group` inputs: all by default, 64 for four bits, 32 for mxfp4. The greatest magnitude of
+    a group becomes the greatest value of the format, but mxfp4 has powers of two (OCP Microscaling Formats v1.0, section
+    6.3), which may cut it by a quarter; rounding loses at most half a scale (integers), 2^-4 of a value or 2^-10 of
     a scale (fp8), half the gap between two neighbours in `NF4` times the scale (nf4, arXiv 2305.14314).
     `double` keeps nf4 scales in 8 bits between the least and the greatest of each output, which loses at most 1/510 of
     that range; QLoRA takes 256 scales of any outputs together instead, but then axes could not be sharded or sliced.
@@ -73,7 +75,7 @@ def quantize(
     packed = FORMATS[format][2] in PACKED
     if group is not None and (group < 1 or (packed and group % 2)):
         raise ValueError(f"group={group} must be positive, and even for {format}, if that packs two values in a byte")
-    group = group or (64 if packed else None)
+    group = group or (32 if format == "mxfp4" else 64 if packed else None)
     found = targets(params, spec, where)
 
     def one(path: str, w: Any) -> Any:
@@ -132,11 +134,14 @@ def _encode(w: Float[Array, "..."], m: Matrix, format: str, group: int | None, d
     group += group % 2 if stored in PACKED else 0
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -size % group)])
     x = split(x, x.shape[-1] // group)
-    scale = jnp.max(jnp.abs(x), -1) / greatest
+    most = jnp.max(jnp.abs(x), -1)
+    # A scale of mxfp4 is an exponent: that of the greatest magnitude, less that of the greatest value; 2^-126 at least.
+    kept = jnp.clip(jnp.frexp(most)[1] - 3 + 127, 1, 254).astype(jnp.uint8) if stored == "e2m1" else most / greatest
+    scale = exponents(kept) if stored == "e2m1" else kept
     values = merge(store(x / jnp.where(scale == 0, 1, scale)[..., None]))
     shrink = format == "nf4" and double and scale.shape[-1] > 2
     return Quantized(
-        values, _affine(scale) if shrink else scale, None, stored, inputs, jnp.dtype(w.dtype), None, activations
+        values, _affine(scale) if shrink else kept, None, stored, inputs, jnp.dtype(w.dtype), None, activations
     )
 
 
@@ -154,6 +159,15 @@ def _nf4(x: Array) -> Array:
     return _pairs(index)
 
 
+def _e2m1(x: Array) -> Array:
+    """Round to the nearest of `E2M1`, ties to even indices; what is greater becomes 6."""
+    size = jnp.abs(x)
+    index = jnp.where(x < 0, 8, 0).astype(jnp.uint8)
+    for i, (a, b) in enumerate(itertools.pairwise(E2M1[:8])):
+        index += (size >= (a + b) / 2 if i % 2 else size > (a + b) / 2).astype(jnp.uint8)
+    return _pairs(index)
+
+
 def _pairs(x: Array) -> Array:
     """Pack the first half of the last axis in the high bits, the second in the low ones."""
     high, low = jnp.split(x, 2, -1)
@@ -168,6 +182,7 @@ FORMATS: Mapping[str, tuple[float, Callable[[Array], Array], str, int]] = {
     "int8": (127.0, _int8, "int8", 0),
     "fp8": (448.0, lambda x: lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8), "fp8", 0),
     "nf4": (1.0, _nf4, "nf4", 0),
+    "mxfp4": (6.0, _e2m1, "e2m1", 0),
     "int4": (7.0, _int4, "int4", 0),
     "a8q": (127.0, _int8, "int8", 8),
     "w4a8": (7.0, _int4, "int4", 8),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fdel import models, params, plan, text, train
+from fdel.params.quantize import quantized_paths
 from fdel.recipe import config, methods, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Model as Source
@@ -52,6 +53,7 @@ def build_model(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Mo
     s = settle(recipe)
     r, seed = s.recipe, s.recipe.trainer.seed
     model = load(s, r.model, s.param_dtype, build_mesh(s) if mesh is None else mesh, "model")
+    parse.fail(config.few_bits(s, bool(quantized_paths(model.params))))
     if more := s.method.config(s.keys):
         source = json.dumps(json.loads(model.cfg.source) | more)
         model = model._replace(cfg=dataclasses.replace(model.cfg, source=source))

@@ -72,6 +72,17 @@ def changed(recipe: Recipe, family: ModuleType, cfg: Any) -> Any:
     return cfg
 
 
+def few_bits(s: Settled, found: bool) -> list[str]:
+    """Say what a run cannot do with a model whose weights are in few bits in its files, if they were `found` to be."""
+    if found and s.format:
+        return ["quantization.model: the model's files are in few bits already; remove it, or use fdel convert first"]
+    return (
+        ["trainer.lora: missing; the model's files are in few bits, which are not trained"]
+        if found and not s.lora
+        else []
+    )
+
+
 def dropout(s: Settled, cfg: Any) -> list[str]:
     """Say which dropout a config asks for that nobody has switched off; this version has none."""
     chosen = s.recipe.trainer.disable_dropout

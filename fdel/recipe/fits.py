@@ -1,5 +1,6 @@
 """What of a recipe fits neither model nor devices, found without reading a weight; and `validate`, which says so."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from fdel import models, params
+from fdel.models.keys import quantization
 from fdel.recipe import build, check, config, parse, serving
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
@@ -124,8 +126,10 @@ def _trained(s: Settled, model: models.Model, sizes: Mapping[str, int] | None) -
     recipe, spec = s.recipe, model.family.spec(model.cfg)
     yield from _sharded(spec, sizes, s.train_rules)
     yield from config.dropout(s, model.cfg)
+    scratch = config.from_scratch(recipe.model)
+    yield from config.few_bits(s, not scratch and bool(quantization(json.loads(model.cfg.source))))
     if s.lora:
-        if config.from_scratch(recipe.model):
+        if scratch:
             yield "model: adapters of random weights learn little; train all weights, or give a checkpoint with weights"
         config.lora_targets(s.lora, build.adaptable(s, model))
     reference = _model(s, "reference_model") if recipe.reference_model else None

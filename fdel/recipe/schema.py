@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fdel.params.quantize import FORMATS as IN_MEMORY
+from fdel.params.quantize import NAMES
 from fdel.recipe.parse import key
 from fdel.serve.server.evaluate import Options
 from fdel.serve.server.options import ServerOptions, Settings
@@ -17,8 +19,7 @@ DTYPES = {
     "float16": "float16",
 }  # fmt: skip
 # quantization_method -> format of `params.quantize`; those of CACHED are formats of a cache too
-FORMATS = {"nf4": "nf4", "8bit": "int8", "int8": "int8", "fp8": "fp8", "int4": "int4"}
-FORMATS |= {"a8bit": "a8q", "a8q": "a8q", "w4a8": "w4a8", "a4q": "a4q"}
+FORMATS = {name: name for name in IN_MEMORY} | NAMES
 CACHED = ("8bit", "int8", "fp8")
 TEXT_TASKS = ("causal-language-model", "causal-lm", "auto-bind")
 OTHER_TASKS = (
@@ -107,11 +108,11 @@ class Format:
 
     quantization_method: str | None = key(
         None,
-        "of the stored numbers; a8bit, a8q, w4a8 and a4q (8 or 4 bits) round activations too, row by row",
+        "of the stored numbers; a8bit, a8q, w8a8, w4a8, a4q and w4a4 (8 or 4 bits) round activations too, row by row",
         choices=tuple(FORMATS),
     )
     group_size: int | None = key(None,
-        "numbers that share a scale; default: 64 for four bits, else all inputs of an output",
+        "numbers that share a scale; default: 64 for four bits (mxfp4: 32), else all inputs of an output",
         needs="quantization_method")  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fdel import params
+from fdel.params.quantize import FORMATS
 from fdel.serve.engine.settings import Settings, documented, setting
 
 
@@ -25,9 +26,7 @@ class ServerOptions:
     draft: str | None = setting(None, "a smaller model of the same tokens, which guesses drafts tokens ahead, or 3",
         "--draft DIR")  # fmt: skip
     rules: params.Rules | None = setting(None, "where axes of weights lie (default: `params.SERVE`)", None)
-    quantize: str | None = setting(
-        None, "keep the layers' matrices in few bits", choices=("int8", "fp8", "nf4", "int4", "a8q", "w4a8", "a4q")
-    )
+    quantize: str | None = setting(None, "keep the layers' matrices in few bits", choices=tuple(FORMATS))
     tool_parser: str | None = setting(None, "how the models write calls of tools: a key of "
         "`serve.server.tools.FORMATS`, or none (default: by their chat template)")  # fmt: skip
     score_template: Path | None = setting(None,
