@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from importlib import resources
 
-FEW = 30  # names that a message lists
+FEW = 40  # names that a message lists
 ELSEWHERE = "`fdel run --keys` lists what there is"
 
 
