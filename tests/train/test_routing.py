@@ -109,7 +109,9 @@ def test_models_without_such_biases_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 4}, {"ep": 4, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "fsdp": 4}, pytest.param({"ep": 4, "tp": 2}, marks=pytest.mark.matrix)], ids=str
+)
 def test_meshes_move_the_same_biases(sizes):
     """Of the whole batch's load, which replicas add up once: exactly those of one device."""
     mesh = fp.make_mesh(sizes)
