@@ -134,6 +134,20 @@ def test_nf4_is_the_nearest_code(path: str, group: int | None) -> None:
 
 
 @pytest.mark.slow
+def test_mxfp4_rounds_like_ml_dtypes() -> None:
+    """Bit for bit in float64, with ties, saturation and a group of zeros."""
+    r = np.random.default_rng(0)
+    w = (r.standard_normal((64, 96)) * np.exp(3 * r.standard_normal((64, 1)))).astype(np.float32)
+    w[3, :32], w[4, :32] = 0, np.resize([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 7, -0.25, -0.75, -5, -7], 32)
+    spec = {"w": Param("a b", w.shape, normal(1.0), "w.weight", "")}
+    made = quantize({"w": jnp.array(w)}, "mxfp4", "w", spec=spec)
+    groups = w.reshape(64, 3, 32)
+    most = np.abs(groups).max(-1).astype(np.float64)
+    scale = np.exp2(np.where(most > 0, np.floor(np.log2(np.where(most > 0, most, 1))) - 2, -126))[..., None]
+    nearest = np.clip(groups / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    np.testing.assert_array_equal(dequantize(made)["w"], (nearest * scale).reshape(w.shape))
+
+
 def test_double_quantised_scales() -> None:
     """8-bit scales lie within 1/510 of their output's range of scales; float32 scales stay where that saves nothing."""
     single, double = (quantized("nf4", 16, double)[0]["layers"] for double in (False, True))
