@@ -23,6 +23,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 8
 CONTEXT = ("self", "cls", "batch", "media", "state", "slots", "layer", "impl", "remat")
 KNOWN_BY_NAME = {"dpo"}  # every option a keyword that users of TRL know
 MODEL_LINES = {
+    "code2wav": 250,
     "deepseek_v3": 250,
     "gemma4_text": 250,
     "kimi_linear": 250,
@@ -33,6 +34,7 @@ MODEL_LINES = {
     **dict.fromkeys(["clip", "kimi_vl", "llama4", "llava", "mistral3", "pixtral", "siglip"], 350),
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"], 350),
     "qwen3_omni_moe": 350,
+    "qwen3_omni_talker": 250,
 }
 MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sight", "sublayers"], FILE_LINES)
 

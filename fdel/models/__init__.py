@@ -51,6 +51,7 @@ SHARED = (
 )  # files here that are not families
 HEARS = ("whisper",)  # families of functions of their own: what goes in is a sound
 SEES = ("clip", "pixtral", "siglip")  # or an image
+SPEAKS = ("code2wav", "qwen3_omni_talker")  # or a frame of sound: parts of a checkpoint
 SCORES = ("clip", "siglip")  # of those, families that score images and texts
 LONGEST = 16 * 2**20  # bytes of a config.json
 
@@ -71,7 +72,7 @@ def families() -> list[str]:
     >>> "llama" in models.families()
     True
     """
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in (*SHARED, *HEARS, *SEES))
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in (*SHARED, *HEARS, *SEES, *SPEAKS))
 
 
 def family(model_type: str) -> ModuleType:
@@ -92,6 +93,9 @@ def family(model_type: str) -> ModuleType:
     if name in HEARS:
         use = f"load it with models.load(path, family=fdel.models.{name}), or serve it with `fdel serve`"
         raise ConfigError(f"config field 'model_type': found {name!r}, which writes down sounds; {use}")
+    if name in SPEAKS:
+        use = f"load it of a whole checkpoint with models.load(path, family=fdel.models.{name})"
+        raise ConfigError(f"config field 'model_type': found {name!r}, a part that speaks; {use}")
     if name in SEES:
         use = f"load it with models.load(path, family=fdel.models.{name})"
         use += ", or serve it with `fdel serve`" if name in SCORES else ""
@@ -144,7 +148,9 @@ def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any
         if family_ is None:
             module = of_config(d)
         else:
-            module = family_ if getattr(family_, "MODEL_TYPE", None) in (*HEARS, *SEES) else protocol.check(family_)
+            module = (
+                family_ if getattr(family_, "MODEL_TYPE", None) in (*HEARS, *SEES, *SPEAKS) else protocol.check(family_)
+            )
         return module, module.Config.from_hf(d), d
     except P.CheckpointError:
         raise

@@ -23,10 +23,11 @@ AXES = ("dp", "fsdp", "ep", "tp", "sp")
 # The vocabulary of axis names. A family that needs a new one adds it here, and decides how it is sharded. `rep` are query
 # heads per key head, or any repeat inside a group; `latent`: compressed keys and values (MLA); `inner`: channels of a
 # recurrent mixer; `labels`: of a reward model's head; `scales`: of a token's keys or values in 8 bits;
-# `index_heads`: of an indexer, which are scored one after the other; `frames`, `height`, `width`: of a patch of an image.
+# `index_heads`: of an indexer, which are scored one after the other; `frames`, `height`, `width`: of a patch of an image;
+# `filters`: outputs of a convolution.
 WHOLE = (
     "positions rep head_dim layers latent q_latent rope_dim state kernel labels groups channels pages page scales slots "
-    "index_heads frames height width"
+    "index_heads frames height width filters"
 )
 TRAIN: Rules = MappingProxyType(
     dict.fromkeys(WHOLE.split())
