@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fdel.serve.generation import generate, stream
     from fdel.serve.server.metrics import export_metrics, prometheus
     from fdel.serve.server.served import ask
+    from fdel.serve.speech import speak
 
 _PLACES = {
     "dual": ("DualEncoder",),
@@ -36,6 +37,7 @@ _PLACES = {
     "engine.settings": ("Settings", "unsupported"),
     "server.metrics": ("export_metrics", "prometheus"),
     "server.served": ("ask",),
+    "speech": ("speak",),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 __all__ = sorted(_MODULES)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import models, ops, params
+from fdel import models, ops, params, serve
 from fdel.models import code2wav, qwen3_omni_talker
 from tests.models.tiny import speaking as tiny
 
@@ -132,6 +132,86 @@ def test_codes_of_a_frame(whole, talker):
     assert len(np.unique(drawn)) > 5
     again = jax.jit(lambda p, *x: family.residual_logits(p, *x, cfg))(weights, states, got)
     np.testing.assert_array_equal(again.argmax(-1), drawn)
+
+
+PROMPT = [100, 105, 5, 7, 101, 9, 100, 106, 9, 20, 33, 101, 9, 100, 107, 9, 41, 17, 101, 9, 100, 106, 9, 60, 44, 101, 9,
+          100, 107, 9]  # fmt: skip
+
+
+def said(whole, prompt, frames, **given):
+    """What transformers answers and says, greedily: the answer's tokens, frames of codes, samples."""
+    import torch
+
+    kept, run = [], whole.oracle.code2wav.chunked_decode
+    whole.oracle.code2wav.chunked_decode = lambda codes, **more: kept.append(codes) or run(codes, **more)
+    try:
+        tokens, samples = whole.oracle.generate(
+            input_ids=torch.tensor([prompt]), thinker_max_new_tokens=7, thinker_do_sample=False, talker_do_sample=False,
+            talker_max_new_tokens=frames, thinker_eos_token_id=tiny.END, **given,
+        )  # fmt: skip
+    finally:
+        del whole.oracle.code2wav.chunked_decode
+    return tokens[0, len(prompt) :].tolist(), kept[0][0].T.numpy(), samples[0, 0].numpy()
+
+
+def spoken(whole, talker, vocoder, *args, **options):
+    thinker = models.load(whole.directory, dtype=jnp.float32)
+    return serve.speak(thinker, talker, vocoder, *args, **options)
+
+
+def test_an_answer_is_said_as_transformers_says_it(whole, talker, vocoder, monkeypatch):
+    """The same codes, and samples to 1e-4: up to a limit of frames, and, with another voice, until the talker ends."""
+    answer, frames, samples = said(whole, PROMPT, 12)
+    got = spoken(whole, talker, vocoder, PROMPT, answer, max_frames=12)
+    assert len(frames) == 11 and len(np.unique(frames[:, 0])) > 3
+    np.testing.assert_array_equal(got[0], frames)
+    np.testing.assert_allclose(got[1], samples, atol=1e-4)
+    free, _, _ = said(whole, PROMPT, 12, speaker="Chelsie"), *([None] * 2)
+    new = next(i for i in range(4, 11) if free[1][i, 0] not in free[1][:i, 0])
+    end = int(free[1][new, 0])
+    monkeypatch.setattr(whole.oracle.config.talker_config, "codec_eos_token_id", end)
+    _, frames, samples = said(whole, PROMPT, 12, speaker="Chelsie")
+    ending = talker._replace(cfg=replace(talker.cfg, eos=end))
+    got = spoken(whole, ending, vocoder, PROMPT, answer, speaker="Chelsie", max_frames=12)
+    assert len(frames) == new
+    np.testing.assert_array_equal(got[0], frames)
+    np.testing.assert_allclose(got[1], samples, atol=1e-4)
+
+
+@pytest.mark.matrix
+def test_an_answer_to_an_image_and_a_sound(whole, talker, vocoder):
+    """States of media stand for them, and positions of three components are those of the users' turns alone."""
+    import torch
+
+    pytest.importorskip("PIL", reason="extra `media`")
+    from fdel.media import hearing, senses, sight
+    from tests.models.test_omni import EXTRACTOR, FILE
+
+    (whole.directory / "preprocessor_config.json").write_text(json.dumps(FILE | EXTRACTOR))
+    see, rng = sight.read(whole.directory), np.random.default_rng(0)
+    shown = [
+        sight.prepare(see, rng.integers(0, 256, (16, 24, 3), np.uint8)),
+        hearing.prepare(see.sound, rng.normal(size=20000).astype(np.float32) / 5),
+    ]
+    around = [tiny.SEE, tiny.IMAGE, tiny.SEEN, 12, tiny.HEAR, tiny.SOUND, tiny.HEARD]
+    row = sight.expand(see, [*PROMPT[:10], *around, *PROMPT[10:]], shown)
+    features = shown[1].features.swapaxes(0, 1).reshape(16, -1)[:, : shown[1].lengths.sum()]
+    given = dict(
+        attention_mask=torch.ones(1, len(row.tokens), dtype=torch.long), pixel_values=torch.tensor(shown[0].patches),
+        image_grid_thw=torch.tensor(shown[0].places.max(0) + 1)[None], input_features=torch.tensor(features)[None],
+        feature_attention_mask=torch.ones(1, features.shape[1], dtype=torch.long),
+    )  # fmt: skip
+    answer, frames, samples = said(whole, row.tokens, 8, **given)
+    n, rest = len(row.tokens), len(answer)
+    seen, heard, index = senses.gather(see, [shown], np.array([[*row.index, *[-1] * rest]]))
+    rotary = np.array([*row.rotary, *[[np.max(row.rotary) + 1 + i] * 3 for i in range(rest)]])
+    media = ops.Media(
+        jnp.asarray(index), inputs=(ops.Patches(*map(jnp.asarray, seen)), ops.Sounds(*map(jnp.asarray, heard)))
+    )
+    batch = replace(ops.packed(jnp.zeros((1, n + rest), int)), media=media, rotary=jnp.asarray(rotary)[None])
+    got = spoken(whole, talker, vocoder, row.tokens, answer, max_frames=8, batch=batch)
+    np.testing.assert_array_equal(got[0], frames)
+    np.testing.assert_allclose(got[1], samples, atol=1e-4)
 
 
 def same(grads, want, spec, directory):
