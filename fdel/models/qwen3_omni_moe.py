@@ -1,5 +1,6 @@
-"""Qwen3-Omni (arXiv:2509.17765), its thinker: Qwen3-VL-MoE that also hears. Its talker, which speaks, is left out.
+"""Qwen3-Omni (arXiv:2509.17765), its thinker: Qwen3-VL-MoE that also hears. What speaks loads apart, for `serve.speak`.
 
+The talker is `qwen3_omni_talker`, the vocoder `code2wav`.
 A sound is cut into chunks of a second, which go through convolutions alone; attention sees some of them together.
 """
 

@@ -51,12 +51,10 @@ def opening(
     """Make a talker's inputs of a thinker's: `table` embeds its tokens, `embeddings` and `states` are of prompt and answer.
 
     Where `media` stand in the prompt the talker gets states, elsewhere embeddings. `voice` is the talker's token of the
-    speaker. The answer's last token, which ends it, is not said; ValueError if it has no other.
+    speaker. The answer's last token, which ends it, is not said.
     """
     p, cfg, act = talker.params, talker.cfg, ops.ACTIVATIONS[talker.cfg.text.act]
     said, begin = users(prompt, cfg)
-    if len(embeddings) < begin + HEADER + 2:
-        raise ValueError("answer: found less than two tokens; the last one, which ends it, is not said")
     text = lambda x: ops.mlp(x, p["from_text"], act)
     asked = text(embeddings[said])
     if media is not None and media[said].any():
@@ -111,6 +109,9 @@ def speak(
     if cfg.thinker != thinker.cfg.embed or cfg.place > thinker.cfg.layers:
         found = f"found states of {thinker.cfg.embed} numbers after {thinker.cfg.layers} layers"
         raise ValueError(f"thinker: {found}, expected {cfg.thinker} numbers, after layer {cfg.place}")
+    said, begin = users(prompt, cfg)
+    if len(prompt) + len(answer) < begin + HEADER + 2:
+        raise ValueError("answer: found less than two tokens; the last one, which ends it, is not said")
     tokens = jnp.asarray([[*prompt, *answer]], jnp.int32)
     batch = ops.packed(tokens) if batch is None else batch
     watched = ops.Taps(hidden=ops.HiddenStates((0, cfg.place)))
@@ -127,7 +128,7 @@ def speak(
     )
     where = ops.Paged(np.arange(length), np.arange(pages)[None], np.zeros(1, int), length)
     if batch.rotary is not None:
-        where = replace(where, rotary=turns(np.asarray(batch.rotary[0]), users(prompt, cfg)[0], length))
+        where = replace(where, rotary=turns(np.asarray(batch.rotary[0]), said, length))
     run = jax.jit(advance, static_argnames=("family", "cfg"), donate_argnames="state")
     x, seen, frames = begun.inputs, jnp.zeros(cfg.vocab, bool), list[np.ndarray]()
     for i in range(max_frames):

@@ -219,14 +219,57 @@ def test_an_answer_to_an_image_and_a_sound(whole, talker, vocoder, monkeypatch):
     np.testing.assert_allclose(got[1], samples, atol=1e-4)
 
 
+@pytest.mark.matrix
+def test_every_gradient_of_the_talker_is_that_of_torch(whole, talker, tmp_path):
+    """Of its logits and the code predictor's, for frames that a thinker's states and text are added to; 1e-4."""
+    import torch
+    from safetensors.numpy import load_file
+
+    family, cfg, weights = talker
+    rng, found, o = np.random.default_rng(0), codes(7), whole.oracle.talker
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    text, states, first, residual = normal(2, 7, 64), normal(2, 7, 64), normal(2, 7, 1088), normal(14, 3, 64)
+
+    def loss(p):
+        act = ops.ACTIVATIONS[cfg.text.act]
+        x = ops.mlp(text, p["from_text"], act) + ops.mlp(states, p["from_states"], act) + family.frame(p, found, cfg)
+        h, _ = family.hidden(p, x, cfg)
+        logits = ops.logits(h, family.head(p, cfg))
+        others = family.residual_logits(p, h.reshape(14, -1), found.reshape(14, 4), cfg)
+        return (logits * first).mean() + (others * residual).mean()
+
+    given, tables = torch.tensor(found), o.code_predictor.get_input_embeddings()
+    embed = [o.get_input_embeddings()(given[..., 0]), *(t(given[..., i + 1]) for i, t in enumerate(tables))]
+    whole.oracle.zero_grad()
+    h = o.model(
+        inputs_embeds=o.text_projection(torch.tensor(text)) + o.hidden_projection(torch.tensor(states)) + sum(embed)
+    ).last_hidden_state
+    inputs = torch.stack([h, *embed[:-1]], 2).flatten(0, 1)
+    x = o.code_predictor.model(inputs_embeds=inputs).last_hidden_state
+    others = torch.stack([head(x[:, i + 1]) for i, head in enumerate(o.code_predictor.lm_head)], 1)
+    want = (o.codec_head(h) * torch.tensor(first)).mean() + (others * torch.tensor(residual)).mean()
+    want.backward()
+    held = {n: p.data for n, p in o.named_parameters()}
+    for p in o.parameters():
+        p.data = p.grad
+    whole.oracle.save_pretrained(tmp_path / "theirs")
+    for n, p in o.named_parameters():
+        p.data = held[n]
+    value, grads = jax.jit(jax.value_and_grad(loss))(weights)
+    assert abs(value - want.item()) < 1e-5
+    theirs = {k: v for k, v in load_file(tmp_path / "theirs" / "model.safetensors").items() if family.rename(k, cfg)}
+    same(grads, theirs, family.spec(cfg), tmp_path / "ours")
+
+
 def same(grads, want, spec, directory):
+    """Compare, by name; experts that no token chose have none, all else has some."""
     from safetensors.numpy import load_file
 
     params.save(spec, grads, directory)
     got = load_file(directory / "model.safetensors")
     assert set(got) == set(want)
+    assert all(np.abs(g).max() > 0 for name, g in want.items() if ".experts." not in name)
     for name, g in want.items():
-        assert np.abs(g).max() > 0, name
         np.testing.assert_allclose(got[name], g, atol=1e-4 * np.abs(g).max(), err_msg=name)
 
 
@@ -264,6 +307,31 @@ def test_the_parts_are_the_whole_file(whole):
     assert set.union(*named) == every and sum(map(len, named)) == len(every)
 
 
+def family_of(values, **changed):
+    return qwen3_omni_talker.Config.from_hf(values | {"talker_config": values["talker_config"] | changed})
+
+
+def test_what_cannot_be_said():
+    """A speaker, a thinker, a prompt and an answer that do not fit."""
+    values = json.loads(json.dumps(tiny.VALUES))
+    cfg = family_of(values)
+    talker = models.Model(qwen3_omni_talker, cfg, None)
+    vocoder = models.Model(code2wav, code2wav.Config.from_hf(values), None)
+    module = models.family("qwen3_omni_moe")
+    thinker = models.Model(module, module.Config.from_hf(values), None)
+    say = lambda *args, talker=talker, **options: serve.speak(thinker, talker, vocoder, *args, **options)
+    with pytest.raises(ValueError, match="speaker: found 'Nobody', expected one of chelsie, ethan"):
+        say(PROMPT, [5, 101], speaker="Nobody")
+    with pytest.raises(
+        ValueError, match="found states of 64 numbers after 4 layers, expected 64 numbers, after layer 5"
+    ):
+        say(PROMPT, [5, 101], talker=talker._replace(cfg=replace(cfg, place=5)))
+    with pytest.raises(ValueError, match="prompt: found no turn of token 107 behind 100 at its end"):
+        say(PROMPT[:10], [5, 101])
+    with pytest.raises(ValueError, match="answer: found less than two tokens"):
+        say(PROMPT, [101])
+
+
 def test_what_is_refused():
     """Configs and codes that do not fit, and a part as a family of its own."""
     values = json.loads(json.dumps(tiny.VALUES))
@@ -275,6 +343,20 @@ def test_what_is_refused():
     values["code2wav_config"]["upsample_rates"] = [4, 0]
     with pytest.raises(models.ConfigError, match=r"upsample_rates': found \[4, 0\], expected a list of numbers from 1"):
         code2wav.Config.from_hf(values)
+    values = json.loads(json.dumps(tiny.VALUES))
+    other = values["talker_config"]["code_predictor_config"]
+    with pytest.raises(
+        models.ConfigError, match=r"talker_config: found hidden sizes and code groups \(48, 4\) and \(48, 5\)"
+    ):
+        family_of(values, code_predictor_config=other | {"num_code_groups": 5})
+    with pytest.raises(models.ConfigError, match=r"talker_config.code_predictor_config: .*layer_types"):
+        family_of(values, code_predictor_config=other | {"layer_types": ["sliding_attention", "full_attention"]})
+    with pytest.raises(
+        models.ConfigError, match=r"speaker_id': found \{'ethan': 'x'\}, expected the token of each name"
+    ):
+        family_of(values, speaker_id={"ethan": "x"})
+    with pytest.raises(models.ConfigError, match=r"talker_config.codec_start"):
+        family_of(values, codec_start=3)
     with pytest.raises(models.ConfigError, match="'code2wav', a part that speaks; load it of a whole checkpoint"):
         models.family("code2wav")
     assert "code2wav" not in models.families()
