@@ -136,8 +136,16 @@ def convolve(
 ) -> Float[Array, "B T F"]:  # fmt: skip
     """Convolve along time, causally: no output sees what is behind it."""
     pad, order = [((weight.shape[-1] - 1) * dilation, 0)], ("NHC", "OIH", "NHC")
-    options = dict(rhs_dilation=(dilation,), feature_group_count=groups, dimension_numbers=order)
-    return jax.lax.conv_general_dilated(x, weight.astype(x.dtype), (1,), pad, **options) + bias
+    out = jax.lax.conv_general_dilated(
+        x,
+        weight.astype(x.dtype),
+        (1,),
+        pad,
+        rhs_dilation=(dilation,),
+        dimension_numbers=order,
+        feature_group_count=groups,
+    )
+    return out + bias
 
 
 def lengthen(x: Float[Array, "B T C"], p: Any, n: int) -> Float[Array, "B S F"]:

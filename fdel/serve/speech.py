@@ -126,9 +126,9 @@ def speak(
     state = jax.tree.map(
         lambda p: jnp.zeros(p.shape, begun.inputs.dtype), family.state_spec(cfg, pages=pages, page=PAGE)
     )
-    where = ops.Paged(np.arange(length), np.arange(pages)[None], np.zeros(1, int), length)
+    where = ops.Paged(jnp.arange(length), jnp.arange(pages)[None], jnp.zeros(1, int), length)
     if batch.rotary is not None:
-        where = replace(where, rotary=turns(np.asarray(batch.rotary[0]), said, length))
+        where = replace(where, rotary=jnp.asarray(turns(np.asarray(batch.rotary[0]), said, length)))
     run = jax.jit(advance, static_argnames=("family", "cfg"), donate_argnames="state")
     x, seen, frames = begun.inputs, jnp.zeros(cfg.vocab, bool), list[np.ndarray]()
     for i in range(max_frames):
@@ -143,5 +143,5 @@ def speak(
         frames = frames[:-1]
     if not frames:
         return np.zeros((0, cfg.books), np.int32), np.zeros(0, np.float32)
-    found = np.stack(frames)
-    return found, np.asarray(vocoder.family.waveform(vocoder.params, found[None], vocoder.cfg)[0])
+    every = np.stack(frames)
+    return every, np.asarray(vocoder.family.waveform(vocoder.params, every[None], vocoder.cfg)[0])
