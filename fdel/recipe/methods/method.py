@@ -118,10 +118,8 @@ class Generating(Adapted):
     @property
     def routers(self) -> dict[str, Any]:
         """The weights of routers' losses that are not 0, by their keys."""
-        return {name: x for name in ROUTERS if (x := getattr(self, name))}
-
-
-ROUTERS = ("router_aux_loss_coef", "router_z_loss_coef")
+        every = {"router_aux_loss_coef": self.router_aux_loss_coef, "router_z_loss_coef": self.router_z_loss_coef}
+        return {name: x for name, x in every.items() if x}
 
 
 def unrouted(k: Generating) -> None:
@@ -132,7 +130,7 @@ def unrouted(k: Generating) -> None:
 
 def balanced(k: Generating, total: Callable) -> Callable:
     """Add routers' losses to an objective of completions."""
-    coefs = [getattr(k, name) for name in ROUTERS]
+    coefs = k.router_aux_loss_coef, k.router_z_loss_coef
     return losses.completions.with_balance(total, *coefs) if k.routers else total
 
 

@@ -624,7 +624,7 @@ def test_wrong_use(source: Source, tok: text.Tokenizer, how: dict, first: dict, 
 
 
 @pytest.mark.parametrize(("how", "match"), [
-    ({"kind": "dpo"}, "kind='dpo'; expected one of sft, pairs, unpaired, prompt"),
+    ({"kind": "dpo"}, "kind='dpo'; expected one of sft, pairs, triples, unpaired, prompt"),
     ({"packing": "bfd"}, "packing='bfd'; expected one of None, first_fit"),
     ({"batch": 0}, "at least 1"), ({"epochs": 0}, "epochs=0"), ({"block": -1}, "at least 1"),
     ({"kind": "pairs", "packing": "best_fit"}, "packing is for kind='sft'"),

@@ -352,7 +352,7 @@ def test_prompts_keep_their_end_and_completions_their_start(tok: text.Tokenizer,
             assert mask.tolist() == ([False] * len(kept[0]) + [True] * len(kept[1]))[:length]
         assert kind == "pairs" or cut.numbers["prompt"] == min(start, prompt or 99)
     with pytest.raises(
-        ValueError, match="max_prompt and max_completion are for kind='pairs' and 'unpaired', not 'sft'"
+        ValueError, match="max_prompt and max_completion are for kind='pairs', 'triples' and 'unpaired', not 'sft'"
     ):
         Settings(max_prompt=3)
 
