@@ -199,6 +199,7 @@ def test_a_conversation(page, running):
 
 def test_stop(page, running):
     """The button ends the answer here and in the engine, what came stays, and the next message is answered."""
+    page.type("#temperature", "0")  # an answer that does not end by itself
     page.type("#text", "the weather", "Enter")
     page.until("document.querySelector('.assistant') && document.querySelector('.assistant').textContent.length > 5")
     page.click("#stop")
