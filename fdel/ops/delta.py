@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from fdel.ops.batch import Batch
 from fdel.ops.carry import Carry
-from fdel.ops.dispatch import operation
+from fdel.ops.dispatch import kernel, operation
 from fdel.ops.recurrent import HEADS, SLOTS, TOKENS, Layer, decays, recur, visible
 
 
@@ -22,7 +22,7 @@ def l2norm(x: Float[Array, "... H"], eps: float = 1e-6) -> Float[Array, "... H"]
     return (y * jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 
 
-@operation(TOKENS, SLOTS, "", *[HEADS] * 5, out=(HEADS, SLOTS))
+@operation(TOKENS, SLOTS, "", *[HEADS] * 5, out=(HEADS, SLOTS), mosaic=kernel("gated_delta_rule_tpu"))
 def gated_delta_rule(
     batch: Batch, carry: Carry | None, layer: Layer,
     q: Float[Array, "... T N Hk"], k: Float[Array, "... T N Hk"], v: Float[Array, "... T N Hv"],

@@ -1,0 +1,219 @@
+"""The program of the gated delta rule on TPUs, for `gated_delta_rule_tpu`.
+
+Algorithm: the chunked WY form (arXiv 2406.06484, with decays as in 2412.06464 and 2510.26692). A step of the grid takes a
+chunk of C tokens of some heads; steps of a row follow each other, with the state [Hk Hv] of each head in fast memory. With
+D_ij the decay from token j to token i, b = beta, and S the state before the chunk,
+  w = (I + A)^-1 (v - D_i k S),  A_ij = D_ij k_i^T k_j b_j for j < i
+  o_i = D_i q_i S + sum_{j<=i} D_ij q_i^T k_j b_j w_j;  S <- D S + sum_j D_Cj k_j b_j w_j^T
+Diagonal blocks of 8 of I + A are inverted by substitution, in float32, those of all heads at once: block b lies in lanes
+8 b to 8 b + 7. Neighbours X and Y with L below X become X, Y and -Y L X below X, until one block is left. Powers of A are
+not taken: they grow and cancel. With decays of channels the chunk is cut in halves again and again: the decay from a token
+of the first half to one of the second is a product of two factors <= 1, up to the border and from there, so a level of
+halves is one product of matrices.
+
+Bytes: q, k, v and o once, decays of channels too. FLOPs, for each token and head: 2 C (2 Hk + 2 Hv) of pairs, of the
+solution and of outputs, 6 Hk Hv of the state, and products of the inverse that are small, but load C x C weights. Decays
+of channels take log2(C) times the pairs.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
+SMALL = 8  # rows of a diagonal block that is inverted by substitution
+NT, NN, TN = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ())))  # axes of a product
+NEVER = -1e30  # a log decay of nothing
+
+
+class Pairs(NamedTuple):
+    """What a chunk prepares for a head: k_i^T k_j decay_ij for j < i, q_i^T k_j decay_ij for j <= i, and decays: from the
+    start up to each token, from each token to the end, of all.
+    """
+
+    kk: Array
+    qk: Array
+    begin: Array
+    end: Array
+    decay: Array
+
+
+class About(NamedTuple):
+    """Heads of a step, their channels of keys and values, tokens of a chunk, whether each channel has a decay."""
+
+    heads: int
+    keys: int
+    values: int
+    chunk: int
+    channels: bool
+
+
+def run(
+    about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array]
+) -> Float[Array, "B T NHv"]:
+    """Run over q, k, v [B T N*H], and decays of channels. `rows`: beta, two sums of decays, valid, starts; see `_program`.
+
+    `whole` tells which chunks have no padding. Inputs may end inside of the last chunk.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    b, groups, numbers, t = rows.shape
+    steps = t // about.chunk
+    block = lambda width: pl.BlockSpec((None, about.chunk, about.heads * width), lambda b, n, c, _: (b, c, n))
+    widths = [about.keys, about.keys, about.values] + [about.keys] * about.channels
+    of_rows = pl.BlockSpec((None, None, numbers, about.chunk), lambda b, n, c, _: (b, n, 0, c))
+    call = pl.pallas_call(
+        functools.partial(_program, about),
+        out_shape=jax.ShapeDtypeStruct((*inputs[2].shape[:2], groups * about.heads * about.values), inputs[0].dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(b, groups, steps),
+            in_specs=[of_rows, *map(block, widths)],
+            out_specs=block(about.values),
+            scratch_shapes=[pltpu.VMEM((about.heads, about.keys, about.values), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        name="gated_delta_rule",
+    )
+    return call(whole, rows, *inputs)
+
+
+def _program(about: About, *refs: Any) -> None:
+    """Compute a chunk of some heads."""
+    from jax.experimental import pallas as pl
+
+    names = ["whole", "rows", "q", "k", "v", *["g"] * about.channels, "out", "state"]
+    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    at, n = pl.program_id(2), about.heads
+
+    @pl.when(at == 0)
+    def _() -> None:
+        r.state[...] = jnp.zeros_like(r.state)
+
+    rows = r.rows[...]
+    numbers = (1 if about.channels else 3) * n
+    columns = jnp.transpose(rows)  # [C numbers]
+    valid, start = (columns[:, i : i + 1] > 0 for i in (numbers, numbers + 1))
+
+    @pl.when(r.whole[pl.program_id(0) * pl.num_programs(2) + at] == 0)
+    def _() -> None:
+        for x in map(r.__dict__.get, ["q", "k", "v", *["g"] * about.channels]):
+            x[...] = jnp.where(valid, x[...].astype(jnp.float32), 0).astype(x.dtype)
+
+    dtype, c = r.q.dtype, about.chunk
+    beta = [rows[i : i + 1] for i in range(n)]
+    cut = lambda ref, i, width: ref[:, i * width : (i + 1) * width]
+    keys, queries = ([cut(x, i, about.keys) for i in range(n)] for x in (r.k, r.q))
+    if about.channels:
+        decays = [jnp.where(start, NEVER, cut(r.g, i, about.keys)) for i in range(n)]
+        pairs = [_channel_pairs(q, k, g) for q, k, g in zip(queries, keys, decays, strict=True)]
+    else:
+        pairs = [_head_pairs(q, k, rows, columns, n, i) for i, (q, k) in enumerate(zip(queries, keys, strict=True))]
+    inverses = _inverses([pairs[i].kk * beta[i] for i in range(n)], dtype)
+    values = [cut(r.v, i, about.values).astype(jnp.float32) for i in range(n)]
+    seen = [_seen(about, keys[i], queries[i], r.state[i], pairs[i].begin, dtype) for i in range(n)]
+    new = [_dot(inverses[i], values[i] - seen[i][:c], NN, dtype) for i in range(n)]
+    for i in range(n):
+        out = seen[i][c:] + _dot(pairs[i].qk * beta[i], new[i], NN, dtype)
+        r.out[:, i * about.values : (i + 1) * about.values] = out.astype(dtype)
+    for i, (_, _, _, end, decay) in enumerate(pairs):
+        key = keys[i].astype(jnp.float32)
+        key = jnp.transpose(key * end) if about.channels else jnp.transpose(key) * end
+        r.state[i] = decay * r.state[i] + _dot(key * beta[i], new[i], NN, dtype)
+
+
+def _seen(about: About, k: Array, q: Array, state: Array, begin: Array, dtype: Any) -> Array:
+    """Read the state before the chunk with its keys and queries."""
+    both = jnp.concatenate([k, q])
+    if about.channels:
+        return _dot(both * jnp.concatenate([begin, begin]), state, NN, dtype)
+    return _dot(both, state, NN, dtype) * jnp.concatenate([jnp.concatenate([begin] * (about.values // len(k)), 1)] * 2)
+
+
+def _dot(a: Array, b: Array, axes: Any, dtype: Any) -> Array:
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a.astype(dtype), b.astype(dtype), axes, preferred_element_type=jnp.float32, precision=precision
+    )
+
+
+def _places(shape: tuple[int, int]) -> tuple[Array, Array]:
+    return tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))  # type: ignore[return-value]
+
+
+def _head_pairs(q: Array, k: Array, rows: Array, columns: Array, n: int, head: int) -> Pairs:
+    """Prepare with one decay for all channels."""
+    c = len(k)
+    spread = lambda i: jnp.broadcast_to(columns[:, i : i + 1], (c, c))
+    high, low = ((spread(i), rows[i : i + 1]) for i in (n + head, 2 * n + head))
+    both = _dot(jnp.concatenate([k, q]), k, NT, k.dtype)
+    i, j = _places((c, c))
+    decay = jnp.exp(jnp.where(j <= i, (high[0] - high[1]) + (low[0] - low[1]), NEVER))
+    begin = jnp.exp(high[0] + low[0])
+    end = jnp.exp((high[1][:, -1:] - high[1]) + (low[1][:, -1:] - low[1]))
+    return Pairs(jnp.where(j < i, both[:c] * decay, 0), both[c:] * decay, begin, end, begin[-1:, :1])
+
+
+def _channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> Pairs:
+    """Prepare with a decay for each channel."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    c, dtype = len(k), k.dtype
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    i, j = _places((c, c))
+    row = _places(g.shape)[0]
+    kk = jnp.zeros((c, c), jnp.float32)
+    qk = jnp.where(i == j, jnp.sum(q * k, 1, keepdims=True), 0)
+    since, later, total = g, jnp.zeros_like(g), g  # of blocks of `size`
+    size = 1
+    while size < c:
+        second = row // size % 2 == 1
+        factor = jnp.exp(jnp.where(second, since, later))
+        near = k * factor
+        pairs = _dot(jnp.concatenate([near, q * factor]), near, NT, dtype)
+        here = (i // size == j // size + 1) & (i // size % 2 == 1)
+        kk, qk = jnp.where(here, pairs[:c], kk), jnp.where(here, pairs[c:], qk)
+        other = jnp.where(second, pltpu.roll(total, size, 0), pltpu.roll(total, c - size, 0))
+        since, later = jnp.where(second, since + other, since), jnp.where(second, later, later + other)
+        total, size = total + other, 2 * size
+    decay = jnp.transpose(jnp.exp(total[:8]))[:, :1]
+    return Pairs(kk, qk, jnp.exp(since), jnp.exp(later), decay)
+
+
+def _inverses(many: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array, "C C"]]:
+    """Invert I + A for each strictly lower triangular A."""
+    c, n = len(many[0]), len(many)
+    row, lane = (x % SMALL for x in _places((n * SMALL, c)))
+    block = _places((SMALL, c))[1] // SMALL
+    sides = lambda a: sum(jnp.where(block == b // SMALL, a[b : b + SMALL], 0) for b in range(0, c, SMALL))
+    small = jnp.concatenate([sides(a) for a in many])
+    x = jnp.where(lane == row, 1.0, 0.0).reshape(n, SMALL, c)
+    first = _places(small.shape)[1] - lane
+    for j in range(SMALL - 1):
+        column = jnp.take_along_axis(small, first + j, 1).reshape(x.shape)  # of each block, in all of its lanes
+        x = x - column * x[:, j : j + 1]
+    found, size = [x[i] for i in range(n)], SMALL
+    while size < c:
+        found = [_joined(x, a, size, dtype) for x, a in zip(found, many, strict=True)]
+        size *= 2
+    return found
+
+
+def _joined(x: Float[Array, "size C"], a: Float[Array, "C C"], size: int, dtype: Any) -> Float[Array, "2*size C"]:
+    """Join inverses of neighbouring diagonal blocks, which lie side by side."""
+    c = len(a)
+    block = _places((size, c))[1] // size
+    nothing, odd = jnp.zeros((size, c)), block % 2 == 1
+    below = sum(jnp.where(block == b, a[(b + 1) * size : (b + 2) * size], 0) for b in range(0, c // size, 2))
+    diagonal = [nothing if b % 2 else jnp.where(block == b, x, 0) for b in range(c // size)]
+    product = _dot(below, jnp.concatenate(diagonal), NN, dtype)
+    spread = [jnp.where(block == b - 1, product, 0) if b % 2 else nothing for b in range(c // size)]
+    product = _dot(jnp.where(odd, x, 0), jnp.concatenate(spread), NN, dtype)
+    return jnp.concatenate([jnp.where(odd, 0, x), jnp.where(odd, x, -product)])

@@ -1,0 +1,147 @@
+"""The TPU kernels for recurrences, interpreted, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from fdel import ops
+from fdel.kernels import gated_delta_rule_tpu
+from fdel.ops.batch import Packed
+from fdel.ops.platform import tracing_for
+
+N, H, T = 2, 128, 150
+PLACES = [(0, 70), (73, 74), (74, 140)]  # of sequences in a row; one goes on in the second chunk of 128 tokens
+SEGMENTS = np.full((2, T), -1, np.int32)
+SEGMENTS[1] = 7
+for i, (start, end) in enumerate(PLACES):
+    SEGMENTS[0, start:end] = i
+
+
+def padded(inputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """Put NaN where padding may hold it."""
+    return tuple(np.where(SEGMENTS.reshape(2, T, *[1] * (x.ndim - 2)) < 0, np.nan, x) for x in inputs)
+
+
+def recurrence(step, state: tuple, inputs: tuple) -> np.ndarray:
+    """Run step(state, token) -> (state, output) over the sequences of both rows; padding gives 0."""
+    out = None
+    for row in range(2):
+        for at in range(T):
+            if at == 0 or SEGMENTS[row, at] != SEGMENTS[row, at - 1]:
+                s = np.zeros(state)
+            if SEGMENTS[row, at] >= 0:
+                s, y = step(s, [np.asarray(x[row, at], np.float64) for x in inputs])
+                out = np.zeros((2, T, *y.shape)) if out is None else out
+                out[row, at] = y
+    return out
+
+
+def delta_step(state, token):
+    q, k, v, g, beta = token
+    state = state * np.exp(g).reshape(N, -1, 1)
+    delta = beta[:, None] * (v - np.einsum("nk,nkv->nv", k, state))
+    state = state + k[:, :, None] * delta[:, None]
+    return state, np.einsum("nk,nkv->nv", q, state)
+
+
+def delta_inputs(gate: tuple[int, ...], dtype) -> tuple[np.ndarray, ...]:
+    """The second row is extreme: decays of exp(-50) and exp(-3000), many equal keys, write strengths of 0 and 1."""
+    r = np.random.default_rng(0)
+    q, k = r.normal(size=(2, 2, T, N, H))
+    g, beta = -np.exp(r.normal(size=(2, T, N, *gate)) * 2 - 2), r.uniform(0, 1, (2, T, N))
+    extreme = g[1]  # a view
+    extreme[r.random(extreme.shape) < 0.1] = -50
+    extreme[:40][r.random(extreme[:40].shape) < 0.02] = -3000
+    k[1, 50:100], beta[1, ::2], beta[1, 1::7] = k[1, 50], 1, 0
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    rounded = [jnp.asarray(x, dtype) for x in padded((unit(q) * H**-0.5, unit(k), r.normal(size=(2, T, N, H))))]
+    return *rounded, *(jnp.asarray(x, jnp.float32) for x in padded((g, beta)))
+
+
+def delta(inputs: tuple, segments=SEGMENTS) -> jax.Array:
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+    with tracing_for("tpu"), ops.use(gated_delta_rule="mosaic"):
+        return jax.jit(lambda *x: ops.gated_delta_rule(batch, None, 0, *x)[0])(*inputs)
+
+
+def error(got, want) -> float:
+    """The largest difference, relative to the largest number; NaN if any number is, in padding too."""
+    return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """One head in a step, without the detector of races: in a third of the time."""
+    monkeypatch.setattr(gated_delta_rule_tpu, "HEADS", {True: 1, False: 1})
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
+F32, BF16, MATRIX = jnp.float32, jnp.bfloat16, pytest.mark.matrix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gate", "dtype", "most"),
+    [
+        ((), F32, 2e-6),
+        pytest.param((), BF16, 8e-3, marks=MATRIX),
+        pytest.param((H,), F32, 2e-6, marks=MATRIX),
+        pytest.param((H,), BF16, 8e-3, marks=MATRIX),
+    ],
+    ids=["head", "head, bfloat16", "channel", "channel, bfloat16"],
+)
+def test_the_delta_rule_equals_float64(gate, dtype, most, interpreted):
+    """Sequences that end inside of chunks, NaN in padding, extreme decays: relative to the largest (seen: 4e-7, 5e-3)."""
+    inputs = delta_inputs(gate, dtype)
+    assert error(delta(inputs), recurrence(delta_step, (N, H, H), inputs)) < most
+
+
+@pytest.mark.matrix
+def test_no_race_is_found(capsys, monkeypatch):
+    """The copies are Pallas's own, of a chunk while the one before is solved: two chunks of two rows here."""
+    monkeypatch.setattr(gated_delta_rule_tpu, "HEADS", {True: 2, False: 1})
+    inputs = delta_inputs((), F32)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+        assert error(delta(inputs), recurrence(delta_step, (N, H, H), inputs)) < 2e-6
+    assert "RACE" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.matrix
+def test_gradients_are_those_of_the_reference(interpreted):
+    """Computed by it; of short rows, which are padded to a chunk."""
+    inputs = tuple(x[1:, :20] for x in delta_inputs((), F32))
+    grad = lambda f: jax.jit(jax.grad(lambda *x: jnp.sin(f(*x)).sum(), range(5)))(*inputs)
+    segments = SEGMENTS[1:, :20]
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+    want = grad(lambda *x: ops.gated_delta_rule(batch, None, 0, *x)[0])
+    for a, b in zip(grad(lambda *x: delta(x, segments)), want, strict=True):
+        assert error(a, np.asarray(b, np.float64)) < 1e-5
+
+
+REASONS = [
+    ({"platform": "gpu"}, "written for TPUs"),
+    ({"dtype": jnp.float16}, "bfloat16 or float32"),
+    ({"dim": 64}, "heads of 64 and 64 channels"),
+    ({"paged": True}, "Packed batches"),
+    pytest.param({}, None, marks=pytest.mark.of_cpu("with --target the references are named")),
+]
+
+
+@pytest.mark.parametrize(("call", "reason"), REASONS, ids=str)
+def test_the_kernel_for_the_delta_rule_says_what_it_cannot_serve(call, reason):
+    """What it serves it gets, on TPUs."""
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct((1, 256, 4, *sizes), dtype)
+    x = shape(call.get("dtype", BF16), call.get("dim", H))
+    args = (None, 0, x, x, x, shape(F32), shape(F32))
+    tokens = jnp.zeros((1, 256), int)
+    batch = ops.paged([(0, 0, [0])], np.zeros((1, 1), int))[1] if "paged" in call else ops.packed(tokens)
+    with tracing_for(call.get("platform", "tpu")):
+        if reason is None:
+            assert "mosaic: chosen" in ops.explain(ops.gated_delta_rule, batch, *args)
+        else:
+            assert reason in gated_delta_rule_tpu.unsupported(batch, *args)
