@@ -68,6 +68,8 @@ def test_microbatches_change_nothing():
     assert np.isclose(got[1], want[1], atol=1e-6).mean() > 0.9
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_preferences_count_the_policy_alone():
     """With a reference in microbatches of `gradcache`: the choices on prompts and completions, once."""
     outputs, objective = losses.completion_logps(deepseek_v3, CFG), losses.dpo_objective()
@@ -109,9 +111,8 @@ def test_models_without_such_biases_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"dp": 2, "fsdp": 4}, pytest.param({"ep": 4, "tp": 2}, marks=pytest.mark.matrix)], ids=str
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 4}, {"ep": 4, "tp": 2}], ids=str)
 def test_meshes_move_the_same_biases(sizes):
     """Of the whole batch's load, which replicas add up once: exactly those of one device."""
     mesh = fp.make_mesh(sizes)
