@@ -48,8 +48,8 @@ def glu(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Floa
     return checkpoint_name(linear("...f,df->...d", act(gate) * up, p["down"], p.get("down_bias")), "mlp_down")
 
 
-def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... D"]:
-    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [F D], down [D F].
+def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... E"]:
+    """Plain feed-forward: act(x up + up_bias) down + down_bias; up [F D], down [E F]. E is D but in projectors.
     >>> ops.mlp(jnp.ones(2), {"up": jnp.ones((3, 2)), "down": jnp.ones((2, 3))}, jax.nn.relu)
     Array([6., 6.], dtype=float32)
     """
