@@ -104,7 +104,7 @@ def _program(about: About, *refs: Any) -> None:
 
     @pl.when(r.whole[pl.program_id(0) * pl.num_programs(2) + at] == 0)
     def _() -> None:
-        for x in map(r.__dict__.get, ["q", "k", "v", *["g"] * about.channels]):
+        for x in (getattr(r, name) for name in ("q", "k", "v", *["g"] * about.channels)):
             x[...] = jnp.where(valid, x[...].astype(jnp.float32), 0).astype(x.dtype)
 
     dtype, c = r.q.dtype, about.chunk
@@ -123,8 +123,9 @@ def _program(about: About, *refs: Any) -> None:
     for i in range(n):
         out = seen[i][c:] + _dot(pairs[i].qk * beta[i], new[i], NN, dtype)
         r.out[:, i * about.values : (i + 1) * about.values] = out.astype(dtype)
-    for i, (_, _, _, end, decay) in enumerate(pairs):
-        key = keys[i].astype(jnp.float32)
+    for i, pair in enumerate(pairs):
+        end, decay = pair[3:]
+        key: Array = keys[i].astype(jnp.float32)
         key = jnp.transpose(key * end) if about.channels else jnp.transpose(key) * end
         r.state[i] = decay * r.state[i] + _dot(key * beta[i], new[i], NN, dtype)
 
@@ -144,7 +145,7 @@ def _dot(a: Array, b: Array, axes: Any, dtype: Any) -> Array:
     )
 
 
-def _places(shape: tuple[int, int]) -> tuple[Array, Array]:
+def _places(shape: tuple[int, ...]) -> tuple[Array, Array]:
     return tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))  # type: ignore[return-value]
 
 
@@ -211,7 +212,7 @@ def _joined(x: Float[Array, "size C"], a: Float[Array, "C C"], size: int, dtype:
     c = len(a)
     block = _places((size, c))[1] // size
     nothing, odd = jnp.zeros((size, c)), block % 2 == 1
-    below = sum(jnp.where(block == b, a[(b + 1) * size : (b + 2) * size], 0) for b in range(0, c // size, 2))
+    below: Any = sum(jnp.where(block == b, a[(b + 1) * size : (b + 2) * size], 0) for b in range(0, c // size, 2))
     diagonal = [nothing if b % 2 else jnp.where(block == b, x, 0) for b in range(c // size)]
     product = _dot(below, jnp.concatenate(diagonal), NN, dtype)
     spread = [jnp.where(block == b - 1, product, 0) if b % 2 else nothing for b in range(c // size)]

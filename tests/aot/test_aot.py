@@ -92,7 +92,7 @@ def test_every_family_compiles(name, what, devices, chip, record_property):
 def test_every_tower_compiles(name, devices, chip, record_property):
     """Gradients of rows with images (and sounds), of the tower, the projector and the language model."""
     c, _ = row(record_property, name, "see", chip, devices)
-    assert c.flops and not gathers(c.text, 64 * 8)
+    assert not gathers(c.text, 64 * 8)  # no row but a device's own
 
 
 @pytest.mark.aot
