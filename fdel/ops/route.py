@@ -35,7 +35,9 @@ def route_sigmoid(
 ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:  # fmt: skip
     """Choose k experts out of the best groups by sigmoid(logits) + bias: float32 weights and expert indices.
 
-    `bias` is float[E], or an `ops.Tallied` of it. The experts form `groups` equal groups in order; the `topk_groups` groups with the greatest sum of their two best
+    `bias` is float[E], or an `ops.Tallied` of it.
+
+    The experts form `groups` equal groups in order; the `topk_groups` groups with the greatest sum of their two best
     experts remain (arXiv:2412.19437, section 2.1.2). Weights are scale * sigmoid(logits), without the bias;
     `normalize` divides them by their sum first. Sizes that do not fit are a ValueError.
     >>> best = dict(groups=2, topk_groups=1, scale=1.0, normalize=True)
