@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
+from fdel.kernels.chunks_tpu import CHUNK, NEVER, NN, NT, VMEM, begin, decay_pairs, dot, places
+
 SMALL = 8  # rows of a diagonal block that is inverted by substitution
-NT, NN, TN = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ())))  # axes of a product
-NEVER = -1e30  # a log decay of nothing
 
 
 class Pairs(NamedTuple):
@@ -43,12 +42,11 @@ class Pairs(NamedTuple):
 
 
 class About(NamedTuple):
-    """Heads of a step, their channels of keys and values, tokens of a chunk, whether each channel has a decay."""
+    """Heads of a step, their channels of keys and values, whether each channel has a decay."""
 
     heads: int
     keys: int
     values: int
-    chunk: int
     channels: bool
 
 
@@ -63,10 +61,10 @@ def run(
     from jax.experimental.pallas import tpu as pltpu
 
     b, groups, numbers, t = rows.shape
-    steps = t // about.chunk
-    block = lambda width: pl.BlockSpec((None, about.chunk, about.heads * width), lambda b, n, c, _: (b, c, n))
+    steps = t // CHUNK
+    block = lambda width: pl.BlockSpec((None, CHUNK, about.heads * width), lambda b, n, c, _: (b, c, n))
     widths = [about.keys, about.keys, about.values] + [about.keys] * about.channels
-    of_rows = pl.BlockSpec((None, None, numbers, about.chunk), lambda b, n, c, _: (b, n, 0, c))
+    of_rows = pl.BlockSpec((None, None, numbers, CHUNK), lambda b, n, c, _: (b, n, 0, c))
     call = pl.pallas_call(
         functools.partial(_program, about),
         out_shape=jax.ShapeDtypeStruct((*inputs[2].shape[:2], groups * about.heads * about.values), inputs[0].dtype),
@@ -87,27 +85,13 @@ def run(
 
 def _program(about: About, *refs: Any) -> None:
     """Compute a chunk of some heads."""
-    from jax.experimental import pallas as pl
-
     names = ["whole", "rows", "q", "k", "v", *["g"] * about.channels, "out", "state"]
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    at, n = pl.program_id(2), about.heads
-
-    @pl.when(at == 0)
-    def _() -> None:
-        r.state[...] = jnp.zeros_like(r.state)
-
-    rows = r.rows[...]
+    dtype, c, n, rows = r.q.dtype, CHUNK, about.heads, r.rows[...]
     numbers = (1 if about.channels else 3) * n
     columns = jnp.transpose(rows)  # [C numbers]
     valid, start = (columns[:, i : i + 1] > 0 for i in (numbers, numbers + 1))
-
-    @pl.when(r.whole[pl.program_id(0) * pl.num_programs(2) + at] == 0)
-    def _() -> None:
-        for x in (getattr(r, name) for name in ("q", "k", "v", *["g"] * about.channels)):
-            x[...] = jnp.where(valid, x[...].astype(jnp.float32), 0).astype(x.dtype)
-
-    dtype, c = r.q.dtype, about.chunk
+    begin(r, valid, "qkvg" if about.channels else "qkv")
     beta = [rows[i : i + 1] for i in range(n)]
     cut = lambda ref, i, width: ref[:, i * width : (i + 1) * width]
     keys, queries = ([cut(x, i, about.keys) for i in range(n)] for x in (r.k, r.q))
@@ -119,47 +103,33 @@ def _program(about: About, *refs: Any) -> None:
     inverses = _inverses([pairs[i].kk * beta[i] for i in range(n)], dtype)
     values = [cut(r.v, i, about.values).astype(jnp.float32) for i in range(n)]
     seen = [_seen(about, keys[i], queries[i], r.state[i], pairs[i].begin, dtype) for i in range(n)]
-    new = [_dot(inverses[i], values[i] - seen[i][:c], NN, dtype) for i in range(n)]
+    new = [dot(inverses[i], values[i] - seen[i][:c], NN, dtype) for i in range(n)]
     for i in range(n):
-        out = seen[i][c:] + _dot(pairs[i].qk * beta[i], new[i], NN, dtype)
+        out = seen[i][c:] + dot(pairs[i].qk * beta[i], new[i], NN, dtype)
         r.out[:, i * about.values : (i + 1) * about.values] = out.astype(dtype)
     for i, pair in enumerate(pairs):
         end, decay = pair[3:]
         key: Array = keys[i].astype(jnp.float32)
         key = jnp.transpose(key * end) if about.channels else jnp.transpose(key) * end
-        r.state[i] = decay * r.state[i] + _dot(key * beta[i], new[i], NN, dtype)
+        r.state[i] = decay * r.state[i] + dot(key * beta[i], new[i], NN, dtype)
 
 
 def _seen(about: About, k: Array, q: Array, state: Array, begin: Array, dtype: Any) -> Array:
     """Read the state before the chunk with its keys and queries."""
     both = jnp.concatenate([k, q])
     if about.channels:
-        return _dot(both * jnp.concatenate([begin, begin]), state, NN, dtype)
-    return _dot(both, state, NN, dtype) * jnp.concatenate([jnp.concatenate([begin] * (about.values // len(k)), 1)] * 2)
-
-
-def _dot(a: Array, b: Array, axes: Any, dtype: Any) -> Array:
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        a.astype(dtype), b.astype(dtype), axes, preferred_element_type=jnp.float32, precision=precision
-    )
-
-
-def _places(shape: tuple[int, ...]) -> tuple[Array, Array]:
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))  # type: ignore[return-value]
+        return dot(both * jnp.concatenate([begin, begin]), state, NN, dtype)
+    return dot(both, state, NN, dtype) * jnp.concatenate([jnp.concatenate([begin] * (about.values // len(k)), 1)] * 2)
 
 
 def _head_pairs(q: Array, k: Array, rows: Array, columns: Array, n: int, head: int) -> Pairs:
     """Prepare with one decay for all channels."""
     c = len(k)
-    spread = lambda i: jnp.broadcast_to(columns[:, i : i + 1], (c, c))
-    high, low = ((spread(i), rows[i : i + 1]) for i in (n + head, 2 * n + head))
-    both = _dot(jnp.concatenate([k, q]), k, NT, k.dtype)
-    i, j = _places((c, c))
-    decay = jnp.exp(jnp.where(j <= i, (high[0] - high[1]) + (low[0] - low[1]), NEVER))
-    begin = jnp.exp(high[0] + low[0])
-    end = jnp.exp((high[1][:, -1:] - high[1]) + (low[1][:, -1:] - low[1]))
-    return Pairs(jnp.where(j < i, both[:c] * decay, 0), both[c:] * decay, begin, end, begin[-1:, :1])
+    at = n + head, 2 * n + head
+    decay, since, later = decay_pairs(*((columns[:, i : i + 1], rows[i : i + 1]) for i in at))
+    both = dot(jnp.concatenate([k, q]), k, NT, k.dtype)
+    i, j = places((c, c))
+    return Pairs(jnp.where(j < i, both[:c] * decay, 0), both[c:] * decay, since, later, since[-1:, :1])
 
 
 def _channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> Pairs:
@@ -168,8 +138,8 @@ def _channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> Pairs:
 
     c, dtype = len(k), k.dtype
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    i, j = _places((c, c))
-    row = _places(g.shape)[0]
+    i, j = places((c, c))
+    row = places(g.shape)[0]
     kk = jnp.zeros((c, c), jnp.float32)
     qk = jnp.where(i == j, jnp.sum(q * k, 1, keepdims=True), 0)
     since, later, total = g, jnp.zeros_like(g), g  # of blocks of `size`
@@ -178,7 +148,7 @@ def _channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> Pairs:
         second = row // size % 2 == 1
         factor = jnp.exp(jnp.where(second, since, later))
         near = k * factor
-        pairs = _dot(jnp.concatenate([near, q * factor]), near, NT, dtype)
+        pairs = dot(jnp.concatenate([near, q * factor]), near, NT, dtype)
         here = (i // size == j // size + 1) & (i // size % 2 == 1)
         kk, qk = jnp.where(here, pairs[:c], kk), jnp.where(here, pairs[c:], qk)
         other = jnp.where(second, pltpu.roll(total, size, 0), pltpu.roll(total, c - size, 0))
@@ -191,12 +161,12 @@ def _channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> Pairs:
 def _inverses(many: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array, "C C"]]:
     """Invert I + A for each strictly lower triangular A."""
     c, n = len(many[0]), len(many)
-    row, lane = (x % SMALL for x in _places((n * SMALL, c)))
-    block = _places((SMALL, c))[1] // SMALL
+    row, lane = (x % SMALL for x in places((n * SMALL, c)))
+    block = places((SMALL, c))[1] // SMALL
     sides = lambda a: sum(jnp.where(block == b // SMALL, a[b : b + SMALL], 0) for b in range(0, c, SMALL))
     small = jnp.concatenate([sides(a) for a in many])
     x = jnp.where(lane == row, 1.0, 0.0).reshape(n, SMALL, c)
-    first = _places(small.shape)[1] - lane
+    first = places(small.shape)[1] - lane
     for j in range(SMALL - 1):
         column = jnp.take_along_axis(small, first + j, 1).reshape(x.shape)  # of each block, in all of its lanes
         x = x - column * x[:, j : j + 1]
@@ -210,11 +180,11 @@ def _inverses(many: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array, 
 def _joined(x: Float[Array, "size C"], a: Float[Array, "C C"], size: int, dtype: Any) -> Float[Array, "2*size C"]:
     """Join inverses of neighbouring diagonal blocks, which lie side by side."""
     c = len(a)
-    block = _places((size, c))[1] // size
+    block = places((size, c))[1] // size
     nothing, odd = jnp.zeros((size, c)), block % 2 == 1
     below: Any = sum(jnp.where(block == b, a[(b + 1) * size : (b + 2) * size], 0) for b in range(0, c // size, 2))
     diagonal = [nothing if b % 2 else jnp.where(block == b, x, 0) for b in range(c // size)]
-    product = _dot(below, jnp.concatenate(diagonal), NN, dtype)
+    product = dot(below, jnp.concatenate(diagonal), NN, dtype)
     spread = [jnp.where(block == b - 1, product, 0) if b % 2 else nothing for b in range(c // size)]
-    product = _dot(jnp.where(odd, x, 0), jnp.concatenate(spread), NN, dtype)
+    product = dot(jnp.where(odd, x, 0), jnp.concatenate(spread), NN, dtype)
     return jnp.concatenate([jnp.where(odd, 0, x), jnp.where(odd, x, -product)])

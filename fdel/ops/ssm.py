@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from fdel.ops.batch import Batch
 from fdel.ops.carry import Carry
-from fdel.ops.dispatch import operation
+from fdel.ops.dispatch import kernel, operation
 from fdel.ops.recurrent import HEADS, SLOTS, TOKENS, Layer, decays, recur, visible
 
 
@@ -67,7 +67,10 @@ def selective_scan(
     return recur(batch, carry, layer, "ssm", a.shape, lambda inputs: inputs, step, (x, dt, b, c), chunk)
 
 
-@operation(TOKENS, SLOTS, "", HEADS, HEADS, "heads", HEADS, HEADS, out=(HEADS, SLOTS), named={"d": "heads"})
+@operation(
+    TOKENS, SLOTS, "", HEADS, HEADS, "heads", HEADS, HEADS, out=(HEADS, SLOTS), named={"d": "heads"},
+    mosaic=kernel("ssd_tpu"),
+)  # fmt: skip
 def ssd(
     batch: Batch, carry: Carry | None, layer: Layer,
     x: Float[Array, "... T N H"], dt: Float[Array, "... T N"], a: Float[Array, " N"],

@@ -15,46 +15,69 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
-from fdel.kernels import gated_delta_rule_tpu as delta
+from fdel.kernels import gated_delta_rule_tpu, ssd_tpu
+from fdel.kernels.chunks_tpu import CHUNK
 from fdel.ops.batch import Packed
 from tests.aot.bundles import CLOCK, CORES, parts
 
 ROWS, TOKENS = 4, 1024
-HEADS, CHANNELS = 32, 128
-CALLS = ["gated_delta_rule", "gated_delta_rule, channels"]
+# Heads, channels of keys (of delta rules, or states) and of values; whether each channel of the keys has a decay.
+CALLS = {
+    "gated_delta_rule": (32, 128, 128, False),
+    "gated_delta_rule, channels": (32, 128, 128, True),
+    "ssd": (80, 128, 64, False),
+}
 
 
 def lower(chip: str, name: str, impl: str) -> aot.Compiled:
-    """Compile a call for one chip."""
+    """Compile a call for one chip. Heads lie beside each other, as products with weights give them."""
+    heads, keys, values, of_channels = CALLS[name]
     target = aot.parse_target({"v5p": "v5p:1x1x1", "v6e": "v6e:1x1"}[chip])
     mesh = params.make_mesh({}, aot.devices(target))
     at = NamedSharding(mesh, PartitionSpec())
     put = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((ROWS, TOKENS, *shape), dtype, sharding=at)
     batch = Packed(put(dtype=jnp.int32), put(dtype=jnp.int32))
-    gate = (HEADS, CHANNELS) if "channels" in name else (HEADS,)
-    args = *[put(HEADS * CHANNELS)] * 3, put(*gate, dtype=jnp.float32), put(HEADS, dtype=jnp.float32)
+    cut = lambda x, n: x.reshape(ROWS, TOKENS, n, -1)
 
-    def call(batch, q, k, v, g, beta):
-        heads = lambda x: x.reshape(ROWS, TOKENS, HEADS, -1)
-        with ops.use(gated_delta_rule=impl):
-            return ops.gated_delta_rule(batch, None, 0, heads(q), heads(k), heads(v), g, beta)[0].reshape(q.shape)
+    def delta_rule(batch, q, k, v, g, beta):
+        q, k, v = (cut(x, heads) for x in (q, k, v))
+        return ops.gated_delta_rule(batch, None, 0, q, k, v, cut(g, heads) if of_channels else g, beta)[0]
+
+    def ssd(batch, x, b, c, dt):
+        a = -jnp.ones(heads)
+        return ops.ssd(batch, None, 0, cut(x, heads), dt, a, cut(b, 1), cut(c, 1), d=a)[0]
+
+    numbers, wide = put(heads, dtype=jnp.float32), put(heads * values)
+    if name == "ssd":
+        f, args = ssd, (wide, put(keys), put(keys), numbers)
+    else:
+        gate = put(heads * (keys if of_channels else 1), dtype=jnp.float32)
+        f, args = delta_rule, (put(heads * keys), put(heads * keys), wide, gate, numbers)
+
+    def call(*args):
+        with ops.use(**{name.partition(",")[0]: impl}):
+            return f(*args).reshape(ROWS, TOKENS, -1)
 
     return aot.compile(target, jax.jit(call), batch, *args, mesh=mesh)
 
 
 def estimate(chip: str, name: str, cycles: int) -> tuple[float, float]:
-    """Give the seconds of a call and the floor."""
-    about, tokens, of_channels = aot.CHIPS[chip], ROWS * TOKENS * HEADS, "channels" in name
-    read = tokens * CHANNELS * (4 * 2 + 4 * of_channels)
-    flops = tokens * (
-        2 * 64 * 3 * CHANNELS + 6 * CHANNELS**2 + 2 * 64 * CHANNELS
-    )  # in chunks of 64, without the inverse
+    """Give the seconds of a call and the floor: its FLOPs are those of chunks of 64, without an inverse."""
+    heads, keys, values, of_channels = CALLS[name]
+    about, tokens = aot.CHIPS[chip], ROWS * TOKENS
+    if name == "ssd":
+        read = tokens * 2 * (2 * heads * values + 2 * keys)
+        flops = tokens * heads * (2 * 64 * values + 4 * keys * values)
+        steps = tokens // CHUNK * heads // ssd_tpu.HEADS
+    else:
+        read = tokens * heads * (2 * (2 * keys + 2 * values) + 4 * keys * of_channels)
+        flops = tokens * heads * (2 * 64 * (2 * keys + 2 * values) + 6 * keys * values)
+        steps = tokens // CHUNK * heads // gated_delta_rule_tpu.HEADS[not of_channels]
     floor = max(read / about.bandwidth, flops / about.flops)
-    steps = tokens // delta.CHUNK // delta.HEADS[not of_channels]
     return max(steps * cycles / CORES[chip] / CLOCK, floor), floor
 
 
-def main(chip: str, beside: str = "") -> None:
+def main(chip: str, beside: str = "", only: str = "") -> None:
     """Print one line of JSON for each call: bundles, estimate and floor; with "xla" XLA's estimate for the reference, too.
 
     That compiles for minutes.
@@ -62,7 +85,7 @@ def main(chip: str, beside: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
-        for name in CALLS:
+        for name in [name for name in CALLS if name.startswith(only)]:
             ours = lower(chip, name, "mosaic")
             op = name.partition(",")[0]
             found = [x for x in Path(folder).glob(f"*{op}*-final_bundles.txt") if "analysis" not in x.name]

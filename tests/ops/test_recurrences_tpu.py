@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fdel import ops
-from fdel.kernels import gated_delta_rule_tpu
+from fdel.kernels import gated_delta_rule_tpu, ssd_tpu
 from fdel.ops.batch import Packed
 from fdel.ops.platform import tracing_for
 
@@ -69,6 +69,32 @@ def delta(inputs: tuple, segments=SEGMENTS) -> jax.Array:
         return jax.jit(lambda *x: ops.gated_delta_rule(batch, None, 0, *x)[0])(*inputs)
 
 
+CHANNELS, A, D = 64, np.array([-1.0, -2.5]), np.array([0.5, -1.0])  # of two heads, which fill a tile
+
+
+def ssd_step(state, token):
+    x, dt, b, c = token
+    state = state * np.exp(dt * A)[:, None, None] + (dt[:, None] * x)[..., None] * b
+    return state, state @ c[0] + D[:, None] * x
+
+
+def ssd_inputs(dtype) -> tuple[np.ndarray, ...]:
+    """Steps of the second row are extreme: 0, and such that nothing stays."""
+    r = np.random.default_rng(0)
+    dt = np.exp(r.normal(size=(2, T, N)) - 2)
+    dt[1][r.random((T, N)) < 0.1], dt[1][r.random((T, N)) < 0.05] = 0, 1000
+    x, b, c = (r.normal(size=(2, T, *n)) for n in ((N, CHANNELS), (1, H), (1, H)))
+    x, b, c = (jnp.asarray(y, dtype) for y in padded((x, b / H**0.5, c)))
+    return x, jnp.asarray(padded((dt,))[0], jnp.float32), b, c
+
+
+def ssd(inputs: tuple, segments=SEGMENTS) -> jax.Array:
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+    a, d = jnp.asarray(A, jnp.float32), jnp.asarray(D, jnp.float32)
+    with tracing_for("tpu"), ops.use(ssd="mosaic"):
+        return jax.jit(lambda x, dt, b, c: ops.ssd(batch, None, 0, x, dt, a, b, c, d=d)[0])(*inputs)
+
+
 def error(got, want) -> float:
     """The largest difference, relative to the largest number; NaN if any number is, in padding too."""
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
@@ -101,6 +127,16 @@ def test_the_delta_rule_equals_float64(gate, dtype, most, interpreted):
     assert error(delta(inputs), recurrence(delta_step, (N, H, H), inputs)) < most
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(F32, 2e-6), pytest.param(BF16, 8e-3, marks=MATRIX)], ids=["float32", "bfloat16"]
+)
+def test_ssd_equals_float64(dtype, most, interpreted):
+    """As above; two heads of 64 channels in a tile."""
+    inputs = ssd_inputs(dtype)
+    assert error(ssd(inputs), recurrence(ssd_step, (N, CHANNELS, H), inputs)) < most
+
+
 @pytest.mark.matrix
 def test_no_race_is_found(capsys, monkeypatch):
     """The copies are Pallas's own, of a chunk while the one before is solved: two chunks of two rows here."""
@@ -108,6 +144,8 @@ def test_no_race_is_found(capsys, monkeypatch):
     inputs = delta_inputs((), F32)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
         assert error(delta(inputs), recurrence(delta_step, (N, H, H), inputs)) < 2e-6
+        inputs = ssd_inputs(F32)
+        assert error(ssd(inputs), recurrence(ssd_step, (N, CHANNELS, H), inputs)) < 2e-6
     assert "RACE" not in "".join(capsys.readouterr())
 
 
@@ -125,7 +163,7 @@ def test_gradients_are_those_of_the_reference(interpreted):
 
 REASONS = [
     ({"platform": "gpu"}, "written for TPUs"),
-    ({"dtype": jnp.float16}, "bfloat16 or float32"),
+    ({"dtype": jnp.float16}, "all bfloat16 or all float32"),
     ({"dim": 64}, "heads of 64 and 64 channels"),
     ({"paged": True}, "Packed batches"),
     pytest.param({}, None, marks=pytest.mark.of_cpu("with --target the references are named")),
@@ -145,3 +183,34 @@ def test_the_kernel_for_the_delta_rule_says_what_it_cannot_serve(call, reason):
             assert "mosaic: chosen" in ops.explain(ops.gated_delta_rule, batch, *args)
         else:
             assert reason in gated_delta_rule_tpu.unsupported(batch, *args)
+
+
+SSD_REASONS = [
+    ({"platform": "gpu"}, "written for TPUs"),
+    ({"states": 64}, "64 channels and 64 states"),
+    ({"channels": 24}, "24 channels and 128 states"),
+    ({"heads": 3}, "3 heads of 64 channels in 1 groups"),
+    pytest.param({}, None, marks=pytest.mark.of_cpu("with --target the references are named")),
+]
+
+
+@pytest.mark.parametrize(("call", "reason"), SSD_REASONS, ids=str)
+def test_the_kernel_for_ssd_says_what_it_cannot_serve(call, reason):
+    shape = lambda *sizes: jax.ShapeDtypeStruct((1, 256, *sizes), BF16)
+    heads, states = call.get("heads", 4), call.get("states", 128)
+    b, a = shape(1, states), jax.ShapeDtypeStruct((heads,), F32)
+    args = (
+        ops.packed(jnp.zeros((1, 256), int)),
+        None,
+        0,
+        shape(heads, call.get("channels", 64)),
+        shape(heads),
+        a,
+        b,
+        b,
+    )
+    with tracing_for(call.get("platform", "tpu")):
+        if reason is None:
+            assert "mosaic: chosen" in ops.explain(ops.ssd, *args)
+        else:
+            assert reason in ssd_tpu.unsupported(*args)
