@@ -32,7 +32,8 @@ WIDENED = {"hidden_size": 512, "n_embd": 512, "d_model": 512, "num_attention_hea
            "num_key_value_heads": 2, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128,
            "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
            "v_head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_head_dim": 128,
-           "index_head_dim": 128}  # fmt: skip
+           "index_head_dim": 128, "state_size": 128, "mamba_d_state": 128, "mamba_d_head": 128,
+           "mamba_d_ssm": 768}  # fmt: skip
 LATENT = ("kv_lora_rank", "kv_lora_dim", "qk_nope_head_dim")
 HLO = r"= \(?(\w+)\[([\d,]*)\]\S* ([a-z\-]+)\("  # dtype, sizes, operation
 

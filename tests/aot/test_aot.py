@@ -46,8 +46,8 @@ TOYS = [
 ]  # fmt: skip
 CAUSAL = [name for name in FAMILIES if TINY[name].causal]
 # Families whose programs of heads of 128 have no kernel on TPUs: recurrences, slopes of alibi, latents of other sizes.
-RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv")
-PLAIN = {"train": (*RECURRENT, "mpt"), "decode": (*RECURRENT, "mpt", "xerxes2")}
+RECURRENT = ("mamba", "falcon_mamba", "rwkv")
+PLAIN = {"train": (*RECURRENT, "mpt"), "decode": (*RECURRENT, "mamba2", "mpt", "xerxes2")}
 SERVED = [(name, what) for name in ("llama-1b", "llama-1b-h128") for what in ("decode", "prefill")]
 
 
