@@ -17,24 +17,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fdel.kernels.device import no_tpu
 from fdel.ops.batch import Batch, Packed
-from fdel.ops.platform import target
 
 LANES, CHUNK = 128, 128
 NOTHING, UNIT = 1024.0, 64.0  # sums of CHUNK of NOTHING, in steps of 1 / UNIT, are exact in float32
 NEVER = -1e30  # a log decay of nothing
 VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
-OLD = ("v2", "v3", "v4")  # in the names of TPUs with 16 MiB of fast memory
 NT, NN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # axes of a product
 
 
-def elsewhere(batch: Batch, *inputs: Array) -> str | None:
+def unsupported(batch: Batch, *inputs: Array) -> str | None:
     """Say why no such kernel can serve a call with this batch, and inputs that are multiplied, or None."""
-    if target() != "tpu":
-        return f"it is written for TPUs; the target is {target()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and any(old in device.device_kind for old in OLD):
-        return f"it needs the memory of v5 or later; the mesh is of {device.device_kind}"
+    if why := no_tpu():
+        return why
     if not isinstance(batch, Packed) or batch.key_segment_ids is not None or batch.prefix_ids is not None:
         return "it serves Packed batches, without key_segment_ids and prefix_ids"
     if len(found := {x.dtype for x in inputs}) > 1 or not found <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:

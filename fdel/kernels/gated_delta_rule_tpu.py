@@ -24,7 +24,7 @@ def unsupported(
     chunk: int = 64,
 ) -> str | None:  # fmt: skip
     """Say why the kernel cannot serve this call, or None."""
-    if why := chunks.elsewhere(batch, q, k, v):
+    if why := chunks.unsupported(batch, q, k, v):
         return why
     if q.shape[-1] % chunks.LANES or v.shape[-1] % chunks.LANES:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} channels; expected multiples of {chunks.LANES}"

@@ -21,20 +21,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels.device import no_hopper
 from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
-from fdel.kernels.paged_attention_gpu import HOPPER
-from fdel.ops.platform import context, target
+from fdel.ops.platform import context
 
 FEW = 96  # rows of a group on average, from which on tiles have 128
 
 
 def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
-    if target() != "gpu":
-        return f"it is written for NVIDIA GPUs; the target is {target()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and not any(name in device.device_kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER)}); the mesh is of {device.device_kind}"
+    if why := no_hopper():
+        return why
     if not isinstance(w, jax.Array):
         return f"weights are arrays; found {type(w).__name__}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels.device import no_hopper
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import NEG, Mask, PerHead
-from fdel.ops.platform import target
 
 ROWS = 64  # of a program: what one product of a warpgroup takes
 DEPTH = 2  # pages on their way; two programs of 128 channels then share a multiprocessor's memory
@@ -30,7 +30,6 @@ PROGRAMS = 2 * 132  # that fill an H100 or H200
 SPLITS = (1, 2, 4, 8, 16)  # into how many parts keys may be divided
 PAGES = (64,)  # tokens of a page; with 128 its registers spill
 CHANNELS = (64, 128)  # of a head
-HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
 LOG2E = math.log2(math.e)
 
 
@@ -51,11 +50,8 @@ def unsupported(
     mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,
 ) -> str | None:  # fmt: skip
     """Say why the kernel cannot serve this call, or None."""
-    if target() != "gpu":
-        return f"it is written for NVIDIA GPUs; the target is {target()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and not any(name in device.device_kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER)}); the mesh is of {device.device_kind}"
+    if why := no_hopper():
+        return why
     if state.v is None or v_dim not in (None, state.v.shape[-1]):
         return "values that are channels of the keys (latent attention)"
     if state.k_scale is not None or state.v_scale is not None:

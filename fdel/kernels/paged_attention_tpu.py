@@ -9,20 +9,18 @@ Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import paged_program_tpu as program
+from fdel.kernels.device import no_tpu
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import NEG, Mask, PerHead
 from fdel.ops.paged import LANES, filled, gathered, spread
-from fdel.ops.platform import target
 
 TOKENS = 128  # of a tile of queries
 TILE = 24 * 2**20  # bytes of queries, outputs and sums of a tile
 SMEM = 512 * 2**10  # bytes of a page table in the memory of scalars, 1 MiB
-OLD = ("v2", "v3", "v4")  # in the names of TPUs with 16 MiB of fast memory
 
 
 def unsupported(
@@ -30,11 +28,8 @@ def unsupported(
     mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,
 ) -> str | None:  # fmt: skip
     """Say why the kernel cannot serve this call, or None."""
-    if target() != "tpu":
-        return f"it is written for TPUs; the target is {target()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and any(old in device.device_kind for old in OLD):
-        return f"it needs the memory of v5 or later; the mesh is of {device.device_kind}"
+    if why := no_tpu():
+        return why
     if state.k_scale is not None or state.v_scale is not None:
         return "pages in 8 bits; expected the dtype of the queries"
     v = state.k if state.v is None else state.v

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.kernels.paged_attention_gpu import HOPPER
+from fdel.kernels.device import no_hopper
 from fdel.ops.contraction import Plan, inputs_last, ordered
-from fdel.ops.platform import context, target
+from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, Quantized, scales
 
 FORMATS = {"int8": 0, "uint8": 0, "uint4": 0, "int4": 8}  # and what is stored for zero
@@ -57,11 +57,8 @@ class Tiling:
 
 def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
-    if target() != "gpu":
-        return f"it is written for NVIDIA GPUs; the target is {target()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and not any(name in device.device_kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER)}); the mesh is of {device.device_kind}"
+    if why := no_hopper():
+        return why
     if axes := context("tp", "fsdp", "ep"):
         return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
     if w.activations:

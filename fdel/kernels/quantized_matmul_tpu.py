@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels.device import no_tpu
 from fdel.kernels.quantized_program_tpu import DIGITS, FORMATS, LANES, Tiling, program
 from fdel.ops.contraction import Plan, inputs_last, ordered
-from fdel.ops.platform import context, target
+from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, Quantized, dequantize, scales
 
 FEW, COPIES = 64, 128  # rows that are multiplied as integers, and as often as groups lie in a product
@@ -31,16 +32,12 @@ ROWS = 512  # of x in a block
 OUTPUTS = {True: 256, False: 512}  # in a block, of few rows and of many
 BLOCK, X_BLOCK = 10 * 2**20, 15 * 2**20  # bytes at most of a block of the weight, and of x; two of each are in memory
 VMEM = 56 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
-OLD = ("v2", "v3", "v4")  # in the names of TPUs with 16 MiB of fast memory
 
 
 def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
-    if target() != "tpu":
-        return f"it is written for TPUs; the target is {target()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and any(old in device.device_kind for old in OLD):
-        return f"it needs the memory of v5 or later; the mesh is of {device.device_kind}"
+    if why := no_tpu():
+        return why
     if axes := context("tp", "fsdp", "ep"):
         return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
     if w.activations:

@@ -43,7 +43,7 @@ def unsupported(
     d: Array | None = None, chunk: int = 128,
 ) -> str | None:  # fmt: skip
     """Say why the kernel cannot serve this call, or None."""
-    if why := chunks.elsewhere(batch, x, b, c):
+    if why := chunks.unsupported(batch, x, b, c):
         return why
     heads, channels = x.shape[-2:]
     if b.shape[-1] % LANES or (LANES % channels and channels % LANES):
