@@ -109,10 +109,12 @@ def sigmoid_experts(
     if "router" not in p:
         return ops.glu(h, p, act), carry
     logits = ops.einsum("...d,ed->...e", h.astype(jnp.float32), p["router"])
+    bias = p["router_bias"]
+    plain = bias.bias if isinstance(bias, ops.Tallied) else bias
     weights, experts = ops.route_sigmoid(
-        logits, cfg.top_k, bias=p["router_bias"], groups=cfg.groups, topk_groups=cfg.topk_groups,
+        logits, cfg.top_k, bias=plain, groups=cfg.groups, topk_groups=cfg.topk_groups,
         scale=cfg.route_scale, normalize=cfg.normalize,
     )  # fmt: skip
-    weights, scores = ops.tally(batch, weights, experts, p["router_bias"]), jax.nn.sigmoid(logits)
+    weights, scores = ops.tally(batch, weights, experts, bias), jax.nn.sigmoid(logits)
     carry = ops.watch_router(batch, carry, logits, scores / scores.sum(-1, keepdims=True), experts)
     return ops.moe(h, p["experts"], weights, experts, act) + ops.glu(h, p["shared"], act), carry

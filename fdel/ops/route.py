@@ -1,7 +1,6 @@
 """Routers: which experts a token goes to, and with what weights."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +29,10 @@ def route_softmax(
 
 
 def route_sigmoid(
-    logits: Float[Array, "... E"], k: int, *, bias: Any, groups: int, topk_groups: int, scale: float,
+    logits: Float[Array, "... E"], k: int, *, bias: Float[Array, " E"], groups: int, topk_groups: int, scale: float,
     normalize: bool,
 ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:  # fmt: skip
     """Choose k experts out of the best groups by sigmoid(logits) + bias: float32 weights and expert indices.
-
-    `bias` is float[E], or an `ops.Tallied` of it.
 
     The experts form `groups` equal groups in order; the `topk_groups` groups with the greatest sum of their two best
     experts remain (arXiv:2412.19437, section 2.1.2). Weights are scale * sigmoid(logits), without the bias;

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +105,6 @@ class Tallied:
     """
 
     bias: Float[Array, "... E"]
-
-    def astype(self, dtype: Any) -> Float[Array, "... E"]:
-        """Give the bias that this stands for."""
-        return self.bias.astype(dtype)
 
 
 def tally(

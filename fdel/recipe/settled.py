@@ -75,7 +75,7 @@ def settle(recipe: Recipe | Settled) -> Settled:
         shuffled=m.pack_shuffle and m.shuffle_buffer_size != 0, packed=bool(m.pack_tokens or t.packing),
         lora=lora, format=format, cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
         dtype=dtype, param_dtype=param_dtype or (dtype if lora else None),
-        reference=reference if _refers(method, keys) else None, 
+        reference=reference if _refers(method, keys) else None,
         moves=getattr(keys, "moves", None), precomputed=t.precompute_ref_log_probs,
         remat="nothing_saveable" if policy is True else None if policy == "none" else policy or None,
         train_rules={**params.TRAIN, **(recipe.sharding.rules or {})},

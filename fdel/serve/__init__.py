@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fdel.serve.engine.beam import Beam, beam_search
     from fdel.serve.engine.engine import Engine
     from fdel.serve.engine.naive import naive_generate
-    from fdel.serve.engine.pictures import Image, PromptMedia, prompt_media
+    from fdel.serve.engine.pictures import Medium, PromptMedia, prompt_media
     from fdel.serve.engine.reply import Delta, Generation, MaskSource, Score
     from fdel.serve.engine.request import SamplingParams
     from fdel.serve.engine.sampling import Sampled, Sampling, process, sample, sampling_rows
@@ -29,7 +29,7 @@ _PLACES = {
     "engine.engine": ("Engine",),
     "generation": ("generate", "stream"),
     "engine.naive": ("naive_generate",),
-    "engine.pictures": ("Image", "PromptMedia", "prompt_media"),
+    "engine.pictures": ("Medium", "PromptMedia", "prompt_media"),
     "engine.reply": ("Delta", "Generation", "MaskSource", "Score"),
     "engine.request": ("SamplingParams",),
     "engine.sampling": ("Sampled", "Sampling", "process", "sample", "sampling_rows"),

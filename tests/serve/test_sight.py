@@ -14,7 +14,7 @@ from fdel.media import clip, sight
 from fdel.models import builders
 from fdel.serve.engine.engine import Engine, Settings
 from fdel.serve.engine.pages import Pool
-from fdel.serve.engine.pictures import Holders, Image, PromptMedia, prompt_media, rounded
+from fdel.serve.engine.pictures import Holders, Medium, PromptMedia, prompt_media, rounded
 from fdel.serve.engine.step import PAGE
 from tests.serve import seer, small
 from tests.serve.small import CONTEXT, VOCAB
@@ -25,14 +25,14 @@ SIGHT = sight.Sight("seer", "clip_vision_model", TOKEN, (TOKEN,), clip.Settings(
 SHAPE = dict(rows=4, pages=16, budget=64, batches=(4,), max_length=CONTEXT)
 
 
-def picture(seed: int, patches: int) -> Image:
+def picture(seed: int, patches: int) -> Medium:
     """One whose patches stand in two rows."""
     at = np.stack([np.zeros(patches), np.arange(patches) % 2, np.arange(patches) // 2], 1).astype(np.int32)
     values = np.random.default_rng(seed).standard_normal((patches, seer.NUMBERS)).astype(np.float32)
-    return Image(values, at, patches)
+    return Medium(values, at, patches)
 
 
-def prompt(*parts: int | Image, seed: int = 0, turned: bool = True) -> tuple[list[int], PromptMedia]:
+def prompt(*parts: int | Medium, seed: int = 0, turned: bool = True) -> tuple[list[int], PromptMedia]:
     """A prompt of so many words, a picture, so many words, ...; a picture's tokens are turned by row and column."""
     words = np.random.default_rng(seed)
     tokens, index, rotary, images, at = [], [], [], [], 0
@@ -74,7 +74,7 @@ def program(family, images: tuple[int, ...]):
 def naive(model, tokens: list[int], media: PromptMedia, most: int) -> list[int]:
     """Continue greedily, all of it anew for each token."""
     said = list(tokens)
-    patches = [(i.patches, i.places) for i in media.images]
+    patches = [(i.values, i.places) for i in media.items]
     for _ in range(most):
         row, index = np.zeros((1, CONTEXT), np.int32), np.full((1, CONTEXT), -1, np.int32)
         row[0, : len(said)], index[0, : len(tokens)] = said, media.index
@@ -181,7 +181,7 @@ def test_a_request_that_is_preempted_goes_on(model, wanted, steps):
 def test_pages_and_entries_belong_to_a_picture(model):
     """The same words about another picture, or about its patches in other places, find nothing of the first's pages."""
     e = engine(model)
-    turned = Image(C.patches, C.places[:, [0, 2, 1]], 70)
+    turned = Medium(C.values, C.places[:, [0, 2, 1]], 70)
     answers = []
     for shown, found in (C, 0), (C, 64), (picture(8, 70), 0), (turned, 0):
         tokens, media = prompt(6, shown, 20, seed=4)
@@ -261,7 +261,7 @@ def idle(model) -> Engine:
         (SHOWN[3][0], prompt(3, A, C, 30)[1], "the pictures of the prompt have 120 entries, there is room for 110"),
         (
             [1] * 8,
-            prompt(1, Image(np.ones((2, 5), np.float32), np.zeros((2, 3), int), 2), 5)[1],
+            prompt(1, Medium(np.ones((2, 5), np.float32), np.zeros((2, 3), int), 2), 5)[1],
             "5 numbers, expected 12",
         ),
         ([1], SHOWN[0], "media holds a tuple; expected PromptMedia"),
@@ -284,7 +284,7 @@ def test_media_of_other_prompts_and_other_models(model):
         Engine(small.make_model(), Settings(**SHAPE), sight=SIGHT)
     for index, shape in ([0, 2], (4, 12)), ([0, 1, 1], (2, 12)), ([0, 1], (2, 12, 1)):
         with pytest.raises(ValueError, match="expected"):
-            image = Image(np.ones(shape, np.float32), np.zeros((shape[0], 3), int), 2)
+            image = Medium(np.ones(shape, np.float32), np.zeros((shape[0], 3), int), 2)
             PromptMedia([image], np.array(index))
 
 
@@ -303,10 +303,10 @@ def test_pictures_take_the_places_of_a_prompt():
     rgb = np.random.default_rng(0).integers(0, 255, (2, 20, 30, 3), np.uint8)
     pictures = [sight.prepare(SIGHT, x) for x in rgb]
     tokens, media = prompt_media(SIGHT, [11, TOKEN, 12, TOKEN, 13], pictures)
-    assert tokens == [11, *[TOKEN] * 36, 12, *[TOKEN] * 36, 13] and [i.entries for i in media.images] == [36, 36]
+    assert tokens == [11, *[TOKEN] * 36, 12, *[TOKEN] * 36, 13] and [i.entries for i in media.items] == [36, 36]
     assert media.index.tolist() == [-1, *range(36), -1, *range(36, 72), -1] and media.rotary is None
     assert media.shown(0, 1) == [] and media.shown(0, 2) == [0] and media.shown(36, 75) == [0, 1]
-    assert media.images[0].digest != media.images[1].digest and media.mark(0, 1) == b"" != media.mark(0, 2)
+    assert media.items[0].digest != media.items[1].digest and media.mark(0, 1) == b"" != media.mark(0, 2)
     with pytest.raises(ValueError, match="1 places for images .* found 2"):
         prompt_media(SIGHT, [TOKEN], pictures)
 

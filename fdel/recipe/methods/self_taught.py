@@ -95,7 +95,7 @@ def options(k: Sdpo) -> losses.Policy:
                         ("feedback", ("feedback_raw",))):  # fmt: skip
         try:
             getattr(k, f"{name}_template").format(**dict.fromkeys(known, ""))
-        except (KeyError, IndexError, ValueError) as e:
+        except (KeyError, IndexError, ValueError, AttributeError) as e:
             raise ValueError(f"{name}_template: {e} cannot be filled in; known are {', '.join(known)}") from e
     clip = (None, k.importance_sampling_cap)
     return losses.Policy(

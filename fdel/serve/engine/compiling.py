@@ -36,7 +36,7 @@ class Compiling:
     small: tuple
     apart: bool
     writes: bool
-    unread: ClassVar[str | None]
+    unembedded: ClassVar[str | None]
     table: np.ndarray
     unmasked: dict[int, Any]
     state: Any
@@ -69,8 +69,8 @@ class Compiling:
     def _warm_up(self, least: int) -> None:
         every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
         every = every if self.writes else []
-        whole = ("score",) * self.writes + ("embed",) * (self.unread is None)
-        every += [(name, n) for n in self.lengths for name in whole]
+        whole = {"score": self.writes, "embed": self.unembedded is None}
+        every += [(name, n) for n in self.lengths for name, there in whole.items() if there]
         every += [("encode", rounded(self.example[0]))] if self.example is not None else []
         sized = [(name, n, self._compilers(name, n)) for name, n in every]
         largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}

@@ -44,7 +44,7 @@ class Device(Seeing):
     it it reads text alone. Processes that follow one make the same `Device`.
     """
 
-    unread: ClassVar[str | None] = None  # why nothing is embedded, where that is so
+    unembedded: ClassVar[str | None] = None  # why nothing is embedded, where that is so
 
     def __init__(
         self, model: Model, settings: Settings, adapters: Mapping[str, Any] | None = None, draft: Model | None = None, *,
@@ -252,8 +252,8 @@ class Device(Seeing):
 
     def model_of(self, adapter: str) -> tuple[Any, np.int32]:
         """Give what the program that embeds takes: an adapter's parameters and slot. ValueError if it cannot be."""
-        if self.unread is not None:
-            raise ValueError(self.unread)
+        if self.unembedded is not None:
+            raise ValueError(self.unembedded)
         self.weights.check(adapter)
         return self.weights.call(adapter), np.int32(self.weights.slot(adapter))
 

@@ -44,7 +44,9 @@ class Lost(RuntimeError):
 class Leader(Device):
     """The device of process 0: its followers execute what it executes. It is made and closed by its engine."""
 
-    unread: ClassVar[str | None] = "this engine runs on several processes: it generates and scores, and embeds nothing"
+    unembedded: ClassVar[str | None] = (
+        "this engine runs on several processes: it generates and scores, and embeds nothing"
+    )
 
     def __init__(self, *args: Any, address: str, secret: bytes, followers: int, timeout: float, **how: Any):
         self.connections: list[Connection] = []

@@ -21,53 +21,38 @@ ROUND = 64  # patches for whose multiples programs are compiled, up to 1024; bey
 
 
 @dataclass(frozen=True, eq=False)
-class Image:
-    """One picture: its patches, their frames, rows and columns, and how many tokens of a prompt stand for it."""
+class Medium:
+    """What a tower takes at once, a picture, a frame of a video or a sound, and how many tokens of a prompt stand for it.
 
-    patches: Float[np.ndarray, "P numbers"]
-    places: Int[np.ndarray, "P 3"]
+    Of a picture `values` are its patches, `places` their frames, rows and columns; of a sound the features of its chunks,
+    and how many frames each has.
+    """
+
+    values: Float[np.ndarray, "P numbers"] | Float[np.ndarray, "chunks bins frames"]
+    places: Int[np.ndarray, "P 3"] | Int[np.ndarray, " chunks"]
     entries: int
     digest: bytes = b""  # of its content; made here if it is not given
 
     def __post_init__(self) -> None:
-        p, at = self.patches, self.places
-        if not (p.ndim == 2 and len(p) and p.dtype == np.float32 and at.shape == (len(p), 3) and self.entries > 0):
-            found = f"{p.dtype}{list(p.shape)} at places {list(at.shape)} for {self.entries} entries"
-            raise ValueError(f"found a picture of patches {found}; expected float32[P numbers], [P 3] and at least 1")
-        object.__setattr__(self, "digest", self.digest or digest(p, at))
+        x, at = self.values, self.places
+        shape = {2: (len(x), 3), 3: (len(x),)}.get(x.ndim)
+        if not (shape == at.shape and len(x) and x.dtype == np.float32 and self.entries > 0):
+            found = f"{x.dtype}{list(x.shape)} at places {list(at.shape)} for {self.entries} entries"
+            raise ValueError(f"found a medium of {found}; expected patches float32[P numbers] at [P 3], or features "
+                             "float32[chunks bins frames] at [chunks], and at least 1")  # fmt: skip
+        object.__setattr__(self, "digest", self.digest or digest(x, at))
 
     @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the tower takes, patches and their places, padded."""
-        size = rounded(len(self.patches))
-        return _padded(self.patches, size, 0), _padded(self.places.astype(np.int32), size, -1)
-
-
-@dataclass(frozen=True, eq=False)
-class Sound:
-    """One sound: the features of its chunks, their lengths in frames, and how many tokens of a prompt stand for it."""
-
-    features: Float[np.ndarray, "chunks bins frames"]
-    lengths: Int[np.ndarray, " chunks"]
-    entries: int
-    digest: bytes = b""  # of its content; made here if it is not given
-
-    def __post_init__(self) -> None:
-        x, n = self.features, self.lengths
-        if not (x.ndim == 3 and len(x) and x.dtype == np.float32 and n.shape == (len(x),) and self.entries > 0):
-            found = f"{x.dtype}{list(x.shape)} of lengths {list(n.shape)} for {self.entries} entries"
-            raise ValueError(f"found a sound of features {found}; expected float32[chunks bins frames] and at least 1")
-        object.__setattr__(self, "digest", self.digest or digest(x, n))
+    def heard(self) -> bool:
+        """Whether it is a sound."""
+        return self.values.ndim == 3
 
     @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the tower takes, features and lengths, padded."""
-        size = rounded(len(self.features), CHUNKS)
-        return _padded(self.features, size, 0), _padded(self.lengths.astype(np.int32), size, 0)
-
-
-def _padded(x: np.ndarray, size: int, value: int) -> np.ndarray:
-    return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
+    def padded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values and places, of a size for which there is a program."""
+        more = rounded(len(self.values), CHUNKS if self.heard else ROUND) - len(self.values)
+        fill = lambda x, value: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
+        return fill(self.values, 0), fill(self.places.astype(np.int32), 0 if self.heard else -1)
 
 
 def digest(values: np.ndarray, places: np.ndarray) -> bytes:
@@ -88,7 +73,7 @@ class PromptMedia:
     components; None: all three its position. `prompt_media` makes it of what `fdel.media.sight` gives.
     """
 
-    images: Sequence[Image | Sound]
+    items: Sequence[Medium]
     index: Int[np.ndarray, " T"]
     rotary: Int[np.ndarray, "T 3"] | None = None
 
@@ -104,7 +89,7 @@ class PromptMedia:
     @functools.cached_property
     def starts(self) -> np.ndarray:
         """The first entry of each picture, and the number of all."""
-        return np.cumsum([0, *(i.entries for i in self.images)])
+        return np.cumsum([0, *(i.entries for i in self.items)])
 
     @functools.cached_property
     def shift(self) -> int:
@@ -155,7 +140,7 @@ class PromptMedia:
         out, stop = [], min(stop, len(self.index))
         first, last = self._runs(start, stop)  # the states of its tokens may depend on all of a run
         for i in self.shown(first, last):
-            out += [self.images[i].digest, (self.index[start:stop] - self.starts[i]).astype("<i8").tobytes()]
+            out += [self.items[i].digest, (self.index[start:stop] - self.starts[i]).astype("<i8").tobytes()]
         turns = self.turns(start, stop)
         if (turns != np.arange(start, stop)[:, None]).any():
             out.append(turns.astype("<i8").tobytes())
@@ -175,22 +160,22 @@ def prompt_media(
     """
     whole = sights.expand(sight, tokens, pictures)
     known = digests or [b""] * len(pictures)
-    images = [item for p, d in zip(pictures, known, strict=True) for item in _items(sight, p, d)]
+    items = [item for p, d in zip(pictures, known, strict=True) for item in _items(sight, p, d)]
     rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
-    return whole.tokens, PromptMedia(images, np.array(whole.index, np.int32), rotary)
+    return whole.tokens, PromptMedia(items, np.array(whole.index, np.int32), rotary)
 
 
-def _items(sight: Any, shown: Any, digest: bytes) -> list[Image | Sound]:
+def _items(sight: Any, shown: Any, digest: bytes) -> list[Medium]:
     """Divide what is shown or played into what a tower takes at once; `digest` is of the whole, b"" if it is not known."""
     if isinstance(shown, hearing.Film):
         raise ValueError("found a video with its sound between its frames; show and play them one after the other")
     if isinstance(shown, hearing.Sound):
-        return [Sound(shown.features, shown.lengths, len(shown.run), digest)]
+        return [Medium(shown.features, shown.lengths, len(shown.run), digest)]
     frames = sights.frames(sight, shown)
     part = lambda i: hashlib.blake2b(digest + i.to_bytes(4, "little"), digest_size=32).digest()
     own = [part(i) if digest and len(frames) > 1 else digest for i in range(len(frames))]
     count = lambda p: sum(t in sight.entries for t in p.run)
-    return [Image(p.patches, p.places, count(p), d) for p, d in zip(frames, own, strict=True)]
+    return [Medium(p.patches, p.places, count(p), d) for p, d in zip(frames, own, strict=True)]
 
 
 def rounded(count: int, least: int = ROUND) -> int:
@@ -219,11 +204,11 @@ class Holders:
         self.held.clear()
         self.free = list(range(self.total))[::-1]
 
-    def fits(self, keys: Iterable[tuple[Key, Image | Sound]]) -> bool:
+    def fits(self, keys: Iterable[tuple[Key, Medium]]) -> bool:
         """Tell whether pictures can all be held at once."""
         return sum(i.entries for i in dict(keys).values()) <= self.total
 
-    def hold(self, wanted: Iterable[tuple[Key, Image | Sound]]) -> list[tuple[Key, Image | Sound, np.ndarray]]:
+    def hold(self, wanted: Iterable[tuple[Key, Medium]]) -> list[tuple[Key, Medium, np.ndarray]]:
         """Have entries for all of these pictures, which `fits` has passed: those still to be encoded, and where to."""
         needed, new = dict(wanted), []
         for key in needed.keys() & self.held.keys():

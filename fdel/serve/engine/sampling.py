@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from fdel.ops import cpu
 from fdel.serve.engine.request import BAD_LENGTH, BAD_WORDS, BIASES, STOPS, TOP, SamplingParams, check_ids
 
 GROUP = 16  # rows that are processed at a time: so many of the logits' rows are what all the arrays between hold
@@ -126,7 +127,7 @@ def sample(
         (z, kept), hot = _process(logits, s, history, length, rows), s.temperature > 0
         # Beside the condition and not within: XLA:CPU computes noise slowly as a part of argmax.
         noisy = jax.lax.cond(jnp.any(hot), lambda z: z + _noise(z, s, length), lambda z: z, z)
-        tokens = _first_largest(noisy)
+        tokens = cpu.argmax(noisy)
         mass = jax.lax.cond(jnp.any(hot), lambda: jax.nn.logsumexp(z, -1), lambda: jnp.zeros(len(z), z.dtype))
         picked = jnp.take_along_axis(z, tokens[:, None], 1)[:, 0]
         return tokens, jnp.where(picked > -jnp.inf, jnp.where(hot, picked - mass, 0), jnp.nan), kept
@@ -139,7 +140,7 @@ def sample(
 
     def plain() -> tuple[Array, Array, Array]:
         none = jnp.zeros(len(logits))
-        return _first_largest(logits), jnp.where(logits.max(-1) > -jnp.inf, none, jnp.nan), none
+        return cpu.argmax(logits), jnp.where(logits.max(-1) > -jnp.inf, none, jnp.nan), none
 
     tokens, sampled, kept = jax.lax.cond(jnp.stack(_asked(s, length)).any(), grouped, plain)
     total = jax.nn.logsumexp(logits, -1, keepdims=True)
@@ -149,12 +150,6 @@ def sample(
     best, ids = jax.lax.cond(jnp.any(s.top > 0), lambda: tuple(jax.lax.top_k(logits, n)), none)
     likely = ids, jnp.where(jnp.any(s.top > 0), best - total, 0)
     return Sampled(tokens.astype(jnp.int32), chosen[:, 0], sampled, kept, *likely)
-
-
-def _first_largest(z: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Compute argmax; of a row with NaN, some place. XLA:CPU takes eight times as long for values with their places."""
-    largest = (z == z.max(-1, keepdims=True)) | jnp.isnan(z)
-    return jnp.where(largest, jnp.arange(z.shape[1]), z.shape[1]).min(-1)
 
 
 def process(

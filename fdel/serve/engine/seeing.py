@@ -12,7 +12,7 @@ from fdel.media import sight as sights
 from fdel.media.hearing import states
 from fdel.serve.engine.compiling import BLOCK, Compiling
 from fdel.serve.engine.packing import NOWHERE, Call
-from fdel.serve.engine.pictures import Holders, Image, Key, PromptMedia, Sound, rounded
+from fdel.serve.engine.pictures import Holders, Key, Medium, PromptMedia, rounded
 from fdel.serve.engine.step import encoded
 from fdel.serve.engine.work import Chunk
 
@@ -61,14 +61,14 @@ class Seeing(Compiling):
             raise ValueError(f"the prompt has {len(prompt)} tokens, its media {len(media.index)}; they must not be cut")
         if media.rotary is not None and not self.turned:
             raise ValueError("rotary is given, but the model turns tokens by their positions; leave it out")
-        seen = [i.patches.shape[1] for i in media.images if isinstance(i, Image)]
+        seen = [i.values.shape[1] for i in media.items if not i.heard]
         if wrong := [n for n in seen if n != self.example[1]]:
             raise ValueError(f"a picture has patches of {wrong[0]} numbers, expected {self.example[1]}")
-        heard, s = [i.features.shape[1:] for i in media.images if isinstance(i, Sound)], self.sight.sound
+        heard, s = [i.values.shape[1:] for i in media.items if i.heard], self.sight.sound
         if heard and (s is None or {*heard} != {(s.bins, s.frames)}):
             expected = "a model that hears" if s is None else f"{s.bins} bins of {s.frames} frames"
             raise ValueError(f"a sound has chunks of bins and frames {heard[0]}, expected {expected}")
-        if not self.holders.fits((("", i.digest), i) for i in media.images):
+        if not self.holders.fits((("", i.digest), i) for i in media.items):
             room = f"{self.holders.total} entries; show fewer or smaller ones, or give the engine more media_bytes"
             raise ValueError(f"the pictures of the prompt have {media.starts[-1]} entries, there is room for {room}")
 
@@ -85,19 +85,19 @@ class Seeing(Compiling):
             calls[-1].append(c)
         return calls
 
-    def _shown(self, c: Chunk) -> list[tuple[Key, Image | Sound]]:
+    def _shown(self, c: Chunk) -> list[tuple[Key, Medium]]:
         """The pictures of a chunk, with their keys."""
         r = c.request
-        shown = [] if r.media is None else [r.media.images[i] for i in r.media.shown(c.start, c.start + c.count)]
+        shown = [] if r.media is None else [r.media.items[i] for i in r.media.shown(c.start, c.start + c.count)]
         return [((r.adapter, i.digest), i) for i in shown]
 
     def _see(self, chunks: Sequence[Chunk], lines: int) -> tuple[np.ndarray, np.ndarray]:
         """Encode the pictures of chunks, unless they are: what each token of their lines sees."""
         new = self.holders.hold(key for c in chunks for key in self._shown(c))
-        for done, (key, image, which) in enumerate(new):
-            values, places = image.arrays
-            each = states(np.array(values.shape[2])) if isinstance(image, Sound) else 0
-            given = np.full(len(values) * int(each) or self.sight.count(len(values)), NOWHERE, np.int32)
+        for done, (key, medium, which) in enumerate(new):
+            values, places = medium.padded
+            each = int(states(np.array(values.shape[2]))) if medium.heard else 0
+            given = np.full(each * len(values) or self.sight.count(len(values)), NOWHERE, np.int32)
             given[: len(which)] = which
             try:
                 self.execute(Call("encode", (values, places, given, np.int32(self.weights.slot(key[0]))), key[0]))
@@ -114,6 +114,6 @@ class Seeing(Compiling):
             turned[: c.count] = np.arange(start, stop)[:, None] if media is None else media.turns(start, stop)
             for i in () if media is None else media.shown(start, stop):
                 local = media.index[start:stop] - media.starts[i]
-                here = np.flatnonzero((media.index[start:stop] >= 0) & (local >= 0) & (local < media.images[i].entries))
-                mine[here] = self.holders.held[c.request.adapter, media.images[i].digest][local[here]]
+                here = np.flatnonzero((media.index[start:stop] >= 0) & (local >= 0) & (local < media.items[i].entries))
+                mine[here] = self.holders.held[c.request.adapter, media.items[i].digest][local[here]]
         return index, turns

@@ -48,6 +48,7 @@ async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture | Soun
     data = embedded(shown, size)
     encoded = data is not None
     if data is None:
+        call.take(server.pictures, min(size, server.pictures.total // 4))  # for what may come
         data = await fetch(shown.url, server.media_hosts, size, shown.path, kind)
     most = server.image_pixels, server.video_pixels, server.audio_seconds
     facts: dict[str, Any] = {"kind": kind, "encoded": encoded, "most": most}

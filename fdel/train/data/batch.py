@@ -235,7 +235,7 @@ def collate(
             return batch | {"packed": Packed(*(full[k][:, side] for k in names if k in full))}
         return batch | {"lengths": found[:, side]}
 
-    batch = side_of(slice(None) if settings.kind in ("pairs", "triples", "embedding") else 0)
+    batch = side_of(slice(None) if settings.sides > 1 else 0)
     for name, dtype in NUMBERS[settings.kind].items():
         if name != "prompt":
             values = np.array([numbers[name] for _, numbers in rows], dtype)

@@ -18,7 +18,7 @@ from fdel.train.data import pictures
 from fdel.train.data.batch import Batch, Plan, collate, plan, row
 from fdel.train.data.files import Source, sources
 from fdel.train.data.planning import order
-from fdel.train.data.settings import Report, Settings
+from fdel.train.data.settings import COMPARED, Report, Settings
 from fdel.train.data.store import Store, build, cache
 
 
@@ -38,7 +38,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         self.report = functools.reduce(operator.add, (s.report for s in self.stores), Report())
-        self.masked = self.settings.kind in ("pairs", "triples", "unpaired") or self.report.learnt < self.report.tokens
+        self.masked = self.settings.kind in COMPARED or self.report.learnt < self.report.tokens
         self.plan = functools.lru_cache(maxsize=2)(self._plan)
         self._firsts, self._lock = [0], threading.Lock()  # the number of the first batch of each epoch seen so far
         if not self.first(1):

@@ -7,6 +7,7 @@ from fdel.media.sight import Sight
 
 PLACES = 5  # of each complaint, how many rows a report shows
 COMPLAINTS = 20  # how many different ones it shows; messages may hold values from the rows
+COMPARED = ("pairs", "triples", "unpaired")  # kinds of completions of a prompt
 PER_TOKEN = ("process", "tagged", "spans")  # kinds whose labels stand at tokens
 
 CHOICES = {
@@ -112,7 +113,7 @@ class Settings:
             raise ValueError("batch, length, window, threads, block and buckets are numbers of at least 1")
         if min(1 if n is None else n for n in (self.vocab, self.max_prompt, self.max_completion)) < 1:
             raise ValueError("vocab, max_prompt and max_completion are numbers of at least 1, or None")
-        if self.kind not in ("pairs", "triples", "unpaired") and (self.max_prompt or self.max_completion):
+        if self.kind not in COMPARED and (self.max_prompt or self.max_completion):
             raise ValueError(
                 f"max_prompt and max_completion are for kind='pairs', 'triples' and 'unpaired', not {self.kind!r}"
             )

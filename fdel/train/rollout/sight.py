@@ -8,7 +8,7 @@ import numpy as np
 
 from fdel.media.sight import Sight
 from fdel.serve import PromptMedia
-from fdel.serve.engine.pictures import Image
+from fdel.serve.engine.pictures import Medium
 from fdel.train.data import pictures
 from fdel.train.rollout.records import Sample, Task
 
@@ -22,7 +22,7 @@ def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | 
         return None
     found = pictures.longer(_columns(_known(sight), task), length)
     count = lambda p: sum(t in _known(sight).entries for t in p.run)
-    images = [Image(p.patches, p.places, count(p)) for p in found["pictures"]]
+    images = [Medium(p.patches, p.places, count(p)) for p in found["pictures"]]
     turned = any(p.turns is not None for p in found["pictures"])
     return PromptMedia(images, found["index"], found["rotary"] if turned else None)
 
