@@ -35,11 +35,16 @@ def unsupported(
 def call(
     q: Queries, k: Keys, v: Keys, where: Where, *, mask: Mask, sinks: None, alibi: None, bias: None
 ) -> tuple[Float[Array, "B T N H"], None]:
-    """Attend by cuDNN; the output of padding is 0. See `unsupported` for what it can serve."""
+    """Attend by cuDNN; the output of padding is 0. See `unsupported` for what it can serve.
+
+    Its backward pass wants an even number of tokens, so there may be one of padding more.
+    """
+    length = q.shape[1]
+    q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
     lengths = jnp.sum(where.q_segments == where.q_segments[:, :1], 1, dtype=jnp.int32)
     window = None if mask.window is None else (mask.window - 1, 0)
     out = jax.nn.dot_product_attention(
         q, k, v, scale=mask.scale, is_causal=mask.causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths,
         local_window_size=window, implementation="cudnn",
     )  # fmt: skip
-    return out, None
+    return out[:, :length], None
