@@ -74,9 +74,11 @@ def model(name: str) -> tuple[Any, Any]:
     if wide == "wide":
         return family, family.Config.from_hf(widened(values) | {"model_type": family.MODEL_TYPE})
     # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8
-    # rotary; nor of 24 channels in Gemma 2's layers.
+    # rotary; nor of 24 channels in Gemma 2's layers, and Gemma 3's.
     values = {key: 24 if key in LATENT and name not in MODELS else value for key, value in values.items()}
     values |= {"head_dim": 32} if name == "gemma2" else {}
+    if name == "gemma3":
+        values["text_config"] = values["text_config"] | {"head_dim": 32}
     return family, family.Config.from_hf(values | {"model_type": family.MODEL_TYPE})
 
 

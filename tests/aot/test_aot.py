@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import sound_programs
 from aot_programs import (
     FAMILIES,
     SEEING,
@@ -103,6 +104,14 @@ def test_every_family_compiles_with_the_kernels_that_it_takes(name, what, chip, 
     """With heads of 128 and wide matrices; without one only where attention is of a kind that none serves."""
     c, _ = row(record_property, f"{name}-wide", what, chip, 1)
     assert ("tpu_custom_call" in c.text) != (name in PLAIN[what])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("what", [sound_programs.hear, sound_programs.talker, sound_programs.vocoder])
+def test_what_hears_and_speaks_compiles(what, chip, record_property):
+    """A batch of Whisper's windows, a talker's frame, a vocoder's samples: at most one loop of our own in each."""
+    c, _ = note(record_property, what.__name__, "sound", chip, 1, sound_programs.compiled(what, chip), 0)
+    assert c.loops <= (10 if what is sound_programs.talker else 1)  # experts of a mixture have theirs on GPUs
 
 
 @pytest.mark.aot
