@@ -85,9 +85,10 @@ def forward_pass(
     `router` asks for the balance of a mixture of experts, in which padding does not count (`router_terms`); a model
     without experts is then a ValueError. `places` are transformers' indices of hidden states: 0 enters the first layer,
     i > 0 is what layer i - 1 returns, the last one the final hidden states; negative ones count from there. `attention`
-    names layers whose softmax is wanted, [N T S] for each row, among those that attend; a model without any is a ValueError. `remat` is the
-    policy of `family.hidden` ("dots_saveable", ...), by which the backward pass computes activations again. A router with
-    jitter is a ValueError: the noise on its input would need a key in every layer, and `family.hidden` takes none.
+    names layers whose softmax is wanted, [N T S] for each row, among those that attend; a model without any is a
+    ValueError. `remat` is the policy of `family.hidden` ("dots_saveable", ...), by which the backward pass computes
+    activations again. A router with jitter is a ValueError: the noise on its input would need a key in every layer, and
+    `family.hidden` takes none.
     """
     if router and not getattr(cfg, "experts", None):
         raise ValueError(

@@ -75,8 +75,9 @@ def policy_objective(
 ) -> Callable[..., tuple[Array, Sums]]:
     """Build the objective `(outputs, batch, given) -> (sum, sums)` of `policy`; outputs are those of `policy_outputs`.
 
-    `router_aux_loss_coef` times the router's balance, `router_z_loss_coef` times its z-loss are added per unit of weight.
-    Given "entropy", the state of `adaptive_entropy`, its coefficient takes the place of a `Policy.entropy_coef` that is not 0.
+    `router_aux_loss_coef` times the router's balance, `router_z_loss_coef` times its z-loss are added per unit of
+    weight. Given "entropy", the state of `adaptive_entropy`, its coefficient takes the place of a `Policy.entropy_coef`
+    that is not 0.
     """
     check_range(router_aux_loss_coef=router_aux_loss_coef, router_z_loss_coef=router_z_loss_coef)
     router = router_aux_loss_coef + router_z_loss_coef != 0
