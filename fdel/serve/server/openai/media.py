@@ -2,7 +2,7 @@
 stand alone."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fdel.serve.server.openai.checks import NONE, APIError, Check, anything, choice, only, record, refuse, text
@@ -36,33 +36,25 @@ class Shown(NamedTuple):
 def parts(most: Media) -> dict[str, Check]:
     """The parts of content that show or play something, those of `KINDS`; each refused that the model does not take."""
     address, detail = text(URL, 1), only("auto")
-    inner = {"image_url": record({"url": address, "detail": detail}, ["url"])}
-    inner |= {name: record({"url": address}, ["url"]) for name in ("video_url", "audio_url")}
-    whole = {name: record({"type": anything, name: check}, [name]) for name, check in inner.items()}
-    whole["input_image"] = record(
-        {"type": anything, "image_url": address, "detail": detail, "file_id": only()}, ["image_url"]
-    )
-    held = record({"data": address, "format": choice(*FORMATS)}, ["data", "format"])
-    whole["input_audio"] = record({"type": anything, "input_audio": held}, ["input_audio"])
-    find = {
-        "input_image": lambda v: ("image_url", v["image_url"]),
-        "input_audio": lambda v: (
-            "input_audio.data",
-            f"data:audio/{v['input_audio']['format']};base64,{v['input_audio']['data']}",
-        ),
-    }
+    part = lambda name, held, **more: record({"type": anything, name: held, **more}, [name])
+    linked = lambda name, **more: (
+        part(name, record({"url": address, **more}, ["url"])), f"{name}.url", lambda v: v[name]["url"]
+    )  # fmt: skip
+    sound = record({"data": address, "format": choice(*FORMATS)}, ["data", "format"])
+    whole = lambda v: "data:audio/{format};base64,{data}".format(**v["input_audio"])
+    ways: dict[str, tuple[Check, str, Callable[[Any], str]]] = {  # what a part may be, where its address stands, and that
+        "image_url": linked("image_url", detail=detail),
+        "video_url": linked("video_url"),
+        "audio_url": linked("audio_url"),
+        "input_image": (part("image_url", address, detail=detail, file_id=only()), "image_url", lambda v: v["image_url"]),
+        "input_audio": (part("input_audio", sound), "input_audio.data", whole),
+    }  # fmt: skip
 
-    def taking(name: str, check: Check, kind: str) -> Check:
-        where = find.get(name, lambda v: (f"{name}.url", v[name]["url"]))
-
-        def read(value: Any, path: str) -> Shown:
-            field, url = where(check(value, path))
-            return Shown(f"{path}.{field}", url, kind)
-
-        return Check(read, check.schema)
+    def taking(kind: str, check: Check, field: str, url: Callable[[Any], str]) -> Check:
+        return Check(lambda v, path: Shown(f"{path}.{field}", url(check(v, path)), kind), check.schema)
 
     return {
-        name: taking(name, whole[name], kind) if getattr(most, kind, 0) else _refusing(kind, most)
+        name: taking(kind, *ways[name]) if getattr(most, kind, 0) else _refusing(kind, most)
         for name, kind in KINDS.items()
     }
 
