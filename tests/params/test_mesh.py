@@ -17,7 +17,7 @@ W = normal(0.02)
 # The vocabulary that the families may use.
 AXES = """vocab positions embed heads kv_heads head_dim ffn experts shared_ffn layers latent rope_dim q_latent inner
 state kernel labels groups rep channels pages page scales slots index_heads frames
-height width""".split()
+height width filters""".split()
 
 
 def spec(kv_heads: int = 4) -> dict:
