@@ -5,6 +5,7 @@ Those need torchvision. What they gave for SAMPLES and SIZES stands here, and th
 
 import importlib
 import io
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -320,8 +321,88 @@ def test_limits(file):
         (dict(total=10), "found 20 frames"),
         (dict(frames=2), "found 3 frames to take, expected 1 to 2"),
         (dict(volume=2000), "found 3 frames to take, expected 1 to 1"),
+        (dict(work=30_000), "found 20 frames of 48 x 32 pixels, expected at most 30000 pixels of all of them"),
     ]:
         with pytest.raises(frames.VideoError, match=message):
             frames.decode(data, lambda total, fps: [0, 1, 2], frames.Limits(**limits))
     with pytest.raises(frames.VideoError, match="cut off or broken"):
         frames.decode(data[: len(data) // 2], lambda total, fps: [0])
+
+
+def test_frames_are_counted_no_further_than_the_limit(file, monkeypatch):
+    """Of Matroska, whose header does not say how many there are."""
+    counted = []
+    monkeypatch.setattr(frames, "islice", lambda x, n: [counted.append(n), *x][1 : n + 1])
+    with pytest.raises(frames.VideoError, match="found 11 frames, 10 a second; expected 1 to 10"):
+        frames.decode(file("matroska", "libx264"), lambda total, fps: [0], frames.Limits(total=10))
+    assert counted == [11]
+
+
+def elsewhere(data: bytes, path: str) -> bytes:
+    """Give an MP4 file with no samples of its own: its data reference is an alias of another file (QuickTime's `alis`)."""
+    at, boxes = 0, []
+    for name in (b"moov", b"trak", b"mdia", b"minf", b"dinf", b"dref"):
+        while data[at + 4 : at + 8] != name:
+            at += struct.unpack_from(">I", data, at)[0]
+        boxes.append(at)
+        at += 8
+    at += 8  # version, flags and count
+    old, where = struct.unpack_from(">I", data, at)[0], ("disk" + path.replace("/", ":")).encode()
+    alias = struct.pack(">I10xB27s12xB63s16xhh16x", 0, 4, b"disk", 5, b"other", 0, 0)
+    alias += struct.pack(">hH", 2, len(where)) + where + bytes(len(where) % 2) + struct.pack(">hHh2x", 0, 0, -1)
+    entry = struct.pack(">I4s", 8 + len(alias), b"alis") + alias
+    out = bytearray(data[:at] + entry + data[at + old :])
+    for box in boxes:
+        struct.pack_into(">I", out, box, struct.unpack_from(">I", out, box)[0] + len(entry) - old)
+    samples = data.index(b"mdat") + 4
+    out[samples : boxes[0]] = bytes(boxes[0] - samples)
+    return bytes(out)
+
+
+def test_no_other_file_is_read_for_one(file, tmp_path):
+    """An MP4 whose samples are said to be in another file, which FFmpeg reads if it is told to."""
+    import av
+
+    data = file("mp4", "mpeg4")
+    (tmp_path / "other").write_bytes(data)
+    bad, told = elsewhere(data, str(tmp_path / "other")), {"enable_drefs": "1", "use_absolute_path": "1"}
+    with av.open(io.BytesIO(bad), format="mp4", options=told) as f:
+        assert sum(1 for _ in f.decode(video=0)) == 20  # so the reference is a true one
+    with av.open(io.BytesIO(bad), format="mp4", options=told | frames.ALONE) as f:
+        assert not f.streams.video[0].width
+    with pytest.raises(frames.VideoError):
+        frames.decode(bad, lambda total, fps: [0])
+
+
+@pytest.mark.parametrize(("container", "codec", "rate"), [("matroska", "pcm_s16le", 16000), ("mp4", "aac", 44100)])
+def test_what_a_video_plays_is_heard(container, codec, rate):
+    """Exactly where it is stored as it is, else to a tenth of a tone's size in the middle; a silent video has none."""
+    av = pytest.importorskip("av", reason="extra `video`")
+    from fdel.media import sound
+
+    x = np.sin(2 * np.pi * 440 * np.arange(rate) / rate) / 2
+    played, out = (x * 32767).astype(np.int16), io.BytesIO()
+    with av.open(out, "w", format=container) as c:
+        still = c.add_stream("mpeg4", rate=2)
+        still.width, still.height, still.pix_fmt = 48, 32, "yuv420p"
+        track = c.add_stream(codec, rate=rate, layout="stereo")
+        piece = av.AudioFrame.from_ndarray(np.repeat(played, 2)[None], "s16", "stereo")
+        piece.sample_rate, piece.pts = rate, 0
+        for stream, frame in ((still, av.VideoFrame(48, 32, "yuv420p")), (track, piece)):
+            c.mux([*stream.encode(frame), *stream.encode()])
+    got = frames.listen(out.getvalue(), most=2)
+    want = sound.resample(played.astype(np.float32) / 2**15, rate)
+    if codec == "aac":
+        middle = slice(4000, 12000)
+        assert abs(len(got) - len(want)) < 1000
+        np.testing.assert_allclose(
+            np.abs(np.fft.rfft(got[middle]))[:500], np.abs(np.fft.rfft(want[middle]))[:500], atol=200
+        )
+    else:
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(frames.VideoError, match="found more than 0.5 seconds of sound in the video"):
+        frames.listen(out.getvalue(), most=0.5)
+
+
+def test_a_silent_video_is_not_heard(file):
+    assert frames.listen(file("mp4", "mpeg4"), most=2) is None

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fdel.media import sound
-from fdel.media.hearing import Sound
+from fdel.media.hearing import Film, Sound
 from fdel.serve.server import grammar
 from fdel.serve.server.openai import checks
 from fdel.serve.server.tokenizing import Most, PromptEncoder
@@ -102,12 +102,20 @@ def _shown(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
     if len(x.run) > encoder.context:  # before its arrays go to the server, which would hold them
         found = f"it takes {len(x.run)} tokens, more than the model's {encoder.context}"
         raise ValueError(f"{found}; make it smaller or shorter")
-    arrays = [x.features, x.lengths] if isinstance(x, Sound) else [x.patches, x.places]
+    parts = (x.picture, x.sound) if isinstance(x, Film) else (x,)
+    arrays = [a for p in parts for a in ((p.features, p.lengths) if isinstance(p, Sound) else (p.patches, p.places))]
     arrays += [] if x.turns is None else [x.turns]
     arrays = [a.astype("<f4" if a.dtype.kind == "f" else "<i4") for a in arrays]
     raw, shapes = b"".join(a.tobytes() for a in arrays), [a.shape for a in arrays]
     digest = hashlib.blake2b(json.dumps([shapes, x.run]).encode() + raw, digest_size=32).hexdigest()
-    return {"shapes": shapes, "run": x.run, "digest": digest}, raw
+    runs = [p.run for p in parts]
+    return {
+        "shapes": shapes,
+        "kinds": [a.dtype.kind for a in arrays],
+        "run": x.run,
+        "runs": runs,
+        "digest": digest,
+    }, raw
 
 
 JOBS: dict[str, Any] = {
@@ -116,7 +124,7 @@ JOBS: dict[str, Any] = {
     "chat": _chat,
     "compile": _compile,
     "sound": _sound,
-    **dict.fromkeys(("images", "videos", "sounds"), _shown),
+    **dict.fromkeys(("images", "videos", "films", "sounds"), _shown),
 }
 
 
