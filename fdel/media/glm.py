@@ -14,6 +14,7 @@ SIZE = {
     "shortest_edge": 112 * 112,
     "longest_edge": 28 * 28 * 15000,
 }  # pixels of all frames of a patch, at least, at most
+FIXED, PACED = "fixed", "paced"  # how frames are taken, and times written
 PACE = (30, 3.0), (300, 1.0), (2400, 0.5)  # of GLM-4.6V: patches a second of videos of at most so many seconds
 MOST = 640  # frames of GLM-4.6V
 
@@ -59,12 +60,11 @@ def prepare(s: Settings, rgb: np.ndarray) -> Picture:
 def sample(kind: str, total: int, rate: float, fps: float, longest: float, step: int) -> list[int]:
     """Give the numbers of the frames to take of a video of `total` frames, `rate` a second: rising, an even number.
 
-    As the video processor of `kind` in transformers, "glm4v" or "glm46v". The first takes `fps` a second of what is no
-    longer than `longest` seconds, and as many of longer videos; the second a number that `PACE` says, of patches of `step`
-    frames.
+    As transformers' video processors. FIXED, of GLM-4.1V and 4.5V, takes `fps` a second of what is no longer than `longest`
+    seconds, and as many of longer videos; PACED, of GLM-4.6V, what `PACE` says, of patches of `step` frames.
     """
     seconds = total / rate
-    if kind == "glm46v":
+    if kind == PACED:
         found = _paced(total, rate, step)
     elif seconds <= longest:
         found = [min(total - 1, math.ceil(i * rate / fps)) for i in range(max(1, math.floor(seconds * fps)))]
@@ -99,4 +99,4 @@ def _paced(total: int, rate: float, step: int) -> list[int]:
 
 def stamp(kind: str, seconds: float) -> str:
     """Write the time that stands behind a frame."""
-    return f"{seconds:.1f} seconds" if kind == "glm46v" else str(int(seconds))
+    return f"{seconds:.1f} seconds" if kind == PACED else str(int(seconds))

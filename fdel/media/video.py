@@ -49,8 +49,8 @@ class Manner(NamedTuple):
 
 PLAIN = Manner()
 TIMED = Manner(MappingProxyType(QWEN3), ("vision_start_token_id", "vision_end_token_id"))
-GLM4V = Manner(MappingProxyType(GLM), ("image_start_token_id", "image_end_token_id"), glm="glm4v")
-GLM46V = GLM4V._replace(glm="glm46v")
+GLM4V = Manner(MappingProxyType(GLM), ("image_start_token_id", "image_end_token_id"), glm=glm.FIXED)
+GLM46V = GLM4V._replace(glm=glm.PACED)
 SPACED = Manner(speed=("vision_config", "tokens_per_second", 4))
 HEARD = Manner(speed=("", "position_id_per_seconds", 25), steady=True, bounds=MappingProxyType(SQUARE["size"]))
 
