@@ -84,8 +84,13 @@ def _compile(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> t
 
 
 def _sound(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
-    """Decode a file of at most `most` seconds: its length in seconds, and log-mel features float32[bins frames]."""
+    """Decode a file of at most `most` seconds: its length in seconds, and log-mel features float32[bins frames].
+
+    With `window`, silence fills it up to so many samples.
+    """
     x = sound.decode(data, most=asked["most"])
+    if window := asked.get("window"):
+        return len(x) / sound.RATE, sound.log_mel(x[:window], asked["bins"], least=window).tobytes()
     quiet = np.pad(x, (0, sound.FRAME))  # after the end
     frames = max(1, len(x) // sound.HOP)
     return len(x) / sound.RATE, sound.log_mel(quiet, asked["bins"], least=0)[:, :frames].tobytes()
