@@ -31,6 +31,7 @@ MODEL_LINES = {
     "qwen3_moe": 250,
     "qwen3_next": 350,
     "whisper": 350,
+    "whisper_classes": 150,
     **dict.fromkeys(["clip", "kimi_vl", "llama4", "llava", "mistral3", "pixtral", "siglip"], 350),
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"], 350),
     "qwen3_omni_moe": 350,
@@ -40,6 +41,7 @@ MODEL_LINES |= dict.fromkeys(["builders", "config", "heads", "pooling", "sight",
 
 FAMILIES = {f.stem for f in (ROOT / "fdel" / "models").glob("*.py")}
 FAMILIES -= {"__init__", "builders", "config", "heads", "keys", "pooling", "protocol", "rope", "sight", "sublayers"}
+FAMILIES -= {"whisper_classes"}
 WORDS = {"clip"}  # that numpy means otherwise: a mode of lookups out of range
 # The demo's own model; formats of files, of chats and of image processors, which others named.
 NAMES_OF_OTHERS = (

@@ -1,20 +1,27 @@
-"""Frames of video files by PyAV (extra `video`).
+"""Frames of video files, and what they play, by PyAV (extra `video`).
 
 What a file says of its sizes is checked before anything of those sizes is made. A file is read as the container that its
-first bytes name, never as a playlist of other files. Frames are as they are stored: a turned one is not put upright.
+first bytes name, never as a playlist of other files, and nothing that it names is opened. Frames are as they are stored:
+a turned one is not put upright.
 """
 
 import io
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdel.media import image
+from fdel.media import image, sound
 
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg", "mpeg2video", "mpeg1video")
+
+SOUNDS = ("aac", "mp3", "mp3float", "opus", "vorbis", "flac", "alac", "pcm_s16le", "pcm_s16be", "pcm_f32le")
+ALONE = {"protocol_whitelist": "none"}  # a file may name others; FFmpeg opens none of them
 
 
 class VideoError(ValueError):
@@ -22,13 +29,17 @@ class VideoError(ValueError):
 
 
 class Limits(NamedTuple):
-    """What a file is held to: pixels of a frame and of all that are taken, how many are taken, its length and frames."""
+    """What a file is held to: pixels of a frame and of all that are taken, how many are taken, its length and frames.
+
+    `work` bounds the pixels of all its frames, which are decoded up to the last that is taken.
+    """
 
     pixels: int = 2**22
     volume: int = 2**27
     frames: int = 768
     seconds: float = 3600.0
     total: int = 108_000
+    work: int = 2**40
 
 
 LIMITS = Limits()
@@ -70,10 +81,14 @@ def decode(data: bytes, pick: Callable[[int, float], Sequence[int] | np.ndarray]
         size = stream.width * stream.height
     if total == 0:  # Matroska's header does not say it
         with _reading(av, data, kind) as file:
-            total = sum(packet.size > 0 for packet in file.demux(video=0))
+            full = (packet for packet in file.demux(video=0) if packet.size)
+            total = sum(1 for _ in islice(full, limits.total + 1))
     if not 1 <= total <= limits.total or total / fps > limits.seconds:
         expected = f"expected 1 to {limits.total}, and at most {limits.seconds:g} seconds"
         raise VideoError(f"found {total} frames, {fps:g} a second; {expected}; cut the file")
+    if total * size > limits.work:
+        expected = f"expected at most {limits.work} pixels of all of them; cut the file, or make them smaller"
+        raise VideoError(f"found {total} frames of {stream.width} x {stream.height} pixels, {expected}")
     wanted = [int(i) for i in pick(total, fps)]
     most = min(limits.frames, limits.volume // size)
     if not 1 <= len(wanted) <= most:
@@ -85,13 +100,40 @@ def decode(data: bytes, pick: Callable[[int, float], Sequence[int] | np.ndarray]
     return Clip(np.stack(found), tuple(wanted), fps, total)
 
 
+def listen(data: bytes, *, most: float) -> np.ndarray | None:
+    """Decode what a video file plays: float32[samples] at 16 kHz, the mean of its channels; None for a silent film.
+
+    VideoError or SoundError, ValueErrors, for what cannot be read or is longer than `most` seconds.
+    """
+    av = _pyav()
+    found = list[np.ndarray]()
+    with _reading(av, data, container(data)) as file:
+        if not file.streams.audio:
+            return None
+        stream = file.streams.audio[0]
+        codec = stream.codec_context
+        if codec is None or codec.name not in SOUNDS:
+            name = "none" if codec is None else codec.name
+            raise VideoError(f"found a sound of codec {name} in the video, expected one of {', '.join(SOUNDS)}")
+        rate, left = codec.sample_rate, math.ceil(most * codec.sample_rate)
+        sound.sane(codec.channels, rate)
+        codec.thread_count = 1
+        plain = av.AudioResampler("fltp", codec.layout, rate)
+        for frame in file.decode(stream):
+            left -= frame.samples
+            if left < 0:
+                raise VideoError(f"found more than {most:g} seconds of sound in the video; cut the file")
+            found += [x.to_ndarray().mean(0) for x in plain.resample(frame)]
+    return sound.resample(sound.finite(np.concatenate(found)), rate) if found else None
+
+
 @contextmanager
 def _reading(av: Any, data: bytes, kind: str) -> Iterator[Any]:
     """Open a file; what PyAV raises for a bad one is a VideoError."""
     try:
-        with av.open(io.BytesIO(data), format=kind) as file:
+        with av.open(io.BytesIO(data), format=kind, options=ALONE) as file:
             yield file
-    except VideoError:
+    except (VideoError, sound.SoundError):
         raise
     except (av.error.FFmpegError, *image.BROKEN) as e:
         raise VideoError(f"the video cannot be read ({type(e).__name__}: {e}); it is cut off or broken") from e
@@ -141,6 +183,7 @@ def _bound(width: int, height: int, pixels: int) -> None:
 def _taken(file: Any, wanted: Sequence[int], pixels: int) -> list[np.ndarray]:
     """Decode the frames of these numbers; the last one stands for those that a file says it has and has not."""
     stream, _, _ = _stream(file, pixels)
+    often = Counter(wanted)
     out, last = list[np.ndarray](), None
     for i, frame in enumerate(file.decode(stream)):
         _bound(frame.width, frame.height, pixels)
@@ -148,8 +191,8 @@ def _taken(file: Any, wanted: Sequence[int], pixels: int) -> list[np.ndarray]:
             found = f"found frames of {frame.width} x {frame.height} pixels behind others"
             raise VideoError(f"{found}; expected all of one size")
         last = frame
-        if again := wanted.count(i):
-            out += [frame.to_ndarray(format="rgb24")] * again
+        if i in often:
+            out += [frame.to_ndarray(format="rgb24")] * often[i]
         if i >= wanted[-1]:
             break
     if last is None:

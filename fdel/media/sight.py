@@ -38,6 +38,7 @@ KINDS: Mapping[str, ModuleType] = MappingProxyType(
 VIDEOS: Mapping[str, video.Manner] = MappingProxyType(
     dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), video.TIMED)
     | {"qwen2_5_vl": video.SPACED, "qwen3_omni_moe_thinker": video.HEARD}
+    | {"glm4v": video.GLM4V, "glm4v_moe": video.GLM4V, "glm46v": video.GLM46V}
 )  # of model_types whose videos are not taken as Qwen2-VL's are
 TOKENS = ("image_token_index", "image_token_id", "media_placeholder_token_id")
 # Models of two towers, whose prompts show no images: model_type -> that of their tower
@@ -107,11 +108,11 @@ def read(directory: str | Path) -> Sight | None:
             processor = {k: v for k, v in processor.items() if k not in hearing.KEYS}
             moving = {k: v for k, v in (moving or {}).items() if k not in hearing.KEYS}
         s = KINDS[kind].read(config | {"tokens": _tokens(Path(directory), outer or {})}, processor, token)
-        seen = video.read(config, moving or {}, VIDEOS.get(kind, video.PLAIN)) if KINDS[kind] is qwen else None
+        seen = video.read(config, moving or {}, VIDEOS.get(kind, video.PLAIN)) if KINDS[kind] in (qwen, glm) else None
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from e
     placeholder, entries = getattr(s, "placeholder", token), getattr(s, "entries", (token,))
-    entries += tuple(s.token for s in (seen, heard) if s)
+    entries = tuple(dict.fromkeys((*entries, *(s.token for s in (seen, heard) if s))))
     counts, around = (getattr(s, "merge", 1), getattr(s, "extra", 0)), getattr(s, "around", None)
     return Sight(config["model_type"], kind, placeholder, entries, s, *counts, around, seen, heard)
 
@@ -151,13 +152,14 @@ def expand(sight: Sight, tokens: Sequence[int], pictures: Sequence[Picture]) -> 
     `index` counts the entries of all pictures of this prompt. Where pictures have `turns`, `rotary` has those of every
     token: a text goes on from one more than the greatest before it. ValueError for another number of placeholders.
     """
-    others = {s.token for s in (sight.video, sight.sound) if s}
+    others = {} if sight.video is None else {sight.video.placeholder: sight.video.sign}
+    others |= {} if sight.sound is None else {sight.sound.token: sight.sound.token}
     held = [t for t in tokens if t == sight.placeholder or t in others]
     if len(held) != len(pictures):
         found = f"the prompt has {len(held)} places for images (token {sight.placeholder})"
         raise ValueError(f"{found}, found {len(pictures)} images" + (", with videos and sounds" if others else ""))
     for i, (t, p) in enumerate(zip(held, pictures, strict=True)):
-        if t not in p.run if t in others else others & {*p.run}:
+        if others[t] not in p.run if t in others else {*others.values()} & {*p.run}:
             raise ValueError(f"place {i} of the prompt (token {t}) is of another kind than what is to be shown there")
     out, index, rotary, rest = [], [], list[tuple[int, int, int]](), iter(pictures)
     entry, at = 0, 0

@@ -53,7 +53,7 @@ def decode(data: bytes, *, most: float) -> np.ndarray:
     """
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         form = header(data)
-        _bound(form.seconds, most)
+        bound(form.seconds, most)
         return resample(samples(data, form), form.rate)
     try:
         import soundfile
@@ -62,27 +62,29 @@ def decode(data: bytes, *, most: float) -> np.ndarray:
         raise SoundError(f"{found}; other formats need the extra `media` where this runs") from e
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            _sane(file.channels, file.samplerate)
-            _bound(file.frames / file.samplerate, most)
+            sane(file.channels, file.samplerate)
+            bound(file.frames / file.samplerate, most)
             if file.frames > FRAMES:
                 raise SoundError(
                     f"found {file.frames} samples a channel, expected at most {FRAMES}; lower the rate or cut the file"
                 )
             # Of as many channels as a header likes to say, only the mean is kept. No more is read than it says.
             blocks = file.blocks(BLOCK, frames=file.frames, dtype="float32", always_2d=True)
-            return resample(_finite(np.concatenate([x.mean(1) for x in blocks])), file.samplerate)
+            return resample(finite(np.concatenate([x.mean(1) for x in blocks])), file.samplerate)
     except (soundfile.SoundFileError, RuntimeError) as e:
         raise SoundError(f"the file is not a sound that can be read: {getattr(e, 'error_string', e)}") from e
 
 
-def _bound(seconds: float, most: float) -> None:
+def bound(seconds: float, most: float) -> None:
+    """Refuse a sound of more than `most` seconds, or of none: SoundError."""
     if not 0 < seconds <= most:
         raise SoundError(
             f"found {seconds:.2f} seconds of sound, expected more than 0 and at most {most:g}; cut the file"
         )
 
 
-def _sane(channels: int, rate: int) -> None:
+def sane(channels: int, rate: int) -> None:
+    """Refuse numbers of channels and of samples a second that no sound has: SoundError."""
     if not 1 <= channels <= CHANNELS:
         raise SoundError(f"found {channels} channels, expected 1 to {CHANNELS}")
     least, most, step = RATES
@@ -90,7 +92,8 @@ def _sane(channels: int, rate: int) -> None:
         raise SoundError(f"found {rate} samples a second, expected {least} to {most}, a multiple of {step}")
 
 
-def _finite(x: np.ndarray) -> np.ndarray:
+def finite(x: np.ndarray) -> np.ndarray:
+    """Clip float32[samples] to [-1, 1]; SoundError for what is no number."""
     if not np.isfinite(x).all():
         raise SoundError("the file has samples that are not finite numbers")
     return np.clip(x, -1.0, 1.0)
@@ -125,7 +128,7 @@ def _form(chunk: bytes) -> tuple[int, int, int, int]:
     kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", chunk)
     if kind == EXTENSIBLE and len(chunk) >= 26:
         kind = struct.unpack_from("<H", chunk, 24)[0]
-    _sane(channels, rate)
+    sane(channels, rate)
     if (kind, bits) not in {*((PCM, n) for n in (8, 16, 24, 32)), (FLOAT, 32), (FLOAT, 64)}:
         expected = "PCM (1) of 8, 16, 24 or 32 bits, or floats (3) of 32 or 64"
         raise SoundError(f"the WAV file has samples of format {kind} with {bits} bits, expected {expected}")
@@ -145,7 +148,7 @@ def samples(data: bytes, form: Format) -> np.ndarray:
         x = (wide.view("<i4")[:, 0] >> 8).astype(np.float32) / 2**23
     else:
         x = raw.view(f"<i{form.bits // 8}").astype(np.float32) / 2 ** (form.bits - 1)
-    return _finite(x.reshape(-1, form.channels).mean(1))
+    return finite(x.reshape(-1, form.channels).mean(1))
 
 
 @functools.lru_cache(16)

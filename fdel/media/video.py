@@ -1,4 +1,4 @@
-"""Videos for the towers of Qwen-VL: which frames are taken, their patches, and the tokens that stand for them in a prompt.
+"""Videos for the towers of Qwen-VL and GLM: which frames are taken, their patches, and their tokens in a prompt.
 
 `frames.decode` reads a file. A video is a `Picture` of several frames of patches; the tower sees each apart.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdel.media import image, qwen
+from fdel.media import glm, image, qwen
 from fdel.media.clip import refuse
 from fdel.media.frames import Clip, VideoError, decode
 from fdel.media.image import Picture
@@ -24,37 +24,48 @@ QWEN2 = qwen.DEFAULTS | COMMON | CAPPED | {"size": {"shortest_edge": 128 * 28**2
 HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 SQUARE: dict[str, Any] = {"size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2}, "patch_size": 16}
 QWEN3 = QWEN2 | HALF | SQUARE | {"max_video_tokens": 768, "fps": 2.0}
+GLM = qwen.DEFAULTS | {"size": {"shortest_edge": 112**2, "longest_edge": 60_000 * 28**2}}
+GLM |= {"fps": 2.0, "max_duration": 300}
+GLM |= dict.fromkeys(("num_frames", "max_image_size", "do_sample_frames"))  # what its processor does not heed
+OTHER = {"video_processor_type", "return_metadata"}
 SHARE = 0.9  # of the tokens of a context that may be a video's
 
 
 class Manner(NamedTuple):
     """How a family takes videos: what its files need not say, and what its code does.
 
-    `timed`: times stand before frames, and the bounds on pixels are of all frames. `speed` names the part of config.json
-    ("": itself), the key and its default that say how far a second turns tokens. `bounds` on pixels overrule a file's.
+    `marks`: times stand beside frames, between these tokens of config.json, and the bounds on pixels are of all frames.
+    `speed` names the part of config.json ("": itself), the key and its default that say how far a second turns tokens.
+    `bounds` on pixels overrule a file's. `glm` names one of GLM's kinds (`glm.sample`).
     """
 
     defaults: Mapping[str, Any] = MappingProxyType(QWEN2)
-    timed: bool = False
+    marks: tuple[str, ...] = ()
     speed: tuple[str, str, float] | None = None
     steady: bool = False
     bounds: Mapping[str, int] | None = None
+    glm: str = ""
 
 
-PLAIN, TIMED = Manner(), Manner(MappingProxyType(QWEN3), timed=True)
+PLAIN = Manner()
+TIMED = Manner(MappingProxyType(QWEN3), ("vision_start_token_id", "vision_end_token_id"))
+GLM4V = Manner(MappingProxyType(GLM), ("image_start_token_id", "image_end_token_id"), glm=glm.FIXED)
+GLM46V = GLM4V._replace(glm=glm.PACED)
 SPACED = Manner(speed=("vision_config", "tokens_per_second", 4))
 HEARD = Manner(speed=("", "position_id_per_seconds", 25), steady=True, bounds=MappingProxyType(SQUARE["size"]))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is done to a video. `frame` is what is done to each frame, its `token` that of a video's entry.
+    """What is done to a video. `frame` is what is done to each frame, its `token` that of a video's entry; a chat template
+    writes `placeholder` once.
 
     `count` frames are taken, or, if that is None, `fps` a second, `least` to `most` of them. `whole`: the bounds on pixels
     are those of all frames together. `budget`, in pixels, bounds each frame further by what the number of frames leaves.
     Where there are `marks`, each `frame.frames` frames have their time before them as text, and these two tokens around
     them; else `speed` says how far a second turns their tokens, None: by one for each `frame.frames` frames. `steady`:
-    1 / fps seconds are between frames that were taken so, whatever the video's own rate made of it.
+    1 / fps seconds are between frames that were taken so, whatever the video's own rate made of it. Of a kind of `glm`,
+    times stand behind frames, which are taken as its files say, `longest` seconds of them.
     """
 
     frame: qwen.Settings
@@ -67,8 +78,12 @@ class Settings:
     speed: float | None = None
     steady: bool = False
     marks: tuple[int, ...] = ()
+    placeholder: int = -1
+    glm: str = ""
+    longest: float = 300.0
 
     token = property(lambda self: self.frame.token)
+    sign = property(lambda self: self.marks[0] if self.glm else self.frame.token)  # what no run of an image has
 
 
 def read(config: Mapping[str, Any], processor: Mapping[str, Any], manner: Manner = PLAIN) -> Settings | None:
@@ -77,34 +92,45 @@ def read(config: Mapping[str, Any], processor: Mapping[str, Any], manner: Manner
     Of files that leave it to their caller how many frames are taken, FPS a second are. ValueError for what is not
     understood or does not fit the tower.
     """
-    token, timed = config.get("video_token_id"), manner.timed
-    if not isinstance(token, int):
+    placeholder = config.get("video_token_id")
+    if not isinstance(placeholder, int):
         return None
+    token = config.get("image_token_id") if manner.glm else placeholder
+    if not isinstance(token, int):
+        raise ValueError(f"image_token_id: found {token}, expected a token id")
     p: dict[str, Any] = {**manner.defaults, **{k: v for k, v in processor.items() if v is not None}}
     if manner.bounds:
         p = {k: v for k, v in p.items() if k not in ("min_pixels", "max_pixels")} | {"size": dict(manner.bounds)}
-    own = {*COMMON, *CAPPED, "video_processor_type", "return_metadata"}
-    refuse(p, {*QWEN2, *own, "min_pixels", "max_pixels"})
+    refuse(p, {*manner.defaults, *OTHER, "min_pixels", "max_pixels"})
+    own = {*manner.defaults, *OTHER} - {*qwen.DEFAULTS}
     frame = qwen.read(config, {k: v for k, v in p.items() if k not in own}, token)
+    found = tuple(config.get(name) for name in manner.marks)
+    marks = tuple(mark for mark in found if isinstance(mark, int))
+    if len(marks) < len(found):
+        raise ValueError(f"found {' and '.join(manner.marks)} {found}, expected token ids")
+    fps = FPS if p["fps"] is None else float(p["fps"])
+    if manner.glm:
+        return Settings(
+            frame,
+            fps,
+            whole=True,
+            marks=marks,
+            placeholder=placeholder,
+            glm=manner.glm,
+            longest=float(p["max_duration"]),
+        )
     if processor.get("fps") is not None and p["num_frames"] is not None:
         raise ValueError(f"found both fps ({p['fps']}) and num_frames ({p['num_frames']}); leave one out")
-    fps = FPS if p["fps"] is None else float(p["fps"])
-    budget, marks = None, tuple[int, ...]()
+    budget, speed = None, None
     if p["cap_pixels_per_frame"]:
-        tokens = p["max_video_tokens"] * (1 if timed else SHARE)
+        tokens = p["max_video_tokens"] * (1 if marks else SHARE)
         budget = int(tokens * (frame.patch * frame.side) ** 2)
-    if timed:
-        found = config.get("vision_start_token_id"), config.get("vision_end_token_id")
-        marks = tuple(mark for mark in found if isinstance(mark, int))
-        if len(marks) < 2:
-            raise ValueError(f"found vision_start_token_id and vision_end_token_id {found}, expected token ids")
-    speed = None
     if manner.speed:
         part, key, default = manner.speed
         speed = float((config[part] if part else config).get(key, default))
     return Settings(
-        frame, fps, p["num_frames"], int(p["min_frames"]), int(p["max_frames"]), timed, budget,
-        speed, manner.steady, marks,
+        frame, fps, p["num_frames"], int(p["min_frames"]), int(p["max_frames"]), bool(marks), budget,
+        speed, manner.steady, marks, placeholder,
     )  # fmt: skip
 
 
@@ -117,6 +143,8 @@ def sample(s: Settings, total: int, fps: float) -> np.ndarray:
     """
     if total < 1 or not (math.isfinite(fps) and fps > 0):
         raise VideoError(f"found {total} frames, {fps} a second; expected at least one, more than 0 a second")
+    if s.glm:
+        return np.array(glm.sample(s.glm, total, fps, s.fps, s.longest, s.frame.frames), int)
     if s.whole:
         count = min(max(int(total / fps * s.fps), s.least), s.most, total) if s.count is None else s.count
         return np.linspace(0, total - 1, count).round().astype(int)
@@ -144,21 +172,9 @@ def sized(s: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
         return qwen.sized(height, width, cell, least, most)
     if s.budget is not None:
         most = max(min(s.budget, most // frames), floor) * frames
-    if min(height, width) < cell:
+    if not s.glm and min(height, width) < cell:
         raise VideoError(f"found frames of {height} x {width} pixels, expected at least {cell} x {cell}")
-    if max(height, width) > qwen.LONGEST * min(height, width):
-        raise VideoError(
-            f"found frames of {height} x {width} pixels, expected one side at most {qwen.LONGEST} times as long"
-        )
-    near = [round(n / cell) * cell for n in (height, width)]
-    count = round(frames / s.frame.frames) * s.frame.frames
-    if count * math.prod(near) > most:
-        scale = math.sqrt(frames * height * width / most)
-        near = [max(cell, math.floor(n / scale / cell) * cell) for n in (height, width)]
-    elif count * math.prod(near) < least:
-        scale = math.sqrt(least / (frames * height * width))
-        near = [math.ceil(n * scale / cell) * cell for n in (height, width)]
-    return near[0], near[1]
+    return glm.sized(height, width, cell, frames, least, most, s.frame.frames)
 
 
 def patches(x: np.ndarray, s: qwen.Settings) -> np.ndarray:
@@ -211,10 +227,13 @@ def run(
         )
     tokens, parts, at = list[int](), list[np.ndarray](), 0
     straight = lambda n: np.repeat(np.arange(n, dtype=np.int32)[:, None], 3, 1)
-    for second in clip.times(s.frame.frames):
-        before = [*tokenize(f"<{second:.1f} seconds>"), s.marks[0]]
-        tokens += [*before, *[s.token] * (rows * columns), s.marks[1]]
-        for part in (straight(len(before)), qwen.turns(1, rows, columns), straight(1)):
+    first, last = s.marks
+    begun = [i / clip.fps for i in clip.indices[:: s.frame.frames]]
+    for second in begun if s.glm else clip.times(s.frame.frames):
+        said = tokenize(glm.stamp(s.glm, second) if s.glm else f"<{second:.1f} seconds>")
+        before, after = ([first], [last, *said]) if s.glm else ([*said, first], [last])
+        tokens += [*before, *[s.token] * (rows * columns), *after]
+        for part in (straight(len(before)), qwen.turns(1, rows, columns), straight(len(after))):
             parts.append(part + at)
             at += int(part.max()) + 1
     return {"run": tuple(tokens), "turns": np.concatenate(parts)}

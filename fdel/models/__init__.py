@@ -48,6 +48,7 @@ SHARED = (
     "rope",
     "sight",
     "sublayers",
+    "whisper_classes",
 )  # files here that are not families
 HEARS = ("whisper",)  # families of functions of their own: what goes in is a sound
 SEES = ("clip", "pixtral", "siglip")  # or an image
@@ -117,7 +118,13 @@ def of_config(d: Mapping[str, Any]) -> ModuleType:
 
 def hearing(path: str | Path) -> ModuleType | None:
     """Give the family of a checkpoint directory if it writes down sounds (`HEARS`), for `load`; else None."""
-    return _one_of(path, HEARS)
+    return None if labelling(path) else _one_of(path, HEARS)
+
+
+def labelling(path: str | Path) -> ModuleType | None:
+    """Give the module of a checkpoint directory if it names the classes of sounds, for `load`; else None."""
+    module = importlib.import_module(f"{__name__}.whisper_classes")
+    return module if _one_of(path, HEARS) and module.ARCHITECTURE in (_dict(path).get("architectures") or ()) else None
 
 
 def scoring(path: str | Path) -> ModuleType | None:
@@ -126,12 +133,17 @@ def scoring(path: str | Path) -> ModuleType | None:
 
 
 def _one_of(path: str | Path, names: tuple[str, ...]) -> ModuleType | None:
+    name = _dict(path).get("model_type")
+    return importlib.import_module(f"{__name__}.{name}") if name in names else None
+
+
+def _dict(path: str | Path) -> dict[str, Any]:
+    """Read config.json; empty where there is none that can be one."""
     file = Path(path) / "config.json"
     if not file.is_file() or file.stat().st_size > LONGEST:
-        return None
+        return {}
     d = json.loads(file.read_bytes())
-    name = d.get("model_type") if isinstance(d, dict) else None
-    return importlib.import_module(f"{__name__}.{name}") if name in names else None
+    return d if isinstance(d, dict) else {}
 
 
 def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any, dict[str, Any]]:
@@ -201,7 +213,7 @@ def _spec(module: ModuleType, cfg: Any, d: Mapping[str, Any], path: str | Path) 
     """Give the Config for the files of a directory, and declare their arrays, those of a head among them; stacked."""
     names = scan(Path(path), [])
     cfg = module.of_file(cfg, names) if hasattr(module, "of_file") else cfg
-    kind = (None, 0) if module.MODEL_TYPE in SEES else heads.read(d, module, names)
+    kind = (None, 0) if module.MODEL_TYPE in (*HEARS, *SEES) else heads.read(d, module, names)
     return cfg, heads.spec(module, cfg, *kind)
 
 

@@ -102,12 +102,16 @@ def read(d: Mapping[str, Any], family: ModuleType, names: Collection[str]) -> tu
     if kind is None:
         bare = any(c.endswith("Model") and not re.search("Heads?Model$", c) for c in classes or ())
         return ("base" if bare and not any("lm_head" in name for name in names) else None), 0
+    return kind, of(family, kind).labels or label_count(d)
+
+
+def label_count(d: Mapping[str, Any]) -> int:
+    """Count the labels that a config.json names; 2 where it says nothing, as transformers assumes."""
     labels = d.get("id2label")
-    n = len(labels) if isinstance(labels, Mapping) and labels else d.get("num_labels", 2)  # 2: as transformers assumes
-    n = of(family, kind).labels or n
+    n = len(labels) if isinstance(labels, Mapping) and labels else d.get("num_labels", 2)
     if type(n) is not int or not 1 <= n <= MOST:
         raise ConfigError(f"config field 'num_labels': found {show(n)}, expected 1 to {MOST}")
-    return kind, n
+    return n
 
 
 def spec(family: ModuleType, cfg: Any, kind: str | None, labels: int = 1) -> dict[str, Any]:

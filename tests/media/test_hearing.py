@@ -57,7 +57,7 @@ def test_features_and_counts_are_those_of_transformers(seconds):
 
 def film(count: int, fps: float) -> image.Picture:
     """A video of 16 x 24 pixels, six entries for each two frames."""
-    s = video.Settings(qwen.Settings(8, 4, 2, 2, None), fps=fps, speed=13.0, steady=True)
+    s = video.Settings(qwen.Settings(8, 4, 2, 2, None), fps=fps, speed=13.0, steady=True, placeholder=8)
     pixels = RNG.integers(0, 256, (count, 16, 24, 3), np.uint8)
     return video.prepare(s, frames.Clip(pixels, tuple(range(count)), fps, count))
 
@@ -79,7 +79,7 @@ def test_a_video_and_its_sound_stand_in_the_order_of_their_times(count, fps, sec
         position_id_per_seconds=13,
     )  # fmt: skip
     assert both.run == tuple(map(int, text))
-    s = video.Settings(qwen.Settings(8, 4, 2, 2, None))
+    s = video.Settings(qwen.Settings(8, 4, 2, 2, None), placeholder=8)
     see = sight.Sight("", "qwen2_vl", 9, (9, 8, 7), None, 4, video=s, sound=SOUND)
     got = sight.expand(see, [1, 2, 3, 8, 4, 1], [both])
     theirs = modeling.Qwen3OmniMoePreTrainedModelForConditionalGeneration

@@ -5,6 +5,7 @@ Those need torchvision. What they gave for SAMPLES and SIZES stands here, and th
 
 import importlib
 import io
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,15 +16,26 @@ from fdel.media import frames, qwen, sight, video
 
 RNG = np.random.default_rng(0)
 VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2}
-TOKENS = {"image_token_id": 9, "video_token_id": 8, "vision_start_token_id": 6, "vision_end_token_id": 7}
+TOKENS = {"image_token_id": 9, "video_token_id": 8, "vision_start_token_id": 6, "vision_end_token_id": 7,
+          "image_start_token_id": 6, "image_end_token_id": 7}  # fmt: skip
 FILE = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
         "size": {"shortest_edge": 256, "longest_edge": 2048}}  # fmt: skip
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v")
+NAMES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v", "glm46v": "Glm46V"}
 # Of transformers 5.23: frames in all and a second -> the numbers of those taken at 2 a second.
 SAMPLES = {
     (5, 10.0): ([0, 1, 2, 3], [0, 1, 3, 4]),
     (33, 7.5): ([0, 4, 8, 12, 16, 20, 24, 28], [0, 5, 9, 14, 18, 23, 27, 32]),
     (100, 29.97): ([0, 16, 33, 50, 66, 83], [0, 20, 40, 59, 79, 99]),
+}
+# The same of GLM-4.1V and GLM-4.6V; of many frames, how many of them, the second, the last two and their sum.
+GLM = {
+    (5, 10.0): ([0, 0], [0, 0]),
+    (33, 7.5): ([0, 4, 8, 12, 15, 19, 23, 27], (26, 1, 28, 30, 380)),
+    (100, 29.97): ([0, 15, 30, 45, 60, 75], (20, 4, 85, 90, 891)),
+    (700, 1.0): ((600, 2, 699, 699, 210298), (640, 1, 697, 699, 223362)),
+    (12000, 30.0): ((600, 21, 11980, 11999, 3600298), (400, 30, 11940, 11970, 2394000)),
+    (90000, 30.0): ((600, 151, 89850, 89999, 27000298), (640, 140, 89858, 89999, 28799361)),
 }
 # Frames, height, width -> height and width.
 SIZES = {(4, 16, 24): ((16, 24), (16, 24)), (5, 37, 53): ((32, 48), (16, 24)), (8, 200, 90): ((64, 24), (16, 8)),
@@ -55,6 +67,37 @@ def test_frames_and_sizes_are_those_of_transformers(family, which):
     assert video.sized(capped, 8, 64, 64) == ((16, 16), (16, 16))[which]
 
 
+@pytest.mark.parametrize(("family", "which"), [("glm4v", 0), ("glm46v", 1)])
+def test_glm_takes_frames_as_transformers_does(family, which):
+    """Short and long videos; some frames twice, so that pairs are whole; what is too small is enlarged."""
+    s = settings(family)
+    for (total, fps), want in GLM.items():
+        found = video.sample(s, total, fps).tolist()
+        want = want[which]
+        assert found == want if isinstance(want, list) else (len(found), found[1], *found[-2:], sum(found)) == want
+    for shape, want in SIZES.items():
+        assert video.sized(s, *shape) == want[1]
+    assert video.sized(s, 4, 5, 40) == (8, 64)
+    longer = settings(family, fps=1.0, max_duration=4, num_frames=16)
+    assert video.sample(longer, 40, 5.0).tolist()[:3] == ([0, 14, 27], [0, 1, 2])[which]
+
+
+def test_glm_oracle_of_frames():
+    """GLM-4.1V's own code, which needs no torchvision for this."""
+    pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor, smart_resize
+    from transformers.video_utils import VideoMetadata
+
+    s, rng = settings("glm4v", fps=1.5, max_duration=20), np.random.default_rng(1)
+    for _ in range(200):
+        total, fps = int(rng.integers(1, 900)), float(rng.choice([1.0, 7.5, 24.0, 29.97]))
+        metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+        theirs = Glm4vVideoProcessor.sample_frames(SimpleNamespace(fps=1.5, max_duration=20), metadata)
+        np.testing.assert_array_equal(video.sample(s, total, fps), theirs)
+        count, *size = map(int, rng.integers(2, 100, 3))
+        assert video.sized(s, count, *size) == smart_resize(count, *size, 2, 8, 256, 2048)
+
+
 def test_a_video_of_one_image_is_that_image_in_each_frame():
     """Bit for bit what `qwen.prepare`, which is transformers', makes of it; the last frame stands for a missing one."""
     s = settings("qwen2_vl")
@@ -82,10 +125,15 @@ def test_patches_are_those_of_transformers(family):
     pytest.importorskip("torchvision", reason="transformers' video processors need it")
     import torch
 
-    kind = "Qwen3VL" if family == "qwen3_vl" else "Qwen2VL"
-    name = "qwen3_vl" if family == "qwen3_vl" else "qwen2_vl"
+    name = "qwen2_vl" if family == "qwen2_5_vl" else family
     file = importlib.import_module(f"transformers.models.{name}.video_processing_{name}")
-    oracle, s = getattr(file, f"{kind}VideoProcessor")(**FILE), settings(family)
+    oracle, s = getattr(file, f"{NAMES[name]}VideoProcessor")(**FILE), settings(family)
+    if s.glm:
+        from transformers.video_utils import VideoMetadata
+
+        for total, fps in GLM:
+            found = oracle.sample_frames(VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps))
+            np.testing.assert_array_equal(found, video.sample(s, total, fps))
     for shape in [(4, 16, 24), (5, 37, 53), (8, 200, 90)]:
         c = clip(*shape)
         want = oracle([torch.tensor(c.frames).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="np")
@@ -99,9 +147,7 @@ def test_patches_are_those_of_transformers(family):
 def oracle_index(family: str):
     """Give transformers' get_rope_index of a family."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    theirs = getattr(
-        module, {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[family]
-    )
+    theirs = getattr(module, f"{NAMES[family]}Model")
     model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(**VISION)))
     model.get_vision_position_ids = lambda *a, **k: theirs.get_vision_position_ids(model, *a, **k)
     return lambda *a, **k: theirs.get_rope_index(model, *a, **k)
@@ -112,12 +158,17 @@ def test_turns_are_those_of_get_rope_index(family):
     """Of videos and an image between text; at most as long in time as in space, since there transformers 5.23 differs."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     s = settings(family)
-    seen = sight.Sight(family, family, 9, (9, 8), qwen.read({"vision_config": VISION}, FILE, 9), 4, video=s)
+    entries = (9,) if s.glm else (9, 8)
+    seen = sight.Sight(family, family, 9, entries, qwen.read({"vision_config": VISION}, FILE, 9), 4, video=s)
     shown = [video.prepare(s, clip(4, 16, 40), spell), sight.prepare(seen, RNG.integers(0, 256, (16, 24, 3), np.uint8)),
              video.prepare(s, clip(3, 32, 16, 3.0), spell)]  # fmt: skip
     got = sight.expand(seen, [1, 2, 6, 8, 7, 3, 6, 9, 7, 4, 4, 6, 8, 7, 5], shown)
     tokens, grid = torch.tensor([got.tokens]), lambda i: (shown[i].places.max(0) + 1).tolist()
     kinds = (tokens == 9).int() + 2 * (tokens == 8).int()
+    if s.glm:  # entries of videos are those of images: the middle run alone is an image
+        runs, image = np.split(np.array(got.tokens), [got.tokens.index(3) + 2, got.tokens.index(4)]), (0, 1, 0)
+        kinds = [(r == 9) * (1 if i else 2) for r, i in zip(runs, image, strict=True)]
+        kinds = torch.tensor(np.concatenate(kinds))[None].int()
     more = {"second_per_grid_ts": torch.tensor([1.0, 2 / 3])} if family == "qwen2_5_vl" else {}
     want, delta = oracle_index(family)(
         tokens,
@@ -150,6 +201,28 @@ def test_times_stand_before_frames():
     assert p.run == (30, 6, 8, 8, 8, 8, 7) * 2
     with pytest.raises(ValueError, match="frames stand behind their times"):
         video.prepare(s, c)
+
+
+@pytest.mark.parametrize(("family", "texts"), [("glm4v", ["0", "1"]), ("glm46v", ["0.0 seconds", "1.1 seconds"])])
+def test_times_stand_behind_frames(family, texts):
+    """Of GLM, of the first of each pair; tokens against its processor, as text."""
+    pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    file = importlib.import_module(f"transformers.models.{family}.processing_{family}")
+    theirs, s, said = getattr(file, f"{NAMES[family]}Processor"), settings(family), []
+    c = frames.Clip(RNG.integers(0, 256, (3, 16, 16, 3), np.uint8), (0, 4, 9), 8.0, 10)
+    p = video.prepare(s, c, lambda t: [said.append(t), 30][1:])
+    assert said == texts and p.run == (6, 9, 9, 9, 9, 7, 30) * 2
+    model = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2), image_token="<|image|>")
+    model.replace_frame_token_id = lambda *a, **k: theirs.replace_frame_token_id(model, *a, **k)
+    metadata = SimpleNamespace(fps=8.0, timestamps=[0, 0.5, 9 / 8])
+    given = {"video_grid_thw": np.array([[2, 4, 4]]), "video_metadata": [metadata]}
+    words = {6: "<|begin_of_image|>", 9: "<|image|>", 7: "<|end_of_image|>"}
+    assert theirs.replace_video_token(model, given, 0) == "".join(words.get(t) or said.pop(0) for t in p.run)
+    see = sight.Sight(family, family, 9, (9,), qwen.read({"vision_config": VISION}, FILE, 9), 4, video=s)
+    still = qwen.prepare(see.settings, RNG.integers(0, 256, (16, 16, 3), np.uint8))
+    for tokens, what in (([8], still), ([9], p)):
+        with pytest.raises(ValueError, match="place 0 of the prompt"):
+            sight.expand(see, tokens, [what])
 
 
 def test_frames_of_a_video_are_images():
@@ -189,6 +262,10 @@ def test_settings_that_are_not_understood():
     ]:
         with pytest.raises(ValueError, match=message):
             settings("qwen3_vl", **change)
+    with pytest.raises(ValueError, match="not understood"):
+        settings("glm4v", max_frames=8)
+    with pytest.raises(ValueError, match="found image_start_token_id and image_end_token_id .None, None."):
+        video.read({"vision_config": VISION, "image_token_id": 9, "video_token_id": 8}, FILE, video.GLM4V)
     with pytest.raises(frames.VideoError, match="found a video of 1 frames, expected at least 2"):
         video.sample(settings("qwen2_vl"), 1, 2.0)
 
@@ -244,8 +321,88 @@ def test_limits(file):
         (dict(total=10), "found 20 frames"),
         (dict(frames=2), "found 3 frames to take, expected 1 to 2"),
         (dict(volume=2000), "found 3 frames to take, expected 1 to 1"),
+        (dict(work=30_000), "found 20 frames of 48 x 32 pixels, expected at most 30000 pixels of all of them"),
     ]:
         with pytest.raises(frames.VideoError, match=message):
             frames.decode(data, lambda total, fps: [0, 1, 2], frames.Limits(**limits))
     with pytest.raises(frames.VideoError, match="cut off or broken"):
         frames.decode(data[: len(data) // 2], lambda total, fps: [0])
+
+
+def test_frames_are_counted_no_further_than_the_limit(file, monkeypatch):
+    """Of Matroska, whose header does not say how many there are."""
+    counted = []
+    monkeypatch.setattr(frames, "islice", lambda x, n: [counted.append(n), *x][1 : n + 1])
+    with pytest.raises(frames.VideoError, match="found 11 frames, 10 a second; expected 1 to 10"):
+        frames.decode(file("matroska", "libx264"), lambda total, fps: [0], frames.Limits(total=10))
+    assert counted == [11]
+
+
+def elsewhere(data: bytes, path: str) -> bytes:
+    """Give an MP4 file with no samples of its own: its data reference is an alias of another file (QuickTime's `alis`)."""
+    at, boxes = 0, []
+    for name in (b"moov", b"trak", b"mdia", b"minf", b"dinf", b"dref"):
+        while data[at + 4 : at + 8] != name:
+            at += struct.unpack_from(">I", data, at)[0]
+        boxes.append(at)
+        at += 8
+    at += 8  # version, flags and count
+    old, where = struct.unpack_from(">I", data, at)[0], ("disk" + path.replace("/", ":")).encode()
+    alias = struct.pack(">I10xB27s12xB63s16xhh16x", 0, 4, b"disk", 5, b"other", 0, 0)
+    alias += struct.pack(">hH", 2, len(where)) + where + bytes(len(where) % 2) + struct.pack(">hHh2x", 0, 0, -1)
+    entry = struct.pack(">I4s", 8 + len(alias), b"alis") + alias
+    out = bytearray(data[:at] + entry + data[at + old :])
+    for box in boxes:
+        struct.pack_into(">I", out, box, struct.unpack_from(">I", out, box)[0] + len(entry) - old)
+    samples = data.index(b"mdat") + 4
+    out[samples : boxes[0]] = bytes(boxes[0] - samples)
+    return bytes(out)
+
+
+def test_no_other_file_is_read_for_one(file, tmp_path):
+    """An MP4 whose samples are said to be in another file, which FFmpeg reads if it is told to."""
+    import av
+
+    data = file("mp4", "mpeg4")
+    (tmp_path / "other").write_bytes(data)
+    bad, told = elsewhere(data, str(tmp_path / "other")), {"enable_drefs": "1", "use_absolute_path": "1"}
+    with av.open(io.BytesIO(bad), format="mp4", options=told) as f:
+        assert sum(1 for _ in f.decode(video=0)) == 20  # so the reference is a true one
+    with av.open(io.BytesIO(bad), format="mp4", options=told | frames.ALONE) as f:
+        assert not f.streams.video[0].width
+    with pytest.raises(frames.VideoError):
+        frames.decode(bad, lambda total, fps: [0])
+
+
+@pytest.mark.parametrize(("container", "codec", "rate"), [("matroska", "pcm_s16le", 16000), ("mp4", "aac", 44100)])
+def test_what_a_video_plays_is_heard(container, codec, rate):
+    """Exactly where it is stored as it is, else to a tenth of a tone's size in the middle; a silent video has none."""
+    av = pytest.importorskip("av", reason="extra `video`")
+    from fdel.media import sound
+
+    x = np.sin(2 * np.pi * 440 * np.arange(rate) / rate) / 2
+    played, out = (x * 32767).astype(np.int16), io.BytesIO()
+    with av.open(out, "w", format=container) as c:
+        still = c.add_stream("mpeg4", rate=2)
+        still.width, still.height, still.pix_fmt = 48, 32, "yuv420p"
+        track = c.add_stream(codec, rate=rate, layout="stereo")
+        piece = av.AudioFrame.from_ndarray(np.repeat(played, 2)[None], "s16", "stereo")
+        piece.sample_rate, piece.pts = rate, 0
+        for stream, frame in ((still, av.VideoFrame(48, 32, "yuv420p")), (track, piece)):
+            c.mux([*stream.encode(frame), *stream.encode()])
+    got = frames.listen(out.getvalue(), most=2)
+    want = sound.resample(played.astype(np.float32) / 2**15, rate)
+    if codec == "aac":
+        middle = slice(4000, 12000)
+        assert abs(len(got) - len(want)) < 1000
+        np.testing.assert_allclose(
+            np.abs(np.fft.rfft(got[middle]))[:500], np.abs(np.fft.rfft(want[middle]))[:500], atol=200
+        )
+    else:
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(frames.VideoError, match="found more than 0.5 seconds of sound in the video"):
+        frames.listen(out.getvalue(), most=0.5)
+
+
+def test_a_silent_video_is_not_heard(file):
+    assert frames.listen(file("mp4", "mpeg4"), most=2) is None

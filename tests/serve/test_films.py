@@ -19,7 +19,6 @@ import pytest
 
 from fdel import ops, serve, text
 from fdel.media import hearing, senses, sight, sound, video
-from fdel.models import qwen3_omni_moe
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Settings
 from fdel.serve.server import http as server_http
@@ -47,12 +46,19 @@ TEMPLATE = (
 LENGTH = 600
 
 
-def mp4(frames: np.ndarray, container: str = "mp4", codec: str = "mpeg4", rate: int = 2) -> bytes:
+def mp4(frames: np.ndarray, container: str = "mp4", codec: str = "mpeg4", rate: int = 2, played=None) -> bytes:
+    """A video; `played` is what it plays, int16[samples] at 16 kHz."""
     out = io.BytesIO()
     with av.open(out, "w", format=container) as c:
         stream = c.add_stream(codec, rate=rate)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
+        if played is not None:
+            track = c.add_stream("pcm_s16le", rate=16000, layout="mono")
+            sound = av.AudioFrame.from_ndarray(played[None], "s16", "mono")
+            sound.sample_rate, sound.pts = 16000, 0
+            for packet in [*track.encode(sound), *track.encode()]:
+                c.mux(packet)
         for x in frames:
             for packet in stream.encode(av.VideoFrame.from_ndarray(x, "rgb24")):
                 c.mux(packet)
@@ -128,8 +134,11 @@ def omni(tmp_path_factory):
     served.engine.close()
 
 
-def wanted(omni, content: list, most: int = 8) -> tuple[str, int]:
-    """What `forward` says greedily of a prompt with the same media, and how long the prompt is."""
+def wanted(omni, content: list, most: int = 8, played=None) -> tuple[str, int]:
+    """What `forward` says greedily of a prompt with the same media, and how long the prompt is.
+
+    Videos are heard where what they play is given, float32[samples].
+    """
     kinds = {"image_url": "image", "video_url": "video", "input_audio": "audio", "audio_url": "audio"}
     tok, see, shown = omni.served.tokenizer, omni.see, []
     for p in content:
@@ -139,28 +148,35 @@ def wanted(omni, content: list, most: int = 8) -> tuple[str, int]:
             )
         elif p["type"] == "video_url":
             data = base64.b64decode(p["video_url"]["url"].split(",")[1])
-            shown.append(video.prepare(see.video, video.decode(data, lambda n, fps: video.sample(see.video, n, fps))))
+            film = video.decode(data, lambda n, fps: video.sample(see.video, n, fps))
+            moving = video.prepare(see.video, film, lambda said: text.encode(tok, said, special=False))
+            heard_too = lambda p: hearing.together(see.sound, p, hearing.prepare(see.sound, played))
+            shown.append(moving if played is None else heard_too(moving))
         elif p["type"] != "text":
             data = p["input_audio"]["data"] if p["type"] == "input_audio" else p["audio_url"]["url"].split(",")[1]
             shown.append(hearing.prepare(see.sound, sound.decode(base64.b64decode(data), most=60)))
     plain = [p if p["type"] == "text" else {"type": kinds[p["type"]]} for p in content]
     said = text.render_chat(tok, [{"role": "user", "content": plain}], add_generation_prompt=True)
-    whole = sight.expand(see, text.encode(tok, said, special=False), shown)
-    pictures, sounds, index = senses.gather(see, [shown], np.array([whole.index]))
-    held = ops.Patches(*map(jnp.asarray, pictures)), ops.Sounds(*map(jnp.asarray, sounds))
-    inputs = tuple(x for x in held if jax.tree.leaves(x)[0].size)
+    whole = sight.expand(see, text.encode(tok, sight.written(see, said), special=False), shown)
+    if see.sound:
+        pictures, sounds, index = senses.gather(see, [shown], np.array([whole.index]))
+        held = ops.Patches(*map(jnp.asarray, pictures)), ops.Sounds(*map(jnp.asarray, sounds))
+        inputs = tuple(x for x in held if jax.tree.leaves(x)[0].size)
+    else:
+        values, places, index = sight.gather(see, [shown], np.array([whole.index]))
+        inputs = ops.Patches(jnp.asarray(values), jnp.asarray(places))
     tokens, count = list(whole.tokens), len(whole.tokens)
     turns = whole.rotary or [(i,) * 3 for i in range(count)]
     out: list[int] = []
     room = count + most
-    forward = _forward(omni.model.cfg)
+    forward = _forward(omni.model.family, omni.model.cfg)
     for _ in range(most):
         more = room - len(tokens)
         after = [(int(np.max(turns)) + 1 + i,) * 3 for i in range(room - count)]
         batch = replace(
             ops.packed(jnp.asarray([tokens + [0] * more]), jnp.asarray([len(tokens)])),
             media=ops.Media(jnp.asarray(np.pad(index, ((0, 0), (0, most)), constant_values=-1)), inputs=inputs),
-            rotary=jnp.asarray([list(turns) + after]),
+            rotary=jnp.asarray([list(turns) + after]) if omni.model.family.hidden.rotary else None,
         )
         logits = forward(omni.model.params, jnp.asarray([tokens + [0] * more]), batch)
         out.append(int(logits[0, len(tokens) - 1].argmax()))
@@ -170,8 +186,8 @@ def wanted(omni, content: list, most: int = 8) -> tuple[str, int]:
 
 
 @cache
-def _forward(cfg):
-    return jax.jit(lambda p, t, b: qwen3_omni_moe.forward(p, t, cfg, b)[0])
+def _forward(family, cfg):
+    return jax.jit(lambda p, t, b: family.forward(p, t, cfg, b)[0])
 
 
 def ask(omni, content: list, **options):
@@ -214,6 +230,49 @@ def test_chats_show_and_play(omni):
     assert said["data"][0]["input_modalities"] == ["text", "image", "video", "audio"]
 
 
+@pytest.mark.slow
+def test_videos_are_heard_where_a_chat_asks_for_it(omni, monkeypatch):
+    """As vLLM names it: frames and sounds in the order of their times, encoded once; a silent video is only seen."""
+    played = (np.random.default_rng(5).normal(size=37_000) * 6000).clip(-32767, 32767).astype(np.int16)
+    film = mp4(clip(1, 6), "matroska", played=played)
+    content = [words("the music "), seen(film, "video/webm"), words("a"), image(file(rgb(0)))]
+    asked = {"extra_body": {"mm_processor_kwargs": {"use_audio_in_video": True}}}
+    want, count = wanted(omni, content, played=played.astype(np.float32) / 2**15)
+    unheard, fewer = wanted(omni, content)
+    got = ask(omni, content, **asked)
+    assert got.choices[0].message.content == want != unheard and got.usage.prompt_tokens == count > fewer
+    encoded = omni.served.engine.stats()["pictures encoded"]
+    assert ask(omni, [words("b"), *content], **asked).usage.prompt_tokens > count
+    assert omni.served.engine.stats()["pictures encoded"] == encoded
+    assert ask(omni, content).choices[0].message.content == unheard
+    silent = [seen(mp4(clip(1))), words("a music")]
+    assert ask(omni, silent, **asked).choices[0].message.content == wanted(omni, silent)[0]
+    alone = [{"role": "user", "content": content}]
+    python = serve.ask(omni.served, alone, temperature=0, max_tokens=8, **asked["extra_body"])
+    assert python["content"] == want
+    monkeypatch.setattr(omni.state, "audio_seconds", 2)
+    with pytest.raises(openai.BadRequestError, match="found more than 2 seconds of sound in the video"):
+        ask(omni, content, **asked)
+
+
+def _repeated(x: np.ndarray, count: int) -> bytes:
+    """One frame, and another after it, which changes nothing, again and again."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as c:
+        stream = c.add_stream("mpeg4", rate=30)
+        stream.height, stream.width, stream.pix_fmt = *x.shape[:2], "yuv420p"
+        first, again = [
+            *(p for _ in range(2) for p in stream.encode(av.VideoFrame.from_ndarray(x, "rgb24"))),
+            *stream.encode(),
+        ][:2]
+        for i in range(count):
+            packet = av.Packet(bytes(again if i else first))
+            packet.pts = packet.dts = i
+            packet.time_base, packet.stream, packet.is_keyframe = first.time_base, stream, not i
+            c.mux(packet)
+    return out.getvalue()
+
+
 def hostile() -> dict[str, tuple[str, bytes | str]]:
     """Name -> the kind of a part, and a file or an address."""
     good, many = mp4(clip(1)), io.BytesIO()
@@ -239,6 +298,8 @@ def hostile() -> dict[str, tuple[str, bytes | str]]:
         "a picture": ("video", file(rgb(0))),
         "a sound": ("video", wav(0.5)),
         "one frame of 40 streams": ("video", many.getvalue()),
+        "100,000 small frames": ("video", _repeated(clip(1, 1, 16, 16)[0], 100_000)),
+        "700 frames of 4 million pixels": ("video", _repeated(np.zeros((2048, 2048, 3), np.uint8), 700)),
         "more frames than go in": ("video", mp4(clip(1, 100, 128, 128))),
         "a path": ("video", "/etc/passwd"),
         "a file": ("video", "file:///etc/passwd"),

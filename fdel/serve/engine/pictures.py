@@ -80,9 +80,10 @@ class PromptMedia:
     def __post_init__(self) -> None:
         total, index = int(self.starts[-1]), self.index
         used = index[index >= 0]
-        if not (index.ndim == 1 and np.issubdtype(index.dtype, np.integer) and np.array_equal(used, np.arange(total))):
+        each = np.array_equal(np.sort(used), np.arange(total))
+        if not (index.ndim == 1 and np.issubdtype(index.dtype, np.integer) and each):
             found = f"{index.dtype}{list(index.shape)} with {len(used)} of them"
-            raise ValueError(f"index: found {found}; expected entries 0 to {total - 1} in order, -1 between them")
+            raise ValueError(f"index: found {found}; expected each of entries 0 to {total - 1} once, -1 between them")
         if self.rotary is not None and self.rotary.shape != (len(index), 3):
             raise ValueError(f"rotary has shape {list(self.rotary.shape)}; expected {[len(index), 3]}, as index says")
 
@@ -152,8 +153,8 @@ def prompt_media(
 ) -> tuple[list[int], PromptMedia]:
     """Put pictures (`media.sight.prepare`) in the places of a prompt: its tokens, and what an engine takes beside them.
 
-    So with videos (`media.video.prepare`) and sounds (`media.hearing.prepare`). ValueError if the prompt has places for
-    another number of them, and for a video with its sound between its frames.
+    So with videos (`media.video.prepare`), sounds (`media.hearing.prepare`) and both in one (`media.hearing.together`).
+    ValueError if the prompt has places for another number of them.
     >>> rgb = media.sight.decode(file, pixels=2**24)  # doctest: +SKIP
     >>> tokens, seen = serve.prompt_media(sight, tokens, [media.sight.prepare(sight, rgb)])  # doctest: +SKIP
     >>> engine.generate([tokens], media=[seen])  # doctest: +SKIP
@@ -162,20 +163,29 @@ def prompt_media(
     known = digests or [b""] * len(pictures)
     items = [item for p, d in zip(pictures, known, strict=True) for item in _items(sight, p, d)]
     rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
-    return whole.tokens, PromptMedia(items, np.array(whole.index, np.int32), rotary)
+    index = np.array(whole.index, np.int32)
+    of = [  # the item of each entry: those of a film's sound stand between those of its frames
+        (i, isinstance(p, hearing.Film) and t == sight.sound.token)
+        for i, p in enumerate(pictures) for t in p.run if t in sight.entries
+    ]  # fmt: skip
+    order = np.empty(len(of), np.int32)
+    order[sorted(range(len(of)), key=of.__getitem__)] = np.arange(len(of))
+    index[index >= 0] = order[index[index >= 0]]
+    return whole.tokens, PromptMedia(items, index, rotary)
 
 
 def _items(sight: Any, shown: Any, digest: bytes) -> list[Medium]:
     """Divide what is shown or played into what a tower takes at once; `digest` is of the whole, b"" if it is not known."""
     if isinstance(shown, hearing.Film):
-        raise ValueError("found a video with its sound between its frames; show and play them one after the other")
+        own = lambda name: digest and hashlib.blake2b(digest + name, digest_size=32).digest()
+        return _items(sight, shown.picture, own(b"seen")) + _items(sight, shown.sound, own(b"heard"))
     if isinstance(shown, hearing.Sound):
         return [Medium(shown.features, shown.lengths, len(shown.run), digest)]
     frames = sights.frames(sight, shown)
     part = lambda i: hashlib.blake2b(digest + i.to_bytes(4, "little"), digest_size=32).digest()
-    own = [part(i) if digest and len(frames) > 1 else digest for i in range(len(frames))]
+    parts = [part(i) if digest and len(frames) > 1 else digest for i in range(len(frames))]
     count = lambda p: sum(t in sight.entries for t in p.run)
-    return [Medium(p.patches, p.places, count(p), d) for p, d in zip(frames, own, strict=True)]
+    return [Medium(p.patches, p.places, count(p), d) for p, d in zip(frames, parts, strict=True)]
 
 
 def rounded(count: int, least: int = ROUND) -> int:

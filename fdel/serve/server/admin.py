@@ -64,7 +64,7 @@ async def version(call: Call) -> web.Response:
 async def models(call: Call) -> web.Response:
     """GET /v1/models."""
     server = call.server
-    found = [*server.models.values(), *server.heard.values(), *server.dual.values()]
+    found = [*server.models.values(), *server.heard.values(), *server.dual.values(), *server.labels.values()]
     listed = [body.model(s.name, s.created, s.takes, parent=s.parent) for s in found]
     return call.json({"object": "list", "data": listed})
 
@@ -72,7 +72,7 @@ async def models(call: Call) -> web.Response:
 async def model(call: Call) -> web.Response:
     """GET /v1/models/{id}."""
     call.body = {"model": call.request.match_info["id"]}
-    found = call.server.heard.get(call.body["model"]) or call.dual() or call.served()
+    found = call.server.heard.get(call.body["model"]) or call.dual() or call.labels() or call.served()
     return call.json(body.model(found.name, found.created, found.takes, parent=found.parent))
 
 

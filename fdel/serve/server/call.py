@@ -47,6 +47,7 @@ class Server:
     active: int = 0  # calls under way
     heard: Mapping[str, Any] = field(default_factory=dict)  # models that write down sounds: `audio.HeardModel`
     dual: Mapping[str, Any] = field(default_factory=dict)  # models that score images and texts: `dual.DualModel`
+    labels: Mapping[str, Any] = field(default_factory=dict)  # models that name classes of sounds: `labels.LabelModel`
     audio_seconds: float = 1500.0  # the most of one file
     audio_bytes: int = 25 * 2**20
     image_bytes: int = 10 * 2**20  # the most of one file
@@ -121,12 +122,21 @@ class Call:
             return "hears: ask /v1/audio/transcriptions"
         if isinstance(name, str) and name in self.server.dual:
             return "scores images and texts: ask /v1/embeddings, or /v1/classify with candidate_labels"
+        if isinstance(name, str) and name in self.server.labels:
+            return "names the classes of sounds: ask /v1/classify"
         return "does not exist here"
 
     def dual(self) -> Any:
         """Find the `dual.DualModel` that is asked for; None if another is."""
+        return self._of(self.server.dual)
+
+    def labels(self) -> Any:
+        """Find the `labels.LabelModel` that is asked for; None if another is."""
+        return self._of(self.server.labels)
+
+    def _of(self, models: Mapping[str, Any]) -> Any:
         name = self.body.get("model")
-        found = self.server.dual.get(name) if isinstance(name, str) else None
+        found = models.get(name) if isinstance(name, str) else None
         if found is not None:
             self.facts["model"] = found.name
         return found

@@ -33,9 +33,12 @@ UPLOAD = 120.0  # seconds for a file
 async def describe(call: Call) -> web.Response:
     """GET /openapi.json: this server's routes."""
     server = call.server
-    limits = next((s.limits for s in [*server.models.values(), *server.dual.values()]), openai.Limits(1, 1))
+    limited = [*server.models.values(), *server.dual.values(), *server.labels.values()]
+    limits = next((s.limits for s in limited), openai.Limits(1, 1))
     return call.json(
-        document(ROUTES, [*server.models, *server.heard, *server.dual], limits, keys=server.keys is not None)
+        document(
+            ROUTES, [*server.models, *server.heard, *server.dual, *server.labels], limits, keys=server.keys is not None
+        )
     )
 
 

@@ -18,7 +18,7 @@ from fdel.media import sight
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, quantized
-from fdel.serve.server import audio, auth, dual, http, keyfile, metrics, tools
+from fdel.serve.server import audio, auth, dual, http, keyfile, labels, metrics, tools
 from fdel.serve.server.call import Server, picture_quota
 from fdel.serve.server.openai.media import Media
 from fdel.serve.server.options import ServerOptions as ServerOptions
@@ -37,9 +37,8 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
         )
     if options.draft is not None and len(directories) > 1:
         raise ValueError(f"draft={options.draft!r} for {len(directories)} models; a draft model guesses for one")
-    mesh, found, heard, scored = (
-        weights.mesh_for(options.mesh), list[ServedModel](), list[audio.HeardModel](), list[dual.DualModel](),
-    )  # fmt: skip
+    mesh, found, heard = weights.mesh_for(options.mesh), list[ServedModel](), list[audio.HeardModel]()
+    scored, labelled = list[dual.DualModel](), list[labels.LabelModel]()
     for name, directory in zip(names, directories, strict=True):
         directory = params.resolve(directory)
         if models.hearing(directory) is not None:
@@ -48,11 +47,14 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
         if models.scoring(directory) is not None:
             scored.append(dual.dual_model(directory, name, options.dtype, options.images))
             continue
+        if models.labelling(directory) is not None:
+            labelled.append(labels.label_model(directory, name, options.dtype, options.sounds))
+            continue
         model = weights.load(directory, dtype=options.dtype, mesh=mesh, quantize=options.quantize)
         pooling = models.pooling.read(directory)
         found += served(model, text.load(directory), name, options, {} if found else options.adapters, pooling,
                         sight.read(directory) if hasattr(model.family, "encode") else None)  # fmt: skip
-    listen(found, options, keys, heard, scored)
+    listen(found, options, keys, heard, scored, labelled)
 
 
 def check(options: ServerOptions) -> dict[str, auth.Key] | None:
@@ -110,6 +112,7 @@ def make_engine(
 def listen(
     found: Sequence[ServedModel], options: ServerOptions, keys: dict[str, auth.Key] | None,
     heard: Sequence[audio.HeardModel] = (), scored: Sequence[dual.DualModel] = (),
+    labelled: Sequence[labels.LabelModel] = (),
 ) -> None:  # fmt: skip
     """Compile, then answer requests until SIGTERM; `keys` are those of `check`."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -130,11 +133,14 @@ def listen(
     for h in heard:
         h.scribe.start()
     named, hearing, scoring = {s.name: s for s in found}, {h.name: h for h in heard}, {s.name: s for s in scored}
-    every = [*named, *hearing, *scoring]
+    naming = {s.name: s for s in labelled}
+    every = [*named, *hearing, *scoring, *naming]
     counted = metrics.Metrics(metrics.serving(every, http.PATHS))
     hosts = None if options.insecure else (options.host.lower(),)
     watch = None if options.key_file is None else keyfile.Watch(options.key_file)
-    server = Server(named, counted, keys, watch, hosts, options.adapter_root, heard=hearing, dual=scoring)
+    server = Server(
+        named, counted, keys, watch, hosts, options.adapter_root, heard=hearing, dual=scoring, labels=naming
+    )
     for name in ("audio_seconds", "audio_bytes", "image_bytes", "image_pixels", "video_bytes", "video_pixels"):
         setattr(server, name, getattr(options, name))
     server.pictures = picture_quota(options.image_memory)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fdel.media.hearing import Sound
+from fdel.media.hearing import Film, Sound
 from fdel.media.sight import Picture, Sight, prepare
 from fdel.serve.engine.pictures import PromptMedia, prompt_media
 from fdel.serve.server import openai
@@ -41,10 +41,11 @@ async def prompt(call: Call, served: ServedModel, asked: openai.Chat) -> Prompt:
         raise APIError(f"messages: {e}; does this model's chat template show them?", param="messages") from e
 
 
-async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture | Sound, bytes]:
+async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture | Sound | Film, bytes]:
     """Have a file decoded and prepared for a model: what is shown, and a hash of it. It takes of the server's quota."""
     server, kind = call.server, shown.kind
-    size = {"images": server.image_bytes, "videos": server.video_bytes, "sounds": server.audio_bytes}[kind]
+    sizes = {"images": server.image_bytes, "sounds": server.audio_bytes}
+    size = sizes.get(kind, server.video_bytes)
     data = embedded(shown, size)
     encoded = data is not None
     if data is None:
@@ -70,15 +71,20 @@ async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture | Soun
     return unpack(value, raw, kind)
 
 
-def unpack(value: Any, raw: bytes | bytearray, kind: str = "images") -> tuple[Picture | Sound, bytes]:
+def unpack(value: Any, raw: bytes | bytearray, kind: str = "images") -> tuple[Picture | Sound | Film, bytes]:
     """Read what a job of `worker` gave of a file of this kind."""
     shapes: Sequence[Sequence[int]] = value["shapes"]
     arrays, at = [], 0
-    for shape, dtype in zip(shapes, (np.float32, np.int32, np.int32), strict=False):
-        arrays.append(np.frombuffer(raw, dtype, int(np.prod(shape)), at).reshape(shape))
+    for shape, dtype in zip(shapes, value["kinds"], strict=True):
+        arrays.append(np.frombuffer(raw, f"<{dtype}4", int(np.prod(shape)), at).reshape(shape))
         at += arrays[-1].nbytes
+    run, digest = tuple(value["run"]), bytes.fromhex(value["digest"])
+    if len(value["runs"]) > 1:
+        seen, heard = map(tuple, value["runs"])
+        patches, places, features, lengths, turns = arrays
+        return Film(Picture(patches, places, seen), Sound(features, lengths, heard), run, turns), digest
     what: Any = Sound if kind == "sounds" else Picture
-    return what(arrays[0], arrays[1], tuple(value["run"]), *arrays[2:]), bytes.fromhex(value["digest"])
+    return what(arrays[0], arrays[1], run, *arrays[2:]), digest
 
 
 def blank(sight: Sight) -> Picture:

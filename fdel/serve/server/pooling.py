@@ -8,7 +8,7 @@ import numpy as np
 from aiohttp import web
 
 from fdel.models import heads
-from fdel.serve.server import dual, openai
+from fdel.serve.server import dual, labels, openai
 from fdel.serve.server.call import Call
 from fdel.serve.server.openai import APIError, body
 from fdel.serve.server.served import Prompts, ServedModel
@@ -134,9 +134,14 @@ async def _pooled(call: Call, served: ServedModel, asked: openai.Pooled) -> list
 
 
 async def classify(call: Call) -> web.Response:
-    """POST /classify: the class of each text, or of a conversation; a model of two towers gives images labels."""
+    """POST /classify: the class of each text, or of a conversation; a model of two towers gives images labels.
+
+    One that hears names the classes of sounds.
+    """
     if (two := call.dual()) is not None:
         return await dual.classify(call, two)
+    if (hearing := call.labels()) is not None:
+        return await labels.classify(call, hearing)
     served = call.served()
     asked, names = await call.parse(openai.parse_classify, served), _classifier(served)
     if asked.labels:

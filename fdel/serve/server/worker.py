@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fdel.media import sound
-from fdel.media.hearing import Sound
+from fdel.media.hearing import Film, Sound
 from fdel.serve.server import grammar
 from fdel.serve.server.openai import checks
 from fdel.serve.server.tokenizing import Most, PromptEncoder
@@ -84,8 +84,13 @@ def _compile(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> t
 
 
 def _sound(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
-    """Decode a file of at most `most` seconds: its length in seconds, and log-mel features float32[bins frames]."""
+    """Decode a file of at most `most` seconds: its length in seconds, and log-mel features float32[bins frames].
+
+    With `window`, silence fills it up to so many samples.
+    """
     x = sound.decode(data, most=asked["most"])
+    if window := asked.get("window"):
+        return len(x) / sound.RATE, sound.log_mel(x[:window], asked["bins"], least=window).tobytes()
     quiet = np.pad(x, (0, sound.FRAME))  # after the end
     frames = max(1, len(x) // sound.HOP)
     return len(x) / sound.RATE, sound.log_mel(quiet, asked["bins"], least=0)[:, :frames].tobytes()
@@ -102,12 +107,20 @@ def _shown(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
     if len(x.run) > encoder.context:  # before its arrays go to the server, which would hold them
         found = f"it takes {len(x.run)} tokens, more than the model's {encoder.context}"
         raise ValueError(f"{found}; make it smaller or shorter")
-    arrays = [x.features, x.lengths] if isinstance(x, Sound) else [x.patches, x.places]
+    parts = (x.picture, x.sound) if isinstance(x, Film) else (x,)
+    arrays = [a for p in parts for a in ((p.features, p.lengths) if isinstance(p, Sound) else (p.patches, p.places))]
     arrays += [] if x.turns is None else [x.turns]
     arrays = [a.astype("<f4" if a.dtype.kind == "f" else "<i4") for a in arrays]
     raw, shapes = b"".join(a.tobytes() for a in arrays), [a.shape for a in arrays]
     digest = hashlib.blake2b(json.dumps([shapes, x.run]).encode() + raw, digest_size=32).hexdigest()
-    return {"shapes": shapes, "run": x.run, "digest": digest}, raw
+    runs = [p.run for p in parts]
+    return {
+        "shapes": shapes,
+        "kinds": [a.dtype.kind for a in arrays],
+        "run": x.run,
+        "runs": runs,
+        "digest": digest,
+    }, raw
 
 
 JOBS: dict[str, Any] = {
@@ -116,7 +129,7 @@ JOBS: dict[str, Any] = {
     "chat": _chat,
     "compile": _compile,
     "sound": _sound,
-    **dict.fromkeys(("images", "videos", "sounds"), _shown),
+    **dict.fromkeys(("images", "videos", "films", "sounds"), _shown),
 }
 
 

@@ -36,6 +36,7 @@ CPU = {
     "sound": 30.0,
     "images": 2.0,
     "videos": 10.0,
+    "films": 10.0,
     "sounds": 10.0,
 }  # seconds of processor time for one job
 WALL = 60.0  # seconds for one job, which may run only where nothing else does

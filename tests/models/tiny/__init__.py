@@ -16,12 +16,12 @@ FILES = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_m
 TINY: dict[str, Entry] = {name: e for file in FILES for name, e in getattr(file, "TINY", {}).items()}
 
 
-def build(name: str, seed: int = 0):
+def build(name: str | Entry, seed: int = 0):
     """Make the torch model of an entry, float32, its attention eager, in eval mode, with every weight randomised."""
     import torch
     import transformers
 
-    entry = TINY[name]
+    entry = TINY[name] if isinstance(name, str) else name
     values = json.loads(json.dumps(entry.values))
     if entry.make:
         return entry.make(values, seed)

@@ -12,7 +12,12 @@ KINDS = {
     "image_url": "images", "input_image": "images", "video_url": "videos", "audio_url": "sounds", "input_audio": "sounds",
     "file": "files", "input_file": "files",
 }  # fmt: skip
-TYPES = {"images": "image", "videos": "video", "sounds": "audio"}  # as chat templates and data URLs have it
+TYPES = {
+    "images": "image",
+    "videos": "video",
+    "films": "video",
+    "sounds": "audio",
+}  # as templates and data URLs have it
 FORMATS = ("wav", "mp3", "flac", "ogg")  # of `input_audio`
 URL = 2**23  # characters of an address, which may hold the file
 
@@ -26,7 +31,10 @@ class Media(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """An image, a video or a sound of a request: its parameter, its address, and which of `Media` it is."""
+    """An image, a video or a sound of a request: its parameter, its address, and which of `Media` it is.
+
+    "films" are videos whose own sound is heard with them.
+    """
 
     path: str
     url: str
@@ -77,8 +85,15 @@ def joined(found: Sequence[Any]) -> str | list[Any]:
     return [p if isinstance(p, Shown) else {"type": "text", "text": p["text"]} for p in found]
 
 
-def taken(messages: Sequence[Mapping[str, Any]], most: Media) -> tuple[list[Mapping[str, Any]], tuple[Shown, ...]]:
-    """Take what is shown out of messages: those as chat templates expect them, and it in order. APIError for too many."""
+def taken(
+    messages: Sequence[Mapping[str, Any]], most: Media, heard: bool = False
+) -> tuple[list[Mapping[str, Any]], tuple[Shown, ...]]:
+    """Take what is shown out of messages: those as chat templates expect them, and it in order. APIError for too many.
+
+    `heard`: the sounds of videos are asked for with them.
+    """
+    if heard and not (most.videos and most.sounds):
+        refuse("mm_processor_kwargs.use_audio_in_video", "this model does not take videos with sounds; leave it out")
     shown = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"] if isinstance(p, Shown)]
     for kind, count in Counter(p.kind for p in shown).items():
         if count > getattr(most, kind):
@@ -88,7 +103,7 @@ def taken(messages: Sequence[Mapping[str, Any]], most: Media) -> tuple[list[Mapp
     said = [
         {**m, "content": list(map(plain, m["content"]))} if isinstance(m.get("content"), list) else m for m in messages
     ]
-    return said, tuple(shown)
+    return said, tuple(p._replace(kind="films") if heard and p.kind == "videos" else p for p in shown)
 
 
 def embedded(shown: Shown, most: int) -> bytes | None:

@@ -73,7 +73,8 @@ def parse_chat(body: Mapping[str, Any], limits: Limits) -> Chat:
 
 def chat_of(r: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], shape: str, most: Media) -> Chat:
     """Make a chat of checked parameters, with `most` images, videos and sounds; `shape`: the client's response_format."""
-    messages, shown = taken(messages, most)
+    heard = r.get("mm_processor_kwargs", {}).get("use_audio_in_video", False)
+    messages, shown = taken(messages, most, heard)
     tools = tuple(map(_tool, r.get("tools", ())))
     names, mode, visible = choose(tools, r.get("tool_choice"))
     spec = structure(r)

@@ -1,7 +1,7 @@
 """What each parameter of the protocol may be: one table per kind of request.
 
 The extensions are vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, allowed_token_ids,
-structured_outputs and guided_*, chat_template_kwargs, cache_salt.
+structured_outputs and guided_*, chat_template_kwargs, mm_processor_kwargs, cache_salt.
 """
 
 import functools  # noqa: I001
@@ -128,6 +128,7 @@ def chat_fields(limits: Limits) -> dict[str, Check]:
         }),
         "reasoning_effort": choice("none", "minimal", "low", "medium", "high", "xhigh"),
         "chat_template_kwargs": mapping(_variable, anything, 32),
+        "mm_processor_kwargs": record({"use_audio_in_video": boolean}),
         "verbosity": only("medium"),
         "modalities": only(["text"]),
         "chat_template": only(), "functions": only(), "function_call": only(), "audio": only(), "prediction": only(),

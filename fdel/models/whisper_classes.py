@@ -1,0 +1,48 @@
+"""Whisper's encoder with a head that names the class of a sound: transformers' WhisperForAudioClassification.
+
+No text goes in, so it is no `protocol.Family`. Load it by `models.load(path, family=whisper_classes)`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from fdel import ops
+from fdel.models import builders, config, heads, whisper
+
+MODEL_TYPE, ARCHITECTURE = "whisper", "WhisperForAudioClassification"
+
+
+@config.config
+class Config(whisper.Config):
+    """Sizes and constants of the encoder, and of the layer before the head."""
+
+    ONLY = whisper.Config.ONLY | {"use_weighted_layer_sum": False, "classifier_proj_size": config.ANY}
+    width: int = config.hf("classifier_proj_size", 256)
+    labels: int = config.computed(heads.label_count, lambda n: {})
+
+
+def spec(cfg: Config) -> dict:
+    """Declare every array: the encoder's below "encoder", which the file has at the top."""
+    encoder = whisper.spec(cfg)["encoder"]
+    named = jax.tree.map(lambda p: replace(p, hf=p.hf.removeprefix("model.")), encoder)
+    d = cfg.embed
+    return {
+        "encoder": named,
+        "mix": builders.matrix("projector.weight", ("embed", d), ("ffn", cfg.width)),
+        "mix_bias": builders.bias("projector.bias", cfg.width, "ffn"),
+        "classes": builders.matrix("classifier.weight", ("ffn", cfg.width), ("labels", cfg.labels)),
+        "classes_bias": builders.bias("classifier.bias", cfg.labels, "labels"),
+    }
+
+
+def logits(params: Any, features: Float[Array, "B bins frames"], cfg: Config) -> Float[Array, "B labels"]:
+    """Score the classes of sounds, of log-mel features (`media.sound.log_mel`) of cfg.frames frames; float32.
+
+    `heads.label_names(cfg, cfg.labels)` names them, `heads.probabilities` turns scores into probabilities.
+    """
+    x = whisper.encode(params, features, cfg)
+    x = ops.linear("bsd,fd->bsf", x, params["mix"], params["mix_bias"]).mean(1)
+    return ops.linear("bf,lf->bl", x, params["classes"], params["classes_bias"]).astype("float32")
