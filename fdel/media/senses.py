@@ -1,15 +1,55 @@
 """What rows of a batch show and play, as arrays: of models that see and hear (`sight.gather` is for those that see)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from fdel.media import frames, hearing, sound, video
 from fdel.media import sight as sights
 from fdel.media.hearing import Film, Sound, states
 from fdel.media.image import Picture
 from fdel.media.sight import Sight
 
 Item = Picture | Sound | Film
+
+
+class Most(NamedTuple):
+    """What files may have at most: pixels of an image, pixels of all frames taken of a video, seconds of a sound."""
+
+    pixels: int
+    volume: int
+    seconds: float
+
+
+TRUSTED = Most(2**26, 2**28, 3600.0)  # of files that the user of this machine names
+
+
+def prepare(
+    sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: Callable[[str], Sequence[int]]
+) -> Picture | Sound:
+    """Decode and prepare a file, of "images", "videos" or "sounds"; `tokenize` gives the tokens of a text.
+
+    ValueError for what is none, or too large, and for a model that takes none; ImportError for a reader that is absent.
+    """
+    if sight is None or (way := {"images": sight, "videos": sight.video, "sounds": sight.sound}[kind]) is None:
+        raise ValueError(f"this model takes no {kind}; leave them out")
+    if kind == "sounds":
+        return hearing.prepare(way, sound.decode(data, most=most.seconds))
+    if kind == "videos":
+        pick = lambda total, fps: video.sample(way, total, fps)
+        return video.prepare(way, video.decode(data, pick, frames.Limits(volume=most.volume)), tokenize)
+    return sights.prepare(sight, sights.decode(data, pixels=most.pixels))
+
+
+def parts(sight: Sight, item: Item) -> list[Picture] | list[Sound]:
+    """Divide what is shown or played into what a tower takes at once: a video into its frames (`sight.frames`).
+
+    ValueError for a video with its sound between its frames.
+    """
+    if isinstance(item, Film):
+        raise ValueError("found a video with its sound between its frames; show and play them one after the other")
+    return [item] if isinstance(item, Sound) else sights.frames(sight, item)
 
 
 def gather(

@@ -8,14 +8,15 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 
 from fdel import text
-from fdel.media import frames, hearing, sound, video
+from fdel.media import senses
 from fdel.media import sight as sights
 from fdel.media.hearing import Sound
+from fdel.media.senses import Most
 from fdel.media.sight import Picture, Sight
 from fdel.serve.server import grammar
 from fdel.serve.server.openai.checks import APIError
@@ -29,14 +30,6 @@ _FIXED = frozenset(
 
 
 PAIRS = "score"  # the name of the chat template for pairs
-
-
-class Most(NamedTuple):
-    """What files may have at most: pixels of an image, pixels of all frames taken of a video, seconds of a sound."""
-
-    pixels: int
-    volume: int
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,17 +101,10 @@ class PromptEncoder:
 
     def prepared(self, kind: str, data: bytes, most: Most) -> Picture | Sound:
         """Decode and prepare a file, of "images", "videos" or "sounds"; ValueError for what is none, or too large."""
-        s = self.sight
-        if s is None or (way := {"images": s, "videos": s.video, "sounds": s.sound}[kind]) is None:
-            raise ValueError(f"this model takes no {kind}; leave them out")
         try:
-            if kind == "sounds":
-                return hearing.prepare(way, sound.decode(data, most=most.seconds))
-            if kind == "videos":
-                limits = frames.Limits(volume=most.volume)
-                shown = video.decode(data, lambda total, fps: video.sample(way, total, fps), limits)
-                return video.prepare(way, shown, lambda said: text.encode(self.plain, said, special=False))
-            return sights.prepare(s, sights.decode(data, pixels=most.pixels))
+            return senses.prepare(
+                self.sight, kind, data, most, lambda said: text.encode(self.plain, said, special=False)
+            )
         except ImportError as e:
             raise ValueError(f"this server cannot read {kind}: {e}") from e
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fdel.media.sight import Sight
 from fdel.serve import PromptMedia
-from fdel.serve.engine.pictures import Medium
+from fdel.serve.engine.pictures import media
 from fdel.train.data import pictures
 from fdel.train.rollout.records import Sample, Task
 
@@ -21,10 +21,9 @@ def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | 
     if not task.images:
         return None
     found = pictures.longer(_columns(_known(sight), task), length)
-    count = lambda p: sum(t in _known(sight).entries for t in p.run)
-    images = [Medium(p.patches, p.places, count(p)) for p in found["pictures"]]
+    items = [item for p in found["pictures"] for item in media(_known(sight), p)]
     turned = any(p.turns is not None for p in found["pictures"])
-    return PromptMedia(images, found["index"], found["rotary"] if turned else None)
+    return PromptMedia(items, found["index"], found["rotary"] if turned else None)
 
 
 def shown(samples: Sequence[Sample], shape: tuple[int, int], *, sight: Sight | None) -> Mapping[str, Any]:
@@ -37,7 +36,7 @@ def shown(samples: Sequence[Sample], shape: tuple[int, int], *, sight: Sight | N
             every[id(s.task)] = _columns(_known(sight), s.task)
     length = lambda s: min(len(s.tokens), shape[1])
     rows = [[pictures.longer(every[id(s.task)], length(s))] for s in samples]
-    room = pictures.room([([{"media": x} for x in row], None) for row in rows], 1)
+    room = pictures.room([([{"media": x} for x in row], None) for row in rows], 1, _known(sight))
     if room is None:
         return {}
     found = pictures.media(rows, _known(sight), (shape[0], 1, shape[1]), room)
