@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 PIL = pytest.importorskip("PIL.Image", reason="extra `media`")
 
-from fdel import models, recipe, serve, text  # noqa: E402
+from fdel import models, params, recipe, serve, text  # noqa: E402
 from fdel.media import sight  # noqa: E402
 from fdel.recipe import build  # noqa: E402
 from fdel.recipe import seeing as sights  # noqa: E402
@@ -361,3 +362,100 @@ def test_grpo_and_dpo_learn_from_images(seeing, lora, tmp_path):
     np.testing.assert_allclose([r["loss"] for r in a], [r["loss"] for r in b], rtol=1e-4)
     np.testing.assert_allclose(a[0]["loss"], np.log(2), rtol=1e-5)
     assert a[1]["loss"] < 0.69
+
+
+costly = lambda *of: pytest.param(*of, marks=pytest.mark.matrix)
+UNSEEN = r"post_layernorm|encoder\.layers\.2"  # behind the state of LLaVA's tower that is read
+PARTS = [
+    (["multi_modal_projector"], {"r": 2}, "adamw"),
+    costly(["multi_modal_projector"], None, "adamw"),
+    costly(r"vision_tower\..*", None, "muon"),
+    costly(r"vision_tower\..*|multi_modal_projector\..*", {"r": 2}, "lion"),
+    costly(["language_model"], None, "adafactor"),
+    costly(["q_proj", "norm"], None, "schedule_free"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable,lora,optimizer", PARTS)
+def test_what_is_not_trainable_stays_bit_by_bit(seeing, trainable, lora, optimizer, tmp_path):
+    """All other tensors are what they were, and no state of the optimizer is there for them; the wanted ones all move.
+
+    Beside adapters, what was trained whole stands in their file, as PEFT has it (tests/params/test_lora.py asks PEFT).
+    """
+    path, oracle, *_ = seeing("llava")
+    rows = chats(tmp_path)
+    how = dict(optimizer=optimizer, weight_decay=0.1, trainable=trainable, max_training_steps=2, scheduler="constant")
+    made = run_file(path, rows, tmp_path / "out", lora=lora, **how)
+    training = recipe.build_step(made, recipe.build_model(made), 2)
+    spec = dict(params.named_leaves(models.load(path).family.spec(models.load(path).cfg)))
+    wanted = [trainable] if isinstance(trainable, str) else [rf"(.*\.)?{re.escape(t)}\..*" for t in trainable]
+    named = lambda leaf: any(re.fullmatch(w, n) for w in wanted for n in params.hf_names(spec[leaf]))
+    learnt = {leaf.removesuffix(".a").removesuffix(".b") for leaf, _ in params.named_leaves(training.state.params)}
+    assert {leaf for leaf in spec if named(leaf)} == learnt & {leaf for leaf in spec if named(leaf)}
+    assert lora or all(map(named, learnt))
+    sizes = sum(x.size for x in jax.tree.leaves(training.state.params))
+    assert sum(x.size for x in jax.tree.leaves(training.state.opt_state)) <= 2 * sizes + 100
+    found = recipe.train(made)
+    before = load_file(path / "model.safetensors")
+    if lora is None:
+        after = load_file(found.directory / "model.safetensors")
+        moved = {n for n in before if before[n].tobytes() != after[n].tobytes()}
+        names = {n for leaf in spec if named(leaf) for n in params.hf_names(spec[leaf])}
+        assert moved <= names and {n for n in names if not re.search(UNSEEN, n)} <= moved
+        return
+    held = load_file(found.directory / "adapter_model.safetensors")
+    whole = {n for n in held if "lora_" not in n}
+    assert whole == {f"base_model.model.{n}" for leaf in spec if named(leaf) for n in params.hf_names(spec[leaf])}
+    still = {n for n in whole if held[n].tobytes() == before[n.removeprefix("base_model.model.")].tobytes()}
+    assert all(re.search(UNSEEN, n) for n in still)
+    said = json.loads((found.directory / "adapter_config.json").read_text())["modules_to_save"]
+    assert said == ["multi_modal_projector"] + ["vision_tower"] * (trainable == PARTS[3].values[0])
+    model = models.load(path, dtype=jnp.float32)
+    again = params.load_peft(model.family.spec(model.cfg), model.params, found.directory)
+    jax.tree.map(np.testing.assert_array_equal, params.lora.merge(again), params.lora.merge(found.model.params))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_dpo_and_grpo_with_frozen_weights(seeing, lora, tmp_path):
+    """The reference is the model as it began: log 2 first, and as if it were computed before; samples are learnt twice."""
+    path, *_ = seeing("llava")
+    rows, part = pairs(tmp_path), ["multi_modal_projector"]
+    how = dict(trainer_type="dpo", lora=lora, max_training_steps=2, trainable=part)
+    recipe.train(run_file(path, rows, tmp_path / "a", **how))
+    recipe.train(run_file(path, rows, tmp_path / "b", precompute_ref_log_probs=True, **how))
+    a, b = curve(tmp_path / "a"), curve(tmp_path / "b")
+    np.testing.assert_allclose([r["loss"] for r in a], [r["loss"] for r in b], rtol=1e-4)
+    np.testing.assert_allclose(a[0]["loss"], np.log(2), rtol=1e-5)
+    assert a[1]["loss"] < 0.69
+    if lora is not None:
+        return
+    (tmp_path / "near.py").write_text("def brief(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    how = dict(reward_functions=[{"path": f"{tmp_path / 'near.py'}:brief"}], num_generations=2, max_completion_length=8,
+               num_iterations=2, num_train_epochs=1, max_training_steps=2, trainable=part, beta=0.1)  # fmt: skip
+    made = run_file(path, chats(tmp_path), tmp_path / "grpo", trainer_type="grpo", **how)
+    found = recipe.train(made)
+    assert all(np.isfinite(row["loss"]) for row in curve(tmp_path / "grpo"))
+    before, after = load_file(path / "model.safetensors"), load_file(found.directory / "model.safetensors")
+    assert {n for n in before if before[n].tobytes() != after[n].tobytes()} == {n for n in before if part[0] in n}
+
+
+UNTRAINED = [
+    ({"trainable": ["projector"]}, "'projector' is no part of a module's name; known are class_embedding"),
+    ({"trainable": "projector"}, "no module matches the pattern 'projector'"),
+    ({"trainable": r".*layers\.0\..*"}, "matches some layers of .* and not all"),
+    ({"trainable": ["language_model"], "lora": {}}, "would have adapters; name others in lora.target_modules"),
+    ({"trainable": ["multi_modal_projector"], "router_bias_update_speed": 0.1}, "routers are frozen"),
+    ({"trainable": ["multi_modal_projector"], "trainer_type": "dpo", "sync_ref_model": True}, "sync_ref_model: moves"),
+    ({"trainable": ["multi_modal_projector"], "trainer_type": "grpo", "lora": {}, "num_generations": 2},
+     "the sampler is given the adapter alone"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys,reason", UNTRAINED)
+def test_what_cannot_be_trained_so_is_refused_before_anything_is_loaded(seeing, keys, reason, tmp_path):
+    path, *_ = seeing("llava")
+    with pytest.raises(recipe.RecipeError, match=reason):
+        recipe.prepare(run_file(path, chats(tmp_path), tmp_path / "out", **keys))

@@ -217,7 +217,7 @@ def build_optimizer(recipe: Recipe | Settled, spec: Any, steps: int) -> optax.Gr
     options: dict[str, Any] = {"weight_decay": t.weight_decay, "clip": t.clip_grad}
     if t.optimizer == "adamw":
         options |= {"b1": t.adam_beta1, "b2": t.adam_beta2, "eps": t.adam_epsilon, "moments": t.moments}
-    if s.lora:
+    if s.frozen:
         found = dict(params.named_leaves(train.optim.decay_mask(spec)))
         decays = lambda path, w: jax.tree.map(lambda _: isinstance(w, LowRank) or found[path], w)
         options["mask"] = (lambda p: change(decays, p)) if s.method.head or t.trainable else None

@@ -83,16 +83,14 @@ def build_step(
     steps *= getattr(s.keys, "updates", 1)
     t, mesh = s.recipe.trainer, build.build_mesh(s) if mesh is None else mesh
     spec, teacher, reference = build.spec_of(s, model), build.build_teacher(s, mesh), build.build_reference(s, model)
-    trained, frozen, learnt = model.params, None, spec
+    trained, frozen = model.params, None
     if s.frozen:
-        whole = build.trained_whole(s, model)
-        trained, frozen = params.lora.split(model.params, whole)
-        learnt = spec if s.lora else params.lora.split(spec, whole)[0]
+        trained, frozen = params.lora.split(model.params, build.trained_whole(s, model))
     few = [
         f"trainer.trainable: {p} is in few bits, which are not trained; leave it out" for p in quantized_paths(trained)
     ]
     parse.fail(few)
-    optimizer = build.build_optimizer(s, learnt, steps)
+    optimizer = build.build_optimizer(s, spec, steps)
 
     def fresh(trained: Any, reference: Any) -> train.TrainState:
         extras = {name: start() for name, start in s.method.extra.items()}
