@@ -23,6 +23,7 @@ from fdel.media import sight  # noqa: E402
 from fdel.recipe import build  # noqa: E402
 from fdel.recipe import seeing as sights  # noqa: E402
 from fdel.train import data, losses, metrics, rollout  # noqa: E402
+from fdel.train.rollout import source  # noqa: E402
 from fdel.train.rollout.sight import shown  # noqa: E402
 from tests.models import tiny  # noqa: E402
 
@@ -334,8 +335,41 @@ def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tm
             logp = torch.log_softmax(oracle(**inputs).logits[0], -1).numpy()
         at = np.flatnonzero(samples[row].drawn)
         np.testing.assert_allclose(logp[at - 1, samples[row].tokens[at]], samples[row].logps[at], atol=1e-4)
-    with pytest.raises(ValueError, match="rows hold one sample, in one process"):
-        rollout.collate(samples, np.ones(8), length=96, shared=True, media=media)
+    with pytest.raises(ValueError, match="tasks show pictures, which several processes do not learn"):
+        rollout.collate(samples, np.ones(8), length=96, most=12, media=media)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.matrix)])
+def test_samples_that_share_rows_are_those_of_rows_of_their_own(seeing, name, tmp_path):
+    """Several in a row, and those of one prompt with it once: log-probabilities 1e-4; a checkpoint keeps the batch."""
+    path, *_ = seeing(name)
+    see, tok, rng = sight.read(path), text.load(path), np.random.default_rng(0)
+    found = data.tasks(data.Source(str(chats(tmp_path))), data.Settings(batch=1, length=64, sight=see), tok)
+
+    def sample(task: rollout.Task, index: int) -> rollout.Sample:
+        tokens = np.array([*task.prompt, *rng.integers(60, 100, 5 + index)], np.int32)
+        drawn, zeros = np.arange(len(tokens)) >= len(task.prompt), np.zeros(len(tokens), np.float32)
+        return rollout.Sample(task, index, tokens, drawn, zeros, zeros, zeros.astype(np.int32), finish="stop")
+
+    samples = [sample(task, i) for task in found.rows for i in range(2)]
+    model = models.load(path, dtype=jnp.float32)
+    score = jax.jit(losses.token_logps(model.family, model.cfg))
+    told = []
+    for how in ({}, {"packed": True}, {"shared": True}):
+        batch = rollout.collate(samples, np.arange(8.0), length=112, media=partial(shown, sight=see), **how)
+        again = source.decode(source.encode(batch))
+        jax.tree.map(np.testing.assert_array_equal, again, batch)
+        logps, mask = np.asarray(score(model.params, again)), batch["mask"]
+        assert len(mask) < 8 or not how
+        told.append(sorted(zip(batch["advantages"][mask], batch["tokens"][mask], logps[mask], strict=True)))
+    assert len(told[0]) == 4 * 11
+    for other in told[1:]:
+        np.testing.assert_allclose(np.array(other), np.array(told[0]), atol=1e-4)
+    last = found.rows[0]._replace(prompt=found.rows[0].prompt[: 5 + len(found.rows[0].images[0].run)])
+    with pytest.raises(ValueError, match="the end of a prompt is an image"):
+        both = [sample(last, 0), sample(last, 1)]
+        rollout.collate(both, np.ones(2), length=112, shared=True, media=partial(shown, sight=see))
 
 
 @pytest.mark.slow
@@ -350,10 +384,14 @@ def test_grpo_and_dpo_learn_from_images(seeing, lora, tmp_path):
     how = dict(reward_functions=[{"path": f"{tmp_path / 'near.py'}:brief"}], num_generations=2, max_completion_length=8,
                total_batch_size=4, num_train_epochs=1, max_training_steps=2, lora=lora)  # fmt: skip
     made = run_file(path, chats(tmp_path), tmp_path / "grpo", trainer_type="grpo", **how)
-    with pytest.raises(recipe.RecipeError, match="rollout_ahead: the prompts show images"):
-        recipe.train(made.set("trainer.rollout_ahead", 1))
     recipe.train(made)
-    assert all(np.isfinite(row["loss"]) for row in curve(tmp_path / "grpo"))
+    ways = {"ahead": {"rollout_ahead": 1}, "shared": {"samples_per_row": 2}, "packed": {"pack_samples": True}}
+    for name, more in ways.items():
+        recipe.train(run_file(path, chats(tmp_path), tmp_path / name, trainer_type="grpo", **how, **more))
+    first = {n: curve(tmp_path / n)[0] for n in ("grpo", *ways)}
+    assert all(np.isfinite(row["loss"]) for n in first for row in curve(tmp_path / n))
+    for name in ways:  # the first samples are the same
+        np.testing.assert_allclose(first[name]["grad_norm"], first["grpo"]["grad_norm"], rtol=1e-3)
     how = dict(trainer_type="dpo", lora=lora, max_training_steps=2)
     rows = pairs(tmp_path)
     recipe.train(run_file(path, rows, tmp_path / "a", **how))

@@ -178,6 +178,17 @@ def longer(found: Mapping[str, Any], length: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def part(found: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
+    """Give the columns of the tokens from first to end of a sequence; ValueError for a part of what is shown."""
+    index = found["index"][first:end]
+    here = int((index >= 0).sum())
+    if here not in (0, int((found["index"] >= 0).sum())):
+        raise ValueError(
+            "the end of a prompt is an image, a video or a sound; let a text follow it, or share no prompts"
+        )
+    return {"index": index, "rotary": found["rotary"][first:end], "pictures": found["pictures"] if here else []}
+
+
 def none(positions: np.ndarray) -> dict[str, Any]:
     """Give the columns of a sequence of text alone, as `columns`."""
     return {

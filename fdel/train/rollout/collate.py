@@ -34,7 +34,7 @@ def collate(
     multiple of `rows`, and with `packed` that times a power of two: empty rows fill up, so that few shapes are compiled.
     `shared`: packed, and samples of one prompt in a row have it there once, so that it is computed once for all of them.
     With `most`, the tokens of a sample that are learnt at most, T is `length` and the shapes do not depend on the samples.
-    `media(samples, shape)` gives what the tasks' pictures are in rows of single samples (`shown`).
+    `media(rows, shape)` gives what the tasks show and play (`shown`), where rows have parts of samples.
     `learn` tells which samples are learnt: of the others the mask is False. Samples that ended with an error are not. A
     sample of more than `length` tokens loses its end.
     """
@@ -70,9 +70,12 @@ def collate(
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
     if any(s.task.images for s in samples):
-        if packed or most or media is None:
-            raise ValueError("pictures: rows hold one sample, in one process; give media=partial(shown, sight=...)")
-        found |= media(samples, (height, width))
+        if most or media is None:
+            raise ValueError(
+                "tasks show pictures, which several processes do not learn; give media=partial(shown, sight=...)"
+            )
+        parts = [[(samples[i], first, end) for i, first, end, _ in _segments(row, sizes)] for row in grouped]
+        found |= media(parts, (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}
 
