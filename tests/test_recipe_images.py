@@ -11,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
 PIL = pytest.importorskip("PIL.Image", reason="extra `media`")
 
-from fdel import models, recipe, serve, text  # noqa: E402
+from fdel import models, params, recipe, serve, text  # noqa: E402
 from fdel.media import sight  # noqa: E402
 from fdel.recipe import build  # noqa: E402
 from fdel.recipe import seeing as sights  # noqa: E402
 from fdel.train import data, losses, metrics, rollout  # noqa: E402
+from fdel.train.rollout import source  # noqa: E402
 from fdel.train.rollout.sight import shown  # noqa: E402
 from tests.models import tiny  # noqa: E402
 
@@ -333,8 +335,41 @@ def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tm
             logp = torch.log_softmax(oracle(**inputs).logits[0], -1).numpy()
         at = np.flatnonzero(samples[row].drawn)
         np.testing.assert_allclose(logp[at - 1, samples[row].tokens[at]], samples[row].logps[at], atol=1e-4)
-    with pytest.raises(ValueError, match="rows hold one sample, in one process"):
-        rollout.collate(samples, np.ones(8), length=96, shared=True, media=media)
+    with pytest.raises(ValueError, match="tasks show pictures, which one process alone learns"):
+        rollout.collate(samples, np.ones(8), length=96, most=12, media=media)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.matrix)])
+def test_samples_that_share_rows_are_those_of_rows_of_their_own(seeing, name, tmp_path):
+    """Several in a row, and those of one prompt with it once: log-probabilities 1e-4; a checkpoint keeps the batch."""
+    path, *_ = seeing(name)
+    see, tok, rng = sight.read(path), text.load(path), np.random.default_rng(0)
+    found = data.tasks(data.Source(str(chats(tmp_path))), data.Settings(batch=1, length=64, sight=see), tok)
+
+    def sample(task: rollout.Task, index: int) -> rollout.Sample:
+        tokens = np.array([*task.prompt, *rng.integers(60, 100, 5 + index)], np.int32)
+        drawn, zeros = np.arange(len(tokens)) >= len(task.prompt), np.zeros(len(tokens), np.float32)
+        return rollout.Sample(task, index, tokens, drawn, zeros, zeros, zeros.astype(np.int32), finish="stop")
+
+    samples = [sample(task, i) for task in found.rows for i in range(2)]
+    model = models.load(path, dtype=jnp.float32)
+    score = jax.jit(losses.token_logps(model.family, model.cfg))
+    told = []
+    for how in ({}, {"packed": True}, {"shared": True}):
+        batch = rollout.collate(samples, np.arange(8.0), length=112, media=partial(shown, sight=see), **how)
+        again = source.decode(source.encode(batch))
+        jax.tree.map(np.testing.assert_array_equal, again, batch)
+        logps, mask = np.asarray(score(model.params, again)), batch["mask"]
+        assert len(mask) < 8 or not how
+        told.append(sorted(zip(batch["advantages"][mask], batch["tokens"][mask], logps[mask], strict=True)))
+    assert len(told[0]) == 4 * 11
+    for other in told[1:]:
+        np.testing.assert_allclose(np.array(other), np.array(told[0]), atol=1e-4)
+    last = found.rows[0]._replace(prompt=found.rows[0].prompt[: 5 + len(found.rows[0].images[0].run)])
+    with pytest.raises(ValueError, match="the end of a prompt is an image"):
+        both = [sample(last, 0), sample(last, 1)]
+        rollout.collate(both, np.ones(2), length=112, shared=True, media=partial(shown, sight=see))
 
 
 @pytest.mark.slow
@@ -349,10 +384,14 @@ def test_grpo_and_dpo_learn_from_images(seeing, lora, tmp_path):
     how = dict(reward_functions=[{"path": f"{tmp_path / 'near.py'}:brief"}], num_generations=2, max_completion_length=8,
                total_batch_size=4, num_train_epochs=1, max_training_steps=2, lora=lora)  # fmt: skip
     made = run_file(path, chats(tmp_path), tmp_path / "grpo", trainer_type="grpo", **how)
-    with pytest.raises(recipe.RecipeError, match="rollout_ahead: the prompts show images"):
-        recipe.train(made.set("trainer.rollout_ahead", 1))
     recipe.train(made)
-    assert all(np.isfinite(row["loss"]) for row in curve(tmp_path / "grpo"))
+    ways = {"ahead": {"rollout_ahead": 1}, "shared": {"samples_per_row": 2}, "packed": {"pack_samples": True}}
+    for name, more in ways.items():
+        recipe.train(run_file(path, chats(tmp_path), tmp_path / name, trainer_type="grpo", **how, **more))
+    first = {n: curve(tmp_path / n)[0] for n in ("grpo", *ways)}
+    assert all(np.isfinite(row["loss"]) for n in first for row in curve(tmp_path / n))
+    for name in ways:  # the first samples are the same
+        np.testing.assert_allclose(first[name]["grad_norm"], first["grpo"]["grad_norm"], rtol=1e-3)
     how = dict(trainer_type="dpo", lora=lora, max_training_steps=2)
     rows = pairs(tmp_path)
     recipe.train(run_file(path, rows, tmp_path / "a", **how))
@@ -361,3 +400,100 @@ def test_grpo_and_dpo_learn_from_images(seeing, lora, tmp_path):
     np.testing.assert_allclose([r["loss"] for r in a], [r["loss"] for r in b], rtol=1e-4)
     np.testing.assert_allclose(a[0]["loss"], np.log(2), rtol=1e-5)
     assert a[1]["loss"] < 0.69
+
+
+costly = lambda *of: pytest.param(*of, marks=pytest.mark.matrix)
+UNSEEN = r"post_layernorm|encoder\.layers\.2"  # behind the state of LLaVA's tower that is read
+PARTS = [
+    (["multi_modal_projector"], {"r": 2}, "adamw"),
+    costly(["multi_modal_projector"], None, "adamw"),
+    costly(r"vision_tower\..*", None, "muon"),
+    costly(r"vision_tower\..*|multi_modal_projector\..*", {"r": 2}, "lion"),
+    costly(["language_model"], None, "adafactor"),
+    costly(["q_proj", "norm"], None, "schedule_free"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable,lora,optimizer", PARTS)
+def test_what_is_not_trainable_stays_bit_by_bit(seeing, trainable, lora, optimizer, tmp_path):
+    """All other tensors are what they were, and no state of the optimizer is there for them; the wanted ones all move.
+
+    Beside adapters, what was trained whole stands in their file, as PEFT has it (tests/params/test_lora.py asks PEFT).
+    """
+    path, oracle, *_ = seeing("llava")
+    rows = chats(tmp_path)
+    how = dict(optimizer=optimizer, weight_decay=0.1, trainable=trainable, max_training_steps=2, scheduler="constant")
+    made = run_file(path, rows, tmp_path / "out", lora=lora, **how)
+    training = recipe.build_step(made, recipe.build_model(made), 2)
+    spec = dict(params.named_leaves(models.load(path).family.spec(models.load(path).cfg)))
+    wanted = [trainable] if isinstance(trainable, str) else [rf"(.*\.)?{re.escape(t)}\..*" for t in trainable]
+    named = lambda leaf: any(re.fullmatch(w, n) for w in wanted for n in params.hf_names(spec[leaf]))
+    learnt = {leaf.removesuffix(".a").removesuffix(".b") for leaf, _ in params.named_leaves(training.state.params)}
+    assert {leaf for leaf in spec if named(leaf)} == learnt & {leaf for leaf in spec if named(leaf)}
+    assert lora or all(map(named, learnt))
+    sizes = sum(x.size for x in jax.tree.leaves(training.state.params))
+    assert sum(x.size for x in jax.tree.leaves(training.state.opt_state)) <= 2 * sizes + 100
+    found = recipe.train(made)
+    before = load_file(path / "model.safetensors")
+    if lora is None:
+        after = load_file(found.directory / "model.safetensors")
+        moved = {n for n in before if before[n].tobytes() != after[n].tobytes()}
+        names = {n for leaf in spec if named(leaf) for n in params.hf_names(spec[leaf])}
+        assert moved <= names and {n for n in names if not re.search(UNSEEN, n)} <= moved
+        return
+    held = load_file(found.directory / "adapter_model.safetensors")
+    whole = {n for n in held if "lora_" not in n}
+    assert whole == {f"base_model.model.{n}" for leaf in spec if named(leaf) for n in params.hf_names(spec[leaf])}
+    still = {n for n in whole if held[n].tobytes() == before[n.removeprefix("base_model.model.")].tobytes()}
+    assert all(re.search(UNSEEN, n) for n in still)
+    said = json.loads((found.directory / "adapter_config.json").read_text())["modules_to_save"]
+    assert said == ["multi_modal_projector"] + ["vision_tower"] * (trainable == PARTS[3].values[0])
+    model = models.load(path, dtype=jnp.float32)
+    again = params.load_peft(model.family.spec(model.cfg), model.params, found.directory)
+    jax.tree.map(np.testing.assert_array_equal, params.lora.merge(again), params.lora.merge(found.model.params))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_dpo_and_grpo_with_frozen_weights(seeing, lora, tmp_path):
+    """The reference is the model as it began: log 2 first, and as if it were computed before; samples are learnt twice."""
+    path, *_ = seeing("llava")
+    rows, part = pairs(tmp_path), ["multi_modal_projector"]
+    how = dict(trainer_type="dpo", lora=lora, max_training_steps=2, trainable=part)
+    recipe.train(run_file(path, rows, tmp_path / "a", **how))
+    recipe.train(run_file(path, rows, tmp_path / "b", precompute_ref_log_probs=True, **how))
+    a, b = curve(tmp_path / "a"), curve(tmp_path / "b")
+    np.testing.assert_allclose([r["loss"] for r in a], [r["loss"] for r in b], rtol=1e-4)
+    np.testing.assert_allclose(a[0]["loss"], np.log(2), rtol=1e-5)
+    assert a[1]["loss"] < 0.69
+    if lora is not None:
+        return
+    (tmp_path / "near.py").write_text("def brief(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    how = dict(reward_functions=[{"path": f"{tmp_path / 'near.py'}:brief"}], num_generations=2, max_completion_length=8,
+               num_iterations=2, num_train_epochs=1, max_training_steps=2, trainable=part, beta=0.1)  # fmt: skip
+    made = run_file(path, chats(tmp_path), tmp_path / "grpo", trainer_type="grpo", **how)
+    found = recipe.train(made)
+    assert all(np.isfinite(row["loss"]) for row in curve(tmp_path / "grpo"))
+    before, after = load_file(path / "model.safetensors"), load_file(found.directory / "model.safetensors")
+    assert {n for n in before if before[n].tobytes() != after[n].tobytes()} == {n for n in before if part[0] in n}
+
+
+UNTRAINED = [
+    ({"trainable": ["projector"]}, "'projector' is no part of a module's name; known are class_embedding"),
+    ({"trainable": "projector"}, "no module matches the pattern 'projector'"),
+    ({"trainable": r".*layers\.0\..*"}, "matches some layers of .* and not all"),
+    ({"trainable": ["language_model"], "lora": {}}, "would have adapters; name others in lora.target_modules"),
+    ({"trainable": ["multi_modal_projector"], "router_bias_update_speed": 0.1}, "routers are frozen"),
+    ({"trainable": ["multi_modal_projector"], "trainer_type": "dpo", "sync_ref_model": True}, "sync_ref_model: moves"),
+    ({"trainable": ["multi_modal_projector"], "trainer_type": "grpo", "lora": {}, "num_generations": 2},
+     "the sampler is given the adapter alone"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys,reason", UNTRAINED)
+def test_what_cannot_be_trained_so_is_refused_before_anything_is_loaded(seeing, keys, reason, tmp_path):
+    path, *_ = seeing("llava")
+    with pytest.raises(recipe.RecipeError, match=reason):
+        recipe.prepare(run_file(path, chats(tmp_path), tmp_path / "out", **keys))

@@ -86,7 +86,7 @@ LOOP = {
     "router_bias_update_speed", "skip_nonfinite", "debug",
     "lora", "log_steps", "evaluation_steps", "save_steps", "save_directory", "save_total_limit", "resume_if_possible",
     "metric_for_best_model", "use_wandb", "use_tensorboard", "precompute_ref_log_probs", "sync_ref_model",
-    "trainer_type", "optimizer", "scheduler", "loss_type", "disable_dropout",
+    "trainer_type", "optimizer", "scheduler", "loss_type", "disable_dropout", "trainable",
 }  # fmt: skip
 
 

@@ -1,15 +1,64 @@
 """What rows of a batch show and play, as arrays: of models that see and hear (`sight.gather` is for those that see)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from fdel.media import frames, hearing, sound, video
 from fdel.media import sight as sights
 from fdel.media.hearing import Film, Sound, states
 from fdel.media.image import Picture
 from fdel.media.sight import Sight
 
 Item = Picture | Sound | Film
+
+
+class Most(NamedTuple):
+    """What files may have at most: pixels of an image, pixels of all frames taken of a video, seconds of a sound.
+
+    `frames` and `work` are those of a video and their pixels, of which all up to the last that is taken are decoded.
+    """
+
+    pixels: int
+    volume: int
+    seconds: float
+    frames: int = 2**16
+    work: int = 2**31
+
+
+TRUSTED = Most(2**26, 2**28, 3600.0, 108_000, 2**40)  # of files that the user of this machine names
+
+
+def prepare(sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: Callable[[str], Sequence[int]]) -> Item:
+    """Decode and prepare a file, of "images", "videos" or "sounds", or "films", videos with what they play.
+
+    `tokenize` gives the tokens of a text. ValueError for what is no such file, or too large, and for a model that takes
+    none; ImportError for a reader that is absent.
+    """
+    ways = (
+        {} if sight is None else {"images": sight, "videos": sight.video, "films": sight.video, "sounds": sight.sound}
+    )
+    if sight is None or (way := ways[kind]) is None:
+        raise ValueError(f"this model takes no {kind}; leave them out")
+    if kind == "images":
+        return sights.prepare(sight, sights.decode(data, pixels=most.pixels))
+    if kind == "sounds":
+        return hearing.prepare(way, sound.decode(data, most=most.seconds))
+    limits = frames.Limits(volume=most.volume, total=most.frames, work=most.work)
+    seen = video.prepare(way, video.decode(data, lambda total, fps: video.sample(way, total, fps), limits), tokenize)
+    played = frames.listen(data, most=most.seconds) if kind == "films" and sight.sound else None
+    return seen if played is None else hearing.together(sight.sound, seen, hearing.prepare(sight.sound, played))
+
+
+def parts(sight: Sight, item: Item) -> list[Picture] | list[Sound]:
+    """Divide what is shown or played into what a tower takes at once: a video into its frames (`sight.frames`).
+
+    ValueError for a video with its sound between its frames.
+    """
+    if isinstance(item, Film):
+        raise ValueError("found a video with its sound between its frames; show and play them one after the other")
+    return [item] if isinstance(item, Sound) else sights.frames(sight, item)
 
 
 def gather(

@@ -75,6 +75,17 @@ def decode(data: bytes, *, most: float) -> np.ndarray:
         raise SoundError(f"the file is not a sound that can be read: {getattr(e, 'error_string', e)}") from e
 
 
+def encode(samples: np.ndarray, rate: int) -> bytes:
+    """Write a sound, floats [samples] or [channels samples] in [-1, 1], as a WAV file of float32."""
+    x = np.atleast_2d(samples).astype("<f4") if samples.dtype.kind == "f" else np.zeros((0, 0))
+    if x.ndim != 2 or not x.size:
+        raise SoundError(f"found a sound {samples.dtype}{list(samples.shape)}, expected floats [samples] in [-1, 1]")
+    x = x.T
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, FLOAT, x.shape[1], rate, 4 * rate * x.shape[1], 4 * x.shape[1], 32)
+    body = b"WAVE" + form + struct.pack("<4sI", b"data", x.nbytes) + x.tobytes()
+    return struct.pack("<4sI", b"RIFF", len(body)) + body
+
+
 def bound(seconds: float, most: float) -> None:
     """Refuse a sound of more than `most` seconds, or of none: SoundError."""
     if not 0 < seconds <= most:

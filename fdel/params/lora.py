@@ -116,15 +116,15 @@ def split(params: Tree, whole: str | None = None) -> tuple[Tree, Tree]:
 
     The factors of adapters are trainable, and what has a path that matches the regular expression `whole`, such as a new
     head (PEFT's modules_to_save); everything else, scales included, is frozen. `jax.grad` and optimizers skip None:
-    `jax.grad(lambda t: loss(join(t, frozen)))(trainable)`. Params without an adapter: ValueError.
+    `jax.grad(lambda t: loss(join(t, frozen)))(trainable)`. Params of which nothing would be trained: ValueError.
     >>> trainable, frozen = params.lora.split(adapted)
     >>> params.count(trainable)
     512
     """
-    if not any(isinstance(w, LowRank) for _, w in named_leaves(params, is_leaf=is_weight)):
-        raise ValueError("params have no adapter, so nothing would be trained; call lora.add first")
     absent: Any = None
     own = lambda path: whole is not None and re.search(whole, path)
+    if not any(isinstance(w, LowRank) or own(path) for path, w in named_leaves(params, is_leaf=is_weight)):
+        raise ValueError("params have no adapter, so nothing would be trained; call lora.add first")
     learnt = lambda w: replace(w, base=absent, scale=absent) if isinstance(w, LowRank) else None
     held = lambda w: replace(w, a=absent, b=absent) if isinstance(w, LowRank) else w
     trainable = change(lambda path, w: w if own(path) else learnt(w), params)

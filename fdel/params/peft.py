@@ -22,8 +22,10 @@ from safetensors.numpy import save_file
 
 from fdel.ops.weights import LowRank, is_weight
 
+from . import kept
 from .files import json_object, safetensors_header
 from .hf_layout import Layout, Matrix, axes_in, file_dims, hf_names, layout, matrix
+from .kept import PREFIX
 from .patterns import Patterns
 from .quantize import change, declarations
 from .spec import Param, named_leaves, zeros
@@ -33,7 +35,6 @@ Tree = Any
 
 TABLES = ("embed", "positions")  # leaves whose rows are looked up
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
 # Fields of adapter_config.json that do not change what the tensors mean, and those that may have some values only.
 NEUTRAL = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
@@ -75,10 +76,10 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
     scale = _scales(config, problems)
     header = safetensors_header(path / WEIGHTS, problems, (1 << 16) + 1024 * modules)
     files = {name: t for name, t in header.items() if ".base_layer." not in name}
-    whole = {} if problems else _whole(spec, params, files, config, problems)
+    whole = {} if problems else kept.find(spec, params, files, config.get("modules_to_save"), problems)
     pairs = {} if problems else _pairs(leaves, files, scale, max_rank, problems)
     arrays = {} if problems else {x: _assemble(p, m, pairs[x], problems) for x, p, m in leaves if x in pairs}
-    fresh = {} if problems else {x: _read(p, t, problems) for x, (p, t) in whole.items()}
+    fresh = {} if problems else {x: kept.read(p, t, problems) for x, (p, t) in whole.items()}
     if problems:
         raise CheckpointError(path, problems)
 
@@ -89,26 +90,6 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
         return LowRank(w, *map(jnp.asarray, arrays[leaf])) if leaf in arrays else w
 
     return change(one, params)
-
-
-def _whole(
-    spec: Tree, params: Tree, files: dict[str, Tensor], config: Mapping[str, Any], problems: list[str]
-) -> dict[str, tuple[Param, Tensor]]:
-    """Take the tensors of modules_to_save out of `files`: the declaration and the tensor of each array of `params`."""
-    names = config.get("modules_to_save") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        problems.append(f"{CONFIG}: modules_to_save={str(names)[:100]!r}; expected a list of names")
-        return {}
-    out: dict[str, tuple[Param, Tensor]] = {}
-    arrays = {leaf for leaf, w in named_leaves(params, is_leaf=is_weight) if not is_weight(w)}
-    for leaf, p in declarations(params, spec).items():
-        name = f"{PREFIX}{p.hf}"
-        if name in files and leaf in arrays and not p.part and any(f".{m}." in f".{p.hf}." for m in names):
-            t, expected = files.pop(name), layout(p).file_shape
-            if t.shape != expected or not jnp.issubdtype(t.dtype, jnp.floating):
-                problems.append(f"{name} {t.shape} {t.dtype}: expected floating-point numbers {expected}")
-            out[leaf] = p, t
-    return out
 
 
 def _pairs(
@@ -155,9 +136,7 @@ def save_peft(
     lora_B only the rows of a part are not zero in its columns. Params without an adapter: ValueError.
     """
     leaves = dict(named_leaves(params, is_leaf=is_weight))
-    kept = {
-        p.hf: (p, leaves[leaf]) for leaf, p in declarations(params, spec).items() if whole and re.search(whole, leaf)
-    }
+    apart = kept.lay_out(params, spec, whole)
     parts: dict[tuple[str, bool], list[tuple[np.ndarray, np.ndarray, float]]] = {}
     for leaf, p, m in _adaptable(spec, params):
         if isinstance(w := leaves.pop(leaf), LowRank):
@@ -166,7 +145,7 @@ def save_peft(
     lost = [leaf for leaf, w in leaves.items() if isinstance(w, LowRank)]
     if lost or not parts:
         raise ValueError(f"PEFT has no place for adapters of {', '.join(lost)}" if lost else "params have no adapter")
-    out = {f"{PREFIX}{name}": _written(p, np.asarray(w)) for name, (p, w) in kept.items()}
+    out = {f"{PREFIX}{name}": x for name, x in apart.items()}
     ranks, alphas = {}, {}
     for (module, table), group in parts.items():
         scale = group[0][2]
@@ -175,11 +154,12 @@ def save_peft(
         ranks[module], alphas[module] = len(a), round(scale * len(a), 6)
         pair = map(np.ascontiguousarray, (b.T, a.T)) if table else (a, b)
         out |= zip(_tensor_names(module, table), pair, strict=True)
-    every = {name.removesuffix(".weight") for _, p in named_leaves(spec) for name in hf_names(p)}
+    names = {name for _, p in named_leaves(spec) for name in hf_names(p)}
+    every = {name.removesuffix(".weight") for name in names}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = _config(ranks, alphas, every) | {"base_model_name_or_path": base_name, "task_type": task_type}
-    config |= {"modules_to_save": sorted({name.partition(".")[0] for name in kept})} if kept else {}
+    config |= {"modules_to_save": kept.modules(apart, names)} if apart else {}
     (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     save_file(out, path / WEIGHTS, {"format": "pt"})
 
@@ -258,20 +238,6 @@ def _assemble(p: Param, m: Matrix, pairs: Sequence[_Pair], problems: list[str]) 
         layout_a, layout_b = _layouts(p, m, r)
         a[index][:r], b[index][..., :r], scale[index] = layout_a.read(file_a), layout_b.read(file_b), s
     return a, b, scale
-
-
-def _read(p: Param, t: Tensor, problems: list[str]) -> np.ndarray:
-    """Read a tensor that takes an array's place. Notes what is not finite."""
-    x = layout(p).read(t.read().astype(np.float32))
-    problems += [] if np.isfinite(x).all() else [f"{PREFIX}{p.hf} holds values that are not finite"]
-    return x
-
-
-def _written(p: Param, x: np.ndarray) -> np.ndarray:
-    """Lay an array out as its tensor is."""
-    file = np.zeros(layout(p).file_shape, x.dtype)
-    layout(p).write(file, x)
-    return file
 
 
 def _parts(p: Param, m: Matrix, w: LowRank) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, float]]]:

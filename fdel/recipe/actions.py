@@ -11,7 +11,7 @@ import jax
 
 from fdel import models, params, report, text
 from fdel.recipe import config, fits, parse, samples, seeing, serving
-from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of
+from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of, trained_whole
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
 from fdel.recipe.ref_logps import precompute
@@ -116,7 +116,7 @@ def export(recipe: Recipe | Settled, model: models.Model, tok: text.Tokenizer) -
     if s.lora:
         if first:
             task = models.heads.TASKS.get(models.heads.kind_of(model.params), "CAUSAL_LM")
-            how = {"base_name": str(s.recipe.model.name_or_path), "whole": models.heads.WHOLE, "task_type": task}
+            how = {"base_name": str(s.recipe.model.name_or_path), "whole": trained_whole(s, model), "task_type": task}
             params.save_peft(spec_of(s, model), model.params, out, **how)
         if s.lora.merge:
             merged = out.with_name("merged")
@@ -199,7 +199,15 @@ def run(recipe: Recipe) -> list[Any]:
 def summary(recipe: Recipe) -> str:
     """Describe a run in a few lines: what is trained, on what, how long, and every key that is not its default."""
     s = settle(recipe)
-    how = f"adapters on {s.format} weights" if s.format else "adapters" if s.lora else "all weights"
+    how = (
+        f"adapters on {s.format} weights"
+        if s.format
+        else "adapters"
+        if s.lora
+        else "some weights"
+        if s.frozen
+        else "all weights"
+    )
     rows = [
         ("model", recipe.model.name_or_path or "random weights, of model.config"),
         ("trainer", f"{s.method.name}, {how}, {recipe.trainer.optimizer} at {s.rate:g}"),

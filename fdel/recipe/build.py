@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from fdel import models, params, plan, text, train
-from fdel.params.quantize import quantized_paths
+from fdel.ops.weights import LowRank
+from fdel.params.hf_layout import matrix
+from fdel.params.quantize import change, quantized_paths
 from fdel.recipe import config, methods, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.schema import Model as Source
@@ -90,6 +93,23 @@ def adaptable(s: Settled, model: models.Model) -> Any:
     return {"model": spec["model"]} if s.method.head else spec
 
 
+def trained_whole(s: Settled, model: models.Model) -> str:
+    """Find what is trained whole, where not everything is: a head, and `trainer.trainable`, as a pattern of paths.
+
+    A RecipeError for what nothing matches, and for what has an adapter too.
+    """
+    wanted, head = s.recipe.trainer.trainable, models.heads.WHOLE
+    if wanted is None:
+        return head
+    own = config.trainable(wanted, spec := spec_of(s, model))
+    where = config.lora_targets(s.lora, adaptable(s, model)) if s.lora else "$."
+    matrices = (path for path, p in params.named_leaves(spec) if matrix(p) and re.search(where, path))
+    if both := [path for path in matrices if re.search(own, path)]:
+        found = f"{', '.join(both[:3])} would have adapters"
+        raise parse.RecipeError(f"trainer.trainable: {found}; name others in lora.target_modules, or here")
+    return f"{head}|{own}"
+
+
 def build_teacher(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Model | None:
     """Load the model to distil, in the dtype of the computation; None without one."""
     s = settle(recipe)
@@ -164,7 +184,7 @@ def planned(recipe: Recipe | Settled) -> tuple[Any, Any, plan.Training]:
     """Give what `fdel plan` wants: family, config, and the step. RecipeError if it knows no such step."""
     s = settle(recipe)
     t, at = s.recipe.trainer, s.recipe.sharding
-    if s.method.name != "sft" or s.lora:
+    if s.method.name != "sft" or s.frozen:
         raise parse.RecipeError("plan knows the step of trainer_type sft that trains all weights, and no other")
     if at.rules:
         raise parse.RecipeError("sharding.rules: plan knows fdel's own alone; remove them")
@@ -190,13 +210,15 @@ def build_schedule(recipe: Recipe | Settled, steps: int) -> optax.Schedule:
 def build_optimizer(recipe: Recipe | Settled, spec: Any, steps: int) -> optax.GradientTransformation:
     """Build the optimizer of a run of `steps` steps; `spec` is that of the parameters.
 
-    All adapters decay, and of a head that is trained beside them what has two axes.
+    All adapters decay, and of what is trained whole beside them what has two axes.
     """
     s = settle(recipe)
     t = s.recipe.trainer
     options: dict[str, Any] = {"weight_decay": t.weight_decay, "clip": t.clip_grad}
     if t.optimizer == "adamw":
         options |= {"b1": t.adam_beta1, "b2": t.adam_beta2, "eps": t.adam_epsilon, "moments": t.moments}
-    if s.lora:
-        options["mask"] = (lambda p: jax.tree.map(lambda x: x.ndim > 1, p)) if s.method.head else None
+    if s.frozen:
+        found = dict(params.named_leaves(train.optim.decay_mask(spec)))
+        decays = lambda path, w: jax.tree.map(lambda _: isinstance(w, LowRank) or found[path], w)
+        options["mask"] = (lambda p: change(decays, p)) if s.method.head or t.trainable else None
     return train.optimizer(t.optimizer, build_schedule(s, steps), spec=spec, **options)

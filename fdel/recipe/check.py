@@ -108,8 +108,13 @@ def _models(s: Settled) -> Iterator[str]:
         (s.lora and s.moves,
          f"trainer.{'sync_ref_model' if t.sync_ref_model else 'teacher_model_kind'}: with adapters, the reference is the "
          f"model without them; {'remove one of the two' if t.sync_ref_model else 'set it to base or live'}"),
-        (s.lora and t.router_bias_update_speed,
-         "trainer.router_bias_update_speed: with adapters, routers are frozen; remove it"),
+        (s.frozen and t.router_bias_update_speed,
+         "trainer.router_bias_update_speed: with adapters or trainer.trainable, routers are frozen; remove it"),
+        (t.trainable is not None and s.moves,
+         f"trainer.{'sync_ref_model' if t.sync_ref_model else 'teacher_model_kind'}: moves with all weights, and "
+         "trainer.trainable freezes some; remove one of the two"),
+        (t.trainable is not None and s.lora and s.sampling,
+         "trainer.trainable: the sampler is given the adapter alone; train adapters, or these weights, not both"),
         (t.optimizer == "schedule_free" and t.router_bias_update_speed,
          "trainer.router_bias_update_speed: schedule_free would undo what moves; use another optimizer"),
         (s.lora and t.optimizer in ("adafactor", "muon"),

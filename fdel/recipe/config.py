@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -141,31 +141,56 @@ def lora_targets(lora: Lora, spec: Any) -> str:
         for path, p in params.named_leaves(spec)
         if p.hf and matrix(p)
     }
-    every, last = sorted({m for found in modules.values() for m in found}), lambda m: m.rpartition(".")[2]
-    if isinstance(lora.target_modules, str):
-        wanted = _matching(lora.target_modules, every)
-        if not wanted:
+    ends = lambda m, name: m == name or m.endswith(f".{name}")
+    last = sorted({m.rpartition(".")[2] for found in modules.values() for m in found})
+    known = "matrix", last, f"matrices are {', '.join(last)}"
+    return _chosen("trainer.lora.target_modules", lora.target_modules, modules, ends, known)
+
+
+def trainable(wanted: str | Sequence[str], spec: Any) -> str:
+    """Find the arrays of `trainer.trainable`, as a pattern of their paths.
+
+    A text is a pattern of modules' whole names in the checkpoint; a list has modules, or parts of their names, whose arrays
+    are all wanted. What matches nothing, or some layers alone, is a RecipeError.
+    """
+    modules = {
+        path: [re.sub(r"\.(weight|bias)$", "", name) for name in params.hf_names(p)]
+        for path, p in params.named_leaves(spec)
+        if p.hf
+    }
+    within = lambda m, name: f".{name}." in f".{m}."
+    parts = sorted({x for found in modules.values() for m in found for x in m.split(".") if not x.isdigit()})
+    known = "part of a module's name", parts, f"parts are {', '.join(parts)}"
+    return _chosen("trainer.trainable", wanted, modules, within, known)
+
+
+def _chosen(
+    key: str, wanted: str | Sequence[str], modules: Mapping[str, Sequence[str]], match: Callable[[str, str], bool],
+    known: tuple[str, Sequence[str], str],
+) -> str:  # fmt: skip
+    """Choose paths by their modules' names, for a key: a pattern of these paths. `known`: what names in a list are."""
+    every, (noun, names_of, otherwise) = sorted({m for found in modules.values() for m in found}), known
+    if isinstance(wanted, str):
+        chosen = _matching(key, wanted, every)
+        if not chosen:
             raise parse.RecipeError(
-                f"trainer.lora.target_modules: no module matches the pattern {lora.target_modules!r}; modules are called "
+                f"{key}: no module matches the pattern {wanted!r}; modules are called "
                 f"{', '.join(every[:3])}, ...; names stand in a list, as [q_proj, v_proj]"
             )
     else:
-        ends = lambda m, name: m == name or m.endswith(f".{name}")
-        known = sorted({last(m) for m in every})
-        near = lambda name: names.hint("", name, known, otherwise=f"matrices are {', '.join(known)}")
-        unknown = [w for w in lora.target_modules if not any(ends(m, w) for m in every)]
-        parse.fail([f"trainer.lora.target_modules: {w!r} is no matrix; {near(w)}" for w in unknown])
-        wanted = {m for m in every if any(ends(m, w) for w in lora.target_modules)}
-    some = [path for path, found in modules.items() if wanted & {*found} and not wanted >= {*found}]
+        near = lambda name: names.hint("", name, names_of, otherwise=otherwise)
+        unknown = [w for w in wanted if not any(match(m, w) for m in every)]
+        parse.fail([f"{key}: {w!r} is no {noun}; {near(w)}" for w in unknown])
+        chosen = {m for m in every if any(match(m, w) for w in wanted)}
+    some = [path for path, found in modules.items() if chosen & {*found} and not chosen >= {*found}]
     if some:
         raise parse.RecipeError(
-            f"trainer.lora.target_modules: matches some layers of {', '.join(some)} and not all; layers that are alike are "
-            "adapted together"
+            f"{key}: matches some layers of {', '.join(some)} and not all; layers that are alike are chosen together"
         )
-    return "|".join(f"^{re.escape(path)}$" for path, found in modules.items() if wanted >= {*found})
+    return "|".join(f"^{re.escape(path)}$" for path, found in modules.items() if chosen >= {*found})
 
 
-def _matching(pattern: str, modules: Sequence[str]) -> set[str]:
+def _matching(key: str, pattern: str, modules: Sequence[str]) -> set[str]:
     """Find the names that a pattern matches as a whole, in a process that is ended where it takes long."""
     code = (
         "import json, re, sys\n"
@@ -179,8 +204,8 @@ def _matching(pattern: str, modules: Sequence[str]) -> set[str]:
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired as e:
-        raise parse.RecipeError(f"trainer.lora.target_modules: {pattern!r} takes more than {SECONDS} s to match") from e
+        raise parse.RecipeError(f"{key}: {pattern!r} takes more than {SECONDS} s to match") from e
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["its process ended"])[-1]
-        raise parse.RecipeError(f"trainer.lora.target_modules: {parse.shown(pattern)} {reason}")
+        raise parse.RecipeError(f"{key}: {parse.shown(pattern)} {reason}")
     return set(json.loads(done.stdout))

@@ -132,6 +132,7 @@ def _trained(s: Settled, model: models.Model, sizes: Mapping[str, int] | None) -
         if scratch:
             yield "model: adapters of random weights learn little; train all weights, or give a checkpoint with weights"
         config.lora_targets(s.lora, build.adaptable(s, model))
+    build.trained_whole(s, model)
     reference = _model(s, "reference_model") if recipe.reference_model else None
     if reference and (reference.family, reference.cfg) != (model.family, model.cfg) and not recipe.base_config.values:
         yield "reference_model: its config.json differs from the model's; give one of its kind"

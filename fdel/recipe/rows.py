@@ -19,7 +19,8 @@ SPLIT = ("dp", "fsdp", "ep")  # axes over which rows are divided
 def placing(s: Settled, put: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Let `put`, which gives each sample a row, place them as keys say."""
     if getattr(s.keys, "pack_samples", False):
-        packed = partial(collate, length=s.length, rows=unit(s), packed=True)
+        media = put.keywords["media"]  # type: ignore[attr-defined]
+        packed = partial(collate, length=s.length, rows=unit(s), packed=True, media=media)
         return packed if jax.process_count() == 1 else lambda *args, **how: even(packed(*args, **how))
     n = getattr(s.keys, "samples_per_row", 1)
     return put if n == 1 else share(s, put, n)

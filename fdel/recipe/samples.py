@@ -65,7 +65,7 @@ def build_tasks(
         found = data.tasks(given, replace(settings, batch=1) if held_out else settings, tok)
     except ValueError as e:
         raise parse.RecipeError(f"mixture.{'eval_' * held_out}informs: {e}") from e
-    return seeing.checked(s, found, jax.process_count())
+    return seeing.checked(found, jax.process_count())
 
 
 def _with_tools(offered: list[dict], before: Callable | None, row: Any) -> Any:
@@ -121,7 +121,10 @@ def build_policy(recipe: Recipe | Settled, model: models.Model, tok: text.Tokeni
         if not s.lora:
             engine = Engine(weights.placed(model._replace(params=whole), s.serve_rules), wanted, **how)
             other = rival.build_rival(s, model, engine, wanted, tok)
-            return Policy(engine, lambda trained: here(cast(trained)) if several else inner(trained), bare, mesh, other)
+            frozen = lora.split(model.params, build.trained_whole(s, model))[1] if s.frozen else None
+            full = lambda trained: lora.join(trained, frozen) if s.frozen else trained
+            whole_of = lambda trained: here(cast(full(trained))) if several else inner(full(trained))
+            return Policy(engine, whole_of, bare, mesh, other)
         adapted = params.unstack(whole)
         base = weights.placed(model._replace(params=lora.unload(adapted)), s.serve_rules)
         on_base = lora.graft(adapted, base.params)  # the engine knows its own arrays, and holds them once
@@ -263,7 +266,7 @@ def build_score(
 def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable[[dict[str, Any]], np.ndarray]:
     """Build `kl(batch)`: log policy / reference of each row's tokens, summed, as they were drawn."""
     logps = jax.jit(build.cast(s, model, losses.token_logps(*model[:2], temperature=s.keys.temperature)))
-    reference = lora.unload(training.given["base"]) if s.lora else training.given["reference"]
+    reference = lora.unload(training.given["base"]) if s.reference == "base" else training.given["reference"]
     mesh = build.build_mesh(s)
 
     def kl(batch: dict[str, Any]) -> np.ndarray:
@@ -282,7 +285,7 @@ def learning(s: Settled, model: models.Model, step: Step) -> Step:
     logps = losses.token_logps(*model[:2], temperature=k.temperature, remat=None)
     old: Callable = lambda p, batch, given: {"old": logps(p, batch)}
     found = build.cast(s, model, old if how.first is None else how.first(k, model))
-    whole = (lambda p, given: lora.join(p, given["base"])) if s.lora else lambda p, given: p
+    whole = (lambda p, given: lora.join(p, given["base"])) if s.frozen else lambda p, given: p
     before = lambda p, batch, given: found(whole(p, given), batch, given)
     then, apart = how.then and partial(how.then, k), k.steps_per_generation
     return train.minibatches(step, apart, times=k.num_iterations, first=before, then=then, chunks=parts * apart)

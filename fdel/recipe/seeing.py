@@ -1,4 +1,4 @@
-"""What a recipe's model sees: how its images are prepared, and which runs cannot learn from them."""
+"""What a recipe's model sees and hears: how that is prepared, and which runs cannot learn from it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,9 +9,7 @@ from fdel import params
 from fdel.media import sight
 from fdel.media.sight import Sight
 from fdel.recipe import parse
-from fdel.recipe.check import when
 from fdel.recipe.read import Recipe
-from fdel.recipe.settled import Settled
 from fdel.train import data
 from fdel.train.rollout.sight import shown
 
@@ -43,14 +41,9 @@ def media(recipe: Recipe) -> Callable[..., Mapping[str, Any]]:
     return partial(shown, sight=seeing(recipe))
 
 
-def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
-    """Give tasks back; a RecipeError for those with images where a run cannot learn their samples."""
-    if any(task.images for task in tasks.rows):
-        why, k = "the prompts show images; such samples", s.keys
-        parse.fail([*when(
-            (k.rollout_ahead, f"trainer.rollout_ahead: {why} are not drawn ahead in this version; set it to 0"),
-            (getattr(k, "samples_per_row", 1) > 1, f"trainer.samples_per_row: {why} share no row; set it to 1"),
-            (getattr(k, "pack_samples", False), f"trainer.pack_samples: {why} share no row; remove it"),
-            (processes > 1, f"mixture.informs: {why} are drawn in one process in this version; start one"),
-        )])  # fmt: skip
+def checked(tasks: data.Tasks, processes: int) -> data.Tasks:
+    """Give tasks back; a RecipeError for those that show anything where several processes would learn their samples."""
+    if processes > 1 and any(task.images for task in tasks.rows):
+        why = "the prompts show or play; samples of such are drawn in one process in this version, whose shapes are its own"
+        raise parse.RecipeError(f"mixture.informs: {why}; start one")
     return tasks

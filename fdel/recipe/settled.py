@@ -29,12 +29,13 @@ class Settled:
     shuffled: bool  # rows come in another order in every epoch
     kl: bool  # batches have prompts with other rows' completions too, for KTO's own loss
     packed: bool  # several texts share a row
-    lora: Lora | None  # adapters that are trained alone, which a quantized model needs; None: all weights are
+    lora: Lora | None  # adapters that are trained, which a quantized model needs; None: weights are
+    frozen: bool  # there are weights that are not trained
     format: str | None  # of the quantized weights of a model
     cache_format: str | None  # of keys and values
     dtype: Any  # of the computation; None: the parameters'
     param_dtype: Any  # of the parameters; None: the checkpoint's
-    reference: str | None  # "reference_model", "base" (the model without adapters), "start" (a copy), or there is none
+    reference: str | None  # "reference_model", "base" (the frozen part alone), "start" (a copy), or there is none
     moves: tuple[float, int] | None  # the reference follows the model: by this share, after so many steps each
     precomputed: bool  # the reference's numbers are in the batches
     remat: str | None  # what a backward pass saves of a layer; None: everything
@@ -62,7 +63,8 @@ def settle(recipe: Recipe | Settled) -> Settled:
         raise parse.RecipeError(f"trainer: {e}") from e
     format = FORMATS.get(q.model.quantization_method or "") if q.apply_quantization else None
     lora = getattr(keys, "lora", None) or (Lora() if format else None)
-    reference = "reference_model" if recipe.reference_model else "base" if lora else "start"
+    alone = "base" if lora and t.trainable is None else "start"
+    reference = "reference_model" if recipe.reference_model else alone
     dtype, param_dtype = (None if name is None else jnp.dtype(DTYPES[name]) for name in (load.dtype, load.param_dtype))
     policy = t.gradient_checkpointing  # true saves nothing, as in TRL; "none" is no policy
     actions = {a.name for a in recipe.actions}
@@ -73,7 +75,8 @@ def settle(recipe: Recipe | Settled) -> Settled:
         length=m.pack_seq_length or t.max_length or m.tokenization.max_length or 1024,
         kl=method.data(keys).get("kl", False),
         shuffled=m.pack_shuffle and m.shuffle_buffer_size != 0, packed=bool(m.pack_tokens or t.packing),
-        lora=lora, format=format, cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
+        lora=lora, frozen=bool(lora or t.trainable is not None),
+        format=format, cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
         dtype=dtype, param_dtype=param_dtype or (dtype if lora else None),
         reference=reference if _refers(method, keys) else None,
         moves=getattr(keys, "moves", None), precomputed=t.precompute_ref_log_probs,

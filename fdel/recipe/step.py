@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from fdel import models, params, train
 from fdel.ops.contraction import widen
-from fdel.recipe import build, samples
+from fdel.params.quantize import quantized_paths
+from fdel.recipe import build, parse, samples
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
 from fdel.train import debug, losses, parallel
@@ -44,10 +45,10 @@ def build_objective(
     recipe: Recipe | Settled, model: models.Model, *, teacher: models.Model | None = None,
     lay: Callable[[Callable], Callable] = lambda g: g,
 ) -> Composed:  # fmt: skip
-    """Build the objective of a trainer type; with adapters its params are those of `lora.split`.
+    """Build the objective of a trainer type; where weights are frozen its params are those of `lora.split`.
 
-    It is given "base", the frozen part of the model, if there are adapters; "reference", unless that is the base without
-    them or the batch has its numbers; "teacher"; and the extras of the type. `lay` goes around gradient functions of a
+    It is given "base", the frozen part of the model, if there is one; "reference", unless that is the base without
+    adapters or the batch has its numbers; "teacher"; and the extras of the type. `lay` goes around gradient functions of a
     microbatch. ValueError for keys that fit neither each other nor the model.
     """
     s = settle(recipe)
@@ -56,8 +57,8 @@ def build_objective(
     more: dict[str, Any] = {"teacher": teacher} if s.method.teacher else {}
     found = s.method.objective(s.keys, model, remat=s.remat, **more)
     rows = build.cast(s, model, found.rows)
-    if s.lora:
-        rows = losses.on_adapters(rows, reference=s.reference is not None)
+    if s.frozen:
+        rows = losses.on_adapters(rows, reference=s.reference == "base")
     moves = s.recipe.trainer.router_bias_update_speed
     count = (lambda g: train.count_choices(g, build.spec_of(s, model))) if moves else lambda g: g
     n, total, prepare, loss = s.recipe.trainer.gradient_accumulation_steps, found.total, found.prepare, rows
@@ -82,7 +83,13 @@ def build_step(
     steps *= getattr(s.keys, "updates", 1)
     t, mesh = s.recipe.trainer, build.build_mesh(s) if mesh is None else mesh
     spec, teacher, reference = build.spec_of(s, model), build.build_teacher(s, mesh), build.build_reference(s, model)
-    trained, frozen = params.lora.split(model.params, models.heads.WHOLE) if s.lora else (model.params, None)
+    trained, frozen = model.params, None
+    if s.frozen:
+        trained, frozen = params.lora.split(model.params, build.trained_whole(s, model))
+    few = [
+        f"trainer.trainable: {p} is in few bits, which are not trained; leave it out" for p in quantized_paths(trained)
+    ]
+    parse.fail(few)
     optimizer = build.build_optimizer(s, spec, steps)
 
     def fresh(trained: Any, reference: Any) -> train.TrainState:
@@ -109,7 +116,7 @@ def build_step(
     step = jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options())
     state = jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference)
     given = {name: part for name, part in parts.items() if part is not None and name not in reads}
-    complete = (lambda p: params.lora.join(p, frozen)) if s.lora else lambda p: p
+    complete = (lambda p: params.lora.join(p, frozen)) if s.frozen else lambda p: p
     return TrainingRun(step, state, given, found.loss, reads, complete)
 
 

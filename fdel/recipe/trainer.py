@@ -26,6 +26,9 @@ class Common:
         positive=True)  # fmt: skip
     max_length: int | None = key(None, "tokens of a row; default: 1024")
     seed: int = key(42, "of new weights and of rounding")
+    trainable: str | tuple[str, ...] | None = key(None, "what is trained whole, beside adapters and a new head; the rest "
+        "is frozen. A list: modules, or parts of their names, as multi_modal_projector; else a pattern of whole names; "
+        "default: everything, with lora nothing")  # fmt: skip
     # The optimizer.
     learning_rate: float | None = key(None, "peak; default: TRL's for the type", positive=True)
     optimizer: str = key("adamw", "one of train.optim.OPTIMIZERS")

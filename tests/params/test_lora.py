@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fdel.ops.weights import LowRank, Quantized, dense
 from fdel.params import lora
 from fdel.params.hf_layout import hf_names, layout
 from fdel.params.peft import load_peft, save_peft
-from fdel.params.quantize import quantize
+from fdel.params.quantize import change, quantize
 from fdel.params.spec import Param, named_leaves, normal, stack, unstack
 from fdel.params.tensor import CheckpointError
 from fdel.train import losses
@@ -247,28 +248,41 @@ def test_from_peft(name: str, listed: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "where", "rslora"),
-    [("llama", "", False), ("llama", "q|down", True), ("gpt2", "layers", True), ("gpt2", r"\.(q|v)$", False)],
+    ("family", "where", "rslora", "whole"),
+    [
+        ("llama", "", False, None),
+        ("llama", "q|down", True, r"^layers\.(v|mlp_norm|gate)$|^norm$"),
+        ("gpt2", "layers", True, None),
+        ("gpt2", r"\.(q|v)$", False, None),
+        ("gpt2", r"\.(q|k|v)$", False, "_norm"),
+    ],
 )
-def test_to_peft(family: str, where: str, rslora: bool, tmp_path: Path) -> None:
-    """PEFT reads what was written: the same modules, the same merged weights; and reading it back gives the same."""
+def test_to_peft(family: str, where: str, rslora: bool, whole: str | None, tmp_path: Path) -> None:
+    """PEFT reads what was written: the same modules, the same merged weights; and reading it back gives the same.
+
+    So what stands `whole` beside the adapters, in all layers.
+    """
     model, spec, params = base_model(family)
     import peft
 
     params = randomised(add(params, 3, 8, where, spec, rslora=rslora))
     q = params["layers"]["q"]
     params["layers"]["q"] = LowRank(q.base, q.a, q.b, q.scale * jnp.array([0.5, -1]))  # other than that of k and v
-    save_peft(spec, params, tmp_path, base_name="org/base")
+    start = lora.unload(params)
+    if whole:
+        other = lambda path, w: w + jnp.asarray(RNG.standard_normal(w.shape), w.dtype) if re.search(whole, path) else w
+        params = change(other, params)
+    save_peft(spec, params, tmp_path, base_name="org/base", whole=whole)
     merged = MERGE(params)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()
     assert compare(spec, params, adapted) > 0
     want = params_of(spec, adapted.merge_and_unload())
     chex.assert_trees_all_close(merged, want, rtol=1e-7, atol=1e-5)
-    back = MERGE(load_peft(spec, lora.unload(params), tmp_path))
+    back = MERGE(load_peft(spec, start, tmp_path))
     chex.assert_trees_all_close(back, merged, rtol=1e-7, atol=1e-5)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/base"
-    assert config["r"] == (6 if "v" in where else 9 if family == "gpt2" else 3) or where == "layers"
+    assert config["r"] == (9 if "k" in where else 6 if "v" in where else 3) or where == "layers"
     assert all("." not in name for name in config["target_modules"]) or family == "gpt2"
 
 
@@ -328,15 +342,15 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lora_B.weight \(10, 2\): expected \(2, 12\), \(15, 2\)"):
         load_peft(other, {"layers": {"q": jnp.zeros((2, 3, 5, 12))}}, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    for change in (
+    for odd in (
         {"use_dora": True},
         {"init_lora_weights": "pissa"},
         {"peft_type": "LOHA"},
         {"bias": "all"},
         {"new": [1]},
     ):
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
-        with pytest.raises(CheckpointError, match=f"{next(iter(change))}=.* is not supported"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | odd))
+        with pytest.raises(CheckpointError, match=f"{next(iter(odd))}=.* is not supported"):
             load_peft(SPEC, PARAMS, tmp_path)
     with pytest.raises(ValueError, match="params have no adapter"):
         save_peft(SPEC, PARAMS, tmp_path)

@@ -19,6 +19,7 @@ import pytest
 
 from fdel import ops, serve, text
 from fdel.media import hearing, senses, sight, sound, video
+from fdel.media.senses import Most
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Settings
 from fdel.serve.server import http as server_http
@@ -26,7 +27,7 @@ from fdel.serve.server import launch, metrics
 from fdel.serve.server.call import Server
 from fdel.serve.server.openai import APIError, media, parse_chat
 from fdel.serve.server.openai.tables import Limits
-from fdel.serve.server.tokenizing import Most, PromptEncoder
+from fdel.serve.server.tokenizing import PromptEncoder
 from tests.serve import small, wire
 from tests.serve.test_images import children, file, rgb, url
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdel.media import hearing
+from fdel.media import hearing, senses
 from fdel.media import sight as sights
 
 CHUNKS = 4  # of sounds, as ROUND of patches
@@ -161,7 +161,7 @@ def prompt_media(
     """
     whole = sights.expand(sight, tokens, pictures)
     known = digests or [b""] * len(pictures)
-    items = [item for p, d in zip(pictures, known, strict=True) for item in _items(sight, p, d)]
+    items = [item for p, d in zip(pictures, known, strict=True) for item in media(sight, p, d)]
     rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
     index = np.array(whole.index, np.int32)
     of = [  # the item of each entry: those of a film's sound stand between those of its frames
@@ -174,18 +174,18 @@ def prompt_media(
     return whole.tokens, PromptMedia(items, index, rotary)
 
 
-def _items(sight: Any, shown: Any, digest: bytes) -> list[Medium]:
+def media(sight: Any, shown: Any, digest: bytes = b"") -> list[Medium]:
     """Divide what is shown or played into what a tower takes at once; `digest` is of the whole, b"" if it is not known."""
     if isinstance(shown, hearing.Film):
-        own = lambda name: digest and hashlib.blake2b(digest + name, digest_size=32).digest()
-        return _items(sight, shown.picture, own(b"seen")) + _items(sight, shown.sound, own(b"heard"))
-    if isinstance(shown, hearing.Sound):
-        return [Medium(shown.features, shown.lengths, len(shown.run), digest)]
-    frames = sights.frames(sight, shown)
+        of = lambda name: digest and hashlib.blake2b(digest + name, digest_size=32).digest()
+        return media(sight, shown.picture, of(b"seen")) + media(sight, shown.sound, of(b"heard"))
+    found = senses.parts(sight, shown)
     part = lambda i: hashlib.blake2b(digest + i.to_bytes(4, "little"), digest_size=32).digest()
-    parts = [part(i) if digest and len(frames) > 1 else digest for i in range(len(frames))]
-    count = lambda p: sum(t in sight.entries for t in p.run)
-    return [Medium(p.patches, p.places, count(p), d) for p, d in zip(frames, parts, strict=True)]
+    own = [part(i) if digest and len(found) > 1 else digest for i in range(len(found))]
+    heard = lambda x: isinstance(x, senses.Sound)
+    values, places = lambda x: x.features if heard(x) else x.patches, lambda x: x.lengths if heard(x) else x.places
+    count = lambda x: sum(t in sight.entries for t in x.run)
+    return [Medium(values(x), places(x), count(x), d) for x, d in zip(found, own, strict=True)]
 
 
 def rounded(count: int, least: int = ROUND) -> int:

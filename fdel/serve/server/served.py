@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fdel import text
+from fdel.media.senses import TRUSTED
 from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.pictures import PromptMedia, prompt_media
 from fdel.serve.engine.reply import Delta
@@ -15,10 +16,10 @@ from fdel.serve.engine.request import SamplingParams, check_prompt, fit
 from fdel.serve.server import grammar, openai, reasoning, tools
 from fdel.serve.server.openai import body
 from fdel.serve.server.openai.media import TYPES, Media, Shown, embedded
-from fdel.serve.server.tokenizing import Most, PromptEncoder
+from fdel.serve.server.tokenizing import PromptEncoder
 
 Prompts = Sequence[Sequence[int]]
-BYTES, MOST = 2**26, Most(2**26, 2**28, 3600.0)  # of what `ask` takes
+BYTES = 2**26  # of what `ask` takes
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def _shown(served: ServedModel, every: Sequence[Shown], ids: Sequence[int]) -> t
             expected = f"expected data:{TYPES[shown.kind]}/...;base64,..."
             raise openai.APIError(f"{shown.path}: {expected}", param=shown.path)
         try:
-            pictures.append(served.encoder.prepared(shown.kind, base64.b64decode(data, validate=True), MOST))
+            pictures.append(served.encoder.prepared(shown.kind, base64.b64decode(data, validate=True), TRUSTED))
         except ValueError as e:
             raise openai.APIError(f"{shown.path}: {e}", param=shown.path) from e
     try:

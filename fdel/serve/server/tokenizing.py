@@ -8,15 +8,15 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 
 from fdel import text
-from fdel.media import frames, hearing, sound, video
+from fdel.media import senses
 from fdel.media import sight as sights
-from fdel.media.hearing import Film, Sound
-from fdel.media.sight import Picture, Sight
+from fdel.media.senses import Item, Most
+from fdel.media.sight import Sight
 from fdel.serve.server import grammar
 from fdel.serve.server.openai.checks import APIError
 
@@ -28,16 +28,7 @@ _FIXED = frozenset(
 )
 
 
-FRAMES, WORK = 2**16, 2**31  # of a video, and their pixels: more take longer to decode than a job may
 PAIRS = "score"  # the name of the chat template for pairs
-
-
-class Most(NamedTuple):
-    """What files may have at most: pixels of an image, pixels of all frames taken of a video, seconds of a sound."""
-
-    pixels: int
-    volume: int
-    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,25 +98,12 @@ class PromptEncoder:
                 shown.append(False)
         return shown == [False, True]
 
-    def prepared(self, kind: str, data: bytes, most: Most) -> Picture | Sound | Film:
-        """Decode and prepare a file, of "images", "videos" or "sounds", or "films", videos with what they play.
-
-        ValueError for what is none, or too large.
-        """
-        s = self.sight
-        ways = {} if s is None else {"images": s, "videos": s.video, "films": s.video, "sounds": s.sound}
-        if s is None or (way := ways[kind]) is None:
-            raise ValueError(f"this model takes no {kind}; leave them out")
+    def prepared(self, kind: str, data: bytes, most: Most) -> Item:
+        """Decode and prepare a file (`media.senses.prepare`); ValueError for what is none, or too large."""
         try:
-            if kind == "sounds":
-                return hearing.prepare(way, sound.decode(data, most=most.seconds))
-            if kind in ("videos", "films"):
-                limits = frames.Limits(volume=most.volume, total=FRAMES, work=WORK)
-                shown = video.decode(data, lambda total, fps: video.sample(way, total, fps), limits)
-                seen = video.prepare(way, shown, lambda said: text.encode(self.plain, said, special=False))
-                played = frames.listen(data, most=most.seconds) if kind == "films" and s.sound else None
-                return seen if played is None else hearing.together(s.sound, seen, hearing.prepare(s.sound, played))
-            return sights.prepare(s, sights.decode(data, pixels=most.pixels))
+            return senses.prepare(
+                self.sight, kind, data, most, lambda said: text.encode(self.plain, said, special=False)
+            )
         except ImportError as e:
             raise ValueError(f"this server cannot read {kind}: {e}") from e
 

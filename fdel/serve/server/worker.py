@@ -27,9 +27,10 @@ import numpy as np
 
 from fdel.media import sound
 from fdel.media.hearing import Film, Sound
+from fdel.media.senses import Most
 from fdel.serve.server import grammar
 from fdel.serve.server.openai import checks
-from fdel.serve.server.tokenizing import Most, PromptEncoder
+from fdel.serve.server.tokenizing import PromptEncoder
 
 HEAD = struct.Struct(">II")  # lengths of the JSON and of the bytes
 # To the process that forks: fork, kill or demote; the child's number; whether it is demoted

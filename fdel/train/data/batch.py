@@ -17,7 +17,7 @@ from fdel.train.data.store import NUMBERS, Store
 from fdel.train.losses.stats import IGNORE
 
 Batch = dict[str, Any]
-# Of one sequence: tokens, mask, positions, segment_ids; key_segment_ids if some are hidden; "media" if there are images.
+# Of one sequence: tokens, mask, positions, segment_ids; key_segment_ids if some are hidden; "media" if anything is shown.
 Tokens = dict[str, Any]
 Row = tuple[list[Tokens], dict[str, Any]]
 
@@ -61,33 +61,30 @@ class Plan:
         return others % max(1, len(rows))
 
     @functools.cached_property
-    def shows(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Images of each row, and the most patches of one of them, of its sequences the most; None if none has images."""
+    def shows(self) -> np.ndarray | None:
+        """What each row needs (`Files.needs`), of its sequences the most, int64[4 rows]; None if none shows anything."""
         if not any(s.images for s in self.stores):
             return None
-        none = lambda s: np.zeros(len(s.lengths), np.int64)
-        found = [(s.images.counts, s.images.largest) if s.images else (none(s), none(s)) for s in self.stores]
-        counts, largest = (
-            np.concatenate([x.reshape(-1, s.sides).max(1) for x, s in zip(each, self.stores, strict=True)])[
-                self.pieces[:, 0]
-            ]
-            for each in zip(*found, strict=True)
-        )
-        if not len(counts):
-            return counts, largest
-        total, most = np.add.reduceat(counts, self.bounds[:-1]), np.maximum.reduceat(largest, self.bounds[:-1])
-        return total[self.order], most[self.order]
+        found = [s.images.needs if s.images else np.zeros((4, len(s.lengths)), np.int64) for s in self.stores]
+        each = [x.reshape(4, -1, s.sides).max(2) for x, s in zip(found, self.stores, strict=True)]
+        needs = np.concatenate(each, 1)[:, self.pieces[:, 0]]
+        if not needs.size:
+            return needs
+        rows = [
+            (np.maximum if i % 2 else np.add).reduceat(x, self.bounds[:-1])[self.order] for i, x in enumerate(needs)
+        ]
+        return np.stack(rows)
 
     def room(self, rows: range) -> pictures.Room | None:
-        """Say what a batch of these rows has room for; None if no row of any batch shows an image."""
+        """Say what a batch of these rows has room for; None if no row of any batch shows or plays anything."""
         if self.shows is None or self.settings.sight is None:
             return None
-        images, patches = (
-            pictures.halved(int(x.max()), int(x[rows.start : rows.stop].max()), unit)
-            for x, unit in zip(self.shows, (1, self.settings.sight.merge), strict=True)
-        )
-        first, *rest = (s.images for s in self.stores if s.images)
-        return pictures.Room(images, patches, int(first.numbers[0]), any(x.turned.any() for x in (first, *rest)))
+        here, units = self.shows[:, rows.start : rows.stop], (1, self.settings.sight.merge, 1, 1)
+        halved = lambda most, found, unit: pictures.halved(int(most.max()), int(found.max()), unit)
+        images, patches, sounds, chunks = map(halved, self.shows, here, units)
+        found = [s.images for s in self.stores if s.images]
+        numbers, turned = max(x.size for x in found), any(x.turned.any() for x in found)
+        return pictures.Room(images, patches, sounds, chunks, numbers, turned)
 
     @property
     def _prompts(self) -> np.ndarray:
@@ -187,7 +184,7 @@ def _slice(store: Store, sequence: int, start: int, stop: int | None, segment: i
 
 
 def _seen(p: Plan, store: Store, sequence: int, start: int, stop: int | None, segment: int = 0) -> Tokens:
-    """Slice a sequence, with its images if there are any in the plan; those are never cut."""
+    """Slice a sequence, with what it shows and plays if the plan has any of that; it is never cut."""
     found = _slice(store, sequence, start, stop, segment)
     if p.shows is None or p.settings.sight is None:
         return found
@@ -207,7 +204,7 @@ def collate(
 ) -> Batch:
     """Put rows together, with empty rows up to `size`, padded to the bucket that `width` tokens need.
 
-    See `losses.forward` and `losses.completions` for the keys; with `masked` there is a "mask". `room` is that for images.
+    See `losses.forward` and `losses.completions` for the keys; with `masked` there is a "mask". `room` is that for media.
     """
     width = min((b for b in (*settings.buckets, settings.length) if b >= width), default=settings.length)
     sides, labelled = 2 if settings.mismatched else settings.sides, settings.kind in PER_TOKEN

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fdel import text
+from fdel.media import sight as sights
 from fdel.train.data import images
 from fdel.train.data.files import Row
 from fdel.train.data.finish import Example, Ids, Sides, finished
@@ -20,7 +21,7 @@ SHOWN = 400  # characters of a complaint
 
 
 class Refused(ValueError):
-    """What no choice of rows can mend: a token that the model does not have, or images in rows that would cut them."""
+    """What no choice of rows can mend: a token that the model does not have, or media in rows that would cut them."""
 
 
 def encode_rows(
@@ -71,12 +72,18 @@ def encode_rows(
 def _drafts(
     row: Row, folder: Path | None, tok: text.Tokenizer, settings: Settings, listed: bool
 ) -> Iterator[tuple[Sides, dict[str, Any]]]:
-    """Draft what a row says, with its images."""
-    row, shown = images.taken(row, folder, settings.kind, settings.sight, listed)
+    """Draft what a row says, with what it shows and plays."""
+    sight = settings.sight
+    row, shown = images.taken(row, folder, settings.kind, sight, tok, listed)
     if shown and settings.whole:
-        raise Refused(f"packing={settings.packing!r} cuts rows, and this one shows images; use 'best_fit'")
+        found = ", ".join(k for k in images.KINDS if any(s.kind == k for side in shown for s in side))
+        raise Refused(f"packing={settings.packing!r} cuts rows, and this one shows {found}; use 'best_fit'")
+    write: Any = lambda said: said if said is None else sights.written(sight, said)
     for sides, numbers in drafts(row, tok, settings):
-        yield tuple(replace(d, images=s) for d, s in zip(sides, shown, strict=True)) if shown else sides, numbers
+        if shown and sight is not None and sight.around and any(d.ids is not None for d in sides):
+            raise ValueError("this model's processor writes text around images, which learn='assistant' cannot place")
+        around = [replace(d, text=write(d.text), prompt=write(d.prompt)) for d in sides] if shown else sides
+        yield tuple(replace(d, images=s) for d, s in zip(around, shown, strict=True)) if shown else sides, numbers
 
 
 def _complaint(error: BaseException, place: str, settings: Settings) -> str:

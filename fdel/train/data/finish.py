@@ -27,7 +27,7 @@ Finished = tuple["Example | None", str | None]  # why there is none, or what is 
 class Example:
     """Sequences that belong together (one, or chosen and rejected), as int32 ids and bool masks of what is learnt.
 
-    The mask of judged steps, and of words, is their labels, int32. `images` are those of each sequence, if there are any.
+    The mask of judged steps, and of words, is their labels, int32. `images` are what each sequence shows and plays.
     """
 
     ids: tuple[np.ndarray, ...]

@@ -1,4 +1,4 @@
-"""Images of a data set: kept as files in a store, and put into batches as a tower takes them."""
+"""Images, videos and sounds of a data set: kept as files in a store, and put into batches as towers take them."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,25 +7,29 @@ from typing import Any
 
 import numpy as np
 
+from fdel.media import senses
 from fdel.media import sight as sights
-from fdel.media.sight import Picture, Sight
-from fdel.ops.batch import Media, Patches
-from fdel.train.data.images import Shown, load
+from fdel.media.senses import Item, Sound
+from fdel.media.sight import Sight
+from fdel.ops.batch import Media, Patches, Sounds
+from fdel.train.data import images
+from fdel.train.data.images import KINDS, Shown, load
 
-COUNTS = dict(counts=np.int32, starts=np.int32, tokens=np.int32, patches=np.int32, numbers=np.int32, sizes=np.int64,
-              paths=bool, turned=bool, files=np.uint8)  # fmt: skip
+COUNTS = dict(counts=np.int32, starts=np.int32, tokens=np.int32, kinds=np.int8, parts=np.int32, patches=np.int32,
+              numbers=np.int32, sizes=np.int64, paths=bool, turned=bool, files=np.uint8)  # fmt: skip
 
 
 # ---- in a store ----------------------------------------------------------------------------------------------------
 
 
 def arrays(sequences: Iterable[Sequence[Shown]]) -> dict[str, np.ndarray]:
-    """Lay the images of sequences out as arrays, by name (`Files`)."""
+    """Lay what sequences show and play out as arrays, by name (`Files`)."""
     found = [tuple(s) for s in sequences]
-    every = [s for images in found for s in images]
+    every = [s for shown in found for s in shown]
     columns: dict[str, Any] = {
-        "counts": [len(images) for images in found], "starts": [s.start for s in every],
-        "tokens": [len(s.run) for s in every], "patches": [s.patches for s in every],
+        "counts": [len(shown) for shown in found], "starts": [s.start for s in every],
+        "tokens": [len(s.run) for s in every], "kinds": [[*KINDS].index(s.kind) for s in every],
+        "parts": [s.parts for s in every], "patches": [s.patches for s in every],
         "numbers": [s.numbers for s in every],
         "sizes": [len(s.file) for s in every], "paths": [s.path for s in every], "turned": [s.turned for s in every],
         "files": np.frombuffer(b"".join(s.file for s in every), np.uint8),
@@ -35,11 +39,13 @@ def arrays(sequences: Iterable[Sequence[Shown]]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Files:
-    """The images of a store: how many each sequence has, and of each image what `Shown` says, its file end to end."""
+    """What a store shows and plays: how much each sequence, and of each what `Shown` says, its file end to end."""
 
     counts: np.ndarray
     starts: np.ndarray
     tokens: np.ndarray
+    kinds: np.ndarray  # places in KINDS
+    parts: np.ndarray
     patches: np.ndarray
     numbers: np.ndarray
     sizes: np.ndarray
@@ -49,7 +55,7 @@ class Files:
 
     @functools.cached_property
     def first(self) -> np.ndarray:
-        """The first image of each sequence, and the number of all."""
+        """The first of each sequence, and the number of all."""
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     @functools.cached_property
@@ -58,24 +64,33 @@ class Files:
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
 
     @functools.cached_property
-    def largest(self) -> np.ndarray:
-        """The most patches of an image of each sequence."""
-        most = np.maximum.reduceat(np.append(self.patches, 0), self.first[:-1]) if len(self.counts) else self.counts
-        return np.where(self.counts > 0, most, 0)
+    def needs(self) -> np.ndarray:
+        """What each sequence needs, int64[4 sequences]: images, patches of the largest, sounds, chunks of the longest."""
+        owner, heard = np.repeat(np.arange(len(self.counts)), self.counts), self.kinds == [*KINDS].index("sounds")
+        out = np.zeros((4, len(self.counts)), np.int64)
+        for i, mine in ((0, ~heard), (2, heard)):
+            np.add.at(out[i], owner[mine], self.parts[mine])
+            np.maximum.at(out[i + 1], owner[mine], self.patches[mine])
+        return out
+
+    @functools.cached_property
+    def size(self) -> int:
+        """How many numbers a patch has; 0 if there are sounds alone."""
+        return int(self.numbers[self.kinds != [*KINDS].index("sounds")].max(initial=0))
 
     def of(self, sequence: int, tokens: np.ndarray) -> list[Shown]:
-        """List the images of a sequence of these tokens."""
+        """List what a sequence of these tokens shows and plays."""
         found = []
         for i in range(int(self.first[sequence]), int(self.first[sequence + 1])):
             start, file = int(self.starts[i]), self.files[self.ends[i] : self.ends[i + 1]].tobytes()
             run = tuple(tokens[start : start + int(self.tokens[i])].tolist())
-            facts = int(self.patches[i]), int(self.numbers[i]), bool(self.turned[i])
-            found.append(Shown(file, bool(self.paths[i]), run, *facts, start))
+            facts = int(self.parts[i]), int(self.patches[i]), int(self.numbers[i]), bool(self.turned[i])
+            found.append(Shown(file, bool(self.paths[i]), [*KINDS][self.kinds[i]], run, *facts, start))
         return found
 
 
 def files(parts: Mapping[str, np.ndarray]) -> Files | None:
-    """Read the images of a store's arrays; None if there are none."""
+    """Read what a store's arrays show and play; None if that is nothing."""
     found = {k: parts[name] for k in COUNTS if (name := f"images.{k}") in parts}
     return Files(**found) if len(found.get("starts", ())) else None
 
@@ -85,59 +100,67 @@ def files(parts: Mapping[str, np.ndarray]) -> Files | None:
 
 @dataclass(frozen=True)
 class Room:
-    """What a batch has room for: images of a row, patches of an image, numbers of a patch.
+    """What a batch has room for: images of a row (a video is several), patches of an image, sounds of a row, their chunks.
 
-    `turned`: its tokens turn by three components.
+    A patch has so many `numbers`. `turned`: its tokens turn by three components.
     """
 
     images: int
     patches: int
+    sounds: int
+    chunks: int
     numbers: int
     turned: bool
 
 
 def halved(most: int, found: int, unit: int = 1) -> int:
     """Halve a size, in whole units, as often as `found` still fits: of one most there are few sizes.
-    >>> halved(12, 4), halved(12, 2), halved(16, 0, 4)
-    (6, 2, 4)
+    >>> halved(12, 4), halved(12, 2), halved(16, 0, 4), halved(0, 0)
+    (6, 2, 4, 0)
     """
-    size = max(unit, -(-most // unit) * unit)
+    size = max(unit, -(-most // unit) * unit) if most else 0
     while size > unit and (half := -(-size // (2 * unit)) * unit) >= found and half < size:
         size = half
     return size
 
 
-def room(rows: Sequence[tuple[Sequence[Mapping[str, Any]], Any]], processes: int) -> Room | None:
-    """Say what a batch of a stream has room for: a power of two of images, patches of three significant bits.
+def room(rows: Sequence[tuple[Sequence[Mapping[str, Any]], Any]], processes: int, sight: Sight | None) -> Room | None:
+    """Say what a batch of a stream has room for: powers of two of images and sounds, patches of three significant bits.
 
     None if its rows show none. ValueError for several processes, whose batches would have other shapes.
     """
     each = [x["media"]["pictures"] for sequences, _ in rows for x in sequences if "media" in x]
-    every = [p for found in each for p in found]
-    if not every:
+    if sight is None or not any(each):
         return None
     if processes > 1:
         raise ValueError("a stream of several processes has no common number of images; read the data without stream")
-    most = max(len(p.patches) for p in every)
+    split = [[part for p in found for part in senses.parts(sight, p)] for found in each]
+    heard = [[x for x in found if isinstance(x, Sound)] for found in split]
+    seen = [[x for x in found if not isinstance(x, Sound)] for found in split]
+    power = lambda sizes: 1 << (n - 1).bit_length() if (n := max(sizes, default=0)) else 0
+    most = max((len(p.patches) for found in seen for p in found), default=0)
+    chunks = [len(x.lengths) for found in heard for x in found]
     step = max(64, 1 << max(0, most.bit_length() - 3))
-    images = 1 << (max(map(len, each)) - 1).bit_length()
-    return Room(images, -(-most // step) * step, every[0].patches.shape[1], any(p.turns is not None for p in every))
+    numbers = max((p.patches.shape[1] for found in seen for p in found), default=0)
+    turned = any(p.turns is not None for found in each for p in found)
+    images, sounds = power(map(len, seen)), power(map(len, heard))
+    return Room(images, -(-most // step) * step, sounds, power(chunks), numbers, turned)
 
 
 def columns(sight: Sight, tokens: np.ndarray, shown: Sequence[Shown]) -> dict[str, Any]:
-    """Read the images of a sequence: its "index" (of `sight.expand`), "rotary" int[T 3], and "pictures".
+    """Read what a sequence shows and plays: its "index" (of `sight.expand`), "rotary" int[T 3], and "pictures", of it all.
 
     ValueError for an image that is another than when its row was tokenized.
     """
-    plain, after = list[int](), 0
+    plain, after, places = list[int](), 0, images.tokens(sight)
     for s in shown:
-        plain += [*tokens[after : s.start].tolist(), sight.placeholder]
+        plain += [*tokens[after : s.start].tolist(), places[s.kind]]
         after = s.start + len(s.run)
-    pictures = [load(s, sight) for s in shown]
+    pictures: list[Any] = [load(s, sight) for s in shown]
     for s, p in zip(shown, pictures, strict=True):
         if p.run != s.run:
             raise ValueError(
-                f"{s.name}: the image has another size than when its row was read; let it be, and train anew"
+                f"{s.name}: the {s.kind[:-1]} has another size than when its row was read; let it be, and train anew"
             )
     out = sights.expand(sight, [*plain, *tokens[after:].tolist()], pictures)
     turns = np.repeat(np.arange(len(tokens))[:, None], 3, 1) if out.rotary is None else np.array(out.rotary)
@@ -155,8 +178,19 @@ def longer(found: Mapping[str, Any], length: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def part(found: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
+    """Give the columns of the tokens from first to end of a sequence; ValueError for a part of what is shown."""
+    index = found["index"][first:end]
+    here = int((index >= 0).sum())
+    if here not in (0, int((found["index"] >= 0).sum())):
+        raise ValueError(
+            "the end of a prompt is an image, a video or a sound; let a text follow it, or share no prompts"
+        )
+    return {"index": index, "rotary": found["rotary"][first:end], "pictures": found["pictures"] if here else []}
+
+
 def none(positions: np.ndarray) -> dict[str, Any]:
-    """Give the columns of a sequence without images, as `columns`."""
+    """Give the columns of a sequence of text alone, as `columns`."""
     return {
         "index": np.full(len(positions), -1, np.int32),
         "rotary": np.repeat(positions[:, None], 3, 1),
@@ -176,19 +210,25 @@ def join(parts: Sequence[Mapping[str, Any]], sight: Sight) -> dict[str, Any]:
 def media(
     rows: Sequence[Sequence[Mapping[str, Any]]], sight: Sight, shape: tuple[int, ...], room: Room
 ) -> dict[str, Any]:
-    """Put the images of sequences (rows, sides) into a batch of `shape` (rows, sides, T): "media", and "rotary"."""
+    """Put what sequences (rows, sides) show and play into a batch of `shape` (rows, sides, T): "media", and "rotary"."""
     index, rotary = np.full(shape, -1, np.int32), np.zeros((*shape, 3), np.int32)
-    pictures = [list[Picture]() for _ in range(shape[0] * shape[1])]
+    items = [list[Item]() for _ in range(shape[0] * shape[1])]
     for i, sides in enumerate(rows):
         for j, found in enumerate(sides):
             n = len(found["index"])
             index[i, j, :n], rotary[i, j, :n] = found["index"], found["rotary"]
-            pictures[i * shape[1] + j] = found["pictures"]
-    values, places, flat = sights.gather(
-        sight, pictures, index.reshape(-1, shape[-1]), images=room.images, patches=room.patches
-    )
+            items[i * shape[1] + j] = found["pictures"]
+    flat, much = index.reshape(-1, shape[-1]), dict(images=room.images, patches=room.patches)
+    heard: tuple[np.ndarray, ...] = ()
+    if room.sounds:
+        much |= dict(sounds=room.sounds, chunks=room.chunks)
+        (values, places), heard, flat = senses.gather(sight, items, flat, **much)
+    else:
+        values, places, flat = sights.gather(sight, items, flat, **much)  # type: ignore[arg-type]
     if not values.shape[-1]:  # none of these rows shows one
         values = np.zeros((*values.shape[:-1], room.numbers), values.dtype)
     back = lambda x: x.reshape(*shape[:2], *x.shape[1:])
-    out: dict[str, Any] = {"media": Media(back(flat).astype(np.int32), inputs=Patches(back(values), back(places)))}
-    return out | ({"rotary": rotary} if room.turned else {})
+    seen = [Patches(back(values), back(places))] if room.images else []
+    inputs = (*seen, *([Sounds(*map(back, heard))] if heard else []))
+    media = Media(back(flat).astype(np.int32), inputs=inputs if len(inputs) > 1 else inputs[0])
+    return {"media": media} | ({"rotary": rotary} if room.turned else {})

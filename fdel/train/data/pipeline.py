@@ -162,7 +162,9 @@ def dataset(
         masked = settings.kind not in ("prompt", "embedding", "labelled") and settings.learn != "all"
         own = settings.batch // process_count
         width = lambda rows: max(len(sequence["tokens"]) for sequences, _ in rows for sequence in sequences)
-        put = lambda rows: collate(rows, settings, own, width(rows), masked, pictures.room(rows, process_count))
+        put = lambda rows: collate(
+            rows, settings, own, width(rows), masked, pictures.room(rows, process_count, settings.sight)
+        )
         stream = Stream(found, tok, settings, process)
         batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)

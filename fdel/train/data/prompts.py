@@ -18,7 +18,7 @@ class Task(NamedTuple):
     number: int
     prompt: tuple[int, ...]
     row: Mapping[str, Any] = {}  # all columns: the prompt as it was written, the answer, what rewards and tools want
-    images: tuple[Shown, ...] = ()  # those that stand in the prompt
+    images: tuple[Shown, ...] = ()  # what the prompt shows and plays
 
 
 @dataclass(frozen=True)

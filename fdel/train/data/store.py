@@ -31,7 +31,7 @@ NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(
 )
 NUMBERS |= {"pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
 NUMBERS |= {"labelled": {"labels": "float32"}}  # [targets], where that is not one
-FORMAT = 2  # of the cache; another number makes caches of before invalid
+FORMAT = 3  # of the cache; another number makes caches of before invalid
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Store:
     """Examples of `sides` sequences each: tokens int32[N] and mask bool[N], end to end; lengths int32[sequences].
 
     The mask of judged steps and of words is their labels, int32[N], negative where there is none. `numbers` hold a value
-    per example: "label", "margin", "prompt" (the length of it), "labels" (`Settings.targets` of them). `images` are those
-    of the sequences, None if there are none.
+    per example: "label", "margin", "prompt" (the length of it), "labels" (`Settings.targets` of them). `images` are what
+    the sequences show and play, None if that is nothing.
     """
 
     tokens: np.ndarray

@@ -34,9 +34,9 @@ def collate(
     multiple of `rows`, and with `packed` that times a power of two: empty rows fill up, so that few shapes are compiled.
     `shared`: packed, and samples of one prompt in a row have it there once, so that it is computed once for all of them.
     With `most`, the tokens of a sample that are learnt at most, T is `length` and the shapes do not depend on the samples.
-    `media(samples, shape)` gives what the tasks' pictures are in rows of single samples (`shown`).
-    `learn` tells which samples are learnt: of the others the mask is False. Samples that ended with an error are not. A
-    sample of more than `length` tokens loses its end.
+    `media(rows, shape)` gives what tasks show (`shown`), where rows have parts of samples. `learn` tells which samples are
+    learnt: of the others the mask is False. Samples that ended with an error are not. One of more than `length` tokens
+    loses its end.
     """
     advantages = np.asarray(advantages, np.float32)
     if advantages.shape != (len(samples),) or not samples:
@@ -70,9 +70,9 @@ def collate(
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
     if any(s.task.images for s in samples):
-        if packed or most or media is None:
-            raise ValueError("pictures: rows hold one sample, in one process; give media=partial(shown, sight=...)")
-        found |= media(samples, (height, width))
+        if most or media is None:
+            raise ValueError("tasks show pictures, which one process alone learns; give media=partial(shown, ...)")
+        found |= media([[(samples[i], a, b) for i, a, b, _ in _segments(x, sizes)] for x in grouped], (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}
 

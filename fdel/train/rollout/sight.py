@@ -1,4 +1,4 @@
-"""The pictures of tasks: as an engine takes them beside a prompt, and in the batch that learns the samples."""
+"""What tasks show and play: as an engine takes it beside a prompt, and in the batch that learns the samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,9 +8,11 @@ import numpy as np
 
 from fdel.media.sight import Sight
 from fdel.serve import PromptMedia
-from fdel.serve.engine.pictures import Medium
+from fdel.serve.engine.pictures import media
 from fdel.train.data import pictures
 from fdel.train.rollout.records import Sample, Task
+
+Part = tuple[Sample, int, int]
 
 
 def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | None:
@@ -21,26 +23,28 @@ def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | 
     if not task.images:
         return None
     found = pictures.longer(_columns(_known(sight), task), length)
-    count = lambda p: sum(t in _known(sight).entries for t in p.run)
-    images = [Medium(p.patches, p.places, count(p)) for p in found["pictures"]]
+    items = [item for p in found["pictures"] for item in media(_known(sight), p)]
     turned = any(p.turns is not None for p in found["pictures"])
-    return PromptMedia(images, found["index"], found["rotary"] if turned else None)
+    return PromptMedia(items, found["index"], found["rotary"] if turned else None)
 
 
-def shown(samples: Sequence[Sample], shape: tuple[int, int], *, sight: Sight | None) -> Mapping[str, Any]:
-    """Give the "media" and "rotary" of a batch with a sample in each row, of `shape`; empty if none shows a picture."""
-    if not any(s.task.images for s in samples):
+def shown(rows: Sequence[Sequence[Part]], shape: tuple[int, int], *, sight: Sight | None) -> Mapping[str, Any]:
+    """Give the "media" and "rotary" of a batch of `shape`, whose first rows have these parts; empty if none shows anything.
+
+    A part is a sample, and the first and the end of its tokens that stand there.
+    """
+    tasks = {id(s.task): s.task for row in rows for s, _, _ in row}
+    if not any(task.images for task in tasks.values()):
         return {}
-    every: dict[int, dict[str, Any]] = {}
-    for s in samples:
-        if id(s.task) not in every:
-            every[id(s.task)] = _columns(_known(sight), s.task)
-    length = lambda s: min(len(s.tokens), shape[1])
-    rows = [[pictures.longer(every[id(s.task)], length(s))] for s in samples]
-    room = pictures.room([([{"media": x} for x in row], None) for row in rows], 1)
+    every = {i: _columns(_known(sight), task) for i, task in tasks.items()}
+    part = lambda s, first, end: pictures.part(
+        pictures.longer(every[id(s.task)], max(end, len(s.task.prompt))), first, end
+    )
+    each = [[pictures.join([part(*x) for x in row], _known(sight))] for row in rows]
+    room = pictures.room([([{"media": x} for x in row], None) for row in each], 1, _known(sight))
     if room is None:
         return {}
-    found = pictures.media(rows, _known(sight), (shape[0], 1, shape[1]), room)
+    found = pictures.media(each, _known(sight), (shape[0], 1, shape[1]), room)
     return {k: jax.tree.map(lambda x: x[:, 0], v) for k, v in found.items()}
 
 

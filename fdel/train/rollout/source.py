@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdel.ops.batch import Packed
+from fdel.ops.batch import Media, Packed, Patches, Sounds
 from fdel.train.metrics import Row
 from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Task
 from fdel.train.steps import TrainState
 
-PACKED = ("positions", "segment_ids", "prefix_ids")  # what a checkpoint keeps of `ops.Packed`
+# What a checkpoint keeps of `ops.Packed`, of `ops.Media` and of its inputs.
+KEPT = {"packed": ("positions", "segment_ids", "prefix_ids"), "media": ("index",), "Patches": ("values", "places"),
+        "Sounds": ("features", "lengths")}  # fmt: skip
 
 Batch = dict[str, Any]
 Learn = Callable[[Sequence[Task]], tuple[Batch, Row]]
@@ -164,11 +166,11 @@ class Mixed:
 
 def encode(batch: Batch) -> str:
     """Write a batch as text: base64 of numpy's npz."""
-    if "media" in batch:
-        raise ValueError("a batch with pictures that was sampled ahead is not written in this version; set ahead=0")
-    arrays = {k: v for k, v in batch.items() if k != "packed"}
-    if "packed" in batch:
-        arrays |= {f"packed.{k}": x for k in PACKED if (x := getattr(batch["packed"], k)) is not None}
+    arrays = {k: v for k, v in batch.items() if k not in ("packed", "media")}
+    media = batch.get("media")
+    inputs = () if media is None else media.inputs if isinstance(media.inputs, tuple) else (media.inputs,)
+    for name, x in [("packed", batch.get("packed")), ("media", media), *((type(x).__name__, x) for x in inputs)]:
+        arrays |= {f"{name}.{k}": v for k in KEPT[name] if (v := getattr(x, k, None)) is not None}
     file = io.BytesIO()
     np.savez(file, **arrays)
     return base64.b64encode(file.getvalue()).decode()
@@ -181,5 +183,12 @@ def decode(text: str) -> Batch:
             arrays = {k: found[k] for k in found.files}
     except (binascii.Error, zipfile.BadZipFile, OSError, EOFError, KeyError) as e:
         raise ValueError(f"a batch of the checkpoint is damaged ({type(e).__name__}: {e})") from e
-    packed = {k: arrays.pop(f"packed.{k}") for k in PACKED if f"packed.{k}" in arrays}
-    return arrays | {"packed": Packed(**packed)} if packed else arrays
+    parts = {
+        name: {k: arrays.pop(f"{name}.{k}") for k in kept if f"{name}.{k}" in arrays} for name, kept in KEPT.items()
+    }
+    if parts["packed"]:
+        arrays["packed"] = Packed(**parts["packed"])
+    if parts["media"]:
+        inputs = [of(**parts[of.__name__]) for of in (Patches, Sounds) if parts[of.__name__]]
+        arrays["media"] = Media(**parts["media"], inputs=tuple(inputs) if len(inputs) > 1 else inputs[0])
+    return arrays

@@ -1,0 +1,297 @@
+"""Run files whose rows show videos and play sounds: losses are those of transformers' model on the same files.
+
+A video here has each frame twice, so that transformers' processor of images makes the patches of its frames: its processor
+of videos needs torchvision, tests/media/test_video.py asks it where that is there.
+"""
+
+import base64
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import models as kinds
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
+pytest.importorskip("PIL.Image", reason="extra `media`")
+av = pytest.importorskip("av", reason="extra `video`")
+
+from fdel import models, recipe, text  # noqa: E402
+from fdel.media import sight, video  # noqa: E402
+from fdel.train import data, losses  # noqa: E402
+from tests.models import tiny  # noqa: E402
+from tests.models.test_omni import EXTRACTOR  # noqa: E402
+from tests.test_recipe_images import batches, curve, pixels, png, run_file, said  # noqa: E402
+
+IMAGE, VIDEO, AUDIO = 120, 121, 122
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type in ['image', 'video'] %}"
+    "<see><{{ p.type }}><seen>{% elif p.type == 'audio' %}<hear><audio><heard>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+NAMES = {
+    IMAGE: "<image>",
+    VIDEO: "<video>",
+    AUDIO: "<audio>",
+    118: "<see>",
+    119: "<seen>",
+    116: "<hear>",
+    117: "<heard>",
+}
+SECONDS = (0.63, 1.3)
+FILE = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 256, "longest_edge": 4096}}  # fmt: skip
+
+
+def clip(seed: int = 0) -> bytes:
+    """An AVI file of two pictures, each twice, two frames a second.
+
+    Wider than it is long in time, where transformers 5.23 goes on too early behind it.
+    """
+    out = io.BytesIO()
+    with av.open(out, "w", format="avi") as c:
+        stream = c.add_stream("mjpeg", rate=2)
+        stream.width, stream.height, stream.pix_fmt = 40, 16, "yuvj444p"
+        stream.codec_context.qmin = stream.codec_context.qmax = 2  # alike frames become alike
+        for x in np.repeat(np.random.default_rng(seed).integers(0, 256, (2, 16, 40, 3), np.uint8), 2, 0):
+            c.mux(stream.encode(av.VideoFrame.from_ndarray(x, "rgb24")))
+        c.mux(stream.encode())
+    return out.getvalue()
+
+
+def samples(i: int) -> np.ndarray:
+    """A sound in whole sixteenths of a thousand, which 16 bits hold exactly."""
+    x = np.random.default_rng(i).normal(size=int(SECONDS[i] * 16000)) / 5
+    return (np.clip(x, -1, 1) * 32767).astype("<i2").astype(np.float32) / 2**15
+
+
+def wav(i: int) -> bytes:
+    out = io.BytesIO()
+    import wave
+
+    with wave.open(out, "wb") as f:
+        f.setparams((1, 2, 16000, 0, "NONE", ""))
+        f.writeframes((samples(i) * 2**15).astype("<i2").tobytes())
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Make a tiny checkpoint with its processor and a tokenizer that knows its tokens, and transformers' model."""
+    made, patch = {}, pytest.MonkeyPatch()
+    small = video.HEARD._replace(bounds=None)  # the omni processor's own bounds make thousands of tokens of a frame
+    patch.setattr(sight, "VIDEOS", sight.VIDEOS | {"qwen3_omni_moe_thinker": small})
+
+    def make(name: str):
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            oracle = tiny.checkpoint(name, path)
+            spare = sorted(set(range(3, 128)) - set(NAMES))
+            vocab = {chr(c): i for c, i in zip(range(32, 127), spare, strict=False)}
+            vocab |= {"<pad>": 0, "<s>": 1, "</s>": 2} | {n: i for i, n in NAMES.items()}
+            tok = Tokenizer(kinds.WordLevel(vocab, unk_token="<pad>"))
+            tok.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+            tok.add_special_tokens(["<pad>", "<s>", "</s>", *NAMES.values()])
+            special = {"eos_token": "</s>", "pad_token": "<pad>"}
+            text.save(text.Tokenizer(tok, special, (2,), {"default": TEMPLATE}, {}, tok.to_str()), path)
+            more = EXTRACTOR if "omni" in name else {}
+            (path / "preprocessor_config.json").write_text(json.dumps(FILE | more))
+            (path / "video_preprocessor_config.json").write_text(json.dumps(FILE | more))
+            made[name] = path, oracle
+        return made[name]
+
+    yield make
+    patch.undo()
+
+
+def frames(data: bytes) -> np.ndarray:
+    with av.open(io.BytesIO(data)) as file:
+        return np.stack([f.to_ndarray(format="rgb24") for f in file.decode(video=0)])
+
+
+def wanted(name: str, tokens: list[list[int]], shown: list[dict]) -> tuple[dict, torch.Tensor]:
+    """What transformers' model takes of rows of tokens with runs, and its labels; media of each row by kind."""
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    longest, pixel = max(map(len, tokens)), dict(patch_size=4, merge_size=2, size=FILE["size"])
+    mean = (
+        dict(image_mean=[0.5] * 3, image_std=[0.5] * 3) if "qwen3_vl" in name else {}
+    )  # of videos, where the file is silent
+    ids = torch.tensor([t + [0] * (longest - len(t)) for t in tokens])
+    mask = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in tokens])
+    every = {k: [x for row in shown for x in row.get(k, ())] for k in ("image", "video", "audio")}
+    inputs: dict = {}
+    if every["image"]:
+        inputs |= Qwen2VLImageProcessorPil(**pixel)([pixels(i) for i in every["image"]], return_tensors="pt")
+    if every["video"]:
+        each = [frames(clip(i)) for i in every["video"]]
+        assert all((x[0::2] == x[1::2]).all() and len(x) == 4 and (x[0] != x[2]).any() for x in each)
+        found = Qwen2VLImageProcessorPil(**pixel, **mean)([x for v in each for x in v[::2]], return_tensors="pt")
+        grids = found["image_grid_thw"][::2].clone()
+        grids[:, 0] = 2
+        inputs |= {"pixel_values_videos": found["pixel_values"], "video_grid_thw": grids}
+    if every["audio"]:
+        extract = WhisperFeatureExtractor(feature_size=16)
+        sounds = [samples(i) for i in every["audio"]]
+        found = extract(
+            sounds, sampling_rate=16000, padding=True, truncation=False, return_attention_mask=True, return_tensors="pt"
+        )
+        inputs |= {"input_features": found["input_features"], "feature_attention_mask": found["attention_mask"]}
+    if "omni" in name:
+        inputs["video_second_per_grid"] = torch.tensor([1.0] * len(every["video"]))
+    else:
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    if name == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor([1.0] * len(every["video"]))
+    labels = ids.masked_fill((mask == 0) | torch.isin(ids, torch.tensor([IMAGE, VIDEO, AUDIO])), -100)
+    return {"input_ids": ids, "attention_mask": mask, **inputs}, labels
+
+
+def chats(folder, heard: bool = True):
+    """Rows as people write them: paths, data URLs, bytes, columns, all kinds in one row, none."""
+    (folder / "files").mkdir(exist_ok=True)
+    for name, content in {"0.png": png(1), "0.avi": clip(0), "0.wav": wav(0)}.items():
+        (folder / "files" / name).write_bytes(content)
+    b64 = lambda x: base64.b64encode(x).decode()
+    part = lambda kind, x: {"type": kind, kind: x}
+    film = part("video", "files/0.avi")
+    rows = [
+        ({"messages": [said("user", film, "what is it ?"), said("assistant", "a cat")]}, {"video": [0]}),
+        ({"messages": [said("user", {"type": "image"}, " and ", {"type": "video"}, "?"), said("assistant", "the cat sat")],
+          "videos": [{"bytes": b64(clip(1)), "path": None}], "images": ["files/0.png"]}, {"image": [1], "video": [1]}),
+        ({"messages": [{"role": "user", "content": "what is good"}, {"role": "assistant", "content": "a mat"}]}, {}),
+    ]  # fmt: skip
+    if heard:
+        url = {"url": f"data:audio/wav;base64,{b64(wav(1))}"}
+        rows += [
+            ({"messages": [said("user", part("audio", "files/0.wav"), "?", {"type": "audio_url", "audio_url": url}),
+                           said("assistant", "four")]}, {"audio": [0, 1]}),
+            ({"prompt": [said("user", "say", {"type": "audio"}, film, {"type": "image"})],
+              "completion": [said("assistant", "so so")], "image": "files/0.png",
+              "audio": {"array": samples(1).tolist(), "sampling_rate": 16000}}, {"image": [1], "video": [0], "audio": [1]}),
+        ]  # fmt: skip
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r, _ in rows))
+    return SimpleNamespace(file=file, shown=[s for _, s in rows])
+
+
+def kind_counts(tokens) -> tuple[int, ...]:
+    return tuple(int((np.array(tokens) == t).sum()) for t in (IMAGE, VIDEO, AUDIO))
+
+
+costly = lambda *of: pytest.param(*of, marks=pytest.mark.matrix)
+
+
+RUNS = [("qwen3_omni_moe", True), ("qwen3_vl", False), costly("qwen3_omni_moe", False), costly("qwen3_vl", True),
+        costly("qwen2_5_vl", False), costly("qwen2_vl", False)]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,packed", RUNS)
+def test_rows_with_videos_and_sounds_are_what_transformers_learns(seeing, name, packed, tmp_path):
+    """In all forms, one row each or packed: the loss 1e-5, its weight exactly; of a completion its own tokens alone."""
+    path, oracle = seeing(name)
+    rows = chats(tmp_path, heard="omni" in name)
+    n = len(rows.shown)
+    plain = run_file(path, rows.file, tmp_path / "out", num_train_epochs=1, total_batch_size=n, max_length=160)
+    (batch,) = batches(plain.set("mixture.shuffle_buffer_size", 0))
+    found = [t[:k].tolist() for t, k in zip(batch["tokens"], batch["lengths"], strict=True)]
+    inputs, labels = wanted(name, found, rows.shown)
+    if "mask" in batch:
+        labels[~torch.tensor(batch["mask"][:, : labels.shape[1]])] = -100
+    with torch.no_grad():
+        logits = oracle(**inputs).logits
+    cross_entropy = torch.nn.functional.cross_entropy
+    want = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").item()
+    every = batches(plain.set("trainer.packing", True).set("trainer.total_batch_size", 1)) if packed else [batch]
+    assert not packed or (len(every) < n and max(int(b["packed"].segment_ids.max()) for b in every) > 0)
+    model = models.load(path, dtype=jnp.float32)
+    loss = jax.jit(losses.sft(model.family, model.cfg))
+    each = [loss(model.params, b) for b in every]
+    assert sum(float(s["weight"]) for _, s in each) == int((labels[:, 1:] >= 0).sum())
+    np.testing.assert_allclose(sum(float(t) for t, _ in each), want, rtol=1e-5)
+
+
+def asked(kind: str, value, name: str = "qwen3_omni_moe", **columns):
+    return name, {"messages": [said("user", {"type": kind, kind: value}, "?"), said("assistant", "a")], **columns}
+
+
+ASKED = [
+    (asked("audio", "files/0.wav"), None),
+    (asked("video", "../files/0.avi"), "outside of"),
+    (asked("audio", "https://example.org/a.wav"), "sound 'https.*nothing is fetched; put the sound beside"),
+    (asked("video", "files/0.wav"), "files/0.wav: found b'RIFF.*no video of a known container"),
+    (asked("audio", "files/0.avi"), "files/0.avi: .*not a sound that can be read"),
+    (asked("audio", {"bytes": base64.b64encode(wav(0)[:5000]).decode()}), "a sound of 5000 bytes: the WAV file is cut off"),
+    (asked("video", "files/0.avi", videos=[b"x".hex()]), "1 videos in the column videos, .* the messages have 1 places"),
+    (asked("audio", None), "a part of type audio names none, and the column audios has no more"),
+    (asked("audio", [0.5, 0.5]), "expected a sound as bytes, a data URL, a path, or array and sampling_rate, found list"),
+    (asked("audio", {"array": [[[0.5]]]}), "found a sound float64.*expected floats"),
+    (asked("audio", "files/0.wav", "qwen3_vl"), "the row shows sounds, but this model takes no sounds"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case,reason", ASKED)
+def test_media_that_cannot_be_used_name_file_and_row(seeing, case, reason, tmp_path):
+    name, row = case
+    path, _ = seeing(name)
+    rows = chats(tmp_path, heard=False).file
+    rows.write_text(rows.read_text() + json.dumps(row) + "\n")
+    report = data.dataset(
+        data.Source(str(rows)), data.Settings(batch=1, length=160, sight=sight.read(path)), text.load(path)
+    ).report
+    assert report.kept == 3 + (reason is None)
+    if reason is not None:
+        ((complaint, (_, places)),) = report.notes.items()
+        assert places == (f"{rows}:4",) and re.search(reason, complaint), complaint
+
+
+def test_sounds_alone_make_no_images_and_columns_of_texts_take_the_models_tokens(seeing, tmp_path):
+    """Arrays of rows in memory; the batch of a data set without images has sounds alone, one of a text beside none."""
+    path, _ = seeing("qwen3_omni_moe")
+    tok, settings = text.load(path), data.Settings(batch=2, length=96, sight=sight.read(path), shuffle=False)
+    rows = [{"text": "a <hear><audio><heard> b", "audio": samples(0)}, {"text": "a cat"}]
+    (batch,) = data.dataset(rows, settings, tok)
+    heard = batch["media"].inputs
+    assert (
+        heard.features.shape == (2, 1, 1, 16, 100)
+        and heard.lengths.tolist() == [[[63]], [[0]]]
+        and "rotary" not in batch
+    )
+    assert (batch["media"].index >= 0).sum(1).tolist() == [8, 0]
+    mixed = [{"text": "<audio> and <see><video><seen>", "audios": [wav(0)], "videos": [clip(0)]}, rows[1]]
+    (batch,) = data.dataset(mixed, settings, tok)
+    assert kind_counts(batch["tokens"][0]) == (0, 20, 8) and len(batch["media"].inputs) == 2
+    first = [{"messages": [said("user", "what ?"), said("assistant", "a")], "audio": wav(0)}, rows[1]]
+    (batch,) = data.dataset(first, settings, tok)
+    assert batch["tokens"][0, 5] == 116 and kind_counts(batch["tokens"][0]) == (0, 0, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_runs_learn_from_videos_and_sounds_and_a_stream_shows_them(seeing, tmp_path):
+    """A run file to its end, with adapters; a cache gives what the rows gave; a stream the same batches' contents."""
+    path, _ = seeing("qwen3_omni_moe")
+    rows = chats(tmp_path).file
+    plain = run_file(
+        path, rows, tmp_path / "a", total_batch_size=5, max_length=160, num_train_epochs=1, max_training_steps=1
+    )
+    (one,) = batches(plain)
+    (again,) = batches(plain.set("mixture.save", {"path": str(tmp_path / "cache")}))
+    jax.tree.map(np.testing.assert_array_equal, one, again)
+    (other,) = batches(plain.set("mixture.pack_on_the_fly", True).set("mixture.shuffle_buffer_size", 8))
+    size = lambda x: float(np.abs(x).sum())
+    arrays = lambda b: (b["tokens"], b["lengths"], b["media"].inputs[0].values, b["media"].inputs[1].features)
+    total = lambda b: sorted((t[:n].tolist(), size(v), size(f)) for t, n, v, f in zip(*arrays(b), strict=True))
+    assert total(one) == total(other)
+    recipe.train(
+        plain.set("trainer.lora", {"r": 2}).set("trainer.max_training_steps", 3).set("trainer.num_train_epochs", 3)
+    )
+    curves = curve(tmp_path / "a")
+    assert len(curves) == 3 and all(np.isfinite(row["loss"]) for row in curves)
