@@ -21,9 +21,10 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 pytest.importorskip("PIL.Image", reason="extra `media`")
 av = pytest.importorskip("av", reason="extra `video`")
 
-from fdel import models, recipe, text  # noqa: E402
-from fdel.media import sight, video  # noqa: E402
+from fdel import models, recipe, serve, text  # noqa: E402
+from fdel.media import senses, sight, video  # noqa: E402
 from fdel.train import data, losses  # noqa: E402
+from fdel.train.rollout import sight as shown  # noqa: E402
 from tests.models import tiny  # noqa: E402
 from tests.models.test_omni import EXTRACTOR  # noqa: E402
 from tests.test_recipe_images import batches, curve, pixels, png, run_file, said  # noqa: E402
@@ -271,6 +272,24 @@ def test_sounds_alone_make_no_images_and_columns_of_texts_take_the_models_tokens
     first = [{"messages": [said("user", "what ?"), said("assistant", "a")], "audio": wav(0)}, rows[1]]
     (batch,) = data.dataset(first, settings, tok)
     assert batch["tokens"][0, 5] == 116 and kind_counts(batch["tokens"][0]) == (0, 0, 8)
+
+
+def test_an_engine_is_given_what_a_chat_would_give_it(seeing, tmp_path):
+    """Of a task with an image, a video and a sound: the same media, tokens and turns, as the server makes of a prompt."""
+    path, _ = seeing("qwen3_omni_moe")
+    tok, see, rows = text.load(path), sight.read(path), chats(tmp_path)
+    settings = data.Settings(batch=1, length=96, sight=see)
+    task = data.tasks(data.Source(str(rows.file)), settings, tok).rows[4]
+    spots = text.encode(
+        tok, "user:say<hear><audio><heard><see><video><seen><see><image><seen>;assistant:", special=False
+    )
+    most, spell = senses.TRUSTED, lambda said: text.encode(tok, said, special=False)
+    files = {"sounds": wav(1), "videos": clip(0), "images": png(1)}
+    items = [senses.prepare(see, kind, content, most, spell) for kind, content in files.items()]
+    tokens, want = serve.prompt_media(see, spots, items)
+    got = shown.prompt_media(see, task, len(tokens))
+    assert list(task.prompt) == tokens and [i.digest for i in got.items] == [i.digest for i in want.items]
+    assert len(got.items) == 4 and (got.index == want.index).all() and (got.rotary == want.rotary).all()
 
 
 @pytest.mark.slow
