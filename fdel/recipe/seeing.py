@@ -46,8 +46,14 @@ def media(recipe: Recipe) -> Callable[..., Mapping[str, Any]]:
 def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
     """Give tasks back; a RecipeError for those with images where a run cannot learn their samples."""
     if any(task.images for task in tasks.rows):
-        why, k = "the prompts show images; such samples", s.keys
+        why, k, how = "the prompts show images; such samples", s.keys, s.method.samples
+        kind, blind = s.method.name, how is not None and how.rival is not None and how.rival(k) < 1
         parse.fail([*when(
+            (how is not None and how.reads,
+             f"trainer.trainer_type: {why} are not told more in this version, as {kind} does; leave these rows out"),
+            (blind, f"trainer.trainer_type: {why} are not drawn of a mixture in this version, as {kind} does; "
+             "leave these rows out"),
+            (getattr(k, "seq_kd", False), f"trainer.seq_kd: {why} are not written by a teacher in this version; remove it"),
             (k.rollout_ahead, f"trainer.rollout_ahead: {why} are not drawn ahead in this version; set it to 0"),
             (getattr(k, "samples_per_row", 1) > 1, f"trainer.samples_per_row: {why} share no row; set it to 1"),
             (getattr(k, "pack_samples", False), f"trainer.pack_samples: {why} share no row; remove it"),

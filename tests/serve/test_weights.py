@@ -352,7 +352,7 @@ def test_new_weights_are_written_over_old_copies(model) -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_one_program_writes_all_new_weights_of_a_trainer(stacked: bool, model, caplog) -> None:
-    """The first update compiles it, the second nothing; what was stacked the engine has copied itself, and it writes there."""
+    """The first update compiles it, the second nothing; copies of what was stacked are written over."""
     of = lambda seed: params.restack(make_model(seed).params, STACKED)
     trees, compiled = [of(i) for i in range(3)], []
     views.copier.cache_clear()
