@@ -20,8 +20,9 @@ PIL = pytest.importorskip("PIL.Image", reason="extra `media`")
 
 from fdel import models, params, recipe, serve, text  # noqa: E402
 from fdel.media import sight  # noqa: E402
-from fdel.recipe import build  # noqa: E402
+from fdel.recipe import build, methods, samples  # noqa: E402
 from fdel.recipe import seeing as sights  # noqa: E402
+from fdel.recipe.settled import settle  # noqa: E402
 from fdel.train import data, losses, metrics, rollout  # noqa: E402
 from fdel.train.rollout import source  # noqa: E402
 from fdel.train.rollout.sight import shown  # noqa: E402
@@ -370,6 +371,53 @@ def test_samples_that_share_rows_are_those_of_rows_of_their_own(seeing, name, tm
     with pytest.raises(ValueError, match="the end of a prompt is an image"):
         both = [sample(last, 0), sample(last, 1)]
         rollout.collate(both, np.ones(2), length=112, shared=True, media=partial(shown, sight=see))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "why"),
+    [
+        ("sdpo", {}, "trainer_type: the prompts show images; such samples are not told more in this version, as sdpo"),
+        ("nash_md", {}, "trainer_type: the prompts show images; such samples are not drawn of a mixture"),
+        (
+            "gkd",
+            {"seq_kd": True, "lmbda": 0.5},
+            "seq_kd: the prompts show images; such samples are not written by a teacher",
+        ),
+        ("grpo", {"pack_samples": True}, "pack_samples: the prompts show images; such samples share no row"),
+        ("a2po", {}, None),
+    ],
+    ids=lambda x: x if isinstance(x, str) and len(x) < 9 else "",
+)
+def test_prompts_with_images_are_refused_before_a_model_is_loaded(seeing, kind, keys, why, tmp_path):
+    """By the types that would not show them to all that read them; of the others each has its images."""
+    path, *_ = seeing("llava")
+    keys = {"num_generations": 2, "max_completion_length": 8} | keys
+    keys |= {} if kind == "gkd" else {"reward_functions": [{"name": "exact"}]}
+    s = settle(run_file(path, chats(tmp_path), tmp_path, trainer_type=kind, **keys))
+    if why is None:
+        assert any(task.images for task in samples.build_tasks(s, text.load(path)).rows)
+        return
+    with pytest.raises(recipe.RecipeError, match=why):
+        samples.build_tasks(s, text.load(path))
+
+
+def test_what_is_learnt_of_samples_has_their_images():
+    """The columns of every type that says itself which it takes."""
+    drawn, zeros = np.arange(4) > 1, np.zeros(4, np.float32)
+    group = [
+        rollout.Sample(rollout.Task(0, (1, 2), {}), i, np.arange(4), drawn, zeros, zeros, drawn - 1, "stop")
+        for i in range(4)
+    ]
+    scores = rollout.Rewards(np.zeros((1, 4)), np.arange(4.0), ("a",))
+    collated = lambda found, *_, **how: rollout.collate(found, np.zeros(len(found)), length=8) | {
+        "media": np.arange(len(found)), "rotary": np.arange(len(found))
+    }  # fmt: skip
+    for kind in ("a2po", "online_dpo", "xpo"):
+        how = methods.METHODS[kind]
+        found = how.samples.batch(
+            how.keys(num_generations=2, **{"num_value_samples": 2} if kind == "a2po" else {}), group, scores, collated
+        )
+        assert {"media", "rotary"} <= set(found), kind
 
 
 @pytest.mark.slow

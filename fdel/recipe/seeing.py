@@ -41,9 +41,18 @@ def media(recipe: Recipe) -> Callable[..., Mapping[str, Any]]:
     return partial(shown, sight=seeing(recipe))
 
 
-def checked(tasks: data.Tasks, processes: int) -> data.Tasks:
-    """Give tasks back; a RecipeError for those that show anything where several processes would learn their samples."""
-    if processes > 1 and any(task.images for task in tasks.rows):
-        why = "the prompts show or play; samples of such are drawn in one process in this version, whose shapes are its own"
-        raise parse.RecipeError(f"mixture.informs: {why}; start one")
+def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
+    """Give tasks back; a RecipeError for those that show or play anything where a run cannot learn their samples."""
+    if any(task.images for task in tasks.rows):
+        why, k, how = "the prompts show or play; samples of such", s.keys, s.method.samples
+        kind, blind = s.method.name, how is not None and how.rival is not None and how.rival(k) < 1
+        parse.fail([*when(
+            (how is not None and how.reads,
+             f"trainer.trainer_type: {why} are not told more in this version, as {kind} does; leave these rows out"),
+            (blind, f"trainer.trainer_type: {why} are not drawn of a mixture in this version, as {kind} does; "
+             "leave these rows out"),
+            (getattr(k, "seq_kd", False), f"trainer.seq_kd: {why} are not written by a teacher in this version; remove it"),
+            (processes > 1, f"mixture.informs: {why} are drawn in one process in this version, whose shapes are its own; "
+             "start one"),
+        )])  # fmt: skip
     return tasks

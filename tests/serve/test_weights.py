@@ -14,7 +14,7 @@ from fdel import params, train
 from fdel.models import Model, llama
 from fdel.ops.weights import Adapters
 from fdel.params.spec import path_name
-from fdel.serve.engine import weights
+from fdel.serve.engine import views, weights
 from fdel.serve.engine.engine import Engine, Settings
 from tests.serve.small import CFG, make_model
 from tests.serve.test_adapters import PROMPTS, SAMPLING, SHAPE, SPEC, adapter
@@ -348,3 +348,22 @@ def test_new_weights_are_written_over_old_copies(model) -> None:
     shared = weights_of()
     put(made[2], reuse=True)
     assert not any(x.is_deleted() for x in shared)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_one_program_writes_all_new_weights_of_a_trainer(stacked: bool, model, caplog) -> None:
+    """The first update compiles it, the second nothing; copies of what was stacked are written over."""
+    of = lambda seed: params.restack(make_model(seed).params, STACKED)
+    trees, compiled = [of(i) for i in range(3)], []
+    views.copier.cache_clear()
+    held = weights.Weights(model._replace(params=trees[2]) if stacked else model, {})
+    first = jax.tree.leaves(held[""])
+    for tree in trees[:2]:
+        new = held.checked("", tree)
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            held.put("", new, reuse=True)
+        compiled.append([r.getMessage() for r in caplog.records if "ompiling jit(copy" in r.getMessage()])
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), held[""], params.unstack(tree)))
+    assert [len(x) for x in compiled] == [1, 0] and all(x.is_deleted() == stacked for x in first)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(trees))

@@ -63,6 +63,9 @@ class A2po(Scored):
     filter_all_incorrect: bool = key(True, "leave out prompts whose samples of the reference have rewards of 0 alone")
 
 
+READ = ("tokens", "mask", "lengths", "places", *losses.forward.SEEN)  # columns of whole completions
+
+
 def compared(k: Compared, samples: Sequence[Sample], rewards: Rewards) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Give the scores of the first and of the second samples, and which pairs are learnt: both have a score."""
     ended = np.array([s.finish == "stop" for s in samples])
@@ -75,9 +78,8 @@ def pairs(k: Compared, samples: Sequence[Sample], rewards: Rewards, put: Callabl
     """Make rows of two samples, [B 2 T], and tell which of them is better; the first of equal ones."""
     first, second, known = compared(k, samples, rewards)
     rows = put(samples, np.zeros(len(samples)), learn=np.repeat(known, 2))
-    names = ("tokens", "mask", "lengths", "places", *losses.forward.SEEN)
     two = lambda x: x.reshape(-1, 2, *x.shape[1:])
-    paired = {name: jax.tree.map(two, rows[name]) for name in names if name in rows}
+    paired = {name: jax.tree.map(two, rows[name]) for name in READ if name in rows}
     better = np.pad(first >= second, (0, len(paired["tokens"]) - len(first)))
     return paired | {"better": better}
 
@@ -100,7 +102,7 @@ def valued(k: A2po, samples: Sequence[Sample], rewards: Rewards, put: Callable) 
     ended = np.array([s.finish == "stop" for s in mine]) | (not k.mask_truncated_completions)
     rows = put(mine, np.zeros(len(mine)), learn=ended & ~np.isnan(gained) & ~np.repeat(hopeless, n))
     advantage = np.pad(np.nan_to_num(gained), (0, len(rows["tokens"]) - len(mine))).astype(np.float32)
-    return {name: rows[name] for name in ("tokens", "mask", "lengths", "places")} | {"advantage": advantage}
+    return {name: rows[name] for name in READ if name in rows} | {"advantage": advantage}
 
 
 def regression(k: A2po, model: models.Model, *, remat: str | None) -> Objective:

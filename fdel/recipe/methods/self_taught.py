@@ -160,8 +160,6 @@ def taught(
     k: Sdpo, samples: Sequence[Sample], rewards: Rewards, put: Callable, *, tok: text.Tokenizer
 ) -> dict[str, Any]:
     """Make a step's batch: the samples, and beside each the same after what its teacher is asked."""
-    if any(s.task.images for s in samples):
-        raise ValueError("sdpo: prompts that show pictures cannot be told more in this version; leave these rows out")
     ended = np.array([s.finish == "stop" for s in samples]) | (not k.mask_truncated_completions)
     learn = ended & ~np.isnan(rewards.total)
     batch = put(samples, advantages.grouped(rewards.total, k.num_generations, scale=k.scale_rewards), learn=learn)

@@ -25,8 +25,8 @@ class Changes(Loop):
         listed, have the structure, shapes, dtypes and shardings of those that are served, and finite values, else
         ValueError, and nothing changes. `reshard` lays them out as those, from wherever they are; `cast` casts them. An
         engine on several processes is given them in process 0, which has them whole (`engine.follow`). `reuse` writes them
-        over those of the update before, where no adapter shares these: quicker, but `model.params` of before are then
-        deleted, and nobody may score or embed meanwhile.
+        over the engine's copies of before, where no adapter shares these: quicker, but `model.params` of before are then
+        deleted, and nobody may score or embed meanwhile. The first update compiles the program that copies.
 
         Returns the number of the new weights, 1 for the first update of the base, or of an adapter of this name: tokens
         that they draw have it in `Generation.versions`. Weights that were there from the start have number 0.

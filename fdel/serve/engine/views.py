@@ -69,29 +69,38 @@ def layer_views(params: Any) -> Any:
         raise ValueError(f"the layers of these parameters are neither a list nor stacked: {e}") from e
 
 
+def listed(params: Any) -> bool:
+    """Tell whether the layers of parameters are a list."""
+    return isinstance(heads.inner(params)["layers"], list)
+
+
 def owned(params: Any) -> Any:
     """List the layers of parameters: what was stacked is copied, all of it, and what was listed stays as it is.
 
     All is committed to its devices: programs are compiled once more for arrays that are not.
     """
-    listed = isinstance(heads.inner(params)["layers"], list)
-    held = lambda p: jax.device_put(p.array, p.sharding) if listed and p.sharding is not None else p.copy()
+    as_they_are = listed(params)
+    held = lambda p: jax.device_put(p.array, p.sharding) if as_they_are and p.sharding is not None else p.copy()
     return jax.tree.map(held, layer_views(params))
 
 
 def copies(
-    given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct], old: Sequence[jax.Array] = ()
+    given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct], old: list[jax.Array] | None = None
 ) -> list[jax.Array]:
     """Copy arrays to the dtypes and layouts of others.
 
-    One program cuts, casts and lays out all that are on the devices of these; others go array by array. That program
-    writes into `old`, arrays like these that are donated, if there are any: fresh memory costs as much as the copying.
+    One program cuts, casts and lays out all that are on the devices of these; others go array by array. With a list that
+    program writes into `old`, arrays like these that are donated: fresh memory costs as much as the copying. An empty one
+    stands for zeros, so that there is one program for a first update and those after it. Nothing stays in `old`.
     """
     lie = {devices(getattr(x, "sharding", None)) for x in (*(p.array for p in given), *like)}
     if len(lie) > 1 or None in lie:
+        if old:
+            old.clear()  # before there is another
         return [p.copy(x.dtype, x.sharding) for p, x in zip(given, like, strict=True)]
     arrays, where = cuts(given, like)
-    return copier(where)(arrays, list(old))
+    spare = old or [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in like if old is not None]
+    return copier(where)(arrays, spare)
 
 
 def cuts(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], tuple[Cut, ...]]:

@@ -26,6 +26,7 @@ from fdel.serve.engine.views import (
     finite,
     finite_sums,
     layer_views,
+    listed,
     owned,
 )
 
@@ -79,7 +80,7 @@ class Weights:
         self.dtype, self.most = compute_dtype(model.params), most
         self.lock = threading.Lock()  # held while the base is replaced
         self.trees: dict[str, Any] = {"": owned(model.params)}
-        self.copied = False  # the base is a copy that an update has made
+        self.copied = not listed(model.params)  # the base's arrays are copies, which nobody else has
         (first, *_) = jax.tree.leaves(self.trees[""])[0].sharding.device_set  # a mesh of one device is no mesh
         alone = SingleDeviceSharding(first)
         self.everywhere: Any = alone if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
@@ -131,7 +132,7 @@ class Weights:
         self.put(name, new)
 
     def put(self, name: str, new: Any, *, reuse: bool = False) -> None:
-        """Do that; with `reuse` a new base is written over the old one, if that is a copy which nothing here shares."""
+        """Do that; with `reuse` a new base is written over the old one if that is a copy that nothing here shares."""
         if name == "":
             self._replace(new, reuse)
         else:
@@ -213,9 +214,9 @@ class Weights:
         """Copy another base; the old one is let go of before, so that nothing is there twice."""
         with self.lock:
             fresh, structure = jax.tree.flatten(new)
-            old = self._spare(fresh) if reuse else []
+            old, like = self._spare(fresh) if reuse else None, jax.tree.leaves(self.like)
             self.together, self.trees[""], self.base_arrays, self.slots = None, None, {}, {}
-            self.trees[""] = jax.tree.unflatten(structure, copies(fresh, jax.tree.leaves(self.like), old))
+            self.trees[""] = jax.tree.unflatten(structure, copies(fresh, like, old))
             self.copied = True
             self._remember(new)
 
