@@ -376,14 +376,17 @@ def test_samples_that_share_rows_are_those_of_rows_of_their_own(seeing, name, tm
 @pytest.mark.parametrize(
     ("kind", "keys", "why"),
     [
-        ("sdpo", {}, "trainer_type: the prompts show images; such samples are not told more in this version, as sdpo"),
-        ("nash_md", {}, "trainer_type: the prompts show images; such samples are not drawn of a mixture"),
+        (
+            "sdpo",
+            {},
+            "trainer_type: the prompts show or play; samples of such are not told more in this version, as sdpo",
+        ),
+        ("nash_md", {}, "trainer_type: the prompts show or play; samples of such are not drawn of a mixture"),
         (
             "gkd",
             {"seq_kd": True, "lmbda": 0.5},
-            "seq_kd: the prompts show images; such samples are not written by a teacher",
+            "seq_kd: the prompts show or play; samples of such are not written by a teacher",
         ),
-        ("grpo", {"pack_samples": True}, "pack_samples: the prompts show images; such samples share no row"),
         ("a2po", {}, None),
     ],
     ids=lambda x: x if isinstance(x, str) and len(x) < 9 else "",

@@ -65,7 +65,7 @@ def build_tasks(
         found = data.tasks(given, replace(settings, batch=1) if held_out else settings, tok)
     except ValueError as e:
         raise parse.RecipeError(f"mixture.{'eval_' * held_out}informs: {e}") from e
-    return seeing.checked(found, jax.process_count())
+    return seeing.checked(s, found, jax.process_count())
 
 
 def _with_tools(offered: list[dict], before: Callable | None, row: Any) -> Any:

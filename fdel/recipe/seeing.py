@@ -9,7 +9,9 @@ from fdel import params
 from fdel.media import sight
 from fdel.media.sight import Sight
 from fdel.recipe import parse
+from fdel.recipe.check import when
 from fdel.recipe.read import Recipe
+from fdel.recipe.settled import Settled
 from fdel.train import data
 from fdel.train.rollout.sight import shown
 
