@@ -29,18 +29,20 @@ MIB = 2**20
 
 
 class Device(NamedTuple):
-    """What tiles depend on: bytes of fast memory for blocks, cores that share the blocks of outputs, and most outputs."""
+    """What tiles depend on."""
 
-    memory: int
-    cores: int
+    memory: int  # bytes of fast memory for blocks
+    cores: int  # that share the blocks of outputs
     outputs: int  # of a block of a matrix's gradient
+    depth: int  # numbers that the multiplier sums at once: of such a gradient, rows
 
 
-DEVICES = {"v5 lite": Device(96 * MIB, 1, 1024), "v6": Device(96 * MIB, 1, 2048)}  # by a part of the device's name
-LEAST = Device(44 * MIB, 2, 1024)  # of v5p, and where the device is not known
+# By a part of the device's name; of v5p, and where the device is not known.
+DEVICES = {"v5 lite": Device(96 * MIB, 1, 1024, 128), "v6": Device(96 * MIB, 1, 2048, 256)}
+LEAST = Device(44 * MIB, 2, 1024, 128)
 SPARE = 12 * MIB  # that a program may use beside its blocks
-TILES = [(64, 128, 64), (1024, 256, 64), (2**31, 512, 128)]  # up to so many rows of a group: rows of a tile, of a part
-OUTPUTS = 1024  # most of a block
+TILES = [(64, 128, 64), (1024, 512, 64), (2**31, 512, 128)]  # up to so many rows of a group: rows of a tile, of a part
+OUTPUTS, INPUTS = 1024, 2048  # most of a block, the latter of a matrix's gradient
 
 
 def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
@@ -102,10 +104,10 @@ def tiling(x: Any, w: Any, *, xs: int = 1, matrices: int = 1, outs: int = 1, tur
 
 def tiling_of_matrices(dy: Any, x: Any, groups: int) -> Tiling:
     """Choose the tiles for gradients of matrices from dy [M N] and x [M K]."""
-    rows, part = next(tile for most, *tile in TILES if len(x) <= most * groups)
+    rows = next(rows for most, rows, _ in TILES if len(x) <= most * groups)
     about = device()
-    widths = _even(dy.shape[1], about.outputs, about.cores), _even(x.shape[1], about.outputs, 1)
-    return Tiling(rows, part, *widths, about.memory + SPARE, True)
+    widths = _even(dy.shape[1], about.outputs, about.cores), _even(x.shape[1], INPUTS, 1)
+    return Tiling(rows, min(rows, about.depth), *widths, about.memory + SPARE, True)
 
 
 def _bytes(rows: int, width: int, inputs: int, xs: int, matrices: int, outs: int, each: int) -> int:
