@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+ALIGNED = 16  # rows of bfloat16 that lie in one tile of memory
+
 
 class Tiling(NamedTuple):
     """How a product of rows is cut: `part` rows of a tile are multiplied at once, those of other groups are not."""
@@ -58,15 +60,22 @@ def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _parts(v: Any, low: Any, high: Any, part: int, do: Callable[[Any, Array], None]) -> None:
-    """Do what a step does with each part of a tile that has rows of its group: do(rows, whether each is)."""
+def _parts(v: Any, low: Any, high: Any, rows: int, part: int, do: Callable[[Any, Array], None]) -> None:
+    """Do what a step does with the rows of its group in a tile, `part` at once: do(rows, whether each is one).
+
+    The first part begins with the memory tile that has the group's first row.
+    """
     from jax.experimental import pallas as pl
 
-    def one(i: Any, _: None) -> None:
-        row = i * part + jax.lax.broadcasted_iota(jnp.int32, (part, 1), 0)
-        do(pl.ds(pl.multiple_of(i * part, part), part), (row >= low[v]) & (row < high[v]))
+    start, end = low[v] // ALIGNED * ALIGNED, high[v]
 
-    jax.lax.fori_loop(low[v] // part, (high[v] + part - 1) // part, one, None)
+    def one(i: Any, _: None) -> None:
+        begin = start + i * part
+        at = jnp.minimum(begin, rows - part)  # within the tile: the last part may have rows of the one before
+        row = at + jax.lax.broadcasted_iota(jnp.int32, (part, 1), 0)
+        do(pl.ds(pl.multiple_of(at, min(ALIGNED, part)), part), (row >= jnp.maximum(low[v], begin)) & (row < end))
+
+    jax.lax.fori_loop(0, jnp.where(end > low[v], (end - start + part - 1) // part, 0), one, None)
 
 
 def of_rows(t: Tiling, counts: tuple[int, int, int], product: Callable[..., list[Array]], *refs: Any) -> None:
@@ -91,10 +100,10 @@ def of_rows(t: Tiling, counts: tuple[int, int, int], product: Callable[..., list
         for out, y in zip(outs, product(*found, *(b[0].astype(jnp.float32) for b in biases)), strict=True):
             out[rows, :] = jnp.where(mine, y.astype(out.dtype), out[rows, :])
 
-    _parts(v, low, high, t.part, part)
+    _parts(v, low, high, t.rows, t.part, part)
 
 
-def of_matrices(part: int, *refs: Any) -> None:
+def of_matrices(t: Tiling, *refs: Any) -> None:
     """Add a tile of rows to the product of dy and x over a group's rows; a block of it is stored after its last tile."""
     from jax.experimental import pallas as pl
 
@@ -109,7 +118,7 @@ def of_matrices(part: int, *refs: Any) -> None:
         a, b = (jnp.where(mine, ref[rows, :].astype(jnp.float32), 0).astype(ref.dtype) for ref in (dy, x))
         total[...] += _dot(a, b, (0, 0))
 
-    _parts(v, low, high, part, add)
+    _parts(v, low, high, t.rows, t.part, add)
 
     @pl.when((v == last) | (matrix[v] != matrix[jnp.minimum(v + 1, last)]))
     def _() -> None:
@@ -154,7 +163,7 @@ def matrices_of(t: Tiling, dy: Array, x: Array, sizes: Array) -> Array:
     about, steps = visits(sizes, len(x), t.rows, matrices=True)
     outputs, inputs = dy.shape[1], x.shape[1]
     run = pl.pallas_call(
-        functools.partial(of_matrices, t.part),
+        functools.partial(of_matrices, t),
         out_shape=jax.ShapeDtypeStruct((len(sizes), outputs, inputs), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(about),

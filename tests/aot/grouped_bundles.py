@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
 from fdel.kernels import grouped_matmul_tpu as kernel
-from fdel.kernels.grouped_program_tpu import Tiling, visits
+from fdel.kernels.grouped_program_tpu import ALIGNED, visits
 from fdel.ops import grouped
 from tests.aot.bundles import CLOCK, CORES, parts
 
@@ -128,7 +128,7 @@ def estimate(chip: str, e: Experts, what: str, cycles: int) -> tuple[float, floa
         t = kernel.tiling(shape(e.rows, inputs), w, matrices=count)
     found, steps = visits(jnp.asarray(sizes), e.rows, t.rows, matrices="matrices" in what)
     tile, matrix, low, high = (np.asarray(x)[: int(steps)] for x in found)
-    many = np.where(high > low, -(-high // t.part) - low // t.part, 0)
+    many = np.where(high > low, -(-(high - low // ALIGNED * ALIGNED) // t.part), 0)
     block = (t.outputs, t.inputs) if "matrices" in what else (t.outputs, inputs)
     work = many * max(cycles / CLOCK, count * t.part * math.prod(block) / rate)
     blocks = -(-outputs // t.outputs)

@@ -34,7 +34,7 @@ from tests.aot import hopper_products
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
 # Loops in a toy program. Two of them draw, or walk the head's chunks and layers; in prefill each of at most two mixtures
-# has one for each of three products (rounds of all experts on GPUs, megablox's own tables on TPUs), in training one for
+# has one for each of three products (rounds of all experts on GPUs), in training one for
 # each product and pass of the stacked mixtures, for each kind of layer. Recurrences are loops over chunks or tokens,
 # forward and backward; an indexer has loops over blocks and heads.
 LOOPS = {"train": 20, "decode": 2, "prefill": 8, "forward": 2}
