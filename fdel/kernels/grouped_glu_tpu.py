@@ -24,8 +24,9 @@ from fdel.kernels.grouped_program_tpu import matrices_of, rows_times
 
 # What Mosaic compiles of a product's operations, and what holds others.
 KNOWN = {
-    "abs", "add", "and", "clamp", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt", "integer_pow", "le", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "not", "or", "select_n", "sign", "square", "stop_gradient", "sub", "tanh",
+    "abs", "add", "and", "clamp", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt", "integer_pow", "le",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "select_n", "sign", "square", "stop_gradient",
+    "sub", "tanh",
 }  # fmt: skip
 HOLDING = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels.device import kind, no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
-from fdel.ops.platform import context
 
 LANES = 128
 MIB = 2**20

@@ -79,9 +79,8 @@ def lower(chip: str, e: Experts, what: str, impl: str) -> aot.Compiled:
         if impl == "megablox":
             from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-            tiling = OLD[0], *(min(n, -(-size // 128) * 128) for n, size in zip(OLD[1:], arrays[1].shape[:0:-1], strict=True))
             padded = jnp.pad(arrays[0], ((0, -e.rows % OLD[0]), (0, 0)))
-            return gmm(padded, arrays[1], sizes, jnp.bfloat16, tiling, None, None, True)
+            return gmm(padded, arrays[1], sizes, jnp.bfloat16, OLD, None, None, True)
         with ops.use(grouped_matmul=impl, grouped_glu=impl):
             if what == "glu":
                 return ops.grouped_glu(*arrays, sizes, silu)
@@ -123,7 +122,8 @@ def estimate(chip: str, e: Experts, what: str, cycles: int) -> tuple[float, floa
         count = 1
         t = kernel.tiling_of_matrices(shape(e.rows, outputs), shape(e.rows, inputs), e.groups)
     elif "rows" in what:
-        t, outputs, inputs = kernel.tiling(shape(e.rows, outputs), w, xs=count, matrices=count, turned=False), inputs, outputs
+        t = kernel.tiling(shape(e.rows, outputs), w, xs=count, matrices=count, turned=False)
+        outputs, inputs = inputs, outputs
     else:
         t = kernel.tiling(shape(e.rows, inputs), w, matrices=count)
     found, steps = visits(jnp.asarray(sizes), e.rows, t.rows, matrices="matrices" in what)
@@ -152,13 +152,13 @@ def estimate(chip: str, e: Experts, what: str, cycles: int) -> tuple[float, floa
 
 
 def before(chip: str, e: Experts, what: str, cycles: int) -> float:
-    """Give the seconds of "glu" or "down" by megablox: one or two products, a pass over x, over each result, and to join."""
+    """Give the seconds of "glu" or "down" by megablox: its products, a pass over x, over each result, and to join."""
     about, cores = aot.CHIPS[chip], CORES[chip]
     inputs, outputs = (e.embed, e.ffn) if what == "glu" else (e.ffn, e.embed)
-    rows, deep, wide = OLD[0], min(OLD[1], inputs), min(OLD[2], outputs)
+    rows, deep, wide = OLD
     found, steps = visits(jnp.asarray(drawn(e)), e.rows, rows, matrices=False)
     tile, matrix = (np.asarray(x)[: int(steps)] for x in found[:2])
-    mine, deeper = -(-(-(-outputs // wide)) // cores), -(-inputs // deep)
+    mine, deeper = math.ceil(outputs / wide / cores), -(-inputs // deep)
     n, k = np.repeat(np.arange(mine), steps * deeper), np.tile(np.arange(deeper), mine * int(steps))
     tile, matrix = (np.tile(np.repeat(a, deeper), mine) for a in (tile, matrix))
     work = np.full(len(n), max(cycles / CLOCK, rows * deep * wide / (about.flops / cores / 2)))
@@ -166,7 +166,9 @@ def before(chip: str, e: Experts, what: str, cycles: int) -> float:
     product = walk(chip, reads, (np.stack([n, tile], 1), 2 * rows * wide), work)
     passes = 2 * e.rows * (2 * inputs + 2 * outputs)
     count = 2 if what == "glu" else 1
-    return count * (product + passes / about.bandwidth) + (2 * 3 * e.rows * outputs / about.bandwidth if count == 2 else 0)
+    return count * (product + passes / about.bandwidth) + (
+        2 * 3 * e.rows * outputs / about.bandwidth if count == 2 else 0
+    )
 
 
 def drawn(e: Experts) -> np.ndarray:
@@ -175,7 +177,7 @@ def drawn(e: Experts) -> np.ndarray:
 
 
 def main(chip: str, *names: str) -> None:
-    """Print a line of JSON for each pass: bundles, seconds by our kernel, the floor, before, and XLA's own of its rounds."""
+    """Print a line of JSON for each pass: bundles, seconds by our kernel, the floor, before, and XLA's of its rounds."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
@@ -185,7 +187,9 @@ def main(chip: str, *names: str) -> None:
                 old.unlink()
             lower(chip, e, what, impl)
             names = (x for x in Path(folder).glob("*-final_bundles.txt") if "analysis" not in x.name)
-            return next(found for found in (parts(x.read_text()) for x in names) if any("vmatmul" in p[2] for p in found))
+            return next(
+                found for found in (parts(x.read_text()) for x in names) if any("vmatmul" in p[2] for p in found)
+            )
 
         for name, e in CALLS.items():
             for what in PASSES:
@@ -198,7 +202,8 @@ def main(chip: str, *names: str) -> None:
                 told = dict(call=name, what=what, bundles=cycles, estimate=seconds, floor=floor)
                 if what in PASSES[:2]:
                     old = sum(n for depth, n, _ in counted(e, what, "megablox") if depth == 1)
-                    rounds = -(-int(drawn(e).max()) // min(grouped.BLOCK["tpu"], 1 << (max(1, e.rows // e.groups) - 1).bit_length()))
+                    block = min(grouped.BLOCK["tpu"], 1 << max(0, e.rows // e.groups - 1).bit_length())
+                    rounds = math.ceil(drawn(e).max() / block)
                     xla = lower(chip, e, what, "xla").estimate
                     told |= dict(before=before(chip, e, what, old), old=old, xla=xla and xla * rounds)
                 print(json.dumps(told), flush=True)

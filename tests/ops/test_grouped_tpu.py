@@ -53,7 +53,11 @@ def small(monkeypatch):
 def by_hand(x, gate, up, dy, c: Drawn, biases):
     """silu(x gate) * (x up) of each group and its gradients, in float64: y, dx, dgate, dup, and those of biases."""
     y, dx = np.zeros(dy.shape), np.zeros(x.shape)
-    dw, db, start = (np.zeros(gate.shape), np.zeros(up.shape)), (np.zeros(biases[0].shape), np.zeros(biases[1].shape)), 0
+    dw, db, start = (
+        (np.zeros(gate.shape), np.zeros(up.shape)),
+        (np.zeros(biases[0].shape), np.zeros(biases[1].shape)),
+        0,
+    )
     for e, n in enumerate(c.sizes):
         rows = slice(start, start + n)
         start += n
@@ -68,7 +72,7 @@ def by_hand(x, gate, up, dy, c: Drawn, biases):
 
 
 def errors(c: Drawn, how=RACES) -> list[float]:
-    """The largest difference of the values and of each gradient, relative to the largest number. Rows of no group are NaN."""
+    """The largest difference of values and of each gradient, relative to the largest number; NaN in rows of no group."""
     r, many = np.random.default_rng(0), sum(c.sizes) + c.others
     draw = lambda *s: np.asarray(jnp.asarray(r.normal(size=s), c.dtype), np.float64)
     x, gate, up = draw(many, c.inputs), *(draw(len(c.sizes), c.outputs, c.inputs) / 4 for _ in range(2))
@@ -86,7 +90,8 @@ def errors(c: Drawn, how=RACES) -> list[float]:
         y, back = jax.vjp(f, *args)
         got = [y, *back(put(dy))]
     assert [a.shape for a in got] == [b.shape for b in want]
-    return [float(np.abs(np.asarray(a, np.float64) - b).max() / max(1, np.abs(b).max())) for a, b in zip(got, want, strict=True)]
+    error = lambda a, b: float(np.abs(np.asarray(a, np.float64) - b).max() / max(1, np.abs(b).max()))
+    return [error(a, b) for a, b in zip(got, want, strict=True)]
 
 
 @pytest.mark.slow
@@ -164,3 +169,16 @@ def test_the_kernel_says_what_it_cannot_serve(call, reason):
         if reason is not None:
             with ops.use(grouped_glu="mosaic"), pytest.raises(ValueError, match=reason):
                 ops.explain(f, shape(8, inputs), w, shape(4, dtype=jnp.int32), bias)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "platform", "way"), [(16, "tpu", "fused"), (64, "tpu", "dense"), (16, "gpu", "dense")]
+)
+def test_few_choices_are_read_by_the_kernel_alone(tokens, platform, way):
+    """8 of 128 experts for each token: 16 tokens choose 64 % of them, 64 tokens 98 %."""
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+    p = {"gate": shape(128, 128, 256), "up": shape(128, 128, 256), "down": shape(128, 256, 128)}
+    chosen = shape(tokens, 8), shape(tokens, 8, dtype=jnp.int32)
+    with tracing_for(platform):
+        told = ops.explain(lambda x, p, *c: ops.moe(x, p, *c, jax.nn.silu), shape(tokens, 256), p, *chosen)
+    assert f"{way}: chosen" in told and ("mosaic: chosen" in told) == (way == "fused")

@@ -241,7 +241,13 @@ CASES |= {
     "grouped_glu": Case(
         "grouped_glu",
         lambda x, gate, up, *b: ops.grouped_glu(x, gate, up, jnp.array(SIZES), lambda g, u: jnp.sin(g) * u, *b),
-        (normal(40, 12), normal(5, 8, 12, seed=1), normal(5, 8, 12, seed=2), normal(5, 8, seed=3), normal(5, 8, seed=4)),
+        (
+            normal(40, 12),
+            normal(5, 8, 12, seed=1),
+            normal(5, 8, 12, seed=2),
+            normal(5, 8, seed=3),
+            normal(5, 8, seed=4),
+        ),
         glu_by_group,
         sees={0: (40, 12), 1: (5, 4, 12), 2: (5, 4, 12), 5: (5, 4), 6: (5, 4)},
     ),
