@@ -40,7 +40,8 @@ class Device(NamedTuple):
 DEVICES = {"v5 lite": Device(96 * MIB, 1, 1024, 128), "v6": Device(96 * MIB, 1, 2048, 256)}
 LEAST = Device(44 * MIB, 2, 1024, 128)
 SPARE = 12 * MIB  # that a program may use beside its blocks
-TILES = [(64, 128, 64), (1024, 512, 64), (2**31, 512, 128)]  # up to so many rows of a group: rows of a tile, of a part
+# Up to so many rows of a group: rows of a tile, and of a part.
+TILES = [(64, 128, 64), (1024, 512, 64), (2**31, 512, 128)]
 OUTPUTS, INPUTS = 1024, 2048  # most of a block, the latter of a matrix's gradient
 
 
@@ -93,7 +94,7 @@ def device() -> Device:
 def tiling(x: Any, w: Any, *, xs: int = 1, matrices: int = 1, outs: int = 1, turned: bool = True) -> Tiling:
     """Choose the tiles for arrays of rows [M inputs] and of matrices [E N K], that give so many of [M outputs]."""
     (many, inputs), outputs, about = x.shape, w.shape[1 if turned else 2], device()
-    rows, part = next(tile for most, *tile in TILES if many <= most * len(w))
+    rows, part = _rows(many, len(w), about)
     need = lambda rows, width: _bytes(rows, width, inputs, xs, matrices, outs, x.dtype.itemsize)
     while rows > part and 3 * need(rows, 0) > about.memory:
         rows //= 2
@@ -103,10 +104,16 @@ def tiling(x: Any, w: Any, *, xs: int = 1, matrices: int = 1, outs: int = 1, tur
 
 def tiling_of_matrices(dy: Any, x: Any, groups: int) -> Tiling:
     """Choose the tiles for gradients of matrices from dy [M N] and x [M K]."""
-    rows = next(rows for most, rows, _ in TILES if len(x) <= most * groups)
     about = device()
+    rows, _ = _rows(len(x), groups, about)
     widths = _even(dy.shape[1], about.outputs, about.cores), _even(x.shape[1], INPUTS, 1)
     return Tiling(rows, min(rows, about.depth), *widths, about.memory + SPARE, True)
+
+
+def _rows(many: int, groups: int, about: Device) -> tuple[int, int]:
+    """Give the rows of a tile and of a part. A deep multiplier is loaded as long as it multiplies 256 rows."""
+    rows, part = next(tile for most, *tile in TILES if many <= most * groups)
+    return rows, part if rows < 2 * about.depth or about.depth <= LANES else about.depth
 
 
 def _bytes(rows: int, width: int, inputs: int, xs: int, matrices: int, outs: int, each: int) -> int:

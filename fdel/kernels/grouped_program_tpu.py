@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def of_rows(t: Tiling, counts: tuple[int, int, int], product: Callable[..., list
     v = pl.program_id(1)
 
     @pl.when((v == 0) | (tile[v] != tile[jnp.maximum(v - 1, 0)]))
-    def _() -> None:
+    def _begin() -> None:
         for out in outs:
             out[...] = jnp.zeros_like(out)
 
@@ -111,7 +111,7 @@ def of_matrices(t: Tiling, *refs: Any) -> None:
     v, last = pl.program_id(2), pl.num_programs(2) - 1
 
     @pl.when((v == 0) | (matrix[v] != matrix[jnp.maximum(v - 1, 0)]))
-    def _() -> None:
+    def _begin() -> None:
         total[...] = jnp.zeros_like(total)
 
     def add(rows: Any, mine: Array) -> None:
@@ -121,7 +121,7 @@ def of_matrices(t: Tiling, *refs: Any) -> None:
     _parts(v, low, high, t.rows, t.part, add)
 
     @pl.when((v == last) | (matrix[v] != matrix[jnp.minimum(v + 1, last)]))
-    def _() -> None:
+    def _store() -> None:
         out[0] = total[...].astype(out.dtype)
 
 
@@ -181,7 +181,7 @@ def matrices_of(t: Tiling, dy: Array, x: Array, sizes: Array) -> Array:
     return run(*about, dy, x)
 
 
-def _parameters(t: Tiling, *axes: str) -> Any:
+def _parameters(t: Tiling, *axes: Literal["parallel", "arbitrary"]) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.CompilerParams(dimension_semantics=axes, vmem_limit_bytes=t.memory, disable_bounds_checks=True)

@@ -118,14 +118,16 @@ def estimate(chip: str, e: Experts, what: str, cycles: int) -> tuple[float, floa
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     w = shape(e.groups, outputs, inputs)
     rate = about.flops / cores / 2
-    if "matrices" in what:
-        count = 1
-        t = kernel.tiling_of_matrices(shape(e.rows, outputs), shape(e.rows, inputs), e.groups)
-    elif "rows" in what:
-        t = kernel.tiling(shape(e.rows, outputs), w, xs=count, matrices=count, turned=False)
-        outputs, inputs = inputs, outputs
-    else:
-        t = kernel.tiling(shape(e.rows, inputs), w, matrices=count)
+    xs = count if "rows" in what else 1
+    with jax.set_mesh(put(chip)[1]):  # tiles are those of the chip
+        if "matrices" in what:
+            t = kernel.tiling_of_matrices(shape(e.rows, outputs), shape(e.rows, inputs), e.groups)
+            count = 1
+        elif "rows" in what:
+            t = kernel.tiling(shape(e.rows, outputs), w, xs=xs, matrices=count, turned=False)
+            outputs, inputs = inputs, outputs
+        else:
+            t = kernel.tiling(shape(e.rows, inputs), w, matrices=count)
     found, steps = visits(jnp.asarray(sizes), e.rows, t.rows, matrices="matrices" in what)
     tile, matrix, low, high = (np.asarray(x)[: int(steps)] for x in found)
     many = np.where(high > low, -(-(high - low // ALIGNED * ALIGNED) // t.part), 0)
@@ -143,7 +145,6 @@ def estimate(chip: str, e: Experts, what: str, cycles: int) -> tuple[float, floa
     else:
         n = np.repeat(np.arange(mine), steps)
         tile, matrix, work = (np.tile(a, mine) for a in (tile, matrix, work))
-        xs = count if "rows" in what else 1
         reads = [(tile[:, None], 2 * xs * t.rows * inputs), (np.stack([n, matrix], 1), 2 * count * t.outputs * inputs)]
         seconds = walk(chip, reads, (np.stack([n, tile], 1), 2 * t.rows * t.outputs), work)
         moved = e.rows * (xs * inputs + outputs) + int((sizes > 0).sum()) * count * inputs * outputs
