@@ -34,9 +34,9 @@ from tests.aot import hopper_products
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
 # Loops in a toy program. Two of them draw, or walk the head's chunks and layers; in prefill each of at most two mixtures
-# has one for each of three products (rounds of all experts on GPUs), in training one for
-# each product and pass of the stacked mixtures, for each kind of layer. Recurrences are loops over chunks or tokens,
-# forward and backward; an indexer has loops over blocks and heads.
+# has one for each of three products (rounds of all experts on GPUs), in training one for each product and pass of the
+# stacked mixtures, for each kind of layer. Recurrences are loops over chunks or tokens, forward and backward; an
+# indexer has loops over blocks and heads.
 LOOPS = {"train": 20, "decode": 2, "prefill": 8, "forward": 2}
 MORE_LOOPS = {"mamba2": 12, "qwen3_next": 40, "kimi_linear": 40, "minimax": 24, "qwen3_5_moe_text": 24, "qwen3_5_moe": 24,
               "glm_moe_dsa": 24, "qwen3_vl_moe": 24, "glm4v_moe": 24, "qwen3_omni_moe": 24}  # fmt: skip
