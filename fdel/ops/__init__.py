@@ -36,7 +36,7 @@ from fdel.ops.dispatch import Implementation, explain, use
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed, entries, place
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
-from fdel.ops.grouped import grouped_matmul
+from fdel.ops.grouped import grouped_glu, grouped_matmul
 from fdel.ops.head import Head, logits
 from fdel.ops.layers import layers, pool_index, rematerialising
 from fdel.ops.mask import Mask

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.contraction import wide
@@ -151,11 +152,11 @@ _grouped = jax.custom_vjp(_forward)
 _grouped.defvjp(lambda *args: (_forward(*args), args), _grouped_bwd)
 
 
-_EXPERTS, _MEGABLOX = weight("experts outputs inputs"), kernel("grouped_matmul_tpu")
+_EXPERTS, _MOSAIC = weight("experts outputs inputs"), kernel("grouped_matmul_tpu")
 _HOPPER = kernel("grouped_matmul_gpu", on_request=True)
 
 
-@operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", megablox=_MEGABLOX, hopper=_HOPPER)
+@operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", mosaic=_MOSAIC, hopper=_HOPPER)
 def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply consecutive groups of rows each with its own matrix: rows of group e with w[e], w of shape [E N K].
 
@@ -168,3 +169,34 @@ def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -
     if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != tuple(w.shape[::2]):
         raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]")
     return _grouped(x, w, sizes)
+
+
+@operation(
+    "tokens inputs", _EXPERTS, _EXPERTS, "experts", "", "experts outputs", "experts outputs", out="tokens outputs",
+    mosaic=kernel("grouped_glu_tpu"),
+)  # fmt: skip
+def grouped_glu(
+    x: Float[Array, "M K"], gate: Weight, up: Weight, sizes: Int[Array, " E"],
+    product: Callable[[Array, Array], Array], gate_bias: Float[Array, "E N"] | None = None,
+    up_bias: Float[Array, "E N"] | None = None,
+) -> Float[Array, "M N"]:  # fmt: skip
+    """Compute product(x gate, x up) of consecutive groups of rows, each with its own matrices: the first half of experts.
+
+    As two calls of `grouped_matmul`, whose errors it raises; biases are those of the groups. `product` is elementwise,
+    as act(gate) * up is. Rows past the sum of `sizes` hold numbers that mean nothing.
+    >>> w = jnp.array([[[1.0, 1.0]], [[2.0, 2.0]]])
+    >>> ops.grouped_glu(jnp.ones((3, 2)), w, w, jnp.array([1, 2]), lambda gate, up: gate + up)[:, 0]
+    Array([4., 8., 8.], dtype=float32)
+    """
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+
+    def linear(w: Weight, bias: Array | None, saved: str) -> Array:
+        y = grouped_matmul(x, w, sizes)
+        return checkpoint_name(y if bias is None else y + of_groups(bias, group).astype(y.dtype), saved)
+
+    return product(linear(gate, gate_bias, "moe_gate"), linear(up, up_bias, "moe_up"))
+
+
+def of_groups(bias: Float[Array, "E N"], group: Int[Array, " M"]) -> Float[Array, "M N"]:
+    """Give each row its group's bias; 0 to rows of group E, which is none."""
+    return bias.at[group].get(mode="fill", fill_value=0)

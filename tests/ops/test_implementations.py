@@ -200,6 +200,11 @@ def by_group(x, w):
     return jnp.einsum("mk,mnk->mn", x, jnp.concatenate([w, 0 * w[:1]])[expert])
 
 
+def glu_by_group(x, gate, up, gate_bias, up_bias):
+    each = (by_group(x, w) + by_group(1 + 0 * x[:, :1], b[..., None]) for w, b in ((gate, gate_bias), (up, up_bias)))
+    return jnp.sin(next(each)) * next(each)
+
+
 def rms(x, w):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * (1 + w)
 
@@ -232,6 +237,19 @@ CASES |= {
         (normal(40, 12), normal(5, 8, 12, seed=1)),
         by_group,
         sees={0: (40, 12), 1: (5, 4, 12)},
+    ),
+    "grouped_glu": Case(
+        "grouped_glu",
+        lambda x, gate, up, *b: ops.grouped_glu(x, gate, up, jnp.array(SIZES), lambda g, u: jnp.sin(g) * u, *b),
+        (
+            normal(40, 12),
+            normal(5, 8, 12, seed=1),
+            normal(5, 8, 12, seed=2),
+            normal(5, 8, seed=3),
+            normal(5, 8, seed=4),
+        ),
+        glu_by_group,
+        sees={0: (40, 12), 1: (5, 4, 12), 2: (5, 4, 12), 5: (5, 4), 6: (5, 4)},
     ),
     "moe": Case("moe", mixture, (normal(4, 6, 12), *EXPERTS)),
     "expert_parallel": Case("expert_parallel", mixture, (normal(4, 6, 12), *EXPERTS), None, 1e-5, mesh={"ep": 2}),
