@@ -14,6 +14,7 @@ and compiled for v5p and v6e; it has not run on a TPU yet.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdel.kernels.device import no_tpu
-from fdel.kernels.quantized_program_tpu import DIGITS, FLOATS, INDICES, INTEGERS, LANES, Tiling, program
+from fdel.kernels.quantized_formats_tpu import DIGITS, FLOATS, INDICES, INTEGERS, LANES, Tiling
+from fdel.kernels.quantized_program_tpu import NARROW, PARTS, program
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, TABLES, Quantized, dequantize, scales
 
-FEW, COPIES = 64, 384  # rows of x that are few, and of a product, where digits and groups are rows of their own
+FEW, COPIES = 64, {True: 384, False: 1024}  # rows of x that are few; of a product of integers, and of floats
 FORMATS = (*INTEGERS, *FLOATS, *INDICES)
 ROWS = 512  # of x in a block
 OUTPUTS = {True: 256, False: 512}  # in a block, of few rows and of many
@@ -54,6 +56,8 @@ def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     each = lanes // groups
     if groups > 1 and (LANES % each if each < LANES else each % LANES):
         return f"{groups} groups of {each} bytes; expected groups that divide rows of {LANES} bytes, or fill them"
+    if w.format == "e5m2" and lanes % LANES:  # what lies beyond may be infinite
+        return f"rows of {lanes} bytes of e5m2; expected whole ones of {LANES}"
     if (need := OUTPUTS[True] * lanes) > BLOCK:
         return f"rows of {lanes} bytes; a block takes {need} bytes, expected at most {BLOCK}"
     return None
@@ -114,30 +118,21 @@ def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype) -> Float[Array, "M 
     total = len(x) // t.rows * steps
     cores = 2 if total % 2 == 0 else 1  # a v5p has two, which share the steps
     row, output = (lambda c, i: (c * (total // cores) + i) // steps), (lambda c, i: (c * (total // cores) + i) % steps)
-    # Scales [N groups] lie in memory as [groups N], where groups are fewer than lanes: so they are read without a copy.
-    block = lambda rows: pl.BlockSpec((rows, t.outputs), lambda c, i: (0, output(c, i)))
     specs = {
         "x": (x, pl.BlockSpec((t.rows, inputs), lambda c, i: (row(c, i), 0))),
         "values": (w.values, pl.BlockSpec((t.outputs, width), lambda c, i: (output(c, i), 0))),
+        **_of_groups(w, t, held, output),
     }
-    for name, a in {**dict(_numbers(w.scale)), "zero": w.zero}.items():
-        if a is not None:
-            a = jnp.pad(a.T, ((0, held - groups if a.shape[1] == groups else 0), (0, 0)))
-            specs[name] = a, block(len(a))
-    if t.format in INDICES:
-        rows = np.zeros((1, LANES), np.float32)
-        rows[0, : len(TABLES[t.format])] = TABLES[t.format]
-        specs["table"] = jnp.asarray(rows), pl.BlockSpec(rows.shape, lambda c, i: (0, 0))
     tiled, numbers = -(-held // LANES) * LANES, lambda *shape: pltpu.VMEM(shape, jnp.float32)
+    narrow = t.beside >= NARROW
+    columns = pltpu.VMEM((t.outputs, PARTS * tiled), jnp.bfloat16) if narrow else numbers(t.outputs, tiled)
     if t.few:
         kept = {
             "digits": pltpu.VMEM((t.beside * t.digits * t.rows, inputs), jnp.int8 if t.digits > 1 else x.dtype),
             "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, tiled),
         }  # fmt: skip
     else:
-        kept = {
-            "scales": numbers(t.outputs, tiled), "zeros": numbers(t.outputs, tiled), "total": numbers(t.rows, t.outputs)
-        }  # fmt: skip
+        kept = {"scales": columns, "zeros": columns, "total": numbers(t.rows, t.outputs)}
     if t.scale != "float":
         kept["decoded"] = numbers(held, t.outputs)
     run = pl.pallas_call(
@@ -155,11 +150,26 @@ def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype) -> Float[Array, "M 
     return run(*(a for a, _ in specs.values()))[:many]
 
 
-def _numbers(scale: Array | Quantized) -> list[tuple[str, Array | None]]:
-    """Name the arrays of scales [N groups], or [N 1] of numbers for each output."""
-    if not isinstance(scale, Quantized):
-        return [("scale", scale)]
-    return [("scale", scale.values), ("step", scale.scale), ("low", scale.zero)]
+def _of_groups(w: Any, t: Tiling, held: int, output: Callable) -> dict[str, tuple[Array, Any]]:
+    """Name scales, zeros and the table, with the blocks of which the kernel sees each; `held` groups fill whole lanes."""
+    from jax.experimental import pallas as pl
+
+    groups, found = w.scale.shape[-1], {}
+    scale, step, low = (
+        (w.scale.values, w.scale.scale, w.scale.zero) if isinstance(w.scale, Quantized) else (w.scale, None, None)
+    )
+    # Scales [N groups] lie in memory as [groups N], where groups are fewer than lanes: so they are read without a copy.
+    for name, a in {"scale": scale, "step": step, "low": low, "zero": w.zero}.items():
+        if name == "scale" and t.across:
+            found[name] = a, pl.BlockSpec((t.outputs, groups), lambda c, i: (output(c, i), 0))
+        elif a is not None:
+            a = jnp.pad(a.T, ((0, held - groups if a.shape[1] == groups else 0), (0, 0)))
+            found[name] = a, pl.BlockSpec((len(a), t.outputs), lambda c, i: (0, output(c, i)))
+    if t.format in INDICES:
+        rows = np.zeros((1, LANES), np.float32)
+        rows[0, : len(TABLES[t.format])] = TABLES[t.format]
+        found["table"] = jnp.asarray(rows), pl.BlockSpec(rows.shape, lambda c, i: (0, 0))
+    return found
 
 
 def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
@@ -168,9 +178,10 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
     each = lanes // groups if groups > 1 else -(-lanes // LANES) * LANES
     beside = max(1, LANES // each)
     digits = DIGITS if w.format in INTEGERS else 1
-    few = many <= FEW and many * beside * digits <= COPIES and (digits > 1 or x.dtype == jnp.bfloat16)
+    few = many <= FEW and many * beside * digits <= COPIES[digits > 1] and (digits > 1 or x.dtype == jnp.bfloat16)
     most = max(64, min(ROWS, X_BLOCK // (inputs * x.dtype.itemsize) // 64 * 64))
-    stored = "float" if w.scale.dtype == jnp.float32 else "exponent"
+    plain = "float" if w.scale.dtype == jnp.float32 else "exponent"
+    stored = w.scale.format if isinstance(w.scale, Quantized) else plain
     return Tiling(
         few=few,
         rows=-(-many // 8) * 8 if few else min(most, -(-many // 16) * 16),
@@ -180,6 +191,7 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
         chunk=LANES if each <= LANES else next(c for c in (4, 3, 2, 1) if each // LANES % c == 0) * LANES,
         halves=2 if w.format in PACKED else 1,
         format=w.format,
-        scale=w.scale.format if isinstance(w.scale, Quantized) else stored,
+        scale=stored,
+        across=stored != "float" and groups % LANES == 0,  # so they lie in memory, if they fill lanes
         dtype=dtype,
     )

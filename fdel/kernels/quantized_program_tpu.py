@@ -2,57 +2,32 @@
 
 import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from fdel.kernels.quantized_formats_tpu import DIGITS, INTEGERS, LANES, PLAIN, Tiling, read_scales, read_values
 
-LANES = 128
-DIGITS, BASE = 3, 256
+BASE = 256  # of digits
 UNROLL = 16  # products side by side
-INTEGERS = {"int8": 0, "uint8": 0, "uint4": 0, "int4": 8}  # and what is stored for zero
-B11 = jnp.float8_e4m3b11fnuz  # what a TPU unpacks in one instruction: e4m3 with a bias of 11, and no zero but 0
-FLOATS = {"fp8": (B11, 2.0**4), "e2m1": (B11, 2.0**10), "e5m2": (jnp.float8_e5m2, 1.0)}  # as such, times what
-INDICES = ("nf4", "fp4")  # into a table that lies along lanes
-NARROW = ("int8", *FLOATS, *INDICES)  # formats that are numbers of x's dtype before they are scaled
+NARROW = 4  # groups beside each other whose scales the multiplier copies to their inputs
+PARTS = 3  # bfloat16 numbers whose sum is one of float32
 BY_ROWS = (((1,), (1,)), ((), ()))  # contract the last axes
-
-
-class Tiling(NamedTuple):
-    """How a call is cut: see `quantized_matmul_tpu`."""
-
-    few: bool
-    rows: int  # of x in a block
-    outputs: int  # in a block
-    each: int  # bytes of a group
-    beside: int  # groups in a product
-    chunk: int  # bytes of a product
-    halves: int  # numbers in a byte
-    format: str
-    scale: str  # how scales are stored: "float", "exponent", or a format of `SCALES` with numbers for each output
-    dtype: Any  # of the result
-
-    @property
-    def digits(self) -> int:
-        """How many rows of the product a row of x becomes."""
-        return DIGITS if self.format in INTEGERS else 1
-
-    @property
-    def unit(self) -> float:
-        """What a number that is read from stored bits is a multiple of."""
-        return FLOATS[self.format][1] if self.format in FLOATS else 1.0
 
 
 def program(about: Tiling, names: tuple[str, ...], *refs: Any) -> None:
     """Compute a block of results; `refs` are the arguments, the result and the memory of the kernel, by `names`."""
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     if about.scale != "float":
-        r.decoded[...] = _scales(about, r)
+        r.decoded[...] = read_scales(about, r)
         r.scale = r.decoded
-    zero, scale, middle = None, r.scale[...], INTEGERS.get(about.format, 0)  # what a stored 0 stands for [groups outputs]
+    zero, scale, middle = (
+        None,
+        r.scale[...],
+        INTEGERS.get(about.format, 0),
+    )  # what a stored 0 stands for [groups outputs]
     if hasattr(r, "zero"):
         zero = r.zero[...]
         integers = jnp.issubdtype(zero.dtype, jnp.integer)
@@ -61,70 +36,6 @@ def program(about: Tiling, names: tuple[str, ...], *refs: Any) -> None:
     if middle and about.few:
         zero = (0 if zero is None else zero) - middle * scale
     (_of_few if about.few else _of_many)(about, r, zero)
-
-
-def _scales(about: Tiling, r: Any) -> Float[Array, "groups outputs"]:
-    """Read scales that are stored in 8 bits as numbers."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    bits = r.scale[...]
-    if about.scale == "fp8":
-        kind, unit = FLOATS["fp8"]
-        number = pltpu.bitcast(bits, kind).astype(jnp.float32)
-        number = jnp.where(jnp.isnan(number), 0, number * unit)  # bits of -0
-    else:
-        number = bits.astype(jnp.int32)
-        if about.scale == "exponent":
-            return jax.lax.bitcast_convert_type(number << 23, jnp.float32)
-        number = number.astype(jnp.float32)
-    return number * r.step[...] + (r.low[...] if hasattr(r, "low") else 0)
-
-
-def _floats(words: Int[Array, "rows lanes"], about: Tiling) -> list[Array]:
-    """Read bytes as floats that TPUs unpack, less a power of two; `B11` has no -0, which becomes 0."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    each = lambda byte: jnp.int32(np.uint32(byte * 0x01010101).view(np.int32))
-    if about.format == "e2m1":  # the sign stays, and the three bits below it go to the lowest of the exponent
-        found = []
-        for x in (words, words << 4):
-            rest = x >> 2 & each(0x1C)
-            found.append(rest | x & (rest + each(0x7C)) & each(0x80))
-    else:
-        found = [words & ((words & each(0x7F)) + each(0x7F) | each(0x7F))]
-    return [pltpu.bitcast(x, FLOATS[about.format][0]) for x in found]
-
-
-def _look_up(row: Float[Array, "1 128"], index: Int[Array, "rows lanes"]) -> Float[Array, "rows lanes"]:
-    """Gather numbers from a table that lies along lanes."""
-    table = jnp.broadcast_to(row, (len(index), LANES))
-    find = functools.partial(jnp.take_along_axis, table, axis=1, mode="promise_in_bounds")
-    return jnp.concatenate([find(index[:, i : i + LANES]) for i in range(0, index.shape[1], LANES)], 1)
-
-
-def _stored(r: Any, about: Tiling, index: Any, dtype: Any) -> Array:
-    """Read a chunk of the weight's bytes as numbers [outputs, chunk], or [outputs, 2 chunk]: high nibbles, then low ones.
-
-    Unsigned bytes are lowered by 128 where they become int8.
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    raw = r.values[:, pl.ds(pl.multiple_of(index * about.chunk, LANES), about.chunk)]
-    if about.halves == 1 and about.format == "int8":
-        return raw.astype(dtype)
-    if about.format in INDICES:
-        codes = raw.astype(jnp.int32)
-        return jnp.concatenate([_look_up(r.table[...], x).astype(dtype) for x in (codes >> 4, codes & 15)], 1)
-    words = pltpu.bitcast(raw, jnp.int32)
-    if about.format in FLOATS:
-        return jnp.concatenate([x.astype(dtype) for x in _floats(words, about)], 1)
-    if about.halves == 1:
-        if dtype == jnp.int8:
-            return pltpu.bitcast(words ^ jnp.int32(-0x7F7F7F80), jnp.int8)
-        return raw.astype(jnp.int32).astype(dtype)
-    nibbles = (x & jnp.int32(0x0F0F0F0F) for x in (jax.lax.shift_right_logical(words, jnp.int32(4)), words))
-    return jnp.concatenate([pltpu.bitcast(x, jnp.int8) for x in nibbles], 1).astype(dtype)
 
 
 def _inputs(r: Any, about: Tiling, index: Any) -> Array:
@@ -215,7 +126,7 @@ def _of_few(about: Tiling, r: Any, zero: Any) -> None:
 
     def product(i: Any) -> Array:
         x = r.digits[:, pl.ds(pl.multiple_of(i * width, LANES), width)]
-        weight = _stored(r, about, i, x.dtype)
+        weight = read_values(r, about, i, x.dtype)
         return jax.lax.dot_general(x, weight, BY_ROWS, preferred_element_type=sums).astype(jnp.float32)
 
     def step(g: Any, total: Array) -> Array:
@@ -224,8 +135,11 @@ def _of_few(about: Tiling, r: Any, zero: Any) -> None:
         else:
             add = lambda i, y: y + product(g * inner + i)
             y = jax.lax.fori_loop(0, inner, add, jnp.zeros(shape, jnp.float32), unroll=unrolled(inner))
+        many = 1 if about.beside % 8 else 8
         for p in range(about.beside):
-            total += y[p * rows : (p + 1) * rows] * r.scale[pl.ds(g * about.beside + p, 1), :]
+            if p % many == 0:
+                scale = r.scale[pl.ds(pl.multiple_of(g * about.beside + p, many), many), :]
+            total += y[p * rows : (p + 1) * rows] * scale[p % many : p % many + 1]
         return total
 
     groups = r.scale.shape[0]
@@ -248,6 +162,17 @@ def unrolled(steps: int) -> int:
     return next(n for n in range(min(UNROLL, steps), 0, -1) if steps % n == 0)
 
 
+def _lay_parts(to: Any, x: Float[Array, "groups outputs"]) -> None:
+    """Write numbers as three of bfloat16 that sum to them, in columns."""
+    x, each = x.T, to.shape[1] // PARTS
+    to[...] = jnp.zeros_like(to)
+    for i in range(PARTS):
+        part = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
+        part = jax.lax.bitcast_convert_type(part, jnp.float32)
+        to[:, i * each : i * each + x.shape[1]] = part.astype(to.dtype)
+        x = x - part
+
+
 def _of_many(about: Tiling, r: Any, zero: Any) -> None:
     """Scale and round a chunk of the weight, and add its product."""
     from jax.experimental import pallas as pl
@@ -255,25 +180,30 @@ def _of_many(about: Tiling, r: Any, zero: Any) -> None:
 
     groups, width = r.scale.shape[0], about.chunk * about.halves
     late = groups == 1 and zero is None  # one scale for an output: the result is scaled
-    if not late:
-        r.scales[:, :groups] = r.scale[...].T
-    if zero is not None:
-        r.zeros[:, :groups] = zero.T
+    given = [] if late else [(r.scales, r.scale[...])]
+    for to, x in given if zero is None else [*given, (r.zeros, zero)]:
+        if about.beside >= NARROW:
+            _lay_parts(to, x)
+        else:
+            to[:, :groups] = x.T
     r.total[...] = jnp.zeros_like(r.total)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1) % about.chunk // about.each
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 1) % about.chunk // about.each
+    sublane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 0)
 
     def columns(x: Any, g: Any) -> Array:
-        """Give the numbers of groups g to g + beside for each input of a chunk."""
-        tile = x[:, pl.ds(pl.multiple_of(g // LANES * LANES, LANES), LANES)]
-        tile = pltpu.roll(tile, (LANES - g % LANES) % LANES, 1)
-        found = tile[:, :1]
-        for p in range(1, about.beside):
-            found = jnp.where(lane == p, tile[:, p : p + 1], found)
-        return found
+        """Give the numbers of groups g to g + beside for each input of a chunk; if many, the multiplier copies them."""
+        each, first = x.shape[1] // PARTS, g // LANES * LANES
+        if about.beside < NARROW:
+            tile = pltpu.roll(x[:, pl.ds(pl.multiple_of(first, LANES), LANES)], (LANES - g % LANES) % LANES, 1)
+            return tile[:, :1] if about.beside == 1 else jnp.where(lane[:1] == 0, tile[:, :1], tile[:, 1:2])
+        found = [x[:, pl.ds(pl.multiple_of(first + i * each, LANES), LANES)] for i in range(PARTS)]
+        chosen = jnp.where(sublane == lane + (g - first), 1.0, 0.0)
+        chosen = jnp.concatenate([chosen] * PARTS).astype(jnp.bfloat16)
+        return jnp.dot(jnp.concatenate(found, 1), chosen, preferred_element_type=jnp.float32)
 
     def step(i: Any, _: None) -> None:
         g = _group(about, i)
-        part = _stored(r, about, i, r.x.dtype if late and about.format in NARROW else jnp.float32)
+        part = read_values(r, about, i, r.x.dtype if late and about.format in PLAIN else jnp.float32)
         if middle := INTEGERS.get(about.format, 0):
             part = part - middle
         if not late:

@@ -23,6 +23,13 @@ from fdel.kernels.quantized_program_tpu import unrolled
 from fdel.ops.weights import PACKED, Quantized
 from tests.aot.bundles import CLOCK, CORES, parts
 
+FLOATS = {
+    "fp8": ("fp8", 4096),
+    "fp8 by 128": ("fp8", 128),
+    "NF4": ("nf4", 64),
+    "MXFP4": ("e2m1", 32),
+    "NVFP4": ("e2m1", 16),
+}
 # Rows, inputs, outputs, format, inputs of a group, whether zero points are stored.
 CALLS = {
     "8 rows, int8": (8, 4096, 14336, "int8", 4096, False),
@@ -36,12 +43,7 @@ CALLS = {
     "512 rows, int8": (512, 4096, 14336, "int8", 4096, False),
     "512 rows, GPTQ": (512, 4096, 14336, "uint4", 128, True),
     "512 rows, int4 by 64": (512, 4096, 14336, "int4", 64, False),
-    **{
-        f"{rows} rows, {name}": (rows, 4096, 14336, format, group, False)
-        for name, format, group in (
-            ("fp8", "fp8", 4096), ("fp8 by 128", "fp8", 128), ("NF4", "nf4", 64), ("MXFP4", "e2m1", 32), ("NVFP4", "e2m1", 16)
-        ) for rows in (1, 8, 64, 512)
-    },
+    **{f"{n} rows, {name}": (n, 4096, 14336, *how, False) for name, how in FLOATS.items() for n in (8, 64, 512)},
     "8 rows, MXFP4, 2,880": (8, 2880, 2880, "e2m1", 32, False),  # GPT-OSS's sizes: rows of 1,440 bytes
 }  # fmt: skip
 SCALES = {("nf4", 64): "uint8", ("e2m1", 32): "exponent", ("e2m1", 16): "fp8"}  # that are stored in 8 bits
