@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bit integers on TPUs: a Pallas Mosaic TPU kernel that reads them as they are stored.
+"""Products with weights in 4 and 8 bits on TPUs: a Pallas Mosaic TPU kernel that reads them as they are stored.
 
 A step of the grid takes a block of outputs with all of its inputs: pages of packed bytes, whose nibbles are cut apart in
 fast memory. *Few rows*, of decoding: integers are multiplied with integers, since loading bfloat16 weights into the
@@ -6,8 +6,9 @@ multiplier would take longer than reading them does. Each row of x is written as
 steps of 2^-22 of its greatest magnitude: an error as that of sums in float32. The digits are rows of one exact product
 per group of inputs, to which the scales are applied (arXiv 2210.17323, section 5, applies them to weights). Where groups
 are narrower than 128 stored bytes, several lie in one product: x is there once for each, and zero outside of it. Zero
-points are subtracted at the end, times sums of x. *Many rows*, of prompts: a chunk of a block is scaled and rounded to x's
-dtype, as the reference does, and multiplied.
+points are subtracted at the end, times sums of x. Floats are unpacked to bfloat16, which holds all of them but NF4's and
+FP4's, and x is multiplied as it is; with x in float32 all is as for many rows. *Many rows*, of prompts: a chunk of a
+block is scaled and rounded to x's dtype, as the reference does, and multiplied.
 
 Bytes read: the stored values and scales, once for each `ROWS` rows. FLOPs: 2 * rows * inputs * outputs. Interpreted on CPU
 and compiled for v5p and v6e; it has not run on a TPU yet.
@@ -30,7 +31,7 @@ from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, TABLES, Quantized, dequantize, scales
 
-FEW, COPIES = 64, {True: 384, False: 1024}  # rows of x that are few; of a product of integers, and of floats
+FEW, COPIES = 64, {True: 384, False: 512}  # rows of x that are few; of a product of integers, and of floats
 FORMATS = (*INTEGERS, *FLOATS, *INDICES)
 ROWS = 512  # of x in a block
 OUTPUTS = {True: 256, False: 512}  # in a block, of few rows and of many
@@ -72,9 +73,9 @@ def call(plan: Plan, x: Float[Array, "..."], w: Quantized, dtype: Any) -> Float[
 def _product(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     plan, x = inputs_last(plan, x)
     rows, outputs = x.shape[:-1], w.values.shape[:-1]
-    flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
+    flat = lambda a: a.reshape(-1, a.shape[-1])
     zero = dequantize(w.zero, jnp.float32) if isinstance(w.zero, Quantized) else w.zero
-    parts = replace(w, values=flat(w.values), scale=jax.tree.map(flat, _scale(w)), zero=flat(zero))
+    parts = replace(w, values=flat(w.values), scale=jax.tree.map(flat, _scale(w)), zero=jax.tree.map(flat, zero))
     y = matmul(flat(x), parts, dtype)
     axes = plan.x[:-1] + plan.w[:-1]
     return ordered(y.reshape(*rows, *outputs), axes, plan.out)

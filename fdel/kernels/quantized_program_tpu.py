@@ -93,11 +93,12 @@ def _digits(r: Any, about: Tiling) -> None:
 
     def lay(i: Any, sums: Array) -> Array:
         x = _inputs(r, about, i).astype(jnp.float32)
-        digits = [] if about.digits > 1 else [x]
-        whole = jnp.round(x / unit).astype(jnp.int32) if about.digits > 1 else None
-        while len(digits) < about.digits:
-            digits.append(((whole + BASE // 2) & (BASE - 1)) - BASE // 2)
-            whole = (whole - digits[-1]) >> 8
+        digits = [x]
+        if about.digits > 1:
+            whole, digits = jnp.round(x / unit).astype(jnp.int32), []
+            for _ in range(about.digits):
+                digits.append(((whole + BASE // 2) & (BASE - 1)) - BASE // 2)
+                whole = (whole - digits[-1]) >> 8
         if about.beside > 1:
             digits = [jnp.where(group == p, d, 0) for p in range(about.beside) for d in digits]
         r.digits[:, pl.ds(pl.multiple_of(i * width, LANES), width)] = jnp.concatenate(digits).astype(r.digits.dtype)
