@@ -2,40 +2,33 @@
 
 import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-LANES = 128
-DIGITS, BASE = 3, 256
+from fdel.kernels.quantized_formats_tpu import DIGITS, INTEGERS, LANES, PLAIN, Tiling, read_scales, read_values
+
+BASE = 256  # of digits
 UNROLL = 16  # products side by side
-FORMATS = {"int8": 0, "uint8": 0, "uint4": 0, "int4": 8}  # and what is stored for zero
+NARROW = 4  # groups beside each other whose scales the multiplier copies to their inputs
+PARTS = 3  # bfloat16 numbers whose sum is one of float32
 BY_ROWS = (((1,), (1,)), ((), ()))  # contract the last axes
 
 
-class Tiling(NamedTuple):
-    """How a call is cut: see `quantized_matmul_tpu`."""
-
-    few: bool
-    rows: int  # of x in a block
-    outputs: int  # in a block
-    each: int  # bytes of a group
-    beside: int  # groups in a product
-    chunk: int  # bytes of a product
-    halves: int  # numbers in a byte
-    format: str
-    dtype: Any  # of the result
-
-
-def program(about: Tiling, given: bool, *refs: Any) -> None:
-    """Compute a block of results; `refs` are the arguments, the result and the memory of the kernel."""
-    memory = ("digits", "unit", "sums") if about.few else ("scales", "zeros", "total")
-    names = ["x", "values", "scale", *["zero"] * given, "out", *memory]
+def program(about: Tiling, names: tuple[str, ...], *refs: Any) -> None:
+    """Compute a block of results; `refs` are the arguments, the result and the memory of the kernel, by `names`."""
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    zero, scale, middle = None, r.scale[...], FORMATS[about.format]  # what a stored 0 stands for [groups outputs]
-    if given:
+    if about.scale != "float":
+        r.decoded[...] = read_scales(about, r)
+        r.scale = r.decoded
+    zero, scale, middle = (
+        None,
+        r.scale[...],
+        INTEGERS.get(about.format, 0),
+    )  # what a stored 0 stands for [groups outputs]
+    if hasattr(r, "zero"):
         zero = r.zero[...]
         integers = jnp.issubdtype(zero.dtype, jnp.integer)
         zero = (zero.astype(jnp.int32) if integers else zero).astype(jnp.float32)
@@ -43,26 +36,6 @@ def program(about: Tiling, given: bool, *refs: Any) -> None:
     if middle and about.few:
         zero = (0 if zero is None else zero) - middle * scale
     (_of_few if about.few else _of_many)(about, r, zero)
-
-
-def _stored(r: Any, about: Tiling, index: Any, dtype: Any) -> Array:
-    """Read a chunk of the weight's bytes as numbers [outputs, chunk], or [outputs, 2 chunk]: high nibbles, then low ones.
-
-    Unsigned bytes are lowered by 128 where they become int8.
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    raw = r.values[:, pl.ds(pl.multiple_of(index * about.chunk, LANES), about.chunk)]
-    if about.halves == 1 and about.format == "int8":
-        return raw.astype(dtype)
-    words = pltpu.bitcast(raw, jnp.int32)
-    if about.halves == 1:
-        if dtype == jnp.int8:
-            return pltpu.bitcast(words ^ jnp.int32(-0x7F7F7F80), jnp.int8)
-        return raw.astype(jnp.int32).astype(dtype)
-    nibbles = (x & jnp.int32(0x0F0F0F0F) for x in (jax.lax.shift_right_logical(words, jnp.int32(4)), words))
-    return jnp.concatenate([pltpu.bitcast(x, jnp.int8) for x in nibbles], 1).astype(dtype)
 
 
 def _inputs(r: Any, about: Tiling, index: Any) -> Array:
@@ -95,9 +68,10 @@ def _inputs(r: Any, about: Tiling, index: Any) -> Array:
 
 
 def _digits(r: Any, about: Tiling) -> None:
-    """Write x as digits to the base 256, lowest first, in steps of 2^-22 of the greatest of each row.
+    """Write x as digits to the base 256, lowest first, in steps of 2^-22 of the greatest of each row; or as it is.
 
-    Rows of the product: for each of its groups, for each digit, those of x, which are zero outside of the group.
+    Rows of the product: for each of its groups, for each digit, those of x, which are zero outside of the group. With
+    floats they are x itself, and have no digits.
     """
     from jax.experimental import pallas as pl
 
@@ -109,8 +83,9 @@ def _digits(r: Any, about: Tiling) -> None:
         return jnp.maximum(top, jnp.max(jnp.abs(x.astype(jnp.float32)), 1, keepdims=True))
 
     unroll = next(n for n in (4, 2, 1) if chunks % n == 0)
-    top = jax.lax.fori_loop(0, chunks, most, jnp.zeros((about.rows, 1), jnp.float32), unroll=unroll)
-    unit = top * 2.0 ** (2 - 8 * DIGITS)
+    unit = jnp.full((about.rows, 1), about.unit, jnp.float32)
+    if about.digits > 1:
+        unit = jax.lax.fori_loop(0, chunks, most, 0 * unit, unroll=unroll) * 2.0 ** (2 - 8 * DIGITS)
     r.unit[...] = jnp.broadcast_to(unit, r.unit.shape)
     unit = jnp.where(unit == 0, 1, unit)
     group = jax.lax.broadcasted_iota(jnp.int32, (about.rows, width), 1) % about.chunk // about.each
@@ -118,13 +93,15 @@ def _digits(r: Any, about: Tiling) -> None:
 
     def lay(i: Any, sums: Array) -> Array:
         x = _inputs(r, about, i).astype(jnp.float32)
-        whole, digits = jnp.round(x / unit).astype(jnp.int32), []
-        for _ in range(DIGITS):
-            digits.append(((whole + BASE // 2) & (BASE - 1)) - BASE // 2)
-            whole = (whole - digits[-1]) >> 8
+        digits = [x]
+        if about.digits > 1:
+            whole, digits = jnp.round(x / unit).astype(jnp.int32), []
+            for _ in range(about.digits):
+                digits.append(((whole + BASE // 2) & (BASE - 1)) - BASE // 2)
+                whole = (whole - digits[-1]) >> 8
         if about.beside > 1:
             digits = [jnp.where(group == p, d, 0) for p in range(about.beside) for d in digits]
-        r.digits[:, pl.ds(pl.multiple_of(i * width, LANES), width)] = jnp.concatenate(digits).astype(jnp.int8)
+        r.digits[:, pl.ds(pl.multiple_of(i * width, LANES), width)] = jnp.concatenate(digits).astype(r.digits.dtype)
         for p in range(about.beside):
             more = jnp.sum(jnp.where(group == p, x, 0) if about.beside > 1 else x, 1, keepdims=True)
             sums += jnp.where(column == _group(about, i) + p, more, 0)
@@ -139,18 +116,19 @@ def _group(about: Tiling, index: Any) -> Any:
 
 
 def _of_few(about: Tiling, r: Any, zero: Any) -> None:
-    """Multiply digits of x with integers, group by group."""
+    """Multiply digits of x with integers, or x with floats, group by group."""
     from jax.experimental import pallas as pl
 
     pl.when(pl.program_id(1) == 0)(lambda: _digits(r, about))  # all steps have the same rows
-    rows, width = DIGITS * about.rows, about.chunk * about.halves
+    rows, width = about.digits * about.rows, about.chunk * about.halves
+    sums = jnp.int32 if about.digits > 1 else jnp.float32
     inner = max(1, about.each // about.chunk)  # chunks of a group
     shape = (r.digits.shape[0], r.values.shape[0])
 
     def product(i: Any) -> Array:
         x = r.digits[:, pl.ds(pl.multiple_of(i * width, LANES), width)]
-        weight = _stored(r, about, i, jnp.int8)
-        return jax.lax.dot_general(x, weight, BY_ROWS, preferred_element_type=jnp.int32).astype(jnp.float32)
+        weight = read_values(r, about, i, x.dtype)
+        return jax.lax.dot_general(x, weight, BY_ROWS, preferred_element_type=sums).astype(jnp.float32)
 
     def step(g: Any, total: Array) -> Array:
         if inner == 1:
@@ -158,8 +136,11 @@ def _of_few(about: Tiling, r: Any, zero: Any) -> None:
         else:
             add = lambda i, y: y + product(g * inner + i)
             y = jax.lax.fori_loop(0, inner, add, jnp.zeros(shape, jnp.float32), unroll=unrolled(inner))
+        many = 1 if about.beside % 8 else 8
         for p in range(about.beside):
-            total += y[p * rows : (p + 1) * rows] * r.scale[pl.ds(g * about.beside + p, 1), :]
+            if p % many == 0:
+                scale = r.scale[pl.ds(pl.multiple_of(g * about.beside + p, many), many), :]
+            total += y[p * rows : (p + 1) * rows] * scale[p % many : p % many + 1]
         return total
 
     groups = r.scale.shape[0]
@@ -167,7 +148,7 @@ def _of_few(about: Tiling, r: Any, zero: Any) -> None:
     start = jnp.zeros((rows, shape[1]), jnp.float32)
     total = jax.lax.fori_loop(0, steps, step, start, unroll=unrolled(steps) if inner == 1 else 1)
     y = functools.reduce(
-        lambda y, d: y * BASE + total[d * about.rows : (d + 1) * about.rows], reversed(range(DIGITS)), 0.0
+        lambda y, d: y * BASE + total[d * about.rows : (d + 1) * about.rows], reversed(range(about.digits)), 0.0
     )
     y = y * r.unit[:, :1]
     if about.format == "uint8":
@@ -182,6 +163,17 @@ def unrolled(steps: int) -> int:
     return next(n for n in range(min(UNROLL, steps), 0, -1) if steps % n == 0)
 
 
+def _lay_parts(to: Any, x: Float[Array, "groups outputs"]) -> None:
+    """Write numbers as three of bfloat16 that sum to them, in columns."""
+    x, each = x.T, to.shape[1] // PARTS
+    to[...] = jnp.zeros_like(to)
+    for i in range(PARTS):
+        part = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
+        part = jax.lax.bitcast_convert_type(part, jnp.float32)
+        to[:, i * each : i * each + x.shape[1]] = part.astype(to.dtype)
+        x = x - part
+
+
 def _of_many(about: Tiling, r: Any, zero: Any) -> None:
     """Scale and round a chunk of the weight, and add its product."""
     from jax.experimental import pallas as pl
@@ -189,27 +181,32 @@ def _of_many(about: Tiling, r: Any, zero: Any) -> None:
 
     groups, width = r.scale.shape[0], about.chunk * about.halves
     late = groups == 1 and zero is None  # one scale for an output: the result is scaled
-    if not late:
-        r.scales[:, :groups] = r.scale[...].T
-    if zero is not None:
-        r.zeros[:, :groups] = zero.T
+    given = [] if late else [(r.scales, r.scale[...])]
+    for to, x in given if zero is None else [*given, (r.zeros, zero)]:
+        if about.beside >= NARROW:
+            _lay_parts(to, x)
+        else:
+            to[:, :groups] = x.T
     r.total[...] = jnp.zeros_like(r.total)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1) % about.chunk // about.each
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 1) % about.chunk // about.each
+    sublane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 0)
 
     def columns(x: Any, g: Any) -> Array:
-        """Give the numbers of groups g to g + beside for each input of a chunk."""
-        tile = x[:, pl.ds(pl.multiple_of(g // LANES * LANES, LANES), LANES)]
-        tile = pltpu.roll(tile, (LANES - g % LANES) % LANES, 1)
-        found = tile[:, :1]
-        for p in range(1, about.beside):
-            found = jnp.where(lane == p, tile[:, p : p + 1], found)
-        return found
+        """Give the numbers of groups g to g + beside for each input of a chunk; if many, the multiplier copies them."""
+        each, first = x.shape[1] // PARTS, g // LANES * LANES
+        if about.beside < NARROW:
+            tile = pltpu.roll(x[:, pl.ds(pl.multiple_of(first, LANES), LANES)], (LANES - g % LANES) % LANES, 1)
+            return tile[:, :1] if about.beside == 1 else jnp.where(lane[:1] == 0, tile[:, :1], tile[:, 1:2])
+        found = [x[:, pl.ds(pl.multiple_of(first + i * each, LANES), LANES)] for i in range(PARTS)]
+        chosen = jnp.where(sublane == lane + (g - first), 1.0, 0.0)
+        chosen = jnp.concatenate([chosen] * PARTS).astype(jnp.bfloat16)
+        return jnp.dot(jnp.concatenate(found, 1), chosen, preferred_element_type=jnp.float32)
 
     def step(i: Any, _: None) -> None:
         g = _group(about, i)
-        part = _stored(r, about, i, r.x.dtype if late and about.format == "int8" else jnp.float32)
-        if FORMATS[about.format]:
-            part = part - FORMATS[about.format]
+        part = read_values(r, about, i, r.x.dtype if late and about.format in PLAIN else jnp.float32)
+        if middle := INTEGERS.get(about.format, 0):
+            part = part - middle
         if not late:
             part = part * columns(r.scales, g)
         part = (part if zero is None else part + columns(r.zeros, g)).astype(r.x.dtype)
@@ -219,4 +216,4 @@ def _of_many(about: Tiling, r: Any, zero: Any) -> None:
 
     jax.lax.fori_loop(0, r.values.shape[1] // about.chunk, step, None)
     total = r.total[...] * r.scale[...] if late else r.total[...]
-    r.out[...] = total.astype(about.dtype)
+    r.out[...] = (total if about.unit == 1 else total * about.unit).astype(about.dtype)
