@@ -231,6 +231,70 @@ def test_gradients_are_those_of_the_reference(interpreted):
         assert error(a, np.asarray(b, np.float64)) < 1e-5
 
 
+def ssd_loss(x, dt, a, b, c, d, weights, segments):
+    """Sum weights * y, token by token, in the inputs' dtype."""
+
+    def step(state, token):
+        x, dt, b, c, start, valid = token
+        state = jnp.where(start, 0, state)
+        new = state * jnp.exp(dt * a)[:, None, None] + (dt[:, None] * x)[..., None] * b
+        return jnp.where(valid, new, state), jnp.where(valid, new @ c[0] + d[:, None] * x, 0)
+
+    def row(*tokens):
+        return jax.lax.scan(step, jnp.zeros((N, CHANNELS, H), x.dtype), tokens)[1]
+
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return (
+        jnp.where(segments[..., None, None] >= 0, weights, 0) * jax.vmap(row)(x, dt, b, c, starts, segments >= 0)
+    ).sum()
+
+
+@jax.jit
+def ssd_gradients(x, dt, a, b, c, d, weights, segments):
+    batch = Packed(jnp.zeros(segments.shape, int), segments)
+    y, back = jax.vjp(lambda *inputs: ops.ssd(batch, None, 0, *inputs[:-1], d=inputs[-1])[0], x, dt, a, b, c, d)
+    return back(weights.astype(y.dtype))
+
+
+def ssd_gradient_errors(segments, dtype, seed: int = 0, extreme: bool = True) -> list[float]:
+    """Compare with float64's; the second row's steps are extreme, inputs and weights of padding are NaN."""
+    r = np.random.default_rng(seed)
+    x, b, c, weights = (r.normal(size=(2, T, *n)) for n in ((N, CHANNELS), (1, H), (1, H), (N, CHANNELS)))
+    dt = np.exp(r.normal(size=(2, T, N)) - 2)
+    if extreme:
+        dt[1][r.random((T, N)) < 0.1], dt[1][r.random((T, N)) < 0.05] = 0, 1000
+    x, b, c, weights = (jnp.asarray(y, dtype) for y in (x, b / H**0.5, c, weights))
+    inputs = x, jnp.asarray(dt, F32), jnp.asarray(A, F32), b, c, jnp.asarray(D, F32)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(y, np.float64)) for y in (*inputs, weights)]
+        want = jax.jit(jax.grad(ssd_loss, range(6)))(*exact, segments)
+        want = [np.asarray(y) for y in want]
+    pad = lambda y: jnp.where((segments < 0).reshape(2, T, *[1] * (y.ndim - 2)), jnp.nan, y).astype(y.dtype)
+    inputs = [pad(y) if y.ndim > 1 else y for y in inputs]
+    with tracing_for("tpu"), ops.use(ssd="mosaic"):
+        got = ssd_gradients(*inputs, pad(weights), jnp.asarray(segments))
+    return [error(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(F32, 3e-6), pytest.param(BF16, 2e-2, marks=MATRIX)], ids=["float32", "bfloat16"]
+)
+def test_the_gradient_of_ssd_equals_float64(dtype, most, interpreted):
+    """Of x, dt, a, b, c and d (seen: 1e-6, 6e-3); NaN in padding, of inputs and of what comes back."""
+    assert max(ssd_gradient_errors(SEGMENTS, dtype)) < most
+
+
+@pytest.mark.matrix
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(-1, 2), min_size=2 * T, max_size=2 * T), st.integers(0, 9))
+def test_the_gradient_of_ssd_of_any_segments_equals_float64(interpreted, segments, seed):
+    r = np.random.default_rng(seed)
+    segments = np.repeat(np.asarray(segments, np.int32).reshape(2, T), r.integers(1, 9), 1)[:, :T]
+    segments[0, 0] = 0  # never nothing at all
+    assert max(ssd_gradient_errors(segments, F32, seed, extreme=bool(seed % 2))) < 5e-6
+
+
 REASONS = [
     ({"platform": "gpu"}, "written for TPUs"),
     ({"dtype": jnp.float16}, "all bfloat16 or all float32"),
