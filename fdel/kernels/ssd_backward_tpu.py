@@ -91,44 +91,46 @@ def _program(about: Any, *refs: Any) -> None:
     before = jnp.where(i < j, 1.0, 0.0)
     tile = max(LANES, channels)
     of_head = places((CHUNK, tile))[1] // channels
-    row_sums = lambda x: dot(jnp.ones((8, x.shape[1])), x, NT, dtype)[:1]  # [1 C]
+    sides = jnp.where(places((8, tile))[0] == places((8, tile))[1] // channels, 1.0, 0.0)
+    head_sums = lambda x: dot(sides, x, NT, dtype)  # [8 C], of the channels of each head
     column_sums = lambda x: jnp.sum(x, 0, keepdims=True)
     r.numbers[...] = jnp.zeros_like(r.numbers)
     db = dc = jnp.zeros((CHUNK, about.states))
+    all_weights = jnp.zeros((CHUNK, CHUNK))
     for first in range(0, n, tile // channels):
         here = slice(first * channels, first * channels + tile)
         kept, state = r.kept[:, here], r.state[:, here]
+        x, dy = (y[:, here].astype(jnp.float32) for y in (r.x, r.dy))
         from_first, from_last = dot(c, kept, NN, dtype), dot(b, state, NN, dtype)
-        dx, new, fade = (jnp.zeros(s) for s in ((CHUNK, tile), state.shape, (1, tile)))
+        z, since, later, step, skip = (jnp.zeros((CHUNK, tile)) for _ in range(5))
+        of_pairs = []
         for head in range(first, first + tile // channels):
             ours = of_head == head - first
-            x, dy = (jnp.where(ours, y[:, here].astype(jnp.float32), 0) for y in (r.x, r.dy))
-            at = n + head, 2 * n + head
-            high, low = ((columns[:, k : k + 1], rows[k : k + 1]) for k in at)
-            decay, since, _ = decay_pairs(high, low)
-            later = jnp.exp((high[0][-1:] - high[0]) + (low[0][-1:] - low[0]))
-            since, since_row = since[:, :1], jnp.exp(high[1] + low[1])
-            step, step_column, skip = rows[head : head + 1], columns[:, head : head + 1], rows[3 * n + head, 0]
-            pairs = dot(dy, x, NT, dtype)
+            dy_here = jnp.where(ours, dy, 0)
+            high, low = ((columns[:, k : k + 1], rows[k : k + 1]) for k in (n + head, 2 * n + head))
+            decay, from_begin, _ = decay_pairs(high, low)
+            since = jnp.where(ours, from_begin[:, :1], since)
+            later = jnp.where(ours, jnp.exp((high[0][-1:] - high[0]) + (low[0][-1:] - low[0])), later)
+            step = jnp.where(ours, columns[:, head : head + 1], step)
+            skip = jnp.where(ours, rows[3 * n + head, 0], skip)
+            pairs = dot(dy_here, x, NT, dtype)
             seen = scores * decay
-            z = dot(jnp.transpose(seen), dy, NN, dtype) + jnp.where(ours, later * from_last, 0)
-            dx = dx + step_column * z + skip * dy
-            weights = decay * pairs * step
-            dc = dc + dot(weights, b, NN, dtype) + dot(dy * since, kept, NT, dtype)
-            db = db + dot(jnp.transpose(weights), c, NN, dtype) + dot(x * (later * step_column), state, NT, dtype)
-            new = new + dot(queries * since_row, dy, NN, dtype)
-            fade = jnp.where(ours[:1], since[-1:], fade)
-            of_state = since[-1:] * jnp.where(ours[:1], state * kept.astype(jnp.float32), 0).sum(keepdims=True)
-            last = row_sums(x * later * from_last)
-            found = (
-                column_sums(seen * pairs) + last,
-                column_sums(jnp.where(i >= j, dot(scores * weights, before, NN, dtype), 0)),
-                row_sums(dy * since * from_first) + jnp.where(j[:1] == CHUNK - 1, of_state, 0),
-                step * last,
-                column_sums(jnp.where(i == j, pairs, 0)),
-            )
-            for k, row in enumerate(found):
+            z = z + dot(jnp.transpose(seen), dy_here, NN, dtype)
+            weights = decay * pairs * rows[head : head + 1]
+            all_weights = all_weights + weights
+            parts = jnp.where(i >= j, dot(scores * weights, before, NN, dtype), 0)
+            of_pairs.append([column_sums(y) for y in (seen * pairs, parts, jnp.where(i == j, pairs, 0))])
+        z, begun = z + later * from_last, dy * since
+        r.dx[:, here] = (step * z + skip * dy).astype(dtype)
+        dc, db = dc + dot(begun, kept, NT, dtype), db + dot(x * later * step, state, NT, dtype)
+        first_parts, last_parts = head_sums(begun * from_first), head_sums(x * later * from_last)
+        of_states = since[-1:] * column_sums(state * kept.astype(jnp.float32))
+        for at, (of_step, parts, skips) in enumerate(of_pairs):
+            head, last = first + at, last_parts[at : at + 1]
+            of_state = jnp.where(of_head[:1] == at, of_states, 0).sum(keepdims=True)
+            begin = first_parts[at : at + 1] + jnp.where(j[:1] == CHUNK - 1, of_state, 0)
+            for k, row in enumerate((of_step + last, parts, begin, rows[head : head + 1] * last, skips)):
                 r.numbers[k * n + head : k * n + head + 1] = row
-        r.dx[:, here] = dx.astype(dtype)
-        r.state[:, here] = fade * state + new
-    r.db[...], r.dc[...] = db, dc
+        r.state[:, here] = since[-1:] * state + dot(queries, begun, NN, dtype)
+    r.dc[...] = dc + dot(all_weights, b, NN, dtype)
+    r.db[...] = db + dot(jnp.transpose(all_weights), c, NN, dtype)
