@@ -228,11 +228,14 @@ def test_the_tpu_kernels_for_recurrences_keep_what_a_chunk_prepares_in_fast_memo
     )
     assert done.returncode == 0, done.stderr
     calls = list(map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))))
-    assert len(calls) == 4
+    assert len(calls) == 5
     for x in calls:
         print(x)
-        assert x["temporaries"] <= 2**23
-        assert x["estimate"] <= (4 if x["call"] in ("gated_delta_rule", "ssd") else 5.5) * x["floor"]
+        assert x["temporaries"] <= (2**27 if "backward" in x["call"] else 2**23)
+        assert (
+            x["estimate"]
+            <= (4 if x["call"] in ("gated_delta_rule", "ssd") else 9 if "backward" in x["call"] else 5.5) * x["floor"]
+        )
 
 
 @pytest.mark.aot

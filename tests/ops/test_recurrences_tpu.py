@@ -214,6 +214,7 @@ def test_no_race_is_found(capsys, monkeypatch):
         assert error(delta(inputs), recurrence(delta_step, (N, H, H), inputs)) < 2e-6
         inputs = ssd_inputs(F32)
         assert error(ssd(inputs), recurrence(ssd_step, (N, CHANNELS, H), inputs)) < 2e-6
+        assert max(ssd_gradient_errors(SEGMENTS, F32)) < 3e-6
         inputs = scan_inputs(F32)
         assert error(scan(inputs), recurrence(scan_step, (WIDE, STATES), inputs)) < 1e-6
     assert "RACE" not in "".join(capsys.readouterr())
@@ -281,7 +282,7 @@ def ssd_gradient_errors(segments, dtype, seed: int = 0, extreme: bool = True) ->
     ("dtype", "most"), [(F32, 3e-6), pytest.param(BF16, 2e-2, marks=MATRIX)], ids=["float32", "bfloat16"]
 )
 def test_the_gradient_of_ssd_equals_float64(dtype, most, interpreted):
-    """Of x, dt, a, b, c and d (seen: 1e-6, 6e-3); NaN in padding, of inputs and of what comes back."""
+    """Of x, dt, a, b, c and d; NaN in padding, of inputs and of what comes back."""
     assert max(ssd_gradient_errors(SEGMENTS, dtype)) < most
 
 
@@ -293,6 +294,24 @@ def test_the_gradient_of_ssd_of_any_segments_equals_float64(interpreted, segment
     segments = np.repeat(np.asarray(segments, np.int32).reshape(2, T), r.integers(1, 9), 1)[:, :T]
     segments[0, 0] = 0  # never nothing at all
     assert max(ssd_gradient_errors(segments, F32, seed, extreme=bool(seed % 2))) < 5e-6
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("channels", [64, 128])
+def test_the_gradient_of_ssd_in_groups_of_heads_is_that_of_the_reference(channels, interpreted, monkeypatch):
+    """Two groups of heads, each in two steps of two tiles, of one head or two."""
+    heads = 256 // channels
+    monkeypatch.setattr(ssd_tpu, "HEADS", heads)
+    r = np.random.default_rng(3)
+    shapes = (4 * heads, channels), (4 * heads,), (2, H), (2, H), (4 * heads, channels)
+    x, dt, b, c, weights = (jnp.asarray(r.normal(size=(2, T, *n)), F32) for n in shapes)
+    a, d = (jnp.asarray(r.normal(size=4 * heads), F32) for _ in range(2))
+    args = x, jnp.exp(dt - 2), -jnp.exp(a), b / H**0.5, c, d, weights, jnp.asarray(SEGMENTS)
+    want = ssd_gradients(*args)
+    with tracing_for("tpu"), ops.use(ssd="mosaic"):
+        got = ssd_gradients(*args)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, np.asarray(b, np.float64)) < 5e-6
 
 
 REASONS = [
