@@ -175,13 +175,13 @@ def _tokens(r: SimpleNamespace, here: Any, at: Array, begins: Array | None, stat
     r.step[...] = r.dt[there, here].astype(jnp.float32)
     r.add[...] = r.step[...] * r.x[there, here].astype(jnp.float32)
     parts = [slice(i, i + LANES) for i in range(0, state.shape[1], LANES)]
-    state, keys, states = [state[:, part] for part in parts], r.keys.at[at], r.states.at[at]
+    now, keys, states = [state[:, part] for part in parts], r.keys.at[at], r.states.at[at]
     for i in range(BLOCK):
         token = slice(i * n, (i + 1) * n)
         key = keys[token]
         for j, part in enumerate(parts):
-            last = state[j] if begins is None else jnp.where((begins >> i) & 1 > 0, 0.0, state[j])
+            last = now[j] if begins is None else jnp.where((begins >> i) & 1 > 0, 0.0, now[j])
             step, add = r.step[i : i + 1, part], r.add[i : i + 1, part]
-            state[j] = jnp.exp2(step * a[:, part]) * last + add * key
-            states[j, token] = state[j].astype(states.dtype)
-    return jnp.concatenate(state, 1)
+            now[j] = jnp.exp2(step * a[:, part]) * last + add * key
+            states[j, token] = now[j].astype(states.dtype)
+    return jnp.concatenate(now, 1)

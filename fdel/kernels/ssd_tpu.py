@@ -99,7 +99,7 @@ def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
 def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
     batch, inputs, kept = saved
     x, dt, a, b, c, d = inputs
-    t, heads, groups = *x.shape[1:3], b.shape[2]
+    (t, heads), groups = x.shape[1:3], b.shape[2]
     about, whole, rows, (x_flat, *shared) = _prepared(batch, *inputs)
     dy_flat = chunks.flat(dy.astype(x.dtype))
     dx, db, dc, numbers = ssd_backward_tpu.run(about, whole, rows, kept, [x_flat, dy_flat, *shared])
@@ -164,12 +164,12 @@ def _run(
 
 def _program(about: About, *refs: Any) -> None:
     """Compute a chunk of some heads, tile by tile."""
-    *refs, state = refs
-    r = SimpleNamespace(**dict(zip(["whole", "rows", "x", "b", "c", "out", "kept"], refs)), state=state)  # noqa: B905
+    names = ["whole", "rows", "x", "b", "c", "out", *["kept"] * (len(refs) == 8), "state"]
+    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     n, channels, dtype, rows = about.heads, about.channels, r.x.dtype, r.rows[...]
     columns = jnp.transpose(rows)  # [C numbers]
     chunks.begin(r, columns[:, 4 * n : 4 * n + 1] > 0, "xbc")
-    if len(refs) == 7:
+    if len(refs) == 8:
         r.kept[...] = r.state[...].astype(dtype)
     scores = dot(r.c[...], r.b[...], NT, dtype)
     keys = jnp.transpose(r.b[...].astype(jnp.float32))  # [S C]
