@@ -10,6 +10,7 @@ A sequence begins with a decay of exp(-NOTHING), which is 0. In bfloat16 product
 XLA:TPU multiplies float32 by default; decays and states are float32. In float32 all is.
 """
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,7 @@ def rows_of(
     return valid.reshape(-1, CHUNK).all(1).astype(jnp.int32), rows
 
 
-def begin(r: SimpleNamespace, valid: Bool[Array, "C 1"], names: str) -> None:
+def begin(r: SimpleNamespace, valid: Bool[Array, "C 1"], names: Iterable[str]) -> None:
     """Empty the state in the first chunk of a row; write zeros over padding in the inputs of these names."""
     from jax.experimental import pallas as pl
 

@@ -9,7 +9,8 @@ their states are read in one product, and each head's pairs are multiplied with 
 out. See `chunks_tpu` for the decays and the precision.
 
 Bytes: x and y once, b and c once for each step's heads. FLOPs, for each token: 2 C S for each step's heads, for each head
-2 C max(H, 128) of outputs and 4 S H of the state. The backward pass is that of the reference, computed again.
+2 C max(H, 128) of outputs and 4 S H of the state. The backward pass is in `ssd_backward_tpu`: it reads the states before
+each chunk, which are kept where gradients are wanted.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU.
 """
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import chunks_tpu as chunks
+from fdel.kernels import ssd_backward_tpu
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, NT, dot, places
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
@@ -73,7 +75,11 @@ def _heads(x: Any, b: Any) -> int:
 
 @jax.custom_vjp
 def _ssd(batch: Packed, *inputs: Array) -> Array:
-    x, dt, a, b, c, d = inputs
+    x = inputs[0]
+    return _run(*_prepared(batch, *inputs), keep=False)[0][:, : x.shape[1]].reshape(x.shape)
+
+
+def _prepared(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Any, ...]:
     heads, states = _heads(x, b), b.shape[-1]
     valid, starts = chunks.tokens(batch)
     step = chunks.cleared(dt, valid)
@@ -81,25 +87,48 @@ def _ssd(batch: Packed, *inputs: Array) -> Array:
     skip = jnp.broadcast_to(d.astype(jnp.float32), step.shape)
     whole, rows = chunks.rows_of([step, *decays, skip], heads, valid, starts)
     about = About(heads, x.shape[-1], states, x.shape[2] // b.shape[2] // heads)
-    y = _run(about, whole, rows, list(map(chunks.flat, (x, b, c))))
-    return y[:, : x.shape[1]].reshape(x.shape)
+    return about, whole, rows, list(map(chunks.flat, (x, b, c)))
 
 
-def _backward(saved: tuple[Packed, tuple], dy: Array) -> tuple[Any, ...]:
-    from fdel.ops.dispatch import TABLES
-
-    batch, inputs = saved
-    reference = TABLES["ssd"].implementations["xla"].call
-    return None, *jax.vjp(lambda *x: reference(batch, None, 0, *x[:-1], d=x[-1])[0], *inputs)[1](dy)
+def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
+    x = inputs[0]
+    y, kept = _run(*_prepared(batch, *inputs), keep=True)
+    return y[:, : x.shape[1]].reshape(x.shape), (batch, inputs, kept)
 
 
-_ssd.defvjp(lambda batch, *inputs: (_ssd(batch, *inputs), (batch, inputs)), _backward)
+def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
+    batch, inputs, kept = saved
+    x, dt, a, b, c, d = inputs
+    (t, heads), groups = x.shape[1:3], b.shape[2]
+    about, whole, rows, (x_flat, *shared) = _prepared(batch, *inputs)
+    dy_flat = chunks.flat(dy.astype(x.dtype))
+    dx, db, dc, numbers = ssd_backward_tpu.run(about, whole, rows, kept, [x_flat, dy_flat, *shared])
+    numbers = numbers[:, :, : ssd_backward_tpu.NUMBERS * about.heads]
+    numbers = numbers.reshape(*numbers.shape[:2], ssd_backward_tpu.NUMBERS, about.heads, -1, CHUNK)
+    of_step, pairs, first, last, skip = jnp.moveaxis(numbers, 2, 0)  # [B groups heads chunks C]
+    before = jnp.pad(jnp.cumsum(last, -1)[..., :-1], [(0, 0)] * 4 + [(1, 0)])
+    decay = pairs + jnp.flip(jnp.cumsum(jnp.flip(first, -1), -1), -1) + before
+    of_token = lambda y: jnp.moveaxis(y.reshape(len(y), heads, -1), 1, 2)[:, :t]
+    valid, starts = (y[:, :t, None] for y in chunks.tokens(batch))
+    decay = jnp.where(valid & ~starts, of_token(decay), 0)
+    ddt = jnp.where(valid, of_token(of_step) + decay * a, 0)
+    da = (decay * jnp.where(valid, dt, 0)).sum((0, 1))
+    total = lambda y: jnp.moveaxis(y.reshape(len(y), groups, -1, *y.shape[2:]).sum(2), 1, 2)[:, :t]
+    found = dx[:, :t].reshape(x.shape), ddt, da, total(db), total(dc), of_token(skip).sum((0, 1))
+    return None, *(y.astype(z.dtype) for y, z in zip(found, inputs, strict=True))
+
+
+_ssd.defvjp(_forward, _backward)
 
 
 def _run(
-    about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array]
-) -> Float[Array, "B T NH"]:
-    """Run over x [B T N*H], b and c [B T G*S], whose groups serve `share` steps' heads."""
+    about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array],
+    *, keep: bool,
+) -> list[Array]:  # fmt: skip
+    """Run over x [B T N*H], b and c [B T G*S], whose groups serve `share` steps' heads: y [B T N*H].
+
+    With `keep` also the states before each chunk [B chunks S N*H], in the inputs' dtype.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -107,9 +136,10 @@ def _run(
     width, states = about.heads * about.channels, about.states
     block = pl.BlockSpec((None, CHUNK, width), lambda b, n, c, _: (b, c, n))
     shared = pl.BlockSpec((None, CHUNK, states), lambda b, n, c, _: (b, c, n // about.share))
+    shapes = [inputs[0].shape, (rows_b, t // CHUNK, states, inputs[0].shape[-1])][: 1 + keep]
     call = pl.pallas_call(
         functools.partial(_program, about),
-        out_shape=jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype),
+        out_shape=[jax.ShapeDtypeStruct(shape, inputs[0].dtype) for shape in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows_b, groups, t // CHUNK),
@@ -119,7 +149,9 @@ def _run(
                 shared,
                 shared,
             ],
-            out_specs=block,
+            out_specs=[block, pl.BlockSpec((None, None, states, width), lambda b, n, c, _: (b, c, 0, n))][
+                : len(shapes)
+            ],
             scratch_shapes=[pltpu.VMEM((states, width), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -132,10 +164,13 @@ def _run(
 
 def _program(about: About, *refs: Any) -> None:
     """Compute a chunk of some heads, tile by tile."""
-    r = SimpleNamespace(**dict(zip(["whole", "rows", "x", "b", "c", "out", "state"], refs, strict=True)))
+    names = ["whole", "rows", "x", "b", "c", "out", *["kept"] * (len(refs) == 8), "state"]
+    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     n, channels, dtype, rows = about.heads, about.channels, r.x.dtype, r.rows[...]
     columns = jnp.transpose(rows)  # [C numbers]
     chunks.begin(r, columns[:, 4 * n : 4 * n + 1] > 0, "xbc")
+    if len(refs) == 8:
+        r.kept[...] = r.state[...].astype(dtype)
     scores = dot(r.c[...], r.b[...], NT, dtype)
     keys = jnp.transpose(r.b[...].astype(jnp.float32))  # [S C]
     tile = max(LANES, channels)

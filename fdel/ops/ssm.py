@@ -37,7 +37,10 @@ def causal_conv(
     return recur(batch, carry, layer, "conv", (x.shape[-1], k - 1), lambda inputs: inputs, step, (x,), x.shape[-2])
 
 
-@operation(TOKENS, SLOTS, "", HEADS, HEADS, "heads", TOKENS, TOKENS, out=(HEADS, SLOTS), named={"d": "heads"})
+@operation(
+    TOKENS, SLOTS, "", HEADS, HEADS, "heads", TOKENS, TOKENS, out=(HEADS, SLOTS), named={"d": "heads"},
+    mosaic=kernel("selective_scan_tpu"),
+)  # fmt: skip
 def selective_scan(
     batch: Batch, carry: Carry | None, layer: Layer,
     x: Float[Array, "... T C"], dt: Float[Array, "... T C"], a: Float[Array, "C S"],

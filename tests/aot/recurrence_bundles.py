@@ -4,6 +4,7 @@ As `bundles`, in a process of its own: `python -m tests.aot.recurrence_bundles v
 outputs, once) or of FLOPs, if they take longer. Each call has 4 rows of 1,024 tokens.
 """
 
+import functools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
-from fdel.kernels import gated_delta_rule_tpu, ssd_tpu
+from fdel.kernels import gated_delta_rule_tpu, selective_scan_tpu, ssd_tpu
 from fdel.kernels.chunks_tpu import CHUNK
 from fdel.ops.batch import Packed
 from tests.aot.bundles import CLOCK, CORES, parts
@@ -26,6 +27,8 @@ CALLS = {
     "gated_delta_rule": (32, 128, 128, False),
     "gated_delta_rule, channels": (32, 128, 128, True),
     "ssd": (80, 128, 64, False),
+    "ssd, backward": (80, 128, 64, False),
+    "selective_scan": (5120, 16, 1, True),
 }
 
 
@@ -47,28 +50,57 @@ def lower(chip: str, name: str, impl: str) -> aot.Compiled:
         a = -jnp.ones(heads)
         return ops.ssd(batch, None, 0, cut(x, heads), dt, a, cut(b, 1), cut(c, 1), d=a)[0]
 
+    def scan(batch, x, b, c, dt):
+        a = -jnp.ones((heads, keys))
+        return ops.selective_scan(batch, None, 0, x, dt, a, b, c, d=a[:, 0])[0]
+
     numbers, wide = put(heads, dtype=jnp.float32), put(heads * values)
-    if name == "ssd":
-        f, args = ssd, (wide, put(keys), put(keys), numbers)
+    if not name.startswith("gated"):
+        f, args = scan if name == "selective_scan" else ssd, (wide, put(keys), put(keys), numbers)
     else:
         gate = put(heads * (keys if of_channels else 1), dtype=jnp.float32)
         f, args = delta_rule, (put(heads * keys), put(heads * keys), wide, gate, numbers)
 
     def call(*args):
         with ops.use(**{name.partition(",")[0]: impl}):
-            return f(*args).reshape(ROWS, TOKENS, -1)
+            if "backward" not in name:
+                return f(*args).reshape(ROWS, TOKENS, -1)
+            back = jax.vjp(functools.partial(f, args[0]), *args[1:-1])[1]
+            return back(cut(args[-1], heads))
 
-    return aot.compile(target, jax.jit(call), batch, *args, mesh=mesh)
+    back = (wide,) if "backward" in name else ()
+    return aot.compile(target, jax.jit(call), batch, *args, *back, mesh=mesh)
+
+
+def count(name: str, loops: list[tuple[int, int, str]]) -> int:
+    """Count the bundles of a step of the grid; clearing of padding is among them.
+
+    A selective scan has loops in a step: over blocks of tokens, to spread b; over tiles; in a tile over blocks, which take
+    one of two branches of much the same length.
+    """
+    step = sum(n for depth, n, _ in loops if depth)
+    if name != "selective_scan":
+        return step
+    blocks, tiles = CHUNK // selective_scan_tpu.BLOCK, selective_scan_tpu.CHANNELS // selective_scan_tpu.TILE
+    inner = next(i for i, (depth, *_) in enumerate(loops) if depth == 3)
+    spread = sum(n for depth, n, _ in loops[: inner - 1] if depth == 2)
+    branches = sum(n for depth, n, _ in loops if depth == 3)
+    tile = sum(n for depth, n, _ in loops if depth == 2) - spread + blocks * branches // 2
+    return sum(n for depth, n, _ in loops if depth == 1) + blocks * spread + tiles * tile
 
 
 def estimate(chip: str, name: str, cycles: int) -> tuple[float, float]:
     """Give the seconds of a call and the floor: its FLOPs are those of chunks of 64, without an inverse."""
     heads, keys, values, of_channels = CALLS[name]
     about, tokens = aot.CHIPS[chip], ROWS * TOKENS
-    if name == "ssd":
-        read = tokens * 2 * (2 * heads * values + 2 * keys)
-        flops = tokens * heads * (2 * 64 * values + 4 * keys * values)
+    if name.startswith("ssd"):
+        back = "backward" in name  # with dy and dx, and each product in two
+        read = tokens * 2 * ((2 + back) * heads * values + (2 + 2 * back) * keys)
+        flops = tokens * heads * (2 * 64 * values + 4 * keys * values) * (1 + back)
         steps = tokens // CHUNK * heads // ssd_tpu.HEADS
+    elif name == "selective_scan":
+        read, flops = tokens * (8 * heads + 4 * keys), 0  # dt is float32
+        steps = tokens // CHUNK * heads // selective_scan_tpu.CHANNELS
     else:
         read = tokens * heads * (2 * (2 * keys + 2 * values) + 4 * keys * of_channels)
         flops = tokens * heads * (2 * 64 * (2 * keys + 2 * values) + 6 * keys * values)
@@ -87,9 +119,9 @@ def main(chip: str, beside: str = "", only: str = "") -> None:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
         for name in [name for name in CALLS if name.startswith(only)]:
             ours = lower(chip, name, "mosaic")
-            op = name.partition(",")[0]
+            op = name.replace(", ", "_") if "backward" in name else name.partition(",")[0]
             found = [x for x in Path(folder).glob(f"*{op}*-final_bundles.txt") if "analysis" not in x.name]
-            cycles = sum(n for depth, n, _ in parts(max(found, key=lambda x: x.name).read_text()) if depth)
+            cycles = count(name, parts(max(found, key=lambda x: x.name).read_text()))
             seconds, floor = estimate(chip, name, cycles)
             told = dict(call=name, bundles=cycles, estimate=seconds, floor=floor, temporaries=ours.temporaries)
             if beside == "xla":

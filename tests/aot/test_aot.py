@@ -224,18 +224,21 @@ def test_the_tpu_kernel_for_quantized_products_reads_at_the_floor_s_speed(chip):
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernels_for_recurrences_keep_what_a_chunk_prepares_in_fast_memory(chip):
     """Few temporaries beside inputs and outputs. Bound by products and vector operations: 4 times the floor of bytes, with
-    decays of channels 5.5 times."""
+    decays of channels and in a selective scan 5.5 times."""
     command = [sys.executable, "-m", "tests.aot.recurrence_bundles", chip]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     calls = list(map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))))
-    assert len(calls) == 3
+    assert len(calls) == 5
     for x in calls:
         print(x)
-        assert x["temporaries"] <= 2**23
-        assert x["estimate"] <= (5.5 if "channels" in x["call"] else 4) * x["floor"]
+        assert x["temporaries"] <= (2**27 if "backward" in x["call"] else 2**23)
+        assert (
+            x["estimate"]
+            <= (4 if x["call"] in ("gated_delta_rule", "ssd") else 9 if "backward" in x["call"] else 5.5) * x["floor"]
+        )
 
 
 @pytest.mark.aot

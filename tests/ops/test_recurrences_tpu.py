@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fdel import ops
-from fdel.kernels import gated_delta_rule_tpu, ssd_tpu
+from fdel.kernels import gated_delta_rule_tpu, selective_scan_tpu, ssd_tpu
 from fdel.ops.batch import Packed
 from fdel.ops.platform import tracing_for
 
@@ -27,14 +29,14 @@ def padded(inputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     return tuple(np.where(SEGMENTS.reshape(2, T, *[1] * (x.ndim - 2)) < 0, np.nan, x) for x in inputs)
 
 
-def recurrence(step, state: tuple, inputs: tuple) -> np.ndarray:
+def recurrence(step, state: tuple, inputs: tuple, segments=SEGMENTS) -> np.ndarray:
     """Run step(state, token) -> (state, output) over the sequences of both rows; padding gives 0."""
     out = None
     for row in range(2):
         for at in range(T):
-            if at == 0 or SEGMENTS[row, at] != SEGMENTS[row, at - 1]:
+            if at == 0 or segments[row, at] != segments[row, at - 1]:
                 s = np.zeros(state)
-            if SEGMENTS[row, at] >= 0:
+            if segments[row, at] >= 0:
                 s, y = step(s, [np.asarray(x[row, at], np.float64) for x in inputs])
                 out = np.zeros((2, T, *y.shape)) if out is None else out
                 out[row, at] = y
@@ -95,6 +97,39 @@ def ssd(inputs: tuple, segments=SEGMENTS) -> jax.Array:
         return jax.jit(lambda x, dt, b, c: ops.ssd(batch, None, 0, x, dt, a, b, c, d=d)[0])(*inputs)
 
 
+WIDE, STATES = 128, 16  # channels and states of a selective scan
+RATES = -np.exp(np.random.default_rng(1).normal(size=(WIDE, STATES)))
+SKIP = np.random.default_rng(2).normal(size=WIDE)
+
+
+def scan_step(state, token):
+    x, dt, b, c = token
+    state = np.exp(dt[:, None] * RATES) * state + (dt * x)[:, None] * b
+    return state, state @ c + SKIP * x
+
+
+def scan_inputs(dtype) -> tuple[np.ndarray, ...]:
+    """Steps of the second row are extreme: 0, and such that nothing stays."""
+    r = np.random.default_rng(0)
+    dt = np.exp(r.normal(size=(2, T, WIDE)) - 2)
+    dt[1][r.random((T, WIDE)) < 0.1], dt[1][r.random((T, WIDE)) < 0.05] = 0, 1000
+    x, b, c = (r.normal(size=(2, T, n)) for n in (WIDE, STATES, STATES))
+    x, b, c = (jnp.asarray(y, dtype) for y in padded((x, b, c)))
+    return x, jnp.asarray(padded((dt,))[0], jnp.float32), b, c
+
+
+def scan(inputs: tuple, segments=SEGMENTS, impl: str = "mosaic") -> jax.Array:
+    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
+    with tracing_for("tpu"), ops.use(selective_scan=impl):
+        return scanned(batch, *inputs)
+
+
+@jax.jit
+def scanned(batch, x, dt, b, c):
+    a, d = jnp.asarray(RATES, jnp.float32), jnp.asarray(SKIP, jnp.float32)
+    return ops.selective_scan(batch, None, 0, x, dt, a, b, c, d=d)[0]
+
+
 def error(got, want) -> float:
     """The largest difference, relative to the largest number; NaN if any number is, in padding too."""
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
@@ -137,6 +172,39 @@ def test_ssd_equals_float64(dtype, most, interpreted):
     assert error(ssd(inputs), recurrence(ssd_step, (N, CHANNELS, H), inputs)) < most
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(F32, 1e-6), pytest.param(BF16, 8e-3, marks=MATRIX)], ids=["float32", "bfloat16"]
+)
+def test_the_selective_scan_equals_float64(dtype, most, interpreted):
+    """As above (seen: 1e-7, 5e-3). What one sequence holds is nothing to the next: huge numbers, and, beyond the block of
+    tokens that is read at once, NaN."""
+    inputs = scan_inputs(dtype)
+    want = recurrence(scan_step, (WIDE, STATES), inputs)
+    assert error(scan(inputs), want) < most
+    for at, value, clean in [(69, 1e30, 70), (60, np.nan, 80)]:
+        got = np.asarray(scan((inputs[0].at[0, at].set(value), *inputs[1:])), np.float64)
+        assert not (np.abs(got[0, at]) < 1e25).any() and error(got[:, clean:], want[:, clean:]) < most
+
+
+@pytest.mark.matrix
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(-1, 2), min_size=2 * T, max_size=2 * T), st.integers(0, 9), st.sampled_from([0.1, 1.0, 30.0])
+)
+def test_the_selective_scan_of_any_segments_equals_float64(interpreted, segments, seed, size):
+    """Runs of one token and more, which begin anywhere; steps of any size; NaN in padding."""
+    r = np.random.default_rng(seed)
+    segments = np.repeat(np.asarray(segments, np.int32).reshape(2, T), r.integers(1, 9), 1)[:, :T]
+    scale = [1, size, 1, 1]
+    inputs = [r.normal(size=(2, T, n)) * s for n, s in zip((WIDE, WIDE, STATES, STATES), scale, strict=True)]
+    inputs[1] = np.abs(inputs[1])
+    inputs = tuple(jnp.asarray(np.where(segments[..., None] < 0, np.nan, x), F32) for x in inputs)
+    want = recurrence(scan_step, (WIDE, STATES), inputs, segments)
+    if want is not None:
+        assert error(scan(inputs, segments), want) < 1e-6
+
+
 @pytest.mark.matrix
 def test_no_race_is_found(capsys, monkeypatch):
     """The copies are Pallas's own, of a chunk while the one before is solved: two chunks of two rows here."""
@@ -146,6 +214,9 @@ def test_no_race_is_found(capsys, monkeypatch):
         assert error(delta(inputs), recurrence(delta_step, (N, H, H), inputs)) < 2e-6
         inputs = ssd_inputs(F32)
         assert error(ssd(inputs), recurrence(ssd_step, (N, CHANNELS, H), inputs)) < 2e-6
+        assert max(ssd_gradient_errors(SEGMENTS, F32)) < 3e-6
+        inputs = scan_inputs(F32)
+        assert error(scan(inputs), recurrence(scan_step, (WIDE, STATES), inputs)) < 1e-6
     assert "RACE" not in "".join(capsys.readouterr())
 
 
@@ -159,6 +230,88 @@ def test_gradients_are_those_of_the_reference(interpreted):
     want = grad(lambda *x: ops.gated_delta_rule(batch, None, 0, *x)[0])
     for a, b in zip(grad(lambda *x: delta(x, segments)), want, strict=True):
         assert error(a, np.asarray(b, np.float64)) < 1e-5
+
+
+def ssd_loss(x, dt, a, b, c, d, weights, segments):
+    """Sum weights * y, token by token, in the inputs' dtype."""
+
+    def step(state, token):
+        x, dt, b, c, start, valid = token
+        state = jnp.where(start, 0, state)
+        new = state * jnp.exp(dt * a)[:, None, None] + (dt[:, None] * x)[..., None] * b
+        return jnp.where(valid, new, state), jnp.where(valid, new @ c[0] + d[:, None] * x, 0)
+
+    def row(*tokens):
+        return jax.lax.scan(step, jnp.zeros((N, CHANNELS, H), x.dtype), tokens)[1]
+
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return (
+        jnp.where(segments[..., None, None] >= 0, weights, 0) * jax.vmap(row)(x, dt, b, c, starts, segments >= 0)
+    ).sum()
+
+
+@jax.jit
+def ssd_gradients(x, dt, a, b, c, d, weights, segments):
+    batch = Packed(jnp.zeros(segments.shape, int), segments)
+    y, back = jax.vjp(lambda *inputs: ops.ssd(batch, None, 0, *inputs[:-1], d=inputs[-1])[0], x, dt, a, b, c, d)
+    return back(weights.astype(y.dtype))
+
+
+def ssd_gradient_errors(segments, dtype, seed: int = 0, extreme: bool = True) -> list[float]:
+    """Compare with float64's; the second row's steps are extreme, inputs and weights of padding are NaN."""
+    r = np.random.default_rng(seed)
+    x, b, c, weights = (r.normal(size=(2, T, *n)) for n in ((N, CHANNELS), (1, H), (1, H), (N, CHANNELS)))
+    dt = np.exp(r.normal(size=(2, T, N)) - 2)
+    if extreme:
+        dt[1][r.random((T, N)) < 0.1], dt[1][r.random((T, N)) < 0.05] = 0, 1000
+    x, b, c, weights = (jnp.asarray(y, dtype) for y in (x, b / H**0.5, c, weights))
+    inputs = x, jnp.asarray(dt, F32), jnp.asarray(A, F32), b, c, jnp.asarray(D, F32)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(y, np.float64)) for y in (*inputs, weights)]
+        want = jax.jit(jax.grad(ssd_loss, range(6)))(*exact, segments)
+        want = [np.asarray(y) for y in want]
+    pad = lambda y: jnp.where((segments < 0).reshape(2, T, *[1] * (y.ndim - 2)), jnp.nan, y).astype(y.dtype)
+    inputs = [pad(y) if y.ndim > 1 else y for y in inputs]
+    with tracing_for("tpu"), ops.use(ssd="mosaic"):
+        got = ssd_gradients(*inputs, pad(weights), jnp.asarray(segments))
+    return [error(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(F32, 3e-6), pytest.param(BF16, 2e-2, marks=MATRIX)], ids=["float32", "bfloat16"]
+)
+def test_the_gradient_of_ssd_equals_float64(dtype, most, interpreted):
+    """Of x, dt, a, b, c and d; NaN in padding, of inputs and of what comes back."""
+    assert max(ssd_gradient_errors(SEGMENTS, dtype)) < most
+
+
+@pytest.mark.matrix
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(-1, 2), min_size=2 * T, max_size=2 * T), st.integers(0, 9))
+def test_the_gradient_of_ssd_of_any_segments_equals_float64(interpreted, segments, seed):
+    r = np.random.default_rng(seed)
+    segments = np.repeat(np.asarray(segments, np.int32).reshape(2, T), r.integers(1, 9), 1)[:, :T]
+    segments[0, 0] = 0  # never nothing at all
+    assert max(ssd_gradient_errors(segments, F32, seed, extreme=bool(seed % 2))) < 5e-6
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("channels", [64, 128])
+def test_the_gradient_of_ssd_in_groups_of_heads_is_that_of_the_reference(channels, interpreted, monkeypatch):
+    """Two groups of heads, each in two steps of two tiles, of one head or two."""
+    heads = 256 // channels
+    monkeypatch.setattr(ssd_tpu, "HEADS", heads)
+    r = np.random.default_rng(3)
+    shapes = (4 * heads, channels), (4 * heads,), (2, H), (2, H), (4 * heads, channels)
+    x, dt, b, c, weights = (jnp.asarray(r.normal(size=(2, T, *n)), F32) for n in shapes)
+    a, d = (jnp.asarray(r.normal(size=4 * heads), F32) for _ in range(2))
+    args = x, jnp.exp(dt - 2), -jnp.exp(a), b / H**0.5, c, d, weights, jnp.asarray(SEGMENTS)
+    want = ssd_gradients(*args)
+    with tracing_for("tpu"), ops.use(ssd="mosaic"):
+        got = ssd_gradients(*args)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, np.asarray(b, np.float64)) < 5e-6
 
 
 REASONS = [
@@ -214,3 +367,24 @@ def test_the_kernel_for_ssd_says_what_it_cannot_serve(call, reason):
             assert "mosaic: chosen" in ops.explain(ops.ssd, *args)
         else:
             assert reason in ssd_tpu.unsupported(*args)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"channels": 192}, "192 channels of 16 states"),
+        ({"states": 8}, "128 channels of 8 states"),
+        pytest.param({}, None, marks=pytest.mark.of_cpu("with --target the references are named")),
+    ],
+    ids=str,
+)
+def test_the_kernel_for_selective_scans_says_what_it_cannot_serve(call, reason):
+    channels, states = call.get("channels", 128), call.get("states", 16)
+    shape = lambda n: jax.ShapeDtypeStruct((1, 256, n), BF16)
+    x, a, b = shape(channels), jax.ShapeDtypeStruct((channels, states), F32), shape(states)
+    args = (ops.packed(jnp.zeros((1, 256), int)), None, 0, x, x, a, b, b)
+    with tracing_for("tpu"):
+        if reason is None:
+            assert "mosaic: chosen" in ops.explain(ops.selective_scan, *args)
+        else:
+            assert reason in selective_scan_tpu.unsupported(*args)
