@@ -129,19 +129,24 @@ def interpret(module: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
 
 
+LATENTS = pytest.param(("latents",), marks=pytest.mark.matrix)
+
+
 @pytest.mark.slow
-def test_attention_over_pages_on_hopper_equals_a_formula():
+@pytest.mark.parametrize("kind", [(), LATENTS])
+def test_attention_over_pages_on_hopper_equals_a_formula(kind):
     """Ragged rows, windows, softcap, sinks, parts of the keys, NaN in unused pages: 0.02 in bfloat16 (seen: 0.008)."""
-    done = interpret("pages")
+    done = interpret("pages", *kind)
     assert done.returncode == 0, done.stderr
     errors = [float(x) for x in done.stdout.split()[-2:]]
     assert max(errors) < 0.02 and "RACE" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_planted_race_is_found():
-    """So that no race above means something: the wait for the values is left out."""
-    done = interpret("pages", "race")
+@pytest.mark.parametrize("kind", [(), LATENTS])
+def test_a_planted_race_is_found(kind):
+    """So that no race above means something: the wait for the values is left out, of latents that for probabilities."""
+    done = interpret("pages", "race", *kind)
     assert "RACE DETECTED" in done.stdout + done.stderr
 
 
@@ -215,7 +220,10 @@ PAGES_REASONS = [
     ({"size": 16}, "pages of 16"),
     ({"dim": 96}, "heads of 96"),
     ({"alibi": jnp.zeros(8)}, "alibi"),
-    ({"v_dim": 32}, "latent"),
+    ({"v_dim": 32}, "values of their own"),
+    ({"latents": 1, "dim": 192, "v_dim": 64}, "values in the first 64 of 192"),
+    ({"latents": 1, "dim": 640, "v_dim": 512}, "latents of 640 channels take"),
+    ({"latents": 1, "dim": 576, "v_dim": 512}, None),
     ({}, None),
 ]
 
@@ -225,7 +233,7 @@ def test_the_kernel_for_pages_says_what_it_cannot_serve(call, reason):
     """It is taken where it is named, and nowhere else."""
     dim, dtype = call.get("dim", 64), call.get("dtype", jnp.bfloat16)
     q = jax.ShapeDtypeStruct((2, 8, dim), dtype)
-    pages = jax.ShapeDtypeStruct((2, 5, 2, call.get("size", 64), dim), dtype)
+    pages = jax.ShapeDtypeStruct((2, 5, call.get("latents", 2), call.get("size", 64), dim), dtype)
     cache = Pages(pages, None if "v_dim" in call else pages)
     batch = Paged(jnp.zeros(2, int), jnp.zeros((2, 2), int), jnp.arange(2), 1)
     given = dict(mask=ops.Mask(0.1), alibi=call.get("alibi"), v_dim=call.get("v_dim", dim))
