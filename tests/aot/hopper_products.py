@@ -20,15 +20,22 @@ from fdel.ops.batch import Paged, Pages
 from fdel.ops.paged import paged_attention
 from fdel.ops.weights import PACKED, Quantized
 
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # in what ptxas says
 # Rows, inputs, outputs, format, inputs of a group, whether zero points are stored.
 QUANTIZED = {
     "8 rows, int8": (8, 4096, 14336, "int8", 4096, False),
     "8 rows, GPTQ": (8, 4096, 14336, "uint4", 128, True),
     "8 rows, int4 by 64": (8, 4096, 14336, "int4", 64, False),
+    "8 rows, fp8": (8, 4096, 14336, "fp8", 4096, False),
+    "8 rows, fp8 by 128": (8, 4096, 14336, "fp8", 128, False),
+    "8 rows, e2m1 by 64": (8, 4096, 14336, "e2m1", 64, False),
+    "8 rows, nf4 by 64": (8, 4096, 14336, "nf4", 64, False),
     "64 rows, GPTQ": (64, 4096, 14336, "uint4", 128, True),
     "4,096 rows, int8": (4096, 4096, 14336, "int8", 4096, False),
     "4,096 rows, uint8 by 128": (4096, 4096, 14336, "uint8", 128, True),
     "4,096 rows, GPTQ": (4096, 4096, 14336, "uint4", 128, True),
+    "4,096 rows, fp8": (4096, 4096, 14336, "fp8", 4096, False),
+    "4,096 rows, nf4 by 64": (4096, 4096, 14336, "nf4", 64, False),
 }
 # Rows, groups, outputs, inputs, and which of the three products.
 GROUPED = {
@@ -108,7 +115,7 @@ def table() -> list[dict]:
         numbers = lambda pattern, part=part: [int(n) for n in re.findall(pattern, part)]
         rows.append({
             "call": part.partition("\n")[0], "registers": max(numbers(r"Used (\d+) registers"), default=None),
-            "spills": sum(numbers(r"(\d+) bytes spill stores")), "serialized": "serializ" in part.lower(),
+            "spills": sum(numbers(r"(\d+) bytes spill stores")), "serialized": SERIALIZED in part,
             "temporaries": sum(numbers(r"temporaries: (\d+)")),
         })  # fmt: skip
     return rows
