@@ -7,7 +7,8 @@ pages: they are fetched as the table names them, `DEPTH` ahead; both products ru
 
 Bytes read: keys and values once for each key head and 64 rows, 4 * keys * head_dim; written, and read again by the merge:
 4 * splits * rows * (head_dim + 1). FLOPs: 4 * 64 * keys * head_dim, also where fewer rows are used: 64 for each byte, of
-which a group of 4 heads uses a sixteenth. Compiled for H100; it has not run on a GPU yet.
+which a group of 4 heads uses a sixteenth. Latents, pages without values, have a program of their own, `latent_program_gpu`.
+Compiled for H100; it has not run on a GPU yet.
 """
 
 import functools
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import latent_program_gpu as latents
 from fdel.kernels.device import no_hopper
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import NEG, Mask, PerHead
@@ -36,13 +38,13 @@ LOG2E = math.log2(math.e)
 class Call(NamedTuple):
     """What is static: the mask's scale and softcap, the parts of the keys, and where probabilities are for the product.
 
-    They stay in registers on a GPU; the interpreter knows operands in shared memory only.
+    They stay in registers on a GPU; the interpreter, which is meant by `interpreted`, knows operands in shared memory only.
     """
 
     scale: float
     softcap: float | None
     splits: int
-    p_in_memory: bool = False
+    interpreted: bool = False
 
 
 def unsupported(
@@ -52,16 +54,16 @@ def unsupported(
     """Say why the kernel cannot serve this call, or None."""
     if why := no_hopper():
         return why
-    if state.v is None or v_dim not in (None, state.v.shape[-1]):
-        return "values that are channels of the keys (latent attention)"
+    v = state.k if state.v is None else state.v
     if state.k_scale is not None or state.v_scale is not None:
         return "pages in 8 bits; expected the dtype of the queries"
-    if not q.dtype == state.k.dtype == state.v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it attends in bfloat16 and float16; found {q.dtype}, {state.k.dtype}, {state.v.dtype}"
-    if not q.shape[-1] == state.k.shape[-1] == state.v.shape[-1] or q.shape[-1] not in CHANNELS:
-        return (
-            f"heads of {q.shape[-1]}, {state.k.shape[-1]}, {state.v.shape[-1]} channels; expected equal, of {CHANNELS}"
-        )
+    if not q.dtype == state.k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it attends in bfloat16 and float16; found {q.dtype}, {state.k.dtype}, {v.dtype}"
+    equal = q.shape[-1] == state.k.shape[-1] == v.shape[-1]
+    if state.v is not None and (not equal or q.shape[-1] not in CHANNELS or v_dim not in (None, v.shape[-1])):
+        return f"heads of {q.shape[-1]}, {state.k.shape[-1]}, {v.shape[-1]} channels; expected equal, of {CHANNELS}"
+    if state.v is None and (why := latents.unsupported(state.k.shape, v_dim or q.shape[-1])):
+        return why
     if state.k.shape[3] not in PAGES:
         return f"pages of {state.k.shape[3]} tokens; expected one of {PAGES}"
     if batch.ahead is not None:
@@ -72,23 +74,26 @@ def unsupported(
 def call(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
     mask: Mask, sinks: PerHead = None, alibi: None = None, v_dim: int | None = None,
-) -> Float[Array, "T N H"]:  # fmt: skip
+) -> Float[Array, "T N Hv"]:  # fmt: skip
     """Attend over cached pages; see `unsupported` for what it can serve, `paged_attention` for the meaning."""
     blocks, kv_heads = len(batch.page_table), state.k.shape[2]
-    tiles = -(-batch.block * (q.shape[1] // kv_heads) // ROWS)
-    return attend(
-        batch, state, layer, q, mask, sinks, Call(mask.scale, mask.softcap, splits(blocks * kv_heads * tiles))
-    )
+    tiles, fill = -(-batch.block * (q.shape[1] // kv_heads) // ROWS), latents.PROGRAMS if state.v is None else PROGRAMS
+    how = Call(mask.scale, mask.softcap, splits(blocks * kv_heads * tiles, batch.page_table.shape[1], fill))
+    return attend(batch, state, layer, q, mask, sinks, how, v_dim)
 
 
-def splits(programs: int) -> int:
-    """Choose the parts of the keys for so many programs: the fewest that fill the device, 16 at most."""
-    return next((n for n in SPLITS if n * programs >= PROGRAMS), SPLITS[-1])
+def splits(programs: int, pages: int, fill: int = PROGRAMS) -> int:
+    """Choose parts of so many pages for programs of which `fill` run at once: those with the shortest rounds.
+
+    To begin, write and merge a part is taken to cost what two of 128 pages do.
+    """
+    return min((n for n in SPLITS if n <= max(1, pages)), key=lambda n: -(-n * programs // fill) / n * (1 + n / 64))
 
 
 def attend(
-    batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], mask: Mask, sinks: PerHead, how: Call
-) -> Float[Array, "T N H"]:
+    batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], mask: Mask, sinks: PerHead, how: Call,
+    v_dim: int | None = None,
+) -> Float[Array, "T N Hv"]:  # fmt: skip
     """Lay out queries as rows of their key head, run the kernel on the parts of the keys, and merge what they give."""
     _, pages, kv_heads, size, width = state.k.shape
     blocks, block = len(batch.page_table), batch.block
@@ -99,9 +104,14 @@ def attend(
     bounds, span = _reach(batch, mask, rows // block, size)
     table = jnp.clip(batch.page_table, 0, pages - 1) + layer * pages
     flat = lambda x: x.reshape(-1, size, width)
-    out, lse = _kernel(how, queries, flat(state.k), flat(state.v), table.astype(jnp.int32), bounds, span)
+    where = table.astype(jnp.int32), bounds, span
+    if state.v is None:
+        out, lse = latents.run(how, v_dim or width, queries, flat(state.k), *where)
+    else:
+        out, lse = _kernel(how, queries, flat(state.k), flat(state.v), *where)
     out, lse = _merge(out[..., :rows, :], lse[..., :rows], sinks, block)
-    return out.reshape(blocks, kv_heads, block, -1, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    out = out.reshape(blocks, kv_heads, block, -1, out.shape[-1]).swapaxes(1, 2)
+    return out.reshape(*q.shape[:2], -1).astype(q.dtype)
 
 
 def _reach(batch: Paged, mask: Mask, group: int, size: int) -> tuple[Array, Array]:
@@ -150,7 +160,7 @@ def _kernel(
         "q_bar": gpu.Barrier(num_barriers=3), "k_bar": gpu.Barrier(num_barriers=DEPTH),
         "v_bar": gpu.Barrier(num_barriers=DEPTH),
     }  # fmt: skip
-    if how.p_in_memory:
+    if how.interpreted:
         scratch["p_s"] = half((ROWS, size))
     parts, tiles = (blocks, heads, how.splits), -(-rows // ROWS)
     of = lambda *shape: jax.ShapeDtypeStruct((*parts, *shape), jnp.float32)
@@ -246,7 +256,7 @@ def _walk(s: Any, how: Call, begin: Any, count: Any, last: Any, fetch: Callable[
             gpu.commit_smem()
 
         operand = p.astype(s.v_s.dtype)
-        if how.p_in_memory:
+        if how.interpreted:
             s.p_s[...] = operand
             gpu.commit_smem()
             operand = s.p_s

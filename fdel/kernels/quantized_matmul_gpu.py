@@ -1,12 +1,11 @@
-"""Products with weights of 4 and 8 bit integers on NVIDIA Hopper: a Pallas Mosaic GPU kernel that reads them as stored.
+"""Products with weights of 4 and 8 bits on NVIDIA Hopper: a Pallas Mosaic GPU kernel that reads them as stored.
 
-Tensor cores take one operand from registers: there the stored bytes become bfloat16, as CUTLASS's mixed products do it,
-and are multiplied with rows of x in shared memory. So a program computes outputs by rows, 64 outputs for each of `GROUPS`
-groups of warps, while one more group copies the next chunks of weight and x. Integers and their differences from zero
-points are exact in bfloat16 (the bits 0x4300 + n are 128 + n); scales multiply float32 sums of a chunk, which lies in one
-group of inputs (arXiv 2210.17323, section 5, scales weights). *Few rows*, of decoding: x has 8 to 64 rows, and inputs are
-divided between programs where that fills the device; their float32 sums are added by XLA. *Many rows*, of prompts: 128
-rows of x in a program, which gives the result as it is.
+Tensor cores take one operand from registers: there the stored bytes become bfloat16 (`decode_gpu`), as CUTLASS's mixed
+products do it, and are multiplied with rows of x in shared memory. So a program computes outputs by rows, 64 outputs for
+each of `GROUPS` groups of warps, while one more group copies the next chunks of weight and x. Scales multiply float32
+sums of a chunk, which lies in one group of inputs (arXiv 2210.17323, section 5, scales weights). *Few rows*, of decoding:
+x has 8 to 64 rows, and inputs are divided between programs where that fills the device; their float32 sums are added by
+XLA. *Many rows*, of prompts: 128 rows of x in a program, which gives the result as it is.
 
 Bytes read: the stored values, once for each 128 rows (then from the second-level cache), scales and zero points alike, and
 x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Compiled for H100; it has not run on a GPU yet.
@@ -22,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels.decode_gpu import FORMATS, Whole, decoded
 from fdel.kernels.device import no_hopper
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, Quantized, scales
 
-FORMATS = {"int8": 0, "uint8": 0, "uint4": 0, "int4": 8}  # and what is stored for zero
 GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
 ROWS = (8, 16, 32, 64, 128)  # of x in a program; only the last one is not divided along the inputs
 CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
@@ -69,6 +68,8 @@ def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
         return "a weight with batch axes, or one that is multiplied from its outputs' side"
     if x.dtype != jnp.bfloat16:
         return f"x is bfloat16; found {x.dtype}"
+    if w.zero is not None and not isinstance(FORMATS[w.format], Whole):
+        return f"zeros of weights in {w.format}"
     if w.zero is not None and (isinstance(w.zero, Quantized) or not jnp.issubdtype(w.zero.dtype, jnp.integer)):
         return "zeros that are no integers"
     outputs, lanes, groups = math.prod(w.values.shape[:-1]), w.values.shape[-1], w.scale.shape[-1]
@@ -131,7 +132,7 @@ def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype, t: Tiling) -> Float
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     many, (outputs, _) = len(x), w.values.shape
-    values = w.values if t.halves == 2 else jax.lax.bitcast_convert_type(w.values, jnp.int8)
+    values = jax.lax.bitcast_convert_type(w.values, jnp.int8) if t.format in ("int8", "uint8") else w.values
     x = jnp.pad(x, ((0, -many % t.rows), (0, 0)))
     turned = not t.few and dtype == jnp.bfloat16  # rows by outputs already
     tiled = lambda bits, n: (gpu.TilingTransform((8, n)), gpu.SwizzleTransform(n * bits // 8))
@@ -207,6 +208,8 @@ def _program(*refs: Any, t: Tiling, given: bool, turned: bool, **memory: Any) ->
         registers(MULTIPLYING, "increase")
         outputs = pl.ds(first + mine * EACH, EACH)
         total = _sum(r, t, mine, outputs, begin, count, inner)
+        if (factor := FORMATS[t.format].factor) != 1:
+            total = total * factor
         if turned:
             total = gpu.layout_cast(total.astype(r.o_s.dtype), gpu.Layout.WGMMA_TRANSPOSED)
             r.o_s.at[mine].transpose((1, 0))[...] = total
@@ -217,26 +220,6 @@ def _program(*refs: Any, t: Tiling, given: bool, turned: bool, **memory: Any) ->
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(r.o_s.at[mine], to)
         gpu.wait_smem_to_gmem(0)
-
-
-def _decoded(raw: Array, t: Tiling, zero: Any) -> list[Array]:
-    """Cut bytes into exact bfloat16 numbers, less their zero points: high integers, then low ones."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    raw, middle = gpu.layout_cast(raw, gpu.Layout.WGMMA), FORMATS[t.format]
-
-    def less(x: Array, lower: int) -> Array:
-        if zero is not None:
-            return x - jax.lax.broadcast_in_dim(zero + lower, x.shape, [0]).astype(x.dtype)
-        return x - jnp.bfloat16(lower) if lower else x
-
-    if t.halves == 1:
-        signed = raw if t.format == "int8" else raw ^ jnp.int8(-128)
-        return [less(signed.astype(jnp.bfloat16), -128 * (t.format == "uint8"))]
-    wide = raw.astype(jnp.uint16)
-    number = lambda bits: jax.lax.bitcast_convert_type(wide & jnp.uint16(bits) | jnp.uint16(0x4300), jnp.bfloat16)
-    high = (number(0x70) + number(0x80)) * jnp.bfloat16(1 / 16)
-    return [less(high, middle + 16), less(number(0x0F), middle + 128)]
 
 
 def _sum(r: Any, t: Tiling, mine: Any, outputs: Any, begin: Any, count: Any, inner: int) -> Array:
@@ -258,7 +241,7 @@ def _sum(r: Any, t: Tiling, mine: Any, outputs: Any, begin: Any, count: Any, inn
         slot = jax.lax.rem(j, jnp.int32(t.depth))
         gpu.barrier_wait(r.full.at[slot])
         raw = gpu.load(r.w_s.at[slot, mine], *index, layout=gpu.Layout.WGMMA_UPCAST_2X)
-        for half, operand in enumerate(_decoded(raw, t, zero)):
+        for half, operand in enumerate(decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero)):
             if t.in_memory:
                 r.a_s.at[mine][...] = operand
                 gpu.commit_smem()

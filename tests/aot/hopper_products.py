@@ -1,4 +1,4 @@
-"""What ptxas makes of the Hopper kernels for products, at the shapes of models: registers, spills, wgmma in a row.
+"""What ptxas makes of Hopper kernels for products and latents, at the shapes of models: registers, spills, wgmma in a row.
 
 Run by `test_aot` in a process of its own, since what ptxas says is asked for by the environment: `python -m
 tests.aot.hopper_products`. Temporaries are those of the program around the kernel, in bytes.
@@ -16,17 +16,26 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
+from fdel.ops.batch import Paged, Pages
+from fdel.ops.paged import paged_attention
 from fdel.ops.weights import PACKED, Quantized
 
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # in what ptxas says
 # Rows, inputs, outputs, format, inputs of a group, whether zero points are stored.
 QUANTIZED = {
     "8 rows, int8": (8, 4096, 14336, "int8", 4096, False),
     "8 rows, GPTQ": (8, 4096, 14336, "uint4", 128, True),
     "8 rows, int4 by 64": (8, 4096, 14336, "int4", 64, False),
+    "8 rows, fp8": (8, 4096, 14336, "fp8", 4096, False),
+    "8 rows, fp8 by 128": (8, 4096, 14336, "fp8", 128, False),
+    "8 rows, e2m1 by 64": (8, 4096, 14336, "e2m1", 64, False),
+    "8 rows, nf4 by 64": (8, 4096, 14336, "nf4", 64, False),
     "64 rows, GPTQ": (64, 4096, 14336, "uint4", 128, True),
     "4,096 rows, int8": (4096, 4096, 14336, "int8", 4096, False),
     "4,096 rows, uint8 by 128": (4096, 4096, 14336, "uint8", 128, True),
     "4,096 rows, GPTQ": (4096, 4096, 14336, "uint4", 128, True),
+    "4,096 rows, fp8": (4096, 4096, 14336, "fp8", 4096, False),
+    "4,096 rows, nf4 by 64": (4096, 4096, 14336, "nf4", 64, False),
 }
 # Rows, groups, outputs, inputs, and which of the three products.
 GROUPED = {
@@ -35,6 +44,13 @@ GROUPED = {
     "16,384 rows of 8, matrices' gradient": (16384, 8, 14336, 4096, "matrices"),
     "512 rows of 128": (512, 128, 768, 2048, "forward"),
     "16 rows of 64, of 1,408": (16, 64, 1408, 2048, "forward"),
+}
+# Blocks, tokens of each, tokens of a sequence, query heads over latents of 512 + 64.
+LATENTS = {
+    "latents, decode, 64 x 8,192 tokens, 128 heads": (64, 1, 8192, 128),
+    "latents, decode, 1 x 8,192 tokens, 128 heads": (1, 1, 8192, 128),
+    "latents, decode, 64 x 8,192 tokens, 16 heads": (64, 1, 8192, 16),
+    "latents, prefill, 16 blocks of 32, 128 heads": (16, 32, 4096, 128),
 }
 
 
@@ -51,6 +67,20 @@ def lower(name: str) -> aot.Compiled:
         args = put(jnp.bfloat16, rows, inputs), Quantized(values, scale, zeros, format, (inputs,), np.dtype("float32"))
         call = ops.use(quantized_matmul="hopper")(lambda x, w: ops.einsum("td,fd->tf", x, w))
         return aot.compile(target, jax.jit(call), *args, mesh=mesh)
+    if name in LATENTS:
+        blocks, block, tokens, heads = LATENTS[name]
+        pages = blocks * tokens // 64
+        ints = lambda *shape: put(jnp.int32, *shape)
+        batch = Paged(ints(blocks * block), ints(blocks, tokens // 64), ints(blocks), block)
+        call = ops.use(paged_attention="hopper")(
+            lambda batch, cache, q: paged_attention(batch, cache, 1, q, mask=ops.Mask(0.1), v_dim=512)
+        )
+        args = (
+            batch,
+            Pages(put(jnp.bfloat16, 2, pages, 1, 64, 576), None),
+            put(jnp.bfloat16, blocks * block, heads, 576),
+        )
+        return aot.compile(target, jax.jit(call), *args, mesh=mesh)
     rows, groups, outputs, inputs, which = GROUPED[name]
 
     @ops.use(grouped_matmul="hopper")
@@ -66,7 +96,7 @@ def lower(name: str) -> aot.Compiled:
 
 def main() -> None:
     """Compile the calls; ptxas writes what it found beside."""
-    for name in [*QUANTIZED, *GROUPED]:
+    for name in [*QUANTIZED, *GROUPED, *LATENTS]:
         print("call:", name, flush=True)
         print("temporaries:", lower(name).temporaries, flush=True)
 
@@ -85,7 +115,7 @@ def table() -> list[dict]:
         numbers = lambda pattern, part=part: [int(n) for n in re.findall(pattern, part)]
         rows.append({
             "call": part.partition("\n")[0], "registers": max(numbers(r"Used (\d+) registers"), default=None),
-            "spills": sum(numbers(r"(\d+) bytes spill stores")), "serialized": "serializ" in part.lower(),
+            "spills": sum(numbers(r"(\d+) bytes spill stores")), "serialized": SERIALIZED in part,
             "temporaries": sum(numbers(r"temporaries: (\d+)")),
         })  # fmt: skip
     return rows

@@ -49,6 +49,11 @@ CAUSAL = [name for name in FAMILIES if TINY[name].causal]
 # Families whose programs of heads of 128 have no kernel on TPUs: recurrences, slopes of alibi, latents of other sizes.
 RECURRENT = ("mamba", "falcon_mamba", "rwkv")
 PLAIN = {"train": (*RECURRENT, "mpt"), "decode": (*RECURRENT, "mamba2", "mpt", "xerxes2")}
+# Latent attention: DeepSeek-V3's heads, all and a part of eight; and toys whose latents the kernel for Hopper takes.
+NARROWS = [pytest.param("deepseek_v3-narrow", n, marks=pytest.mark.matrix) for n in (1, 8)]
+LATENT_TOYS = [
+    pytest.param(f"{name}-wide", 1, marks=pytest.mark.matrix) for name in ("deepseek_v2", "deepseek_v3", "kimi_linear")
+]
 SERVED = [(name, what) for name in ("llama-1b", "llama-1b-h128") for what in ("decode", "prefill")]
 
 
@@ -153,16 +158,20 @@ def test_a_trainer_hands_its_weights_over_in_parts(devices, chip, record_propert
 
 
 @pytest.mark.aot
-def test_a_decode_step_compiles_with_the_kernel_for_pages(record_property):
-    """For H100, as machine code, in each layer; no copy of the cache for it."""
-    if why := aot.missing(target("h100", 1)):
+@pytest.mark.parametrize(("name", "devices"), [("llama-1b-h128", 1), *NARROWS, *LATENT_TOYS])
+def test_a_decode_step_compiles_with_the_kernel_for_pages(name, devices, record_property):
+    """For H100, as machine code, in each layer; no copy of the cache, and no loop, which toys never have."""
+    if why := aot.missing(target("h100", devices)):
         pytest.skip(why)
     compiled.cache_clear()
+    plain, _ = row(record_property, name, "decode", "h100", devices)
+    compiled.cache_clear()
     with ops.use(paged_attention="hopper"):
-        c, cache = row(record_property, "llama-1b-h128", "decode", "h100", 1)
+        c, cache = row(record_property, name, "decode", "h100", devices)
     compiled.cache_clear()
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 1
     assert copies(c.text, cache // 2 // 4) == 0
+    assert c.loops < plain.loops or name.endswith("-wide")
 
 
 @pytest.mark.aot
@@ -260,14 +269,17 @@ def test_the_tpu_kernels_for_groups_of_rows_are_near_the_floor(chip):
 
 
 @pytest.mark.aot
-def test_the_hopper_kernels_for_products_keep_their_sums_in_registers():
-    """No spill, products of tensor cores in a row, and few temporaries beside: no decoded weight, no padded rows."""
+def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_registers():
+    """No spill, products of tensor cores in a row, and few temporaries beside: no decoded weight, no padded rows.
+
+    16 heads over latents take tiles of 64, in two parts: 16 MiB of sums beside 576 MiB of latents.
+    """
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     for x in hopper_products.table():
         print(x)
         assert x["registers"] and not x["spills"] and not x["serialized"]
-        assert x["temporaries"] <= 2**22
+        assert x["temporaries"] <= (2**25 if "16 heads" in x["call"] else 1.01 * 2**22)
 
 
 @pytest.mark.aot

@@ -1,10 +1,13 @@
-"""A process that interprets the Hopper kernel for pages: prints its largest error against float64; `race` plants one.
+"""A process that interprets the Hopper kernels for pages: prints the largest errors against float64; `race` plants one.
+
+With `latents`, those of the kernel for values that are channels of the keys.
 
 Mosaic GPU's interpreter is found in jax's own modules only, and may hang after an error: hence a process of its own.
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +18,18 @@ from jax.experimental.pallas import mosaic_gpu
 from fdel import ops
 from fdel.kernels import paged_attention_gpu as kernel
 from fdel.ops.batch import Paged, Pages
+from tests.ops.paged_cases import Sizes, case
 
 K, H, SIZE, WIDTH, SCALE = 2, 64, 64, 4, 0.3
 
 
-def plant_a_race() -> None:
-    """Leave out the fifth wait of a program: that for the values."""
+def plant_a_race(every: int) -> None:
+    """Leave out one wait in so many: that for the values, or for the probabilities that they are multiplied with."""
     wait, calls = mosaic_gpu.barrier_wait, []
 
     def some(barrier):
         calls.append(barrier)
-        if len(calls) % 5:
+        if len(calls) % every:
             wait(barrier)
 
     mosaic_gpu.barrier_wait = some
@@ -74,10 +78,28 @@ def error(block: int, heads: int, sequences: list, window: int, softcap: float, 
     return float(np.abs(np.asarray(got, np.float64) - want).max())  # NaN if any number is
 
 
+def latent_error(block: int, heads: int, sequences: list, mask: ops.Mask, splits: int, sinks: bool) -> float:
+    """Latents of 128 + 64 channels; NaN and a huge key as in `error`. Padding may give anything but what is no number."""
+    c = case(Sizes(1, 192, 1, SIZE, WIDTH, 128), block, heads, sequences, mask, jnp.bfloat16, sinks)
+    cache = replace(c.cache, k=c.cache.k[..., :192])  # rows of whole registers are TPUs'
+    how = kernel.Call(mask.scale, mask.softcap, splits, True)
+    with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
+        got = kernel.attend(c.batch, cache, jnp.int32(1), c.q, mask, c.sinks, how, 128)
+    got = np.asarray(got, np.float64)
+    return float(np.abs(got - c.want)[c.real].max()) if np.isfinite(got).all() else np.nan
+
+
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     if "race" in sys.argv:
-        plant_a_race()
-        print(error(1, 4, [(100, 1)], 1000, 20.0, 1))
+        if "latents" in sys.argv:
+            plant_a_race(7)
+            print(latent_error(1, 4, [(100, 1)], ops.Mask(SCALE), 1, False))
+        else:
+            plant_a_race(5)
+            print(error(1, 4, [(100, 1)], 1000, 20.0, 1))
+    elif "latents" in sys.argv:
+        print(latent_error(1, 16, [(200, 1), (0, 0), (77, 1)], ops.Mask(0.1, window=70, softcap=20.0), 2, True),
+              latent_error(8, 12, [(250, 7)], ops.Mask(0.1), 1, False))  # fmt: skip
     else:
         print(error(1, 8, [(200, 1), (0, 0), (77, 1)], 70, 20.0, 2), error(32, 6, [(100, 30)], 50, 20.0, 1))

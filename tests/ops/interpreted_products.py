@@ -1,6 +1,6 @@
 """A process that interprets the Hopper kernels for products: prints the largest errors against float64.
 
-`quantized` or `grouped`, with a detector of races, of which `race` plants one; see `interpreted_pages`.
+`quantized`, `floats` or `grouped`, with a detector of races, of which `race` plants one; see `interpreted_pages`.
 """
 
 import sys
@@ -15,6 +15,8 @@ from jax.experimental.pallas import mosaic_gpu
 
 from fdel.kernels import grouped_matmul_gpu, grouped_program_gpu
 from fdel.kernels import quantized_matmul_gpu as kernel
+from fdel.ops.weights import Quantized
+from tests.ops.codes import CODES
 from tests.ops.test_quantized_tpu import Drawn, weight
 
 WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
@@ -22,6 +24,11 @@ WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
     (Drawn("int4", None, 64, 128, 128, 70), 1, jnp.bfloat16),
     (Drawn("int8", None, 256, 256, 256, 3), 1, jnp.float32),
     (Drawn("uint8", "int", 64, 128, 128, 3), 2, jnp.float32),
+]
+FLOATS = [  # the same, of formats of floating point, and a table
+    (Drawn("fp8", None, 256, 256, 128, 3), 1, jnp.float32),
+    (Drawn("e2m1", None, 64, 128, 128, 3), 2, jnp.float32),
+    (Drawn("nf4", None, 64, 128, 128, 70), 1, jnp.float32),
 ]
 GROUPED = [  # rows, outputs, inputs, sizes; whether tiles are of few rows
     (80, 128, 128, [0, 37, 0, 30], True),
@@ -37,7 +44,7 @@ def interpreted() -> object:
 def quantized(c: Drawn, splits: int, dtype) -> float:
     """Relative to the magnitudes of a row of x and of the weight."""
     r = np.random.default_rng(0)
-    w, full = weight(c, r)
+    w, full = (floats if c.format in CODES else weight)(c, r)
     x = jnp.asarray(r.normal(size=(c.rows, c.inputs)), jnp.bfloat16)
     exact = np.asarray(x, np.float64)
     how = replace(kernel.tiling(x, w), splits=splits, in_memory=True)
@@ -45,6 +52,17 @@ def quantized(c: Drawn, splits: int, dtype) -> float:
         got = np.asarray(kernel.matmul(x, w, jnp.dtype(dtype), how), np.float64)
     size = np.linalg.norm(exact, axis=1, keepdims=True) * np.linalg.norm(full, axis=1)
     return float((np.abs(got - exact @ full.T) / size).max())  # NaN if any number is
+
+
+def floats(c: Drawn, r: np.random.Generator) -> tuple[Quantized, np.ndarray]:
+    """Random bits of numbers, both signs, and the array that they stand for."""
+    codes = CODES[c.format]
+    value = r.choice(np.flatnonzero(np.isfinite(codes)), (c.outputs, c.inputs // c.group, c.group))
+    scale = r.uniform(0.5, 1.5, value.shape[:2]).astype(np.float32)
+    first, second = np.split(value, 2, -1)
+    stored = jnp.asarray((first << 4 | second if len(codes) == 16 else value).reshape(c.outputs, -1), jnp.uint8)
+    w = Quantized(stored, jnp.asarray(scale), None, c.format, (c.inputs,), np.dtype(np.float32))
+    return w, (codes[value] * scale[..., None]).reshape(c.outputs, c.inputs)
 
 
 def grouped(rows: int, outputs: int, inputs: int, sizes: list[int], few: bool) -> float:
@@ -86,6 +104,8 @@ if __name__ == "__main__":
         plant_a_race()
         print(quantized(*WEIGHTS[2]))
     else:
-        run, cases = {"quantized": (quantized, WEIGHTS), "grouped": (grouped, GROUPED)}[sys.argv[1]]
+        run, cases = {"quantized": (quantized, WEIGHTS), "floats": (quantized, FLOATS), "grouped": (grouped, GROUPED)}[
+            sys.argv[1]
+        ]
         some = cases[: int(sys.argv[2])] if len(sys.argv) > 2 else cases
         print(*(run(*case) for case in some))
