@@ -7,9 +7,10 @@ Weights are random ones that transformers makes at the shape of whisper-tiny or 
 the rows of the embedding of all special tokens are zero, so that no transcript ends before the `--tokens` that every window
 gets, on any side. Greedy, float32, two threads, from samples to tokens. CTranslate2's own converter makes
 faster-whisper's files, `ggml` here those of whisper.cpp: its documented format, with matrices of float16, as its
-convolutions take no others. Each side is a process that stays, and has its turn in every round, so that other load meets all alike: medians of seconds, and
-of a round's ratios. OpenMP's threads wait without spinning, which on a machine with other work is many times faster.
-whisper.cpp has no batches: its sounds go one by one. transformers is given long sounds window by window.
+convolutions take no others. Each side is a process that stays, and has its turn in every round, so that other load meets
+all alike: medians of seconds, and of a round's ratios. OpenMP's threads wait without spinning, which on a machine with
+other work is many times faster. whisper.cpp has no batches: its sounds go one by one. transformers is given long sounds
+window by window, as its own loop needs timestamps; no side here writes any.
 """
 
 import argparse
@@ -192,8 +193,8 @@ def faster_whisper(directory: Path, tokens: int, kind: str) -> Listen:
     most = 2 * tokens  # CTranslate2 writes half of it
     how: Any = dict(
         language="en", beam_size=1, temperature=0.0, without_timestamps=True, condition_on_previous_text=False,
-        max_new_tokens=most - len(PROMPT), compression_ratio_threshold=None, log_prob_threshold=None, no_speech_threshold=None,
-        suppress_blank=False, suppress_tokens=[],
+        max_new_tokens=most - len(PROMPT), compression_ratio_threshold=None, log_prob_threshold=None,
+        no_speech_threshold=None, suppress_blank=False, suppress_tokens=[],
     )  # fmt: skip
 
     def listen(group: Sequence[np.ndarray]) -> list[list[int]]:
@@ -251,64 +252,59 @@ def asked(process: Any, case: str | None, log: Path) -> dict[str, Any]:
     return json.loads(line)
 
 
-def measure(directory: Path, args: Any) -> Iterator[str]:
-    """Start the sides, give them their turns, and write the tables."""
-    cores = sorted(os.sched_getaffinity(0))[:THREADS]
-    os.sched_setaffinity(0, cores)  # of this process and those it starts
+def started(directory: Path, args: Any) -> tuple[dict[str, Any], list[str]]:
+    """Start the sides: their processes, and what is said of those that do not work here."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process and those it starts
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    here, missing = dict[str, Any](), dict[str, str]()
+    here, missing = dict[str, Any](), list[str]()
     for name in SIDES:
-        exe = sys.executable if name in ("fdel", "transformers") else args.peers
+        exe, log = sys.executable if name in ("fdel", "transformers") else args.peers, directory / f"{name}.log"
         if exe is None:
             continue
-        log = directory / f"{name}.log"
         command = [exe, __file__, "--side", name, "--folder", str(directory), "--tokens", str(args.tokens)]
         with open(log, "w") as err:
-            here[name] = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=err, text=True, env=env)
+            process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=err, text=True, env=env)
         try:
-            asked(here[name], None, log)
+            asked(process, None, log)
+            here[name] = process
         except RuntimeError as e:
-            missing[name] = str(e).strip().splitlines()[-1]
-            print(f"{name} is left out: {missing[name]}", file=sys.stderr)
-            del here[name]
-    took = {case: {name: [] for name in here} for case in args.cases}
-    lines, begin = [], os.getloadavg()[0]
+            missing.append(f"{name} is left out: {str(e).strip().splitlines()[-1]}")
+    return here, missing
+
+
+def row(case: str, name: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Write a line of the table from a side's answers, and those of the others, in each round."""
+    (count, windows), middle = CASES[case], statistics.median
+    flat = lambda name: [t for said in found[name][-1]["said"] for t in said]
+    same = sum(a == b for a, b in zip(flat(name), flat("transformers"), strict=False)) / len(flat("transformers"))
+    times = lambda what: [f[what] / (count * windows * SECONDS) for f in found[name]]
+    over = lambda what: middle(f[what] / g[what] for f, g in zip(found[name], found["fdel"], strict=True))
+    facts = [f"{x:.4f}" for x in (middle(times("seconds")), min(times("seconds")), middle(times("cpu")))]
+    facts += [f"{over('seconds'):.2f}", f"{over('cpu'):.2f}", str(len(flat(name))), f"{same:.0%}"]
+    return f"| {' | '.join([case, name, *facts])} |"
+
+
+def measure(directory: Path, args: Any) -> Iterator[str]:
+    """Give the sides their turns, and write the table."""
+    begin, (here, missing) = os.getloadavg()[0], started(directory, args)
+    lines = []
     for case in args.cases:
-        (count, windows), turns = CASES[case], args.rounds + 1
-        said, cpu = {}, {name: [] for name in here}
-        for turn in range(turns):
-            order = list(here) if turn % 2 else list(here)[::-1]
-            for name in order:
-                found = asked(here[name], case, directory / f"{name}.log")
-                said[name] = found["said"]
-                if turn:  # the first compiles
-                    took[case][name].append(found["seconds"] / (count * windows * SECONDS))
-                    cpu[name].append(found["cpu"] / (count * windows * SECONDS))
-        flat = {name: [t for row in rows for t in row] for name, rows in said.items()}
-        for name, rows in took[case].items():
-            if len(flat[name]) != count * windows * args.tokens:
-                print(f"{name} wrote {len(flat[name])} tokens, not {count * windows * args.tokens}", file=sys.stderr)
-            same = sum(a == b for a, b in zip(flat[name], flat["transformers"], strict=False)) / len(
-                flat["transformers"]
-            )
-            over = lambda x: statistics.median(r / f for r, f in zip(x[name], x["fdel"], strict=True))
-            facts = statistics.median(rows), min(rows), statistics.median(cpu[name]), over(took[case]), over(cpu)
-            line = (
-                f"| {case} | {name} | "
-                + "{:.4f} | {:.4f} | {:.4f} | {:.2f} | {:.2f}".format(*facts)
-                + f" | {same:.0%} |"
-            )
-            print(line, file=sys.stderr, flush=True)
-            lines.append(line)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in here}
+        for turn in range(args.rounds + 1):
+            for name in list(here)[:: 1 if turn % 2 else -1]:
+                found[name].append(asked(here[name], case, directory / f"{name}.log"))
+        found = {name: rounds[1:] for name, rounds in found.items()}  # the first compiles
+        lines += [row(case, name, found) for name in here]
+        print("\n".join(lines[-len(here) :]), file=sys.stderr, flush=True)
     for process in here.values():
         process.stdin.close()
         process.wait()
-    yield f"{args.tokens} tokens of each window of 30 s, greedy, {THREADS} threads on {len(cores)} cores; medians of "
-    yield f"{args.rounds} rounds; load {begin:.1f} at the beginning, {os.getloadavg()[0]:.1f} at the end."
-    yield from (f"{name} is left out: {why}" for name, why in missing.items())
-    yield "\nreal-time factor: seconds for a second of sound; of processor time too, which other work on the machine changes less."
-    yield "\n| sounds | side | real-time factor | best | processor time | times fdel's | times fdel's processor time | same tokens |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield f"{args.tokens} tokens of each window of 30 s, greedy, {THREADS} threads; medians of {args.rounds} rounds; a"
+    yield f"load of {begin:.1f} before and {os.getloadavg()[0]:.1f} after. Real-time factors are seconds for a second of"
+    yield "sound; processor time is of all threads, and changes less with other work on the machine."
+    yield from missing
+    yield "\n| sounds | side | real-time factor | best | processor time | times fdel's | same, of it | tokens | same |"
+    yield "|---|---|" + 7 * "---|"
     yield from lines
 
 
