@@ -52,8 +52,8 @@ class Config(config.MultiHead):
 class Memory:
     """What the decoder attends to: keys and values of the encoder's states, for each layer, in a list or stacked."""
 
-    k: Any  # Float[Array, "B heads states head_dim"] of each layer
-    v: Any
+    k: Any  # Float[Array, "B heads head_dim states"] of each layer, as one query's scores are computed fastest on CPU
+    v: Any  # Float[Array, "B heads states head_dim"]
 
 
 def sinusoids(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -135,15 +135,12 @@ def encode(params: Any, features: Float[Array, "B bins frames"], cfg: Config) ->
 
 def remember(params: Any, states: Float[Array, "B states D"]) -> Memory:
     """Compute what the decoder's layers attend to, once for each sound."""
-    project = lambda p, i: ops.linear("bsd,nhd->bnsh", states, p["cross"][i], _row_bias(p["cross"].get(f"{i}_bias")))
+    keys = lambda p: ops.linear("bsd,nhd->bnhs", states, p["cross"]["k"])
+    values = lambda p: ops.linear("bsd,nhd->bnsh", states, p["cross"]["v"], p["cross"]["v_bias"][:, None])
     tree = params["layers"]
     if isinstance(tree, list):
-        return Memory([project(p, "k") for p in tree], [project(p, "v") for p in tree])
-    return Memory(*(jax.lax.map(lambda p, i=i: project(p, i), tree) for i in "kv"))
-
-
-def _row_bias(bias: Array | None) -> Array | None:
-    return None if bias is None else bias[:, None]
+        return Memory([keys(p) for p in tree], [values(p) for p in tree])
+    return Memory(jax.lax.map(keys, tree), jax.lax.map(values, tree))
 
 
 def _norm(x: Array, p: Any, part: str) -> Array:
@@ -177,7 +174,7 @@ def hidden(
         x, c = x + a, p["cross"]
         q = ops.linear("...d,nhd->...nh", _norm(x, p, "cross_norm"), c["q"], c.get("q_bias"))
         q = q.reshape(*rows.shape, *q.shape[-2:])
-        scores = jnp.einsum("btnh,bnsh->bnts", q, memory.k[layer], preferred_element_type=jnp.float32)
+        scores = jnp.einsum("btnh,bnhs->bnts", q, memory.k[layer], preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores * mask.scale)
         if watch:
             here = jnp.reshape(of == layer, (-1, 1, 1, 1))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops, params
 from fdel.models import Model
+from fdel.ops import cpu
 from fdel.serve.hear import rules
 from fdel.serve.hear.tokens import Tokens
 
@@ -123,10 +124,14 @@ def draw(
     scores: Float[Array, "B V"], temperature: Float[Array, " B"], seed: Int[Array, " B"], count: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """Draw a token of each row; by its own seed and how many it has written, so that neighbours change nothing."""
-    keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.key(s), n))(seed, count)
-    warm = scores / jnp.maximum(temperature, 1e-6)[:, None]
-    drawn = jax.vmap(jax.random.categorical)(keys, warm)
-    return jnp.where(temperature > 0, drawn, scores.argmax(-1)).astype(jnp.int32)
+
+    def noisy() -> Array:
+        keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.key(s), n))(seed, count)
+        warm = temperature[:, None]
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
+        return jnp.where(warm > 0, scores / jnp.maximum(warm, 1e-6) + noise, scores)
+
+    return cpu.argmax(jax.lax.cond((temperature > 0).any(), noisy, lambda: scores)).astype(jnp.int32)
 
 
 def detect(model: Model, memory: Any, rows: int, tokens: Tokens) -> Array:
