@@ -211,6 +211,7 @@ def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip):
 
 
 @pytest.mark.aot
+@pytest.mark.matrix  # all calls of the table: minutes
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernel_for_quantized_products_reads_at_the_floor_s_speed(chip):
     """Eight rows: 1.3 times the floor, with int4 by 64 1.45; floats of 4 bits 2.4, in groups of 16 3.7, NF4 6.6.
@@ -251,6 +252,7 @@ def test_the_tpu_kernels_for_recurrences_keep_what_a_chunk_prepares_in_fast_memo
 
 
 @pytest.mark.aot
+@pytest.mark.matrix  # all calls of the table: minutes
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernels_for_groups_of_rows_are_near_the_floor(chip):
     """1.5 times the floor with many rows, of FLOPs; 1.1 times in decoding, of bytes. megablox took longer, and XLA does."""

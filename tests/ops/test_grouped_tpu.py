@@ -95,7 +95,7 @@ def errors(c: Drawn, how=RACES) -> list[float]:
 
 
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES)
 @example(Drawn((5, 0, 17, 0, 40, 0), 21, 128, 300, True))
 def test_gate_and_up_with_what_joins_them_equal_float64(small, capsys, c):
