@@ -8,8 +8,9 @@ the rows of the embedding of all special tokens are zero, so that no transcript 
 gets, on any side. Greedy, float32, two threads, from samples to tokens. CTranslate2's own converter makes
 faster-whisper's files, `ggml` here those of whisper.cpp: its documented format, with matrices of float16, as its
 convolutions take no others. Each side is a process that stays, and has its turn in every round, so that other load meets
-all alike: medians of seconds, and of a round's ratios. OpenMP's threads wait without spinning, which on a machine with
-other work is many times faster. whisper.cpp has no batches: its sounds go one by one. transformers is given long sounds
+all alike: medians of seconds, and of a round's ratios.
+With `--passive` OpenMP's threads wait without spinning: many times faster on a machine with other work, and a fifth or so
+slower on a quiet one. whisper.cpp has no batches: its sounds go one by one. transformers is given long sounds
 window by window, as its own loop needs timestamps; no side here writes any.
 """
 
@@ -255,7 +256,8 @@ def asked(process: Any, case: str | None, log: Path) -> dict[str, Any]:
 def started(directory: Path, args: Any) -> tuple[dict[str, Any], list[str]]:
     """Start the sides: their processes, and what is said of those that do not work here."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process and those it starts
-    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    env |= {"OMP_WAIT_POLICY": "PASSIVE"} if args.passive else {}
     here, missing = dict[str, Any](), list[str]()
     for name in SIDES:
         exe, log = sys.executable if name in ("fdel", "transformers") else args.peers, directory / f"{name}.log"
@@ -314,6 +316,7 @@ def main() -> None:
     cli.add_argument("--tokens", type=int, default=100, help="that each window gets; of speech there are about so many")
     cli.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     cli.add_argument("--rounds", type=int, default=5)
+    cli.add_argument("--passive", action="store_true", help="for a machine with other work")
     cli.add_argument("--peers", help="a Python that has pywhispercpp, faster-whisper, transformers and torch")
     cli.add_argument("--out", type=Path, help="also write the table here")
     cli.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
