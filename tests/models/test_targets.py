@@ -35,7 +35,7 @@ def both(run):
     for target in ("cpu", "tpu"):
         with (
             platform.tracing_for(target),
-            dispatch.use(grouped_matmul="xla", paged_attention="xla"),
+            dispatch.use(grouped_glu="xla", grouped_matmul="xla", paged_attention="xla"),
         ):  # kernels do not run here
             found.append(run())
     return found

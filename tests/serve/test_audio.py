@@ -170,7 +170,9 @@ def test_forms_that_are_none_are_refused(ear):
 def test_a_directory_that_hears_is_served_as_such(hearing, monkeypatch):
     """`fdel serve` finds by config.json what a model is for."""
     served = []
-    monkeypatch.setattr(launch, "listen", lambda found, options, keys, heard, scored: served.extend([found, heard]))
+    monkeypatch.setattr(
+        launch, "listen", lambda found, options, keys, heard, scored, labelled: served.extend([found, heard])
+    )
     launch.main([hearing.directory], launch.ServerOptions(names=["ear"]))
     assert served[0] == [] and [h.name for h in served[1]] == ["ear"]
 
