@@ -190,7 +190,7 @@ def test_router_auxiliary_loss_is_that_of_transformers(case, name, tmp_path):
         np.testing.assert_allclose(got, g, atol=1e-5 * np.abs(g).max(), rtol=0)
 
 
-@pytest.mark.parametrize("name", [slow("qwen3_moe"), slow("deepseek_v3")])
+@pytest.mark.parametrize("name", [slow("qwen3_moe"), pytest.param("deepseek_v3", marks=pytest.mark.matrix)])
 def test_router_z_loss_is_that_of_transformers(case, name):
     """Of rows of 40 and 23 tokens: transformers' `router_z_loss_func` of its routers' logits, all layers together."""
     from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
@@ -214,7 +214,14 @@ def test_router_z_loss_is_that_of_transformers(case, name):
     assert means[0]["router_load"] > 1 and "router_z_loss" not in means[1]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", *(slow(n) for n in ("glm4_moe", "kimi_linear", "glm_moe_dsa"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        slow("glm_moe_dsa"),
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in ("glm4_moe", "kimi_linear")),
+    ],
+)
 def test_selection_biases_move_by_deepseeks_rule(case, name):
     """Counts are those of transformers' routers, without padding; then b + u sign(mean - count), in float64 by numpy."""
     c, speed, seen = case(name), 0.25, []

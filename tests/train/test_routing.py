@@ -91,6 +91,8 @@ def test_an_even_load_moves_nothing_and_a_skipped_step_neither():
     np.testing.assert_array_equal(ops.update_router_bias(jnp.ones((2, 7)), choices, 0.1), np.ones((2, 7)))
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_load_evens_out():
     """Weights stand still: the busiest expert falls from over 1.5 times the mean load to below 1.25 times."""
     step, state = built(rate=0.0, speed=5e-4)
