@@ -146,7 +146,9 @@ def test_a_student_learns_on_its_own_samples(kind, keys, seed, folder, taught, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys", [{}, {"lora": {"r": 4}, "beta": 0.02}, {"rollout_ahead": 1, "num_iterations": 2}], ids=str
+    "keys",
+    [{}, pytest.param({"lora": {"r": 4}, "beta": 0.02}, marks=MORE), {"rollout_ahead": 1, "num_iterations": 2}],
+    ids=str,
 )
 def test_a_run_that_was_cut_goes_on_bit_by_bit(keys, folder, tmp_path):
     """All weights, adapters alone, and with samples drawn ahead, which the checkpoint holds."""
@@ -316,7 +318,8 @@ def hesitant(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(3))
 def test_a_model_learns_to_call_a_tool(seed, hesitant, tmp_path):
     """Two turns: whoever calls is told the sum, and says it. The call is learnt, what the tool said is not."""
     keys = {

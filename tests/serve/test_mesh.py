@@ -44,7 +44,7 @@ def on_disk(model, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "int8", "nf4"])
+@pytest.mark.parametrize("quantize", [None, "int8", pytest.param("nf4", marks=pytest.mark.matrix)])
 def test_what_was_trained_is_served_as_if_it_were_loaded(tokenizer, on_disk, quantize) -> None:
     """fsdp=4, tp=2: the same places as of a fresh load, no gathering of weights in a step, the same tokens."""
     mesh = params.make_mesh({"fsdp": 4, "tp": 2})

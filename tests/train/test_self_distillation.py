@@ -80,7 +80,9 @@ def expected(weights, teacher, texts, batch, target, how):
     [
         pytest.param(None, {"options": OPTIONS["grpo"]}, marks=pytest.mark.matrix),
         (None, {"options": OPTIONS["dapo"], "weights": (0.5, 1.0), "temperature": 0.7}),
-        (JSD, {"options": OPTIONS["grpo"], "weights": (1.0, 1.0), "temperature": 0.7}),
+        pytest.param(
+            JSD, {"options": OPTIONS["grpo"], "weights": (1.0, 1.0), "temperature": 0.7}, marks=pytest.mark.matrix
+        ),
         pytest.param(TOP, {"options": OPTIONS["dapo"], "weights": (2.0, 0.0)}, marks=pytest.mark.matrix),
     ],
     ids=["drawn", "drawn-hybrid", "whole-hybrid", "likeliest"],
