@@ -156,6 +156,7 @@ TOLD = [
 ]
 
 
+@pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(("call", "reason"), TOLD, ids=[*map(str, range(len(TOLD)))])
 def test_the_kernel_says_what_it_cannot_serve(call, reason):
     inputs, dtype = call.get("inputs", 256), call.get("dtype", jnp.bfloat16)
@@ -171,6 +172,7 @@ def test_the_kernel_says_what_it_cannot_serve(call, reason):
                 ops.explain(f, shape(8, inputs), w, shape(4, dtype=jnp.int32), bias)
 
 
+@pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(
     ("tokens", "platform", "way"), [(16, "tpu", "fused"), (64, "tpu", "dense"), (16, "gpu", "dense")]
 )
