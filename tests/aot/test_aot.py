@@ -47,8 +47,8 @@ TOYS = [
 ]  # fmt: skip
 CAUSAL = [name for name in FAMILIES if TINY[name].causal]
 # Families whose programs of heads of 128 have no kernel on TPUs: recurrences, slopes of alibi, latents of other sizes.
-RECURRENT = ("mamba", "falcon_mamba", "rwkv")
-PLAIN = {"train": (*RECURRENT, "mpt"), "decode": (*RECURRENT, "mamba2", "mpt", "xerxes2")}
+SCANS = ("mamba", "falcon_mamba", "rwkv")  # whose states are carried from token to token
+PLAIN = {"train": ("rwkv", "mpt"), "decode": (*SCANS, "mamba2", "mpt", "xerxes2")}
 # Latent attention: DeepSeek-V3's heads, all and a part of eight; and toys whose latents the kernel for Hopper takes.
 NARROWS = [pytest.param("deepseek_v3-narrow", n, marks=pytest.mark.matrix) for n in (1, 8)]
 LATENT_TOYS = [
