@@ -1,8 +1,8 @@
 """GGUF, llama.cpp's file of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
 
 Tensors get the names of the Hub's Llama, Mixtral, Qwen 2 and Qwen 3, dense or of experts. The blocks of a quantised one
-are rows of bytes here, named with their type ("...q_proj.weight:q4_k"), from which `blocks` reads a `Quantized`. Its
-values are those of ggml-quants.c.
+are rows of bytes here, named with their type ("...q_proj.weight:q4_k"), from which `gguf_blocks` reads a
+`Quantized`.
 """
 
 import re
@@ -15,14 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from fdel import gguf
-from fdel.ops.weights import Quantized
 
-from .formats import Found, by_group, derived, leaf
+from .formats import Found, derived
+from .gguf_blocks import BLOCKS
 from .tensor import CheckpointError, Tensor
 
 PLAIN = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
-# A type's name, and how many numbers and bytes a block has.
-BLOCKS = {8: ("q8_0", 32, 34), 12: ("q4_k", 256, 144), 14: ("q6_k", 256, 210)}
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -175,45 +173,3 @@ def _halves(t: Tensor, heads: int) -> Tensor:
     """Undo the order of llama.cpp, whose rotary pairs are neighbours: rows of a head's first half, then of its second."""
     make = lambda: t.read().reshape(heads, -1, 2, *t.shape[1:]).swapaxes(1, 2)
     return derived(t, t.shape, t.dtype, make)
-
-
-def blocks(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """Read the blocks of one matrix: q8_0 and q6_k as int8, q4_k as uint4 with scales and minima in 8 bits."""
-    label, numbers, width = next((b for b in BLOCKS.values() if f"{name}:{b[0]}" in found), ("", 1, 1))
-    if not label:
-        return None
-    t = found.pop(f"{name}:{label}")
-    rows, n = t.shape[0], t.shape[-1] // width
-    part = lambda a, b, dtype: np.ascontiguousarray(t.read().reshape(rows, n, width)[..., a:b]).view(dtype)
-    of = lambda count, dtype, make: derived(t, (rows, n * count), dtype, make)
-    if label == "q8_0":
-        return leaf(
-            "int8", of(32, np.int8, lambda: part(2, 34, np.int8)), of(1, np.float16, lambda: part(0, 2, np.float16))
-        )
-    inputs = (n * numbers // (32 if label == "q4_k" else 16),)
-    if label == "q6_k":
-        scale = of(1, np.float16, lambda: part(208, 210, np.float16))
-        small = leaf("int8", of(16, np.int8, lambda: part(192, 208, np.int8)), scale, None, inputs)
-        return leaf("int8", of(256, np.int8, lambda: _six(part(0, 128, np.uint8), part(128, 192, np.uint8))), small)
-
-    def values() -> np.ndarray:
-        x = part(16, 144, np.uint8).reshape(rows, n, 4, 1, 32)
-        return by_group(np.concatenate([x & 15, x >> 4], 3).reshape(rows, -1), 32)
-
-    def six(low: int) -> np.ndarray:  # of eight scales (0) or minima (4), of which the last four are in two places
-        x, high = part(4 + low, 8 + low, np.uint8), part(12, 16, np.uint8)
-        return np.concatenate([x & 63, (high >> low & 15) | (x >> 2 & 48)], -1)
-
-    scale, least = (of(1, np.float16, lambda a=a, s=s: s * part(a, a + 2, np.float16)) for a, s in ((0, 1), (2, -1)))
-    parts: Any = [
-        leaf("uint8", of(8, np.uint8, partial(six, low)), x, None, inputs) for low, x in ((0, scale), (4, least))
-    ]
-    return leaf("uint4", of(128, np.uint8, values), *parts)
-
-
-def _six(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Put numbers of six bits together, of 4 low ones [.. 128] and 2 high ones [.. 64] per block; minus 32."""
-    low, high = low.reshape(*low.shape[:-1], 2, 1, 2, 32), high.reshape(*high.shape[:-1], 2, 1, 32)
-    low = np.concatenate([low & 15, low >> 4], -3).reshape(*low.shape[:-3], 4, 32)
-    high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    return (low | high << 4).astype(np.int8) - 32

@@ -6,6 +6,7 @@ a number is changed, a branch is taken the other way, two arguments or two weigh
 
 import ast
 import inspect
+import itertools
 import random
 import types
 from functools import cache
@@ -116,7 +117,7 @@ def cases(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """name -> a model that sees, and how far the logits of its rows with media are off with another module's code."""
+    """entry -> a model that sees, and how far the logits of its rows with media are off with another module's code."""
 
     def find(name):
         directory = tmp_path_factory.mktemp("shown")
@@ -152,8 +153,10 @@ def test_a_random_fault_is_found(cases, shown, name, i):
     served = lambda case: suite.serving_error(case, 7, 4)
     looks = suite.logits_error, *[served] * tiny.TINY[name].served
     pairs = [(look, case) for look in looks for case in cases(name)]
-    worst, sees = 0.0, [shown(name)] if hasattr(models.family(name), "encode") else []
-    for look, case in sees + pairs:
+    entries = [n for n in test_sight.NAMES if n.partition(":")[0] == name] or [name]
+    sees = map(shown, entries) if hasattr(models.family(name), "encode") else ()
+    worst = 0.0
+    for look, case in itertools.chain(sees, pairs):
         try:
             wrong = look(case._replace(model=case.model._replace(family=module)))
         except (TypeError, ValueError, KeyError, AttributeError):  # shapes that do not fit, or no array: found

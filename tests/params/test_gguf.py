@@ -1,5 +1,6 @@
 """GGUF files of mixtures of experts, of scaled rotary positions, and their tokenizers, against transformers."""
 
+import dataclasses
 import json
 import struct
 
@@ -10,7 +11,8 @@ import pytest
 import tokenizers
 
 from fdel import cli, models, params, text
-from fdel.params import CheckpointError
+from fdel.params import CheckpointError, gguf_blocks
+from fdel.params.tensor import Tensor
 from fdel.serve.engine import weights
 from tests.params.test_published import gguf_file
 
@@ -57,6 +59,49 @@ def tensors(oracle, pairs: bool) -> dict:
                 x = x.reshape(-1, 2, 8, 64).swapaxes(1, 2).reshape(x.shape)
             put(f"blk.{layer}.{PARTS[part]}.{leaf}", x)
     return found
+
+
+# Where a block's half-precision factors are.
+HALVES = {"q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q8_0": [0], "q2_k": [80, 82], "q3_k": [108],
+          "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208]}  # fmt: skip
+
+
+def fives(block: bytes, begins: int) -> list[float]:
+    """Read a block of q5_0 (begins 2) or q5_1 (4) as dequantize_row_q5_0 and _q5_1 of ggml-quants.c do."""
+    d, m = np.frombuffer(block[:4], "<f2").astype(float)
+    high = int.from_bytes(block[begins : begins + 4], "little")
+    low = block[begins + 4 :]
+    q = [(low[i % 16] >> 4 * (i // 16)) % 16 + 16 * (high >> i & 1) for i in range(32)]
+    return [d * (x - 16) if begins == 2 else d * x + m for x in q]
+
+
+@pytest.mark.parametrize("number,label,numbers,width", [(k, *v) for k, v in gguf_blocks.BLOCKS.items()])
+def test_the_blocks_of_a_type_are_those_of_transformers(number, label, numbers, width, tmp_path):
+    """Random bytes of three rows and two blocks, to 1e-6 of the largest; five bits in blocks of 32 by ggml's formula."""
+    from transformers.integrations.gguf.dequant import dequantize
+
+    rng = np.random.default_rng(number)
+    x = rng.integers(0, 256, (3, 2, width), np.uint8)
+    for at in HALVES[label]:
+        x[..., at : at + 2] = rng.uniform(0.01, 0.02, (3, 2, 1)).astype(np.float16).view(np.uint8)
+    if label.startswith("q5_") and numbers == 32:
+        want = np.array([[fives(block.tobytes(), width - 20) for block in row] for row in x]).reshape(3, -1)
+    else:
+        want = dequantize(torch.tensor(x.reshape(3, -1)), number).numpy().reshape(3, -1)
+    raw = x.reshape(3, -1)
+
+    def readinto(out: np.ndarray, at: int) -> None:
+        out[...] = raw.reshape(-1)[at : at + out.size]
+
+    found = {f"w:{label}": Tensor(raw.shape, raw.dtype, tmp_path, readinto), "v:q4_k": None}
+    assert gguf_blocks.blocks(found, "v.weight", {}) is None
+    leaf = jax.tree.map(lambda t: t.read(), gguf_blocks.blocks(found, "w", {}), is_leaf=lambda t: isinstance(t, Tensor))
+    leaf = dataclasses.replace(leaf, inputs=want.shape[1:])
+    assert [*found] == ["v:q4_k"] and leaf.shape == want.shape
+    bits = leaf.values.size * 8 / want.size
+    assert bits == (4 if label in ("q4_0", "q4_1", "q2_k", "q3_k", "q4_k") else 8)
+    got = params.dequantize({"w": leaf}, jnp.float32)["w"]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
 WORDS = ["low lower lowest slow slowest, 12345 and don't", "the cat's mats, and 42 hats; naïve café"]

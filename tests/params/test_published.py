@@ -562,7 +562,7 @@ def test_a_gguf_file_is_a_model(tmp_path, capsys):
     refused = {
         "truncated": raw[:-5], "ends inside its header": raw[:300], "expected GGUF": b"GGML" + raw[4:],
         "general.architecture is 'mamba'": raw.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"),
-        "is of ggml's type 13": raw.replace(struct.pack("<QQI", 256, 128, 14), struct.pack("<QQI", 256, 128, 13)),
+        "is of ggml's type 16": raw.replace(struct.pack("<QQI", 256, 128, 14), struct.pack("<QQI", 256, 128, 16)),
     }  # fmt: skip
     for message, changed in refused.items():
         (tmp_path / "model.gguf").write_bytes(changed)
