@@ -1,6 +1,7 @@
 """Mixture of experts: gated feed-forwards of the experts that a router chose, without dropping a token."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.ops import expert_parallel
 from fdel.ops.contraction import widen
+from fdel.ops.cpu import collective
 from fdel.ops.dispatch import Implementation, Table, run
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
@@ -58,7 +60,27 @@ def moe(
 def _fused(
     x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
 ) -> Array:
-    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert."""
+    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert.
+
+    Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed.
+    """
+    compute = partial(_sorted_by_expert, gated=gated, scale_inputs=scale_inputs)
+    tp, of_units = context("tp"), {"gate": P(None, "tp"), "up": P(None, "tp"), "down": P(None, None, "tp")}
+    if not tp or any(not isinstance(p[name], jax.Array) for name in MATRICES) or p["down"].shape[-1] % tp["tp"]:
+        return compute(x, p, weights, experts)
+
+    def part(x: Array, p: dict[str, Array], weights: Array, experts: Array) -> Array:
+        if "down_bias" in p:  # once
+            p = p | {"down_bias": jnp.where(lax.axis_index("tp") == 0, p["down_bias"], 0)}
+        return collective(lambda y: lax.psum(y, "tp"), compute(x, p, weights, experts))
+
+    parts = {name: of_units.get(name.removesuffix("_bias"), P()) if name != "down_bias" else P() for name in p}
+    return divided(part, {"tp"}, (P(), parts, P(), P()), P())(x, p, weights, experts)
+
+
+def _sorted_by_expert(
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
+) -> Array:
     *batch, k = experts.shape
     held = p["gate"].shape[0]
     chosen = experts.reshape(-1)

@@ -1,5 +1,6 @@
 """Mixture of experts against transformers' routers and blocks, and loops over tokens and experts in float64."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -325,12 +326,16 @@ def test_accelerators_compute_a_few_tokens_by_all_experts_to_the_same_numbers(pl
         ({"ep": 2, "tp": 4}, (1, 64)),  # rows that ep does not divide
         ({"ep": 2, "tp": 4}, (64,)),  # serving's flat tokens
         ({"fsdp": 4, "dp": 2}, (16, 4)),
+        ({"fsdp": 2, "tp": 4}, (4, 16)),
     ],
 )
 def test_sharded_experts_give_the_same_values_and_gradients(shape, rows):
     mesh = params.make_mesh(shape)
     p, experts = weights(), jnp.asarray(ROUTINGS["random"][:64])
     placed = jax.tree.map(jax.device_put, p, params.shardings(SPEC, mesh)["experts"])
+    biases = {"gate_bias": (E, F), "up_bias": (E, F), "down_bias": (E, D)}
+    biases = {name: jnp.asarray(rng(9).normal(size=shape), jnp.float32) for name, shape in biases.items()}
+    p, placed = p | biases, placed | biases
     args = jnp.asarray(rng(5).normal(size=(64, D)), jnp.float32), routing_of(experts), experts
     args = [c.reshape(*rows, -1) for c in args]
     f = lambda p, x, routing, experts: ops.moe(x, p, routing, experts, jax.nn.silu)
@@ -342,3 +347,5 @@ def test_sharded_experts_give_the_same_values_and_gradients(shape, rows):
         text = jax.jit(f).lower(placed, *args).compile().as_text()
     jax.tree.map(partial(close, tol=5e-6), got, want)
     assert "ep" not in shape or len(rows) == 1 or f"f32[{E},{D},{F}]" not in text  # no device holds every expert
+    # Along tp what experts add is summed, and neither their hidden units nor their weights are sent.
+    assert shape.get("tp") != 4 or not re.search(rf"all-to-all|all-gather.*\[[\d,]*{F}[\],]", text)
