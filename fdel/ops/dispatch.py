@@ -17,13 +17,18 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec as P
 
+from fdel.ops.cpu import collective
 from fdel.ops.platform import context
 from fdel.ops.shard import AXES, divided
 
 F = TypeVar("F", bound=Callable)
 TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
-# Axes that `divide` may divide; "each" are tokens that are computed one by one, for which others need whole sequences.
-MESH = {"rows": AXES["rows"], "each": AXES["tokens"], "heads": AXES["attending"], "outputs": AXES["vocab"]}
+# Axes that `divide` may divide; "each" are tokens that are computed one by one, for which others need whole sequences;
+# over "summed" ones the results of the devices are added up.
+MESH = {
+    "rows": AXES["rows"], "each": AXES["tokens"], "heads": AXES["attending"], "outputs": AXES["vocab"],
+    "summed": AXES["vocab"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,14 +204,17 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         over = {name: tuple(context(*axes)) for name, axes in MESH.items()}
         for x, text in arrays.values():
             for name, size in zip(names(text), x.shape, strict=False):
-                if size % math.prod(context(*over.get(name, ())).values()):
+                if size % math.prod(context(*over.get(name, ())).values()) and (name, size) != ("summed", 1):
                     over[name] = ()
-        spec = lambda text, ndim=None: P(*(over.get(name) or None for name in names(text)[:ndim]))
+        of = lambda name, size=0: None if (name, size) == ("summed", 1) else over.get(name) or None  # one for all inputs
+        spec = lambda text, *shape: P(*map(of, names(text), *shape))
+        total = over["summed"] if any("summed" in text for _, text in arrays.values()) else ()
 
         def local(parts: dict[int, Any]) -> Any:
             mine = [parts.get(i, None if texts[i] is None else x) for i, x in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, mine)
-            return call(*args, **kwargs)
+            y = call(*args, **kwargs)
+            return jax.tree.map(functools.partial(collective, lambda y: jax.lax.psum(y, total)), y) if total else y
 
         def specs(entry: Any) -> Any:
             if isinstance(entry, str):
@@ -222,7 +230,7 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         mapping = lambda entry: isinstance(entry, Mapping)
         argument = lambda entry: next(x for e, x in given if e is entry)  # that a mapping among the results stands for
         outs_at = jax.tree.map(specs, outs, is_leaf=mapping)
-        parts = {i: spec(text, x.ndim) for i, (x, text) in arrays.items()}
+        parts = {i: spec(text, x.shape) for i, (x, text) in arrays.items()}
         found = divided(local, mesh, (parts,), outs_at)({i: x for i, (x, _) in arrays.items()})
         return jax.tree.map(complete, outs, found, is_leaf=mapping)
 

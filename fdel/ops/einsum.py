@@ -3,6 +3,7 @@
 import math
 import operator
 import string
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -151,13 +152,28 @@ def _in_order(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
 
 
 def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, str]:
-    """Name the axes that may be divided: the first of those that the weight lacks, and of those that it adds."""
-    names = {plan.rows[:1]: "rows", plan.outputs[:1]: "outputs"}
+    """Name the axes that may be divided: the first of those that the weight lacks, and of its inputs or its outputs."""
+    names = {plan.rows[:1]: "rows"} | ({plan.contracted[0]: "summed"} if plan.summed else {plan.outputs[:1]: "outputs"})
     x_axes, w_axes, out = (" ".join(names.get(c, "-") for c in axes) for axes in (plan.x, plan.w, plan.out))
     return ("", x_axes, w_axes, ""), out
 
 
-@operation(_axes, mosaic=kernel("quantized_matmul_tpu"), hopper=kernel("quantized_matmul_gpu", on_request=True))
+def _of_part(call: Callable) -> Callable:
+    """Give `call` a device's part of a weight with the sizes of its own inputs, which are not those of the whole."""
+
+    def with_sizes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
+        own = lambda c: replace(c, inputs=c.values.shape[-1:]) if isinstance(c, Quantized) else c
+        inputs = tuple(x.shape[plan.x.index(c)] for c in plan.contracted)
+        return call(plan, x, replace(w, inputs=inputs, scale=own(w.scale), zero=own(w.zero)), dtype)
+
+    return with_sizes
+
+
+_MOSAIC, _HOPPER = kernel("quantized_matmul_tpu"), kernel("quantized_matmul_gpu", on_request=True)
+_KERNELS = {name: replace(way, call=_of_part(way.call)) for name, way in (("mosaic", _MOSAIC), ("hopper", _HOPPER))}
+
+
+@operation(_axes, **_KERNELS)
 def _quantized_matmul(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     inputs = plan.w[-len(w.inputs) :]
     if inputs != plan.contracted:
