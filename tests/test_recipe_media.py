@@ -314,3 +314,29 @@ def test_runs_learn_from_videos_and_sounds_and_a_stream_shows_them(seeing, tmp_p
     )
     curves = curve(tmp_path / "a")
     assert len(curves) == 3 and all(np.isfinite(row["loss"]) for row in curves)
+
+
+REWARD = """def told(completion_ids, answer, **_):
+    return [sum(i % 2 == a for i in c) / max(1, len(c)) for c, a in zip(completion_ids, answer)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_vl", "video"), ("qwen3_omni_moe", "audio")])
+def test_grpo_learns_what_only_a_video_or_a_sound_can_tell(seeing, name, kind, tmp_path):
+    """Two prompts of the same text, one wants even tokens and one odd ones: without looking the reward is a half."""
+    path, _ = seeing(name)
+    chats(tmp_path)
+    content = {"video": clip, "audio": wav}[kind]
+    ask = lambda i: {"type": kind, kind: {"bytes": base64.b64encode(content(i)).decode()}}
+    tasks = [{"prompt": [said("user", ask(i), "?")], "answer": i} for i in range(2)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))
+    (tmp_path / "told.py").write_text(REWARD)
+    how = dict(reward_functions=[{"path": f"{tmp_path / 'told.py'}:told"}], num_generations=8, max_completion_length=4,
+               total_batch_size=16, num_train_epochs=60, max_training_steps=60, learning_rate=3e-3)  # fmt: skip
+    recipe.train(run_file(path, tmp_path / "tasks.jsonl", tmp_path / "out", trainer_type="grpo", **how))
+    rows = curve(tmp_path / "out")
+    print([round(r["reward"], 2) for r in rows])
+    assert all(np.isfinite(r["loss"]) for r in rows)
+    assert np.mean([r["reward"] for r in rows[:5]]) < 0.6 and np.mean([r["reward"] for r in rows[-5:]]) > 0.8

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fdel import params
 from fdel.media import sight
 from fdel.media.sight import Sight
@@ -12,7 +14,7 @@ from fdel.recipe import parse
 from fdel.recipe.check import when
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled
-from fdel.train import data
+from fdel.train import data, processes
 from fdel.train.rollout.sight import shown
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -38,12 +40,17 @@ def processor_files(recipe: Recipe) -> list[Path]:
     return [f for name in PROCESSORS if (f := folder / name).is_file()]
 
 
-def media(recipe: Recipe) -> Callable[..., Mapping[str, Any]]:
-    """Give what makes the images of samples a part of their batch, for `rollout.collate`."""
-    return partial(shown, sight=seeing(recipe))
+def media(recipe: Recipe, tasks: data.Tasks) -> Callable[..., Mapping[str, Any]]:
+    """Give what makes the images of these tasks' samples a part of their batch, for `rollout.collate`.
+
+    If any task shows or plays something, the batches of several processes have one shape: all of them call it at the same
+    time.
+    """
+    several = jax.process_count() > 1 and any(task.images for task in tasks.rows)
+    return partial(shown, sight=seeing(recipe), agree=processes.most if several else None)
 
 
-def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
+def checked(s: Settled, tasks: data.Tasks) -> data.Tasks:
     """Give tasks back; a RecipeError for those that show or play anything where a run cannot learn their samples."""
     if any(task.images for task in tasks.rows):
         why, k, how = "the prompts show or play; samples of such", s.keys, s.method.samples
@@ -54,7 +61,5 @@ def checked(s: Settled, tasks: data.Tasks, processes: int) -> data.Tasks:
             (blind, f"trainer.trainer_type: {why} are not drawn of a mixture in this version, as {kind} does; "
              "leave these rows out"),
             (getattr(k, "seq_kd", False), f"trainer.seq_kd: {why} are not written by a teacher in this version; remove it"),
-            (processes > 1, f"mixture.informs: {why} are drawn in one process in this version, whose shapes are its own; "
-             "start one"),
         )])  # fmt: skip
     return tasks

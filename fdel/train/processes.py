@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from fdel.params import batch_sharding
 
@@ -107,6 +109,11 @@ def share(mesh: Mesh) -> tuple[int, int]:
     if mine is None:
         raise ValueError(f"mesh {dict(mesh.shape)} has no device of process {jax.process_index()}; use all devices")
     return parts.index(tuple(sorted(mine))), len(parts)
+
+
+def most(sizes: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """Give the largest of each size among all processes, which call it at the same time."""
+    return np.asarray(multihost_utils.process_allgather(sizes.astype(np.int32))).reshape(-1, len(sizes)).max(0)
 
 
 @contextlib.contextmanager

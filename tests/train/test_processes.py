@@ -146,7 +146,7 @@ def start(tmp_path_factory):
     return path
 
 
-def begin(start, directory, count, dims, steps, how="torchrun", rows="rows", **keys):
+def begin(start, directory, count, dims, steps, how="torchrun", rows="rows", mixture=None, **keys):
     """Start `fdel run` on `count` processes, four devices in all."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -155,7 +155,7 @@ def begin(start, directory, count, dims, steps, how="torchrun", rows="rows", **k
                "save_steps": 2, "max_training_steps": steps, "num_train_epochs": 50,
                "save_directory": str(directory), **keys}  # fmt: skip
     wanted = {"model": {"name_or_path": str(start)}, "trainer": trainer, "sharding": {"axis_dims": dims},
-              "mixture": {"informs": [{"type": "jsonl", "data_files": str(start / f"{rows}.jsonl")}]},
+              "mixture": {"informs": [{"type": "jsonl", "data_files": str(start / f"{rows}.jsonl")}], **(mixture or {})},
               "actions": ["validate", "train"]}  # fmt: skip
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(wanted))

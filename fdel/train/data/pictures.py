@@ -1,7 +1,7 @@
 """Images, videos and sounds of a data set: kept as files in a store, and put into batches as towers take them."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,27 +124,30 @@ def halved(most: int, found: int, unit: int = 1) -> int:
     return size
 
 
-def room(rows: Sequence[tuple[Sequence[Mapping[str, Any]], Any]], processes: int, sight: Sight | None) -> Room | None:
+def room(
+    rows: Sequence[tuple[Sequence[Mapping[str, Any]], Any]], sight: Sight | None,
+    agree: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Room | None:  # fmt: skip
     """Say what a batch of a stream has room for: powers of two of images and sounds, patches of three significant bits.
 
-    None if its rows show none. ValueError for several processes, whose batches would have other shapes.
+    None if its rows show none. `agree(sizes)` gives the largest of several processes (`processes.most`), whose batches have
+    one shape then, those of a process whose own rows show none too.
     """
     each = [x["media"]["pictures"] for sequences, _ in rows for x in sequences if "media" in x]
-    if sight is None or not any(each):
+    if sight is None or not (agree or any(each)):
         return None
-    if processes > 1:
-        raise ValueError("a stream of several processes has no common number of images; read the data without stream")
-    split = [[part for p in found for part in senses.parts(sight, p)] for found in each]
-    heard = [[x for x in found if isinstance(x, Sound)] for found in split]
-    seen = [[x for x in found if not isinstance(x, Sound)] for found in split]
+    split = [[part for p in shown for part in senses.parts(sight, p)] for shown in each]
+    heard = [[x for x in parts if isinstance(x, Sound)] for parts in split]
+    seen = [[x for x in parts if not isinstance(x, Sound)] for parts in split]
     power = lambda sizes: 1 << (n - 1).bit_length() if (n := max(sizes, default=0)) else 0
-    most = max((len(p.patches) for found in seen for p in found), default=0)
-    chunks = [len(x.lengths) for found in heard for x in found]
+    most = max((len(p.patches) for parts in seen for p in parts), default=0)
+    chunks = [len(x.lengths) for parts in heard for x in parts]
     step = max(64, 1 << max(0, most.bit_length() - 3))
-    numbers = max((p.patches.shape[1] for found in seen for p in found), default=0)
-    turned = any(p.turns is not None for found in each for p in found)
-    images, sounds = power(map(len, seen)), power(map(len, heard))
-    return Room(images, -(-most // step) * step, sounds, power(chunks), numbers, turned)
+    numbers = max((p.patches.shape[1] for parts in seen for p in parts), default=0)
+    turned = any(p.turns is not None for shown in each for p in shown)
+    found = np.array([power(map(len, seen)), -(-most // step) * step, power(map(len, heard)), power(chunks), numbers, turned])
+    sizes = (found if agree is None else agree(found)).tolist()
+    return Room(*sizes[:5], bool(sizes[5])) if any(sizes) else None
 
 
 def columns(sight: Sight, tokens: np.ndarray, shown: Sequence[Shown]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import operator
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fdel import text
+from fdel.train import processes
 from fdel.train.data import pictures
 from fdel.train.data.batch import Batch, Plan, collate, plan, row
 from fdel.train.data.files import Source, sources
@@ -85,15 +86,18 @@ class Batches:
 class Data:
     """A data set: `iter` gives grain's iterator of batches, with `get_state` and `set_state`; facts that are known before.
 
-    Of a stream only `report` is known, of the rows so far; the others are None. `sources` are those it was built of.
+    Of a stream only `report` is known, of the rows so far; the others are None. `sources` are those it was built of. With
+    `put` the data set has the rows of batches, which all processes put together at the same time (`Together`).
     """
 
     dataset: Any
     origin: Any
     sources: Sequence[Source] = ()
+    put: Callable[[Any], Batch] | None = None
 
     def __iter__(self) -> Any:
-        return iter(self.dataset)
+        found = iter(self.dataset)
+        return found if self.put is None else Together(found, self.put)
 
     @property
     def report(self) -> Report:
@@ -129,6 +133,28 @@ class Data:
         return float(widths.sum() / (len(widths) * self.origin.settings.length))
 
 
+@dataclass
+class Together:
+    """Batches that are put together where they are asked for: processes agree on shapes, in step with all they do else."""
+
+    rows: Any
+    put: Callable[[Any], Batch]
+
+    def __iter__(self) -> "Together":
+        return self
+
+    def __next__(self) -> Batch:
+        return self.put(next(self.rows))
+
+    def get_state(self) -> Any:
+        """Give the place of the next batch: JSON."""
+        return self.rows.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Go on from a state."""
+        self.rows.set_state(state)
+
+
 def dataset(
     given: Any,
     settings: Settings,
@@ -162,13 +188,14 @@ def dataset(
         masked = settings.kind not in ("prompt", "embedding", "labelled") and settings.learn != "all"
         own = settings.batch // process_count
         width = lambda rows: max(len(sequence["tokens"]) for sequences, _ in rows for sequence in sequences)
+        agree = processes.most if process_count > 1 and settings.sight else None
         put = lambda rows: collate(
-            rows, settings, own, width(rows), masked, pictures.room(rows, process_count, settings.sight)
+            rows, settings, own, width(rows), masked, pictures.room(rows, settings.sight, agree)
         )
         stream = Stream(found, tok, settings, process)
-        batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=put)
+        batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=list if agree else put)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)
-        return Data(ahead, stream, found)
+        return Data(ahead, stream, found, put if agree else None)
     make = build if cache_directory is None else functools.partial(cache, directory=cache_directory)
     weights = None if found[0].weight is None else [s.weight or 0.0 for s in found]
     batches = Batches([make(s, tok, settings) for s in found], weights, settings, process)

@@ -69,9 +69,9 @@ def collate(
     segments, positions = full["segments"], full["positions"]
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
-    if any(s.task.images for s in samples):
-        if most or media is None:
-            raise ValueError("tasks show pictures, which one process alone learns; give media=partial(shown, ...)")
+    if media is None and any(s.task.images for s in samples):
+        raise ValueError("tasks show pictures, and nothing says how they are learnt; give media=partial(shown, sight=...)")
+    if media is not None:
         found |= media([[(samples[i], a, b) for i, a, b, _ in _segments(x, sizes)] for x in grouped], (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
     return found | {"places": learnt_places(found, min(width, places))}

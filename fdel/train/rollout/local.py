@@ -10,6 +10,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from fdel.ops.batch import Patches, Sounds
+from fdel.train.processes import most
+
 ROW = 1 << 16  # bytes of a process's metrics
 
 
@@ -41,15 +44,23 @@ def _local(x: jax.Array, here: NamedSharding) -> jax.Array:
 def even(batch: dict[str, Any]) -> dict[str, Any]:
     """Fill up a batch of packed rows with empty ones: all processes have as many rows, and places, as the one with most.
 
-    They call it at the same time.
+    They call it at the same time; what rows show has one shape on all already (`sight.shown`).
     """
     sizes = np.array([len(batch["tokens"]), batch["places"].shape[1]])
-    rows, places = (np.asarray(multihost_utils.process_allgather(sizes)).reshape(-1, 2).max(0) - sizes).tolist()
-    fill = lambda x, empty=0: np.pad(x, ((0, rows), (0, 0)), constant_values=empty)
+    rows, places = (most(sizes) - sizes).tolist()
+    fill = lambda x, empty=0: np.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1)), constant_values=empty)
     nowhere = batch["tokens"].shape[1]
-    found = {k: fill(x) for k, x in batch.items() if k not in ("packed", "places")}
+    found = {k: fill(x) for k, x in batch.items() if k not in ("packed", "places", "media")}
     packed = batch["packed"]
     found["packed"] = replace(packed, positions=fill(packed.positions), segment_ids=fill(packed.segment_ids, -1))
+    if (media := batch.get("media")) is not None:
+        more = lambda x: (
+            Patches(fill(x.values), fill(x.places, -1))
+            if isinstance(x, Patches)
+            else Sounds(fill(x.features), fill(x.lengths))
+        )
+        inputs = tuple(map(more, media.inputs)) if isinstance(media.inputs, tuple) else more(media.inputs)
+        found["media"] = replace(media, index=fill(media.index, -1), inputs=inputs)
     return found | {"places": np.pad(batch["places"], ((0, rows), (0, places)), constant_values=nowhere)}
 
 

@@ -1,6 +1,6 @@
 """What tasks show and play: as an engine takes it beside a prompt, and in the batch that learns the samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,20 +28,24 @@ def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | 
     return PromptMedia(items, found["index"], found["rotary"] if turned else None)
 
 
-def shown(rows: Sequence[Sequence[Part]], shape: tuple[int, int], *, sight: Sight | None) -> Mapping[str, Any]:
+def shown(
+    rows: Sequence[Sequence[Part]], shape: tuple[int, int], *, sight: Sight | None,
+    agree: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Mapping[str, Any]:  # fmt: skip
     """Give the "media" and "rotary" of a batch of `shape`, whose first rows have these parts; empty if none shows anything.
 
-    A part is a sample, and the first and the end of its tokens that stand there.
+    A part is a sample, and the first and the end of its tokens that stand there. With `agree` (`pictures.room`) that is
+    none of any process.
     """
     tasks = {id(s.task): s.task for row in rows for s, _, _ in row}
-    if not any(task.images for task in tasks.values()):
+    if agree is None and not any(task.images for task in tasks.values()):
         return {}
     every = {i: _columns(_known(sight), task) for i, task in tasks.items()}
     part = lambda s, first, end: pictures.part(
         pictures.longer(every[id(s.task)], max(end, len(s.task.prompt))), first, end
     )
     each = [[pictures.join([part(*x) for x in row], _known(sight))] for row in rows]
-    room = pictures.room([([{"media": x} for x in row], None) for row in each], 1, _known(sight))
+    room = pictures.room([([{"media": x} for x in row], None) for row in each], _known(sight), agree)
     if room is None:
         return {}
     found = pictures.media(each, _known(sight), (shape[0], 1, shape[1]), room)
