@@ -56,8 +56,7 @@ def build_rival(s: Settled, model: models.Model, engine: Any, settings: Settings
             jax.eval_shape(lambda p: mixture.head(p, mixed.cfg).weight, both)
         except ValueError as e:
             raise parse.RecipeError(f"trainer.trainer_type: {s.method.name} samples a mixture, and {e}") from e
-    sees = seeing.seeing(s.recipe) if share == 1 else None
-    return Engine(weights.placed(mixed, s.serve_rules), settings, tokenizer=tok, sight=sees)
+    return Engine(weights.placed(mixed, s.serve_rules), settings, tokenizer=tok, sight=seeing.seeing(s.recipe))
 
 
 def publish(rival: Engine | None, new: Any) -> None:

@@ -183,7 +183,7 @@ def build_source(
             row["kl"] = float(kl.sum() / max(1, sum(x.length for x in samples)))
         row |= {"time/rollout": drawn - begun, "time/reward": time.monotonic() - drawn}
         row["rollout/tokens_per_second"] = sum(x.length for x in samples) / max(drawn - begun, 1e-9)
-        more = {"tok": tok} if how.reads else {}
+        more = {"tok": tok, "sight": policy.engine.sight} if how.reads else {}
         return how.batch(k, samples, found, shared, **more), row if parts == 1 else mean(row)
 
     def publish(state: train.TrainState) -> None:

@@ -53,13 +53,8 @@ def media(recipe: Recipe, tasks: data.Tasks) -> Callable[..., Mapping[str, Any]]
 def checked(s: Settled, tasks: data.Tasks) -> data.Tasks:
     """Give tasks back; a RecipeError for those that show or play anything where a run cannot learn their samples."""
     if any(task.images for task in tasks.rows):
-        why, k, how = "the prompts show or play; samples of such", s.keys, s.method.samples
-        kind, blind = s.method.name, how is not None and how.rival is not None and how.rival(k) < 1
+        why = "the prompts show or play; samples of such"
         parse.fail([*when(
-            (how is not None and how.reads,
-             f"trainer.trainer_type: {why} are not told more in this version, as {kind} does; leave these rows out"),
-            (blind, f"trainer.trainer_type: {why} are not drawn of a mixture in this version, as {kind} does; "
-             "leave these rows out"),
-            (getattr(k, "seq_kd", False), f"trainer.seq_kd: {why} are not written by a teacher in this version; remove it"),
+            (getattr(s.keys, "seq_kd", False), f"trainer.seq_kd: {why} are not written by a teacher in this version; remove it"),
         )])  # fmt: skip
     return tasks

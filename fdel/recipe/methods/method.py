@@ -37,7 +37,7 @@ class Samples:
     it (`rollout.mixture`), the other one.
     sides: how many samples of a prompt the policy draws, and how many its rival, where it is not one each.
     writes: the share of the steps whose samples the policy draws, and the teacher those of the others; None: all.
-    reads: `batch` is given the tokenizer too, as `tok`.
+    reads: `batch` is given the tokenizer too, as `tok`, and how the model sees, as `sight`.
     """
 
     batch: Callable[..., Any]

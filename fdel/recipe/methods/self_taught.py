@@ -1,7 +1,7 @@
 """SDPO: own samples are learnt from the model itself, which is told a sample that succeeded, or what was wrong."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,18 @@ from fdel import models, text
 from fdel.recipe.methods.method import Method, Objective, Samples, unrouted
 from fdel.recipe.methods.samples import Rewarded, check_rewards, correction
 from fdel.recipe.parse import key
+from fdel.media.sight import Sight
 from fdel.train import data, losses
+from fdel.train.data import images
 from fdel.train.data.encode import encode_rows
+from fdel.train.data.images import Shown
 from fdel.train.losses import distillation
+from fdel.train.losses.forward import SEEN
 from fdel.train.losses.self_distillation import TOLD
 from fdel.train.rollout import Rewards, Sample, advantages
 
 FEEDBACK = "privileged_context"  # the column of rows that says what is wrong with an answer
+MARK = "\0"  # stands for the prompt while a template is filled in
 THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
@@ -128,7 +133,10 @@ def objective(k: Sdpo, model: models.Model, *, remat: str | None) -> Objective:
 def told(
     k: Sdpo, samples: Sequence[Sample], rewards: Rewards, decode: Callable[[list[int]], str]
 ) -> list[dict[str, Any] | None]:
-    """Give the row that each sample's teacher is asked, in place of its task's; None where there is nothing to tell."""
+    """Give the row that each sample's teacher is asked, in place of its task's; None where there is nothing to tell.
+
+    It shows and plays what the task does.
+    """
     n, found = k.num_generations, list[dict[str, Any] | None]()
     good = (rewards.total >= k.success_reward_threshold) & k.use_successful_as_teacher
     for i, s in enumerate(samples):
@@ -149,15 +157,38 @@ def told(
         ask = lambda prompt, a=solution, b=hint: k.reprompt_template.format(prompt=prompt, solution=a, feedback=b)
         prompt = s.task.row["prompt"]
         if isinstance(prompt, list):
-            prompt = [*prompt[:-1], {**prompt[-1], "content": ask(prompt[-1]["content"])}]
+            prompt = [*prompt[:-1], {**prompt[-1], "content": _around(prompt[-1]["content"], ask)}]
         else:
             prompt = ask(prompt)
-        found.append({**s.task.row, "prompt": prompt})
+        found.append({**_without_files(s.task.row), **_columns(s.task.images), "prompt": prompt})
     return found
 
 
+def _around(content: Any, ask: Callable[[str], str]) -> Any:
+    """Write a message's content anew; of a list of parts all stand where its text would, what is no text once."""
+    if not isinstance(content, list):
+        return ask(content)
+    say = lambda said: [{"type": "text", "text": said}] * bool(said)
+    words = [p for p in content if isinstance(p, dict) and p.get("type", "text") == "text"]
+    before, *after = ask(MARK).split(MARK)
+    if not after:  # a template without the prompt
+        return [*(p for p in content if p not in words), *say(before)]
+    parts = [*say(before), *content, *say(after[0])]
+    return parts + [p for said in after[1:] for p in (*words, *say(said))]
+
+
+def _columns(shown: Sequence[Shown]) -> dict[str, list[Shown]]:
+    """Give what a task shows and plays as the columns of a row, which fill its places in order."""
+    return {names[0]: here for k, names in images.COLUMNS.items() if (here := [s for s in shown if s.kind == k])}
+
+
+def _without_files(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the columns that hold files."""
+    return {k: v for k, v in row.items() if not any(k in names for names in images.COLUMNS.values())}
+
+
 def taught(
-    k: Sdpo, samples: Sequence[Sample], rewards: Rewards, put: Callable, *, tok: text.Tokenizer
+    k: Sdpo, samples: Sequence[Sample], rewards: Rewards, put: Callable, *, tok: text.Tokenizer, sight: Sight | None = None
 ) -> dict[str, Any]:
     """Make a step's batch: the samples, and beside each the same after what its teacher is asked."""
     ended = np.array([s.finish == "stop" for s in samples]) | (not k.mask_truncated_completions)
@@ -165,26 +196,35 @@ def taught(
     batch = put(samples, advantages.grouped(rewards.total, k.num_generations, scale=k.scale_rewards), learn=learn)
     asked = told(k, samples, rewards, lambda ids: text.decode(tok, ids))
     lines = [("a prompt of sdpo", {**row, TOLD: i}) for i, row in enumerate(asked) if row is not None]
-    settings = data.Settings(kind="prompt", length=1 << 24)
+    settings = data.Settings(kind="prompt", length=1 << 24, sight=sight)
     examples = encode_rows(lines, tok, settings)[0] if lines else []
-    prompts = {e.numbers["row"][TOLD]: e.ids[0][-k.max_reprompt_len :] for e in examples}
-    again = [_after(s, prompts.get(i)) for i, s in enumerate(samples)]
+    prompts = {e.numbers["row"][TOLD]: _ending(e, k.max_reprompt_len) for e in examples}
+    again = [_after(s, *prompts.get(i, (None, ()))) for i, s in enumerate(samples)]
     known = learn & np.array([i in prompts for i in range(len(samples))])
     length = k.max_reprompt_len + put.keywords["length"]  # type: ignore[attr-defined]
     rows = put(again, np.zeros(len(samples)), learn=known, length=length)
     short = batch["places"].shape[1] - rows["places"].shape[1]
     rows["places"] = np.pad(rows["places"], ((0, 0), (0, short)), constant_values=rows["tokens"].shape[1])
-    return batch | {TOLD + name: rows[name] for name in ("tokens", "mask", "lengths", "places")}
+    return batch | {TOLD + name: rows[name] for name in ("tokens", "mask", "lengths", "places", *SEEN) if name in rows}
 
 
-def _after(s: Sample, prompt: np.ndarray | None) -> Sample:
-    """The sample after another prompt."""
+def _ending(e: data.Example, most: int) -> tuple[np.ndarray, tuple[Shown, ...]]:
+    """Give the last tokens of a prompt, and what they show: of an image, a video or a sound all of its tokens, or none."""
+    (shown,) = e.images or ((),)
+    first = max(0, len(e.ids[0]) - most)
+    first = max([first, *(s.start + len(s.run) for s in shown if s.start < first)])
+    return e.ids[0][first:], tuple(replace(s, start=s.start - first) for s in shown if s.start >= first)
+
+
+def _after(s: Sample, prompt: np.ndarray | None, shown: tuple[Shown, ...]) -> Sample:
+    """The sample after another prompt, which shows this."""
     if prompt is None:
         return s
     start = len(s.task.prompt)
     moved = lambda x: np.concatenate([np.zeros(len(prompt), x.dtype), x[start:]])
     return replace(
-        s, task=s.task._replace(prompt=tuple(prompt.tolist())), tokens=np.concatenate([prompt, s.tokens[start:]]),
+        s, task=s.task._replace(prompt=tuple(prompt.tolist()), images=shown),
+        tokens=np.concatenate([prompt, s.tokens[start:]]),
         drawn=moved(s.drawn), logps=moved(s.logps), kept=moved(s.kept), versions=moved(s.versions),
     )  # fmt: skip
 

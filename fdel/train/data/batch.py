@@ -11,7 +11,7 @@ import numpy as np
 from fdel.ops.batch import Packed
 from fdel.ops.mask import HIDDEN
 from fdel.train.data import pictures
-from fdel.train.data.planning import pack
+from fdel.train.data.planning import Runs, pack
 from fdel.train.data.settings import PER_TOKEN, Settings
 from fdel.train.data.store import NUMBERS, Store
 from fdel.train.losses.stats import IGNORE
@@ -54,7 +54,7 @@ class Plan:
         """
         rows, prompts = np.arange(len(self)), self._prompts
         alike = rows[prompts == np.roll(prompts, 1)]
-        prompt = lambda r: _slice(*_locate(self, _pieces(self, r)[0][0]), 0, int(prompts[r]))["tokens"]
+        prompt = lambda r: _slice(*_locate(self.stores, _pieces(self, r)[0][0]), 0, int(prompts[r]))["tokens"]
         same = [r for r in alike if np.array_equal(prompt(r), prompt(r - 1))]
         others = rows - 1
         others[same] -= 1
@@ -65,15 +65,28 @@ class Plan:
         """What each row needs (`Files.needs`), of its sequences the most, int64[4 rows]; None if none shows anything."""
         if not any(s.images for s in self.stores):
             return None
-        found = [s.images.needs if s.images else np.zeros((4, len(s.lengths)), np.int64) for s in self.stores]
-        each = [x.reshape(4, -1, s.sides).max(2) for x, s in zip(found, self.stores, strict=True)]
-        needs = np.concatenate(each, 1)[:, self.pieces[:, 0]]
+        needs = self._needs()
         if not needs.size:
             return needs
         rows = [
             (np.maximum if i % 2 else np.add).reduceat(x, self.bounds[:-1])[self.order] for i, x in enumerate(needs)
         ]
         return np.stack(rows)
+
+    def _needs(self) -> np.ndarray:
+        """What each piece needs, of its sequences the most."""
+        example, first, last = self.pieces.T
+        if not self.settings.whole:  # a piece is an example
+            found = [s.images.needs if s.images else np.zeros((4, len(s.lengths)), np.int64) for s in self.stores]
+            each = [x.reshape(4, -1, s.sides).max(2) for x, s in zip(found, self.stores, strict=True)]
+            return np.concatenate(each, 1)[:, example]
+        out, before = np.zeros((4, len(example)), np.int64), 0
+        for s in self.stores:
+            here = (example >= before) & (example < before + len(s))
+            if s.images:
+                out[:, here] = s.images.needed(example[here] - before, first[here], last[here])
+            before += len(s)
+        return out
 
     def room(self, rows: range) -> pictures.Room | None:
         """Say what a batch of these rows has room for; None if no row of any batch shows or plays anything."""
@@ -105,7 +118,7 @@ def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed
     mixed = settings.shuffle and settings.packing is not None
     for i in range(0, len(examples), window):
         here = examples[i : i + window]
-        pieces, bounds = pack(size[here], settings.length, settings.packing)
+        pieces, bounds = pack(size[here], settings.length, settings.packing, _runs(stores, here))
         pieces[:, 0] = here[pieces[:, 0]]
         order = rng.permutation(len(bounds) - 1) if mixed else np.arange(len(bounds) - 1)
         if settings.buckets:
@@ -114,6 +127,18 @@ def plan(stores: Sequence[Store], examples: np.ndarray, settings: Settings, seed
         rows, count = rows + len(order), count + len(pieces)
     pieces, bounds, order = map(np.concatenate, zip(*windows, strict=True))
     return Plan(tuple(stores), pieces, bounds, order, settings, seed)
+
+
+def _runs(stores: Sequence[Store], examples: np.ndarray) -> Runs | None:
+    """Say of each of these examples, by its place among them, which tokens stand for something; None if none do."""
+    if not any(s.images for s in stores):
+        return None
+
+    def runs(i: int) -> list[tuple[int, int]]:
+        store, example = _locate(stores, int(examples[i]))
+        return store.images.runs(example) if store.images else []
+
+    return runs
 
 
 def _alike(widths: np.ndarray, order: np.ndarray, settings: Settings, rng: np.random.Generator) -> np.ndarray:
@@ -134,17 +159,17 @@ def row(p: Plan, r: int) -> Row:
     The "kl" of a row is its prompt with the completion of another row, see `Plan.others`.
     """
     settings, pieces = p.settings, _pieces(p, r)
-    store, i = _locate(p, pieces[0][0])
+    store, i = _locate(p.stores, pieces[0][0])
     numbers = {k: store.numbers[k][i] for k in NUMBERS[settings.kind]}
     if settings.mismatched:
-        other, j = _locate(p, _pieces(p, p.others[r])[0][0])
+        other, j = _locate(p.stores, _pieces(p, p.others[r])[0][0])
         kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
         cut = {k: v[: settings.length] for k, v in _join(kl).items()}
         return [_slice(store, i, 0, settings.length), cut], numbers
     if settings.packing is None:
         sequences = [_seen(p, store, i * store.sides + side, 0, settings.length) for side in range(store.sides)]
         return [_forget(p, r, x) for x in sequences], numbers
-    parts = [_seen(p, *_locate(p, e), start, stop, segment) for segment, (e, start, stop) in enumerate(pieces)]
+    parts = [_seen(p, *_locate(p.stores, e), start, stop, segment) for segment, (e, start, stop) in enumerate(pieces)]
     joined = _join([{k: v for k, v in part.items() if k != "media"} for part in parts])
     if p.shows is not None and settings.sight is not None:
         joined["media"] = pictures.join([part["media"] for part in parts], settings.sight)
@@ -167,12 +192,12 @@ def _pieces(p: Plan, r: int) -> list[list[int]]:
     return p.pieces[p.bounds[k] : p.bounds[k + 1]].tolist()
 
 
-def _locate(p: Plan, example: int) -> tuple[Store, int]:
-    for store in p.stores:
+def _locate(stores: Sequence[Store], example: int) -> tuple[Store, int]:
+    for store in stores:
         if example < len(store):
             return store, example
         example -= len(store)
-    raise IndexError(f"the stores have {sum(map(len, p.stores))} examples, which is {example} too few")
+    raise IndexError(f"the stores have {sum(map(len, stores))} examples, which is {example} too few")
 
 
 def _slice(store: Store, sequence: int, start: int, stop: int | None, segment: int = 0) -> Tokens:
@@ -184,11 +209,11 @@ def _slice(store: Store, sequence: int, start: int, stop: int | None, segment: i
 
 
 def _seen(p: Plan, store: Store, sequence: int, start: int, stop: int | None, segment: int = 0) -> Tokens:
-    """Slice a sequence, with what it shows and plays if the plan has any of that; it is never cut."""
+    """Slice a sequence, with what its part shows and plays if the plan has any of that, none of which is ever cut."""
     found = _slice(store, sequence, start, stop, segment)
     if p.shows is None or p.settings.sight is None:
         return found
-    shown = store.images.of(sequence, found["tokens"]) if store.images else []
+    shown = store.images.of(sequence, found["tokens"], start) if store.images else []
     return found | {"media": pictures.columns(p.settings.sight, found["tokens"], shown)}
 
 

@@ -21,7 +21,7 @@ SHOWN = 400  # characters of a complaint
 
 
 class Refused(ValueError):
-    """What no choice of rows can mend: a token that the model does not have, or media in rows that would cut them."""
+    """What no choice of rows can mend: a token that the model does not have."""
 
 
 def encode_rows(
@@ -75,9 +75,6 @@ def _drafts(
     """Draft what a row says, with what it shows and plays."""
     sight = settings.sight
     row, shown = images.taken(row, folder, settings.kind, sight, tok, listed)
-    if shown and settings.whole:
-        found = ", ".join(k for k in images.KINDS if any(s.kind == k for side in shown for s in side))
-        raise Refused(f"packing={settings.packing!r} cuts rows, and this one shows {found}; use 'best_fit'")
     write: Any = lambda said: said if said is None else sights.written(sight, said)
     for sides, numbers in drafts(row, tok, settings):
         if shown and sight is not None and sight.around and any(d.ids is not None for d in sides):

@@ -85,9 +85,9 @@ def taken(
 ) -> tuple[Row, tuple[tuple[Shown, ...], ...]]:
     """Take out of a row what it shows and plays: the row with places alone, {"type": "image"}, and that of each sequence.
 
-    `folder` is that of the row's file, None for rows in memory. A row of text alone is given back as it is, if it is not to
-    be `listed`: contents as lists of parts. ValueError for what cannot be read, and for a model or a kind of data that
-    takes none.
+    `folder` is that of the row's file, None for rows in memory. What is `Shown` already may stand in a column. A row of text
+    alone is given back as it is, if it is not to be `listed`: contents as lists of parts. ValueError for what cannot be
+    read, and for a model or a kind of data that takes none.
     """
     columns = {k: _column(row, names) for k, names in COLUMNS.items()}
     said = [v if isinstance(v, list) else [v] for v in map(row.get, CHATS) if isinstance(v, list | Mapping)]
@@ -112,7 +112,7 @@ def taken(
     for names in _sequences(row, kind):
         plain, found = _side({n: row[n] for n in names if row.get(n) is not None}, columns)
         changed |= plain
-        sides.append(tuple(read(k, *_file(k, x, folder)) for k, x in found))
+        sides.append(tuple(x if isinstance(x, Shown) else read(k, *_file(k, x, folder)) for k, x in found))
     return changed, tuple(sides) if there else ()
 
 
@@ -284,10 +284,10 @@ def expanded(sight: Sight, ids: Sequence[int], shown: Sequence[Shown]) -> tuple[
     return out, widths, [replace(runs[i], start=int(starts[i])) for i in sorted(runs)]
 
 
-def cut(shown: Sequence[Shown], first: int, last: int) -> tuple[Shown, ...]:
-    """Give what is shown as it stands in the tokens from first to last; ValueError if one of them is cut."""
+def cut(shown: Sequence[Shown], first: int, last: int, most: int) -> tuple[Shown, ...]:
+    """Give what is shown as it stands in the tokens from first to last; ValueError if one is cut, or longer than `most`."""
     for s in shown:
-        if s.start < first or s.start + len(s.run) > last:
+        if s.start < first or s.start + len(s.run) > last or len(s.run) > most:
             raise ValueError(
                 f"{one(s.kind)} of {len(s.run)} tokens does not fit whole; make it smaller, or rows longer"
             )

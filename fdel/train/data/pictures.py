@@ -66,23 +66,41 @@ class Files:
     @functools.cached_property
     def needs(self) -> np.ndarray:
         """What each sequence needs, int64[4 sequences]: images, patches of the largest, sounds, chunks of the longest."""
-        owner, heard = np.repeat(np.arange(len(self.counts)), self.counts), self.kinds == [*KINDS].index("sounds")
-        out = np.zeros((4, len(self.counts)), np.int64)
+        return self._needed(np.repeat(np.arange(len(self.counts)), self.counts), np.arange(len(self.starts)), len(self.counts))
+
+    def needed(self, sequences: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """What the tokens from first to last of so many sequences need, as `needs`: int64[4 pieces]."""
+        far = 1 + max(int(x.max(initial=0)) for x in (self.starts, first, last))
+        places = np.repeat(np.arange(len(self.counts)), self.counts) * far + self.starts
+        begin, end = (np.searchsorted(places, sequences * far + x) for x in (first, last))
+        count = end - begin
+        which = np.arange(count.sum()) + np.repeat(begin - np.cumsum(count) + count, count)
+        return self._needed(np.repeat(np.arange(len(sequences)), count), which, len(sequences))
+
+    def _needed(self, owner: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
+        heard, out = self.kinds[which] == [*KINDS].index("sounds"), np.zeros((4, count), np.int64)
         for i, mine in ((0, ~heard), (2, heard)):
-            np.add.at(out[i], owner[mine], self.parts[mine])
-            np.maximum.at(out[i + 1], owner[mine], self.patches[mine])
+            np.add.at(out[i], owner[mine], self.parts[which[mine]])
+            np.maximum.at(out[i + 1], owner[mine], self.patches[which[mine]])
         return out
+
+    def runs(self, sequence: int) -> list[tuple[int, int]]:
+        """Say where the tokens of what a sequence shows and plays begin and end."""
+        here = slice(int(self.first[sequence]), int(self.first[sequence + 1]))
+        return [(a, a + n) for a, n in zip(self.starts[here].tolist(), self.tokens[here].tolist(), strict=True)]
 
     @functools.cached_property
     def size(self) -> int:
         """How many numbers a patch has; 0 if there are sounds alone."""
         return int(self.numbers[self.kinds != [*KINDS].index("sounds")].max(initial=0))
 
-    def of(self, sequence: int, tokens: np.ndarray) -> list[Shown]:
-        """List what a sequence of these tokens shows and plays."""
+    def of(self, sequence: int, tokens: np.ndarray, first: int = 0) -> list[Shown]:
+        """List what these tokens of a sequence, those from `first` on, show and play."""
         found = []
         for i in range(int(self.first[sequence]), int(self.first[sequence + 1])):
-            start, file = int(self.starts[i]), self.files[self.ends[i] : self.ends[i + 1]].tobytes()
+            start, file = int(self.starts[i]) - first, self.files[self.ends[i] : self.ends[i + 1]].tobytes()
+            if not 0 <= start < len(tokens):
+                continue
             run = tuple(tokens[start : start + int(self.tokens[i])].tolist())
             facts = int(self.parts[i]), int(self.patches[i]), int(self.numbers[i]), bool(self.turned[i])
             found.append(Shown(file, bool(self.paths[i]), [*KINDS][self.kinds[i]], run, *facts, start))

@@ -5,7 +5,7 @@ stop). Rows are given as pieces int64[P 3], row after row, and bounds int64[R + 
 bounds[r] : bounds[r + 1].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -15,6 +15,7 @@ from fdel.train.data.settings import Settings
 Order = Int[np.ndarray, " N"]
 Pieces = Int[np.ndarray, "P 3"]
 Bounds = Int[np.ndarray, " R_1"]
+Runs = Callable[[int], Sequence[tuple[int, int]]]  # of an example's number: (start, stop) of each run, in order
 
 
 # ---- mixtures ------------------------------------------------------------------------------------------------------
@@ -82,15 +83,21 @@ def _blocks(shares: np.ndarray, count: int, settings: Settings, epoch: int) -> n
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
-def pack(lengths: Int[np.ndarray, " N"], size: int, packing: str | None) -> tuple[Pieces, Bounds]:
+def pack(
+    lengths: Int[np.ndarray, " N"], size: int, packing: str | None, runs: Runs | None = None
+) -> tuple[Pieces, Bounds]:
     """Distribute examples over rows of `size` tokens; see `Settings.packing` for the ways to do it.
 
-    Without splitting, of an example that is longer its first `size` tokens remain.
+    Without splitting, of an example that is longer its first `size` tokens remain. With splitting no piece ends inside of
+    one of an example's `runs`, the tokens of an image, say: the cut is moved before it. A run of more than `size` tokens is
+    a ValueError.
     """
     if packing == "wrapped":
-        return _wrapped(lengths, size)
+        return _wrapped(lengths, size) if runs is None else _wrapped_around(lengths, size, runs)
     whole = np.stack([np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.minimum(lengths, size)], 1)
-    pieces = _cut(lengths, size) if packing == "best_fit_split" else whole
+    pieces = whole
+    if packing == "best_fit_split":
+        pieces = _cut(lengths, size) if runs is None else _cut_around(lengths, size, runs)
     if packing is None:
         return pieces, np.arange(len(pieces) + 1)
     bins = (first_fit if packing == "first_fit" else best_fit)(pieces[:, 2] - pieces[:, 1], size)
@@ -141,6 +148,41 @@ def _cut(lengths: np.ndarray, size: int) -> Pieces:
     example = np.repeat(np.arange(len(lengths)), count)
     start = size * (np.arange(len(example)) - np.repeat(np.cumsum(count) - count, count))
     return np.stack([example, start, np.minimum(start + size, lengths[example])], 1)
+
+
+def _cuts(length: int, room: int, size: int, runs: Sequence[tuple[int, int]]) -> list[int]:
+    """Say where the parts of an example begin, and where it ends: of `room` tokens at most, and of `size` all others."""
+    cuts = [0]
+    while length - cuts[-1] > room:
+        end = cuts[-1] + room
+        end = next((first for first, last in runs if first < end < last), end)
+        if end <= cuts[-1] and room == size:
+            raise ValueError(f"tokens that stand together are more than size={size}; leave out their example")
+        cuts.append(max(end, cuts[-1]))
+        room = size
+    return [*cuts, length]
+
+
+def _cut_around(lengths: np.ndarray, size: int, runs: Runs) -> Pieces:
+    """Cut examples into parts of `size` at the most, between runs."""
+    cuts = [_cuts(n, size, size, runs(i)) for i, n in enumerate(lengths.tolist())]
+    parts = [(i, a, b) for i, c in enumerate(cuts) for a, b in zip(c[:-1], c[1:], strict=True) if b > a]
+    return np.array(parts, np.int64).reshape(-1, 3)
+
+
+def _wrapped_around(lengths: np.ndarray, size: int, runs: Runs) -> tuple[Pieces, Bounds]:
+    """Cut the stream of all examples at every `size` tokens, or before a run that would be cut: the next row begins there."""
+    pieces, bounds, room = list[tuple[int, int, int]](), [0], size
+    for i, n in enumerate(lengths.tolist()):
+        cuts = _cuts(n, room, size, runs(i))
+        for part, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+            if part:
+                bounds.append(len(pieces))
+                room = size
+            pieces += [(i, a, b)] * (b > a)
+            room -= b - a
+    bounds += [len(pieces)] * (bounds[-1] < len(pieces))
+    return np.array(pieces, np.int64).reshape(-1, 3), np.array(bounds, np.int64)
 
 
 def _wrapped(lengths: np.ndarray, size: int) -> tuple[Pieces, Bounds]:

@@ -39,7 +39,8 @@ class Settings:
     batch     rows of a step, of all processes and microbatches together
     length    the most tokens of a row; a longer sequence loses its end
     packing   None, one example per row; "first_fit" or "best_fit", whole examples; "best_fit_split", longer ones in parts;
-              "wrapped", all examples one after the other, cut at every `length` tokens
+              "wrapped", all examples one after the other, cut at every `length` tokens; the tokens of an image, a video or
+              a sound stay together, a cut within them is made before them
     learn     the tokens that "sft" learns: "all", the "completion" after a prompt, what the "assistant" says
               (`{% generation %}` blocks), or "auto": the completion where there is one, else all
     buckets   row lengths to pad to, beside `length`; rows of like lengths then share a batch

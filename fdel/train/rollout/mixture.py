@@ -8,7 +8,7 @@ for each of the two, in one call. Params are the policy's, with the reference's 
     engine = Engine(model, settings)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -58,21 +58,41 @@ def hidden(
     """Compute both models' final hidden states, one after the other in the last axis, each times its share."""
     if taps is not None:
         raise ValueError("a mixture has no taps; look at its two models")
+    if batch is not None and batch.rotary is not None and not getattr(cfg.family.hidden, "rotary", False):
+        batch = replace(batch, rotary=None)
     both, pages = [], list[Any]()
     several = state is not None and isinstance(cfg.family.state_spec(cfg.of, pages=1, rows=1).pages, tuple)
     for i, (weights, share) in enumerate(((params, 1 - cfg.share), (params["reference"], cfg.share))):
         mine: Any = None
+        seen = _seen(batch, i)
         if state is not None:
             pools: Any = state.pages
             half = pools[i * len(pools) // 2 : (i + 1) * len(pools) // 2]
             mine = ops.State(half if several else half[0])
-        x, new, _ = cfg.family.hidden(weights, tokens, cfg.of, batch, mine, None, remat=remat)
+        x, new, _ = cfg.family.hidden(weights, tokens, cfg.of, seen, mine, None, remat=remat)
         both.append(x * share)
         pages += [] if new is None else new.pages if several else [new.pages]
     return jnp.concatenate(both, -1), ops.State(tuple(pages)) if pages else None, None
 
 
-hidden.taps = ()  # type: ignore[attr-defined]
+# What asks how a family sees (`builders.hidden`): a turn that the two do not know is the position of each token, and is left out.
+hidden.taps, hidden.rotary = (), True  # type: ignore[attr-defined]
+hidden.ahead = lambda cfg: cfg.family.hidden.ahead(cfg.of)  # type: ignore[attr-defined]
+
+
+def _seen(batch: ops.Batch | None, side: int) -> ops.Batch | None:
+    """Give a model what its own tower has given: entries are those of both, one after the other in the last axis."""
+    if batch is None or batch.media is None or batch.media.values is None:
+        return batch
+    half = batch.media.values.shape[-1] // 2
+    values = batch.media.values[..., side * half : (side + 1) * half]
+    return replace(batch, media=replace(batch.media, values=values))
+
+
+def encode(params: Any, inputs: Any, cfg: Config) -> Array:
+    """Compute what stands in the place of images and sounds: the policy's, then the reference's, in the last axis."""
+    mine, theirs = (cfg.family.encode(p, inputs, cfg.of) for p in (params, params["reference"]))
+    return jnp.concatenate([mine, theirs], -1)
 
 
 def head(params: Any, cfg: Config) -> ops.Head:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdel.ops.batch import Media, Packed, Patches, Sounds
+from fdel.train.losses.self_distillation import TOLD
 from fdel.train.metrics import Row
 from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Task
@@ -166,11 +167,18 @@ class Mixed:
 
 def encode(batch: Batch) -> str:
     """Write a batch as text: base64 of numpy's npz."""
-    arrays = {k: v for k, v in batch.items() if k not in ("packed", "media")}
-    media = batch.get("media")
-    inputs = () if media is None else media.inputs if isinstance(media.inputs, tuple) else (media.inputs,)
-    for name, x in [("packed", batch.get("packed")), ("media", media), *((type(x).__name__, x) for x in inputs)]:
-        arrays |= {f"{name}.{k}": v for k in KEPT[name] if (v := getattr(x, k, None)) is not None}
+    parts, arrays = list[tuple[str, str, Any]](), dict[str, Any]()
+    for key, value in batch.items():
+        if isinstance(value, Media):
+            inputs = value.inputs if isinstance(value.inputs, tuple) else (value.inputs,)
+            before = key.removesuffix("media")
+            parts += [(before, "media", value), *((before, type(x).__name__, x) for x in inputs)]
+        elif isinstance(value, Packed):
+            parts.append(("", key, value))
+        else:
+            arrays[key] = value
+    for before, name, x in parts:
+        arrays |= {f"{before}{name}.{k}": v for k in KEPT[name] if (v := getattr(x, k, None)) is not None}
     file = io.BytesIO()
     np.savez(file, **arrays)
     return base64.b64encode(file.getvalue()).decode()
@@ -183,12 +191,11 @@ def decode(text: str) -> Batch:
             arrays = {k: found[k] for k in found.files}
     except (binascii.Error, zipfile.BadZipFile, OSError, EOFError, KeyError) as e:
         raise ValueError(f"a batch of the checkpoint is damaged ({type(e).__name__}: {e})") from e
-    parts = {
-        name: {k: arrays.pop(f"{name}.{k}") for k in kept if f"{name}.{k}" in arrays} for name, kept in KEPT.items()
-    }
-    if parts["packed"]:
-        arrays["packed"] = Packed(**parts["packed"])
-    if parts["media"]:
-        inputs = [of(**parts[of.__name__]) for of in (Patches, Sounds) if parts[of.__name__]]
-        arrays["media"] = Media(**parts["media"], inputs=tuple(inputs) if len(inputs) > 1 else inputs[0])
+    take = lambda name: {k: arrays.pop(f"{name}.{k}") for k in KEPT[name.removeprefix(TOLD)] if f"{name}.{k}" in arrays}
+    if packed := take("packed"):
+        arrays["packed"] = Packed(**packed)
+    for before in ("", TOLD):
+        if media := take(f"{before}media"):
+            inputs = [of(**x) for of in (Patches, Sounds) if (x := take(before + of.__name__))]
+            arrays[f"{before}media"] = Media(**media, inputs=tuple(inputs) if len(inputs) > 1 else inputs[0])
     return arrays

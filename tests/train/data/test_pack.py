@@ -54,6 +54,35 @@ def test_every_token_once(lengths: list[int], size: int, packing: str | None) ->
         assert all(sum(b - a for _, a, b in row) == size for row in rows[:-1])
 
 
+TEXTS_AND_RUNS = st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=5), max_size=20)
+
+
+@given(TEXTS_AND_RUNS, st.integers(12, 20), st.sampled_from(["wrapped", "best_fit_split"]))
+def test_no_cut_goes_through_a_run(found: list, size: int, packing: str) -> None:
+    """A row ends where it is full, or before a run that it has no room for; with none all is as before."""
+    lengths = [sum(map(sum, example)) for example in found]
+    ends = [np.cumsum([n for pair in example for n in pair]).tolist() for example in found]
+    runs = [list(zip(e[::2], e[1::2], strict=True)) for e in ends]  # of text and run in turns
+    pieces, bounds = pack(np.array(lengths, np.int64), size, packing, lambda i: runs[i])
+    assert sorted((i, t) for i, a, b in pieces.tolist() for t in range(a, b)) == [
+        (i, t) for i, n in enumerate(lengths) for t in range(n)
+    ]
+    assert not any(first < cut < last for i, *cuts in pieces.tolist() for cut in cuts for first, last in runs[i])
+    sums = [sum(b - a for _, a, b in pieces[x:y].tolist()) for x, y in zip(bounds, bounds[1:], strict=False)]
+    assert all(0 < n <= size for n in sums)
+    for n, (i, a, _) in zip(sums, pieces[bounds[1:-1]].tolist(), strict=False):
+        after = next((last - first for first, last in runs[i] if first == a), 1)
+        assert packing != "wrapped" or n + after > size
+    plain, same = (pack(np.array(lengths, np.int64), size, packing, r) for r in (None, lambda i: []))
+    np.testing.assert_array_equal(plain[0], same[0])
+    np.testing.assert_array_equal(plain[1], same[1])
+
+
+def test_a_run_that_no_row_holds_is_an_error() -> None:
+    with pytest.raises(ValueError, match="tokens that stand together are more than size=8"):
+        pack(np.array([20]), 8, "wrapped", lambda i: [(3, 12)])
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60))
 def test_no_two_rows_fit_together(lengths: list[int]) -> None:
     """First and best fit never open a row for an example that another has room for."""
