@@ -279,12 +279,12 @@ def test_rows_are_cut_before_an_image_which_goes_with_its_piece(seeing, name, pa
     see = sight.read(path)
     assert sum(len(t) for _, _, t, _ in pieces) == sum(map(len, every)) and len(pieces) > len(every)  # some are cut
     for r, batch in enumerate(found):
-        mine = [(s, t, shown) for row, s, t, shown in pieces if row == r]
+        mine = [(s, t, here) for row, s, t, here in pieces if row == r]
         tokens, segments, media = batch["tokens"][0], batch["packed"].segment_ids[0], batch["media"]
         for s, t, _ in mine:
             np.testing.assert_array_equal(tokens[segments == s], t)
         assert (segments >= 0).sum() == sum(len(t) for _, t, _ in mine)
-        index, images = media.index[0], [i for *_, shown in mine for i in shown]
+        index, images = media.index[0], [i for *_, here in mine for i in here]
         assert ((index >= 0) == (tokens == token)).all() and len({*index[index >= 0]}) == (index >= 0).sum()
         stride = see.count(media.inputs.values.shape[2])
         assert [*dict.fromkeys(index[index >= 0] // stride)] == [*range(len(images))]
@@ -302,11 +302,13 @@ def test_pieces_of_rows_are_what_transformers_learns_of_each_alone(seeing, name,
     path, oracle, *_ = seeing(name)
     found, pieces, _ = cut_rows(seeing, name, packing, tmp_path)
     want = weight = 0.0
-    for _, _, tokens, shown in pieces:
-        inputs, labels = wanted(seeing, name, [tokens.tolist()], shown)
+    for _, _, tokens, images in pieces:
+        inputs, labels = wanted(seeing, name, [tokens.tolist()], images)
         with torch.no_grad():
             logits = oracle(**inputs).logits[0, :-1]
-        want += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item() if len(tokens) > 1 else 0
+        want += (
+            torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item() if len(tokens) > 1 else 0
+        )
         weight += int((labels[0, 1:] >= 0).sum())
     model = models.load(path, dtype=jnp.float32)
     loss = jax.jit(losses.sft(model.family, model.cfg))

@@ -55,7 +55,9 @@ def test_packed_rows_that_show_are_filled_up(seeing, tmp_path, monkeypatch):  # 
     monkeypatch.setattr(local, "most", lambda sizes: sizes + [1, 2])
     more = local.even(batch)
     same = lambda a, b: np.testing.assert_array_equal(a, b[: len(a)])
-    jax.tree.map(same, {k: x for k, x in batch.items() if k != "places"}, {k: x for k, x in more.items() if k != "places"})
+    jax.tree.map(
+        same, {k: x for k, x in batch.items() if k != "places"}, {k: x for k, x in more.items() if k != "places"}
+    )
     assert {len(x) for x in jax.tree.leaves(more)} == {len(batch["tokens"]) + 1}
     assert (more["media"].index[-1] == -1).all() and (more["media"].inputs.places[-1] == -1).all()
 
@@ -68,16 +70,25 @@ def told(path, folder, **keys):
     total = np.tile([1.0, 0.0], 4)
     put = partial(rollout.collate, length=96, media=partial(shown, sight=see))
     how = methods.METHODS["sdpo"].samples
-    return how.batch(k, samples, rollout.Rewards(total[None], total, ("a",)), put, tok=tok, sight=see), samples, see, tok
+    return (
+        how.batch(k, samples, rollout.Rewards(total[None], total, ("a",)), put, tok=tok, sight=see),
+        samples,
+        see,
+        tok,
+    )
 
 
-ASKED = ("user:now <image>what is it ? or {} !;", "user:now 2 + 2 ?<image> or {} !;", "user:now <image> and <image>? or {} !;",
-         "user:now what is good or {} !;")  # fmt: skip
+ASKED = (
+    "user:now <image>what is it ? or {} !;",
+    "user:now 2 + 2 ?<image> or {} !;",
+    "user:now <image> and <image>? or {} !;",
+    "user:now what is good or {} !;",
+)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_a_teacher_that_is_told_more_sees_what_the_prompt_shows(seeing, name, tmp_path):  # noqa: F811
-    """In its own place, with its own tokens; a prompt that loses its start loses images whole; a checkpoint keeps it all."""
+    """In its own place, with its own tokens; a prompt that loses its start loses images whole; a checkpoint has it all."""
     path, *_, token = seeing(name)
     batch, samples, see, tok = told(path, tmp_path)
     for i, asked in enumerate(ASKED):
@@ -135,7 +146,8 @@ def test_a_mixture_sees_with_both_towers(seeing, name, tmp_path):  # noqa: F811
     tasks = data.tasks(data.Source(str(chats(tmp_path))), data.Settings(batch=1, length=64, sight=see), tok).rows
     settings = serve.Settings(rows=4, batches=(4,), budget=32, max_length=96)
     engine = serve.Engine(model, settings, tokenizer=tok, sight=see)
-    samples = rollout.rollout(engine, tasks, serve.SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True), samples=1)
+    ask = serve.SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True)
+    samples = rollout.rollout(engine, tasks, ask, samples=1)
     engine.close()
     for sample, images in zip(samples, SHOWN, strict=True):
         inputs, _ = wanted(seeing, name, [sample.tokens.tolist()], list(images))

@@ -53,8 +53,6 @@ def media(recipe: Recipe, tasks: data.Tasks) -> Callable[..., Mapping[str, Any]]
 def checked(s: Settled, tasks: data.Tasks) -> data.Tasks:
     """Give tasks back; a RecipeError for those that show or play anything where a run cannot learn their samples."""
     if any(task.images for task in tasks.rows):
-        why = "the prompts show or play; samples of such"
-        parse.fail([*when(
-            (getattr(s.keys, "seq_kd", False), f"trainer.seq_kd: {why} are not written by a teacher in this version; remove it"),
-        )])  # fmt: skip
+        why = "the prompts show or play; samples of such are not written by a teacher in this version; remove it"
+        parse.fail([*when((getattr(s.keys, "seq_kd", False), f"trainer.seq_kd: {why}"))])
     return tasks

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from fdel import models, text
+from fdel.media.sight import Sight
 from fdel.recipe.methods.method import Method, Objective, Samples, unrouted
 from fdel.recipe.methods.samples import Rewarded, check_rewards, correction
 from fdel.recipe.parse import key
-from fdel.media.sight import Sight
 from fdel.train import data, losses
 from fdel.train.data import images
 from fdel.train.data.encode import encode_rows
@@ -189,7 +189,7 @@ def _without_files(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def taught(
     k: Sdpo, samples: Sequence[Sample], rewards: Rewards, put: Callable, *, tok: text.Tokenizer, sight: Sight | None = None
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Make a step's batch: the samples, and beside each the same after what its teacher is asked."""
     ended = np.array([s.finish == "stop" for s in samples]) | (not k.mask_truncated_completions)
     learn = ended & ~np.isnan(rewards.total)

@@ -85,7 +85,7 @@ def taken(
 ) -> tuple[Row, tuple[tuple[Shown, ...], ...]]:
     """Take out of a row what it shows and plays: the row with places alone, {"type": "image"}, and that of each sequence.
 
-    `folder` is that of the row's file, None for rows in memory. What is `Shown` already may stand in a column. A row of text
+    `folder` is that of the row's file, None for rows in memory. Columns may hold what is `Shown` already. A row of text
     alone is given back as it is, if it is not to be `listed`: contents as lists of parts. ValueError for what cannot be
     read, and for a model or a kind of data that takes none.
     """

@@ -66,12 +66,17 @@ class Files:
     @functools.cached_property
     def needs(self) -> np.ndarray:
         """What each sequence needs, int64[4 sequences]: images, patches of the largest, sounds, chunks of the longest."""
-        return self._needed(np.repeat(np.arange(len(self.counts)), self.counts), np.arange(len(self.starts)), len(self.counts))
+        return self._needed(self._owners, np.arange(len(self.starts)), len(self.counts))
+
+    @property
+    def _owners(self) -> np.ndarray:
+        """The sequence of each."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def needed(self, sequences: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """What the tokens from first to last of so many sequences need, as `needs`: int64[4 pieces]."""
         far = 1 + max(int(x.max(initial=0)) for x in (self.starts, first, last))
-        places = np.repeat(np.arange(len(self.counts)), self.counts) * far + self.starts
+        places = self._owners * far + self.starts
         begin, end = (np.searchsorted(places, sequences * far + x) for x in (first, last))
         count = end - begin
         which = np.arange(count.sum()) + np.repeat(begin - np.cumsum(count) + count, count)
@@ -163,7 +168,8 @@ def room(
     step = max(64, 1 << max(0, most.bit_length() - 3))
     numbers = max((p.patches.shape[1] for parts in seen for p in parts), default=0)
     turned = any(p.turns is not None for shown in each for p in shown)
-    found = np.array([power(map(len, seen)), -(-most // step) * step, power(map(len, heard)), power(chunks), numbers, turned])
+    patches = -(-most // step) * step
+    found = np.array([power(map(len, seen)), patches, power(map(len, heard)), power(chunks), numbers, turned])
     sizes = (found if agree is None else agree(found)).tolist()
     return Room(*sizes[:5], bool(sizes[5])) if any(sizes) else None
 

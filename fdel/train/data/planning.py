@@ -171,7 +171,7 @@ def _cut_around(lengths: np.ndarray, size: int, runs: Runs) -> Pieces:
 
 
 def _wrapped_around(lengths: np.ndarray, size: int, runs: Runs) -> tuple[Pieces, Bounds]:
-    """Cut the stream of all examples at every `size` tokens, or before a run that would be cut: the next row begins there."""
+    """Cut the stream of all examples where rows of `size` are full, or before a run that has no room in one."""
     pieces, bounds, room = list[tuple[int, int, int]](), [0], size
     for i, n in enumerate(lengths.tolist()):
         cuts = _cuts(n, room, size, runs(i))

@@ -75,7 +75,8 @@ def hidden(
     return jnp.concatenate(both, -1), ops.State(tuple(pages)) if pages else None, None
 
 
-# What asks how a family sees (`builders.hidden`): a turn that the two do not know is the position of each token, and is left out.
+# What asks how a family sees finds this, as `builders.hidden` says it. Of models that turn tokens by their positions alone
+# `rotary` is these positions, and is left out.
 hidden.taps, hidden.rotary = (), True  # type: ignore[attr-defined]
 hidden.ahead = lambda cfg: cfg.family.hidden.ahead(cfg.of)  # type: ignore[attr-defined]
 
