@@ -334,9 +334,8 @@ def test_grpo_learns_what_only_a_video_or_a_sound_can_tell(seeing, name, kind, t
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))
     (tmp_path / "told.py").write_text(REWARD)
     how = dict(reward_functions=[{"path": f"{tmp_path / 'told.py'}:told"}], num_generations=8, max_completion_length=4,
-               total_batch_size=16, num_train_epochs=60, max_training_steps=60, learning_rate=3e-3)  # fmt: skip
+               total_batch_size=16, num_train_epochs=45, max_training_steps=45, learning_rate=3e-3)  # fmt: skip
     recipe.train(run_file(path, tmp_path / "tasks.jsonl", tmp_path / "out", trainer_type="grpo", **how))
     rows = curve(tmp_path / "out")
-    print([round(r["reward"], 2) for r in rows])
     assert all(np.isfinite(r["loss"]) for r in rows)
     assert np.mean([r["reward"] for r in rows[:5]]) < 0.6 and np.mean([r["reward"] for r in rows[-5:]]) > 0.8

@@ -150,7 +150,9 @@ def build_source(
     how: Any = s.method.samples
     mine, parts = processes.share(build.build_mesh(s)) if jax.process_count() > 1 else (0, 1)
     most = k.max_completion_length if parts > 1 else None
-    put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most, media=seeing.media(s.recipe, tasks))
+    put: Callable = partial(
+        collate, length=s.length, rows=s.rows // parts, most=most, media=seeing.media(s.recipe, tasks)
+    )
     shared = placing(s, put)
     who = rival.Draws(k.num_generations, how.sides(k), how.writes(k))
     how_many: Any = dict(who=who, seed=t.seed, deadline=k.sampling_timeout, turn=build_turn(k.environment, tok))

@@ -79,7 +79,9 @@ def _cut(
     if most > settings.length and (settings.overlong == "drop" or settings.kind == "prompt"):
         return None, f"longer than length={settings.length}"
     end = None if settings.whole else settings.length
-    seen = tuple(images.cut(s, first, first + len(t[:end]), settings.length) for s, t in zip(shown, tokens, strict=True))
+    seen = tuple(
+        images.cut(s, first, first + len(t[:end]), settings.length) for s, t in zip(shown, tokens, strict=True)
+    )
     masks = [m & (np.arange(len(m)) >= start) for m in masks]
     if settings.kind == "prompt":
         return Example(tuple(tokens), tuple(np.ones(len(t), bool) for t in tokens), numbers, seen), None

@@ -189,9 +189,7 @@ def dataset(
         own = settings.batch // process_count
         width = lambda rows: max(len(sequence["tokens"]) for sequences, _ in rows for sequence in sequences)
         agree = processes.most if process_count > 1 and settings.sight else None
-        put = lambda rows: collate(
-            rows, settings, own, width(rows), masked, pictures.room(rows, settings.sight, agree)
-        )
+        put = lambda rows: collate(rows, settings, own, width(rows), masked, pictures.room(rows, settings.sight, agree))
         stream = Stream(found, tok, settings, process)
         batches = stream.batch(own, drop_remainder=settings.partial == "drop", batch_fn=list if agree else put)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=settings.prefetch)
