@@ -399,7 +399,7 @@ def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tm
             logp = torch.log_softmax(oracle(**inputs).logits[0], -1).numpy()
         at = np.flatnonzero(samples[row].drawn)
         np.testing.assert_allclose(logp[at - 1, samples[row].tokens[at]], samples[row].logps[at], atol=1e-4)
-    with pytest.raises(ValueError, match="tasks show pictures, and nothing says how they are learnt"):
+    with pytest.raises(ValueError, match="tasks show pictures; give media="):
         rollout.collate(samples, np.ones(8), length=96)
 
 

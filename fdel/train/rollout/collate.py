@@ -70,9 +70,7 @@ def collate(
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
     if media is None and any(s.task.images for s in samples):
-        raise ValueError(
-            "tasks show pictures, and nothing says how they are learnt; give media=partial(shown, sight=...)"
-        )
+        raise ValueError("tasks show pictures; give media=partial(shown, sight=...), which puts them into the batch")
     if media is not None:
         found |= media([[(samples[i], a, b) for i, a, b, _ in _segments(x, sizes)] for x in grouped], (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
