@@ -136,7 +136,7 @@ def test_what_a_teacher_says_is_what_transformers_says(seeing, name, tmp_path): 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_a_mixture_sees_with_both_towers(seeing, name, tmp_path):  # noqa: F811
     """Samples of the mixture of two models that differ in all weights, against transformers' logits of both; 1e-4."""
-    path, oracle, *_ = seeing(name)
+    path, oracle, _, token = seeing(name)
     other = tiny.build(name, 1)
     other.save_pretrained(tmp_path / "other")
     policy, reference = (models.load(p, dtype=jnp.float32, stacked=False) for p in (path, tmp_path / "other"))
@@ -149,14 +149,18 @@ def test_a_mixture_sees_with_both_towers(seeing, name, tmp_path):  # noqa: F811
     ask = serve.SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True)
     samples = rollout.rollout(engine, tasks, ask, samples=1)
     engine.close()
+    compared = 0
     for sample, images in zip(samples, SHOWN, strict=True):
-        inputs, _ = wanted(seeing, name, [sample.tokens.tolist()], list(images))
+        foreign = np.flatnonzero(sample.drawn & (sample.tokens == token))  # transformers would look for an image there
+        end = int(foreign[0]) if len(foreign) else len(sample.tokens)
+        inputs, _ = wanted(seeing, name, [sample.tokens[:end].tolist()], list(images))
         with torch.no_grad():
             logits = [m(**inputs).logits[0].double() for m in (oracle, other)]
         logp = torch.log_softmax(0.6 * logits[0] + 0.4 * logits[1], -1).numpy()
-        at = np.flatnonzero(sample.drawn)
-        assert len(at) == 6
+        at = np.flatnonzero(sample.drawn[: end + 1])
+        compared += len(at)
         np.testing.assert_allclose(sample.logps[at], logp[at - 1, sample.tokens[at]], atol=1e-4)
+    assert compared > 12
 
 
 @pytest.mark.slow

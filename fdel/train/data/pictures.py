@@ -170,8 +170,8 @@ def room(
     turned = any(p.turns is not None for shown in each for p in shown)
     patches = -(-most // step) * step
     found = np.array([power(map(len, seen)), patches, power(map(len, heard)), power(chunks), numbers, turned])
-    sizes = (found if agree is None else agree(found)).tolist()
-    return Room(*sizes[:5], bool(sizes[5])) if any(sizes) else None
+    pictures, patches, sounds, longest, numbers, turned = (found if agree is None else agree(found)).tolist()
+    return Room(pictures, patches, sounds, longest, numbers, bool(turned)) if pictures or sounds else None
 
 
 def columns(sight: Sight, tokens: np.ndarray, shown: Sequence[Shown]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from fdel.ops.batch import Patches, Sounds
 from fdel.train.processes import most
 
 ROW = 1 << 16  # bytes of a process's metrics
+EMPTY = {"places": -1}  # what stands where nothing is shown, if it is not 0
 
 
 def local(tree: Any, shardings: Any) -> Any:
@@ -54,12 +54,9 @@ def even(batch: dict[str, Any]) -> dict[str, Any]:
     packed = batch["packed"]
     found["packed"] = replace(packed, positions=fill(packed.positions), segment_ids=fill(packed.segment_ids, -1))
     if (media := batch.get("media")) is not None:
-        more = lambda x: (
-            Patches(fill(x.values), fill(x.places, -1))
-            if isinstance(x, Patches)
-            else Sounds(fill(x.features), fill(x.lengths))
-        )
-        inputs = tuple(map(more, media.inputs)) if isinstance(media.inputs, tuple) else more(media.inputs)
+        several = media.inputs if isinstance(media.inputs, tuple) else (media.inputs,)
+        filled = tuple(replace(x, **{k: fill(y, EMPTY.get(k, 0)) for k, y in vars(x).items()}) for x in several)
+        inputs = filled if isinstance(media.inputs, tuple) else filled[0]
         found["media"] = replace(media, index=fill(media.index, -1), inputs=inputs)
     return found | {"places": np.pad(batch["places"], ((0, rows), (0, places)), constant_values=nowhere)}
 
