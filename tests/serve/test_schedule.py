@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fdel.serve.engine.schedule import FEW
 from fdel.serve.engine.work import NO_ROW
-from tests.serve.fake import VOCAB, make_core, make_job, run, solo
+from tests.serve.fake import EOS, VOCAB, make_core, make_job, run, solo
 
 PROMPTS = [[1, 2, 3], list(range(1, 10)), list(range(1, 14)), [5], [1, 2, 3, 4, 9, 9, 9, 9, 2], [8, 8, 8, 8, 8, 8, 8]]
 
@@ -188,6 +188,18 @@ def test_calls_are_short_while_a_prompt_waits() -> None:
     core.add(make_job(1, list(range(1, 16)), 1))
     told += [[len(delta.tokens) for job, delta in core.step() if job.request.id == 0] for _ in range(5)]
     assert told == [[1], [3], [3], [1], [1], [3], [3], [3]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_call_follows_the_last_token(overlap: bool) -> None:
+    """A prompt's end draws a token, five calls three each: a sixth, planned before the fifth is read, has none to draw."""
+    prompt = next([1, 2, n] for n in range(3, 99) if EOS not in solo([1, 2, n], 19))
+    core = make_core(pages=40, rows=4, budget=6, overlap=overlap, steps=3)
+    job = make_job(0, prompt, 16)
+    core.add(job)
+    run(core)
+    assert job.reply.tokens == solo(prompt, 19)
+    assert core.device.calls == [(3, 0), *[(0, 1)] * 5]
 
 
 def test_priorities_come_first_and_take_pages() -> None:

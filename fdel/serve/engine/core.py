@@ -31,6 +31,7 @@ class Part(NamedTuple):
     line: int  # of what the call draws
     most: int  # tokens that it draws at most; 0 for a chunk that others of its prompt follow
     end: int = 0  # where such a chunk ends
+    least: int = 1  # tokens that it draws, if the request does not end on the way
 
 
 class InFlight(NamedTuple):
@@ -205,7 +206,8 @@ class Core:
         many = self.schedule.width > 1 and not (self.device.drafts or masks or self.schedule.prompts_wait)
         out, lines = self.device.decode(requests, masks, draft, many)
         self.counts["drafting steps"] += draft
-        parts = [Part(r, i, self.schedule.width) for r, i in zip(requests, lines, strict=True)]
+        least = self.schedule.surely(requests) if many else 1
+        parts = [Part(r, i, self.schedule.width, least=least) for r, i in zip(requests, lines, strict=True)]
         self.in_flight.append(InFlight(out, parts, bool(masks)))
 
     # ---- commit ----
@@ -224,7 +226,7 @@ class Core:
                 if part.most and not part.request.done:
                     self._hand_out(part, drawn[part.line], deltas)
                 else:
-                    self.schedule.commit(part.request, [], part.most, part.end)
+                    self.schedule.commit(part.request, [], part.most, part.end, part.least)
         return True
 
     def _hand_out(self, part: Part, drawn: Sequence[Token], deltas: Deltas) -> None:
@@ -242,7 +244,7 @@ class Core:
         if reply.finish_reason == "error":
             self.schedule.finish(r)  # before it is committed, so that its pages are not shared
         tokens = [t for d in new for t in d.tokens]
-        self.schedule.commit(r, tokens, part.most, part.end)
+        self.schedule.commit(r, tokens, part.most, part.end, part.least)
         self.counts["generated tokens"] += len(tokens)
         if reply.finish_reason:
             self.schedule.finish(r)

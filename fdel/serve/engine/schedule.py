@@ -134,6 +134,15 @@ class Schedule:
             self._count(request, int(last), count)
         return plan
 
+    def surely(self, requests: Iterable[Request]) -> int:
+        """Note that the planned step adds `width` tokens, which is returned, to each of these that does not end on the way.
+
+        Who then has all of its tokens is in no step after it.
+        """
+        for r in requests:
+            r.unread += self.width - 1
+        return self.width
+
     def _whole(self, r: Request, count: int, plan: StepPlan) -> int:
         """Say how many tokens a chunk takes that may take `count`, so that it parts no picture that has to stay whole.
 
@@ -238,9 +247,9 @@ class Schedule:
 
     # ---- results ----
 
-    def commit(self, r: Request, tokens: Sequence[int], most: int, end: int) -> None:
-        """Account for a step that was read: new `tokens`, of which `most` were expected; with 0, its chunk's `end`."""
-        r.in_flight, r.unread, r.most = r.in_flight - 1, r.unread - (most > 0), r.most - most
+    def commit(self, r: Request, tokens: Sequence[int], most: int, end: int, least: int = 1) -> None:
+        """Account for a step that was read: new `tokens`, of `least` to `most` expected; with 0, its chunk's `end`."""
+        r.in_flight, r.unread, r.most = r.in_flight - 1, r.unread - min(most, least), r.most - most
         if r.done:
             return
         r.tokens.extend(tokens)

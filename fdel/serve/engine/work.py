@@ -8,7 +8,7 @@ NO_ROW = -1  # where a request stands that does not run
 
 @dataclass(eq=False)
 class Request:
-    """One output of a prompt. Plans run ahead of what is read: `unread` steps will add a token each, `most` at most."""
+    """One output of a prompt. Plans run ahead of what is read: that adds `unread` tokens unless it ends, `most` at most."""
 
     id: int
     tokens: list[int]  # prompt and output, as far as they are known here
