@@ -186,7 +186,7 @@ def measure(side: str, folder: str, args: argparse.Namespace) -> Spent | None:
     if done.returncode:
         print(f"{side}: left out ({done.stderr.strip().splitlines()[-1]})", file=sys.stderr)
         return None
-    every = json.loads(done.stdout.splitlines()[-1])[1:]
+    every = json.loads(next(line for line in done.stdout.splitlines()[::-1] if line.startswith("[{")))[1:]  # others log
     return {k: np.median([step[k] for step in every], 0) for k in every[0]}
 
 
