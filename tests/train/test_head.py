@@ -88,7 +88,7 @@ HEADS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [3, B * T])  # 3 does not divide T; one chunk keeps its logits
+@pytest.mark.parametrize("chunk", [3, 7])  # 3 does not divide T
 @pytest.mark.parametrize("kind", HEADS)
 def test_values_and_gradients(kind: str, chunk: int) -> None:
     """Float32 against float64: 2e-6 of the largest value. With logits of +-800, 1e-4: there floats are 6e-5 apart."""

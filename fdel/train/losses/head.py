@@ -2,7 +2,7 @@
 
 `token_sum` takes a loss that is a sum over tokens, and computes its gradients together with its value; `logits_sum` is the
 same for losses of the logits themselves. `token_stats` returns the statistics, for losses that combine them otherwise; its
-backward pass computes the logits a second time, unless all tokens are one chunk.
+backward pass computes the logits a second time.
 """
 
 from collections.abc import Callable
@@ -147,7 +147,7 @@ def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Arra
     return _total(sums), (hidden, head, dhidden, grads)
 
 
-def _sum_backward(loss: Callable | None, residuals: tuple, ct: tuple) -> tuple:
+def _sum_backward(loss: Callable, residuals: tuple, ct: tuple) -> tuple:
     hidden, head, dhidden, grads = residuals
     left = iter(grads)
     # The empty cotangent is what JAX wants for an integer leaf, here of a quantised weight.
@@ -164,29 +164,15 @@ def _stats(hidden: jax.Array, head: Head, labels: jax.Array) -> TokenStats:
     return jax.lax.scan(one, None, (hidden, labels))[1]
 
 
-def _stats_forward(hidden: jax.Array, head: Head, labels: jax.Array) -> tuple[TokenStats, tuple]:
-    """Keep logits and statistics of a single chunk: its backward pass would hold as much, and compute them again."""
-    if len(labels) > 1:
-        return _stats.fun(hidden, head, labels), (hidden, head, labels, None)
-    z = forward_of_vjp(lambda x: _project(x, head)[0], hidden[0])
-    stats = from_logits(cap(z, head.bias, head), labels[0])
-    return jax.tree.map(lambda x: x[None], stats), (hidden, head, labels, (z, stats))
-
-
 def _stats_backward(args: tuple, ct: TokenStats) -> tuple:
-    hidden, head, labels, kept = args
-    if kept is not None:
-        z, pull_cap = jax.vjp(lambda z, bias: cap(z, bias, head), kept[0], head.bias)
-        dz, dbias = pull_cap(logits_gradient(z, labels[0], kept[1], jax.tree.map(lambda x: x[0], ct)))
-        dx, dweight = _project(hidden[0], head)[1](dz)
-        return _sum_backward(None, (hidden, head, dx[None], floating((dweight, dbias))), (1.0, None))[:3]
     # What `ct` pulls back through the statistics is the gradient of the sum of their products.
     product = lambda z, stats, ct: (sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None)
+    hidden, head, labels = args
     _, residuals = _sum_forward(product, hidden, head, labels, (ct,), ())
     return _sum_backward(product, residuals, (1.0, None))[:3]
 
 
-_stats.defvjp(_stats_forward, _stats_backward)
+_stats.defvjp(lambda *args: (_stats.fun(*args), args), _stats_backward)
 
 
 def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:
