@@ -107,9 +107,12 @@ def rename(name: str, cfg: Config) -> str | None:
     return None if name == "proj_out.weight" else name
 
 
-def encode(params: Any, features: Float[Array, "B bins frames"], cfg: Config) -> Float[Array, "B states D"]:
+def encode(
+    params: Any, features: Float[Array, "B bins frames"], cfg: Config, shares: Float[Array, " layers_1"] | None = None
+) -> Float[Array, "B states D"]:
     """Compute the encoder's final normalised states of log-mel features (`media.sound.log_mel`) of cfg.frames frames.
 
+    With `shares`, a sum instead: what each layer is given times its share, and those states times the last share.
     ValueError for features of other sizes. They are computed in the dtype of the weights.
     """
     if features.shape[1:] != (cfg.bins, cfg.frames):
@@ -125,12 +128,16 @@ def encode(params: Any, features: Float[Array, "B bins frames"], cfg: Config) ->
     mask = ops.Mask((cfg.embed // cfg.encoder_heads) ** -0.5, causal=False)
 
     def block(x, carry, p, layer):
+        if shares is not None:
+            carry = replace(carry, kept=carry.kept + shares[layer] * x)
         a, carry = sublayers.attention(_norm(x, p, "attn_norm"), carry, p, layer, batch, mask)
         x = x + a
         return x + ops.mlp(_norm(x, p, "mlp_norm"), p, act), carry
 
-    x, _ = ops.layers(block, x, ops.Carry(), p["layers"])
-    return _norm(x, p, "norm")
+    kept = None if shares is None else jnp.zeros_like(x)
+    x, carry = ops.layers(block, x, ops.Carry(kept=kept), p["layers"])
+    x = _norm(x, p, "norm")
+    return x if shares is None else carry.kept + shares[-1] * x
 
 
 def remember(params: Any, states: Float[Array, "B states D"]) -> Memory:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from fdel import ops
 from fdel.models import builders, config, heads, whisper
+from fdel.params.spec import Param, constant
 
 MODEL_TYPE, ARCHITECTURE = "whisper", "WhisperForAudioClassification"
 
@@ -19,8 +20,9 @@ MODEL_TYPE, ARCHITECTURE = "whisper", "WhisperForAudioClassification"
 class Config(whisper.Config):
     """Sizes and constants of the encoder, and of the layer before the head."""
 
-    ONLY = whisper.Config.ONLY | {"use_weighted_layer_sum": False, "classifier_proj_size": config.ANY}
+    ONLY = {k: v for k, v in whisper.Config.ONLY.items() if k not in ("use_weighted_layer_sum", "classifier_proj_size")}
     width: int = config.hf("classifier_proj_size", 256)
+    weighted: bool = config.hf("use_weighted_layer_sum", False)  # a learnt sum of all hidden states goes to the head
     labels: int = config.computed(heads.label_count, lambda n: {})
 
 
@@ -28,14 +30,15 @@ def spec(cfg: Config) -> dict:
     """Declare every array: the encoder's below "encoder", which the file has at the top."""
     encoder = whisper.spec(cfg)["encoder"]
     named = jax.tree.map(lambda p: replace(p, hf=p.hf.removeprefix("model.")), encoder)
-    d = cfg.embed
+    d, states = cfg.embed, cfg.encoder_layers + 1
+    sums = {"shares": Param("states", (states,), constant(1 / states), "layer_weights")} if cfg.weighted else {}
     return {
-        "encoder": named,
+        "encoder": named, **sums,
         "mix": builders.matrix("projector.weight", ("embed", d), ("ffn", cfg.width)),
         "mix_bias": builders.bias("projector.bias", cfg.width, "ffn"),
         "classes": builders.matrix("classifier.weight", ("ffn", cfg.width), ("labels", cfg.labels)),
         "classes_bias": builders.bias("classifier.bias", cfg.labels, "labels"),
-    }
+    }  # fmt: skip
 
 
 def logits(params: Any, features: Float[Array, "B bins frames"], cfg: Config) -> Float[Array, "B labels"]:
@@ -43,6 +46,7 @@ def logits(params: Any, features: Float[Array, "B bins frames"], cfg: Config) ->
 
     `heads.label_names(cfg, cfg.labels)` names them, `heads.probabilities` turns scores into probabilities.
     """
-    x = whisper.encode(params, features, cfg)
+    shares = jax.nn.softmax(params["shares"]) if cfg.weighted else None
+    x = whisper.encode(params, features, cfg, shares)
     x = ops.linear("bsd,fd->bsf", x, params["mix"], params["mix_bias"]).mean(1)
     return ops.linear("bf,lf->bl", x, params["classes"], params["classes_bias"]).astype("float32")

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fdel import models
 from fdel.models import heads, whisper_classes
@@ -24,9 +25,11 @@ def make(directory, **more):
     return oracle
 
 
-def test_logits_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("weighted", [False, True], ids=["last", "weighted"])
+def test_logits_are_those_of_transformers(tmp_path, weighted):
+    """`weighted`: a learnt sum of all hidden states goes to the head; without the last one's share it fails."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch (extra `test`)")
-    oracle = make(tmp_path)
+    oracle = make(tmp_path, use_weighted_layer_sum=weighted)
     features = np.random.default_rng(0).standard_normal((3, 16, 40)).astype(np.float32)
     with torch.no_grad():
         want = oracle(torch.tensor(features)).logits.numpy()
@@ -39,6 +42,10 @@ def test_logits_are_those_of_transformers(tmp_path):
     again = models.load(tmp_path / "again", family=whisper_classes)
     assert again.cfg == model.cfg
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-    config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(models.ConfigError, match="use_weighted_layer_sum"):
-        whisper_classes.Config.from_hf(config | {"use_weighted_layer_sum": True})
+    files = [load_file(d / "model.safetensors") for d in (tmp_path, tmp_path / "again")]
+    assert files[0].keys() == files[1].keys() and ("layer_weights" in files[0]) == weighted
+    assert all(x.tobytes() == files[1][name].tobytes() for name, x in files[0].items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["use_weighted_layer_sum"] is weighted
+    if weighted:
+        unequal = model.params | {"shares": model.params["shares"] + np.arange(3, dtype=np.float32)}
+        assert np.abs(whisper_classes.logits(unequal, features, model.cfg) - want).max() > 1e-2

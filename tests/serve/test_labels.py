@@ -18,9 +18,9 @@ from tests.serve.test_films import b64, heard, wav  # noqa: E402
 
 @pytest.fixture(scope="module")
 def ear(tmp_path_factory):
-    """transformers' tiny model, which hears 0.4 seconds, and a server of its files alone."""
+    """transformers' tiny model, which hears 0.4 seconds and sums its layers' states, and a server of its files alone."""
     directory = tmp_path_factory.mktemp("labels")
-    oracle = make(directory)
+    oracle = make(directory, use_weighted_layer_sum=True)
     model = labels.label_model(directory, "ear", sounds=2)
     state = Server({}, metrics.Metrics(metrics.serving(["ear"], server_http.PATHS)), labels={"ear": model})
     with wire.listening(state) as port:
