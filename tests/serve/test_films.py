@@ -255,11 +255,11 @@ def test_videos_are_heard_where_a_chat_asks_for_it(omni, monkeypatch):
         ask(omni, content, **asked)
 
 
-def _repeated(x: np.ndarray, count: int) -> bytes:
+def _repeated(x: np.ndarray, count: int, rate: int = 30) -> bytes:
     """One frame, and another after it, which changes nothing, again and again."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as c:
-        stream = c.add_stream("mpeg4", rate=30)
+        stream = c.add_stream("mpeg4", rate=rate)
         stream.height, stream.width, stream.pix_fmt = *x.shape[:2], "yuv420p"
         first, again = [
             *(p for _ in range(2) for p in stream.encode(av.VideoFrame.from_ndarray(x, "rgb24"))),
@@ -341,6 +341,18 @@ def test_hostile_videos_and_sounds_cost_little(omni):
         assert "root:" not in answer["error"]["message"]
     content = [heard(wav(0.5)), words("the music ")]
     assert ask(omni, content).choices[0].message.content == wanted(omni, content)[0]
+
+
+@pytest.mark.slow
+def test_a_video_within_all_limits_costs_no_more_than_its_budget(omni, monkeypatch):
+    """Of noise, seen or heard too, with a hundredth of a second for what takes some fifteen; the next one is shown."""
+    film = seen(mp4(np.random.default_rng(0).integers(0, 256, (60, 512, 512, 3), np.uint8), rate=30))
+    monkeypatch.setattr(omni.state, "media_cpu", 0.01)
+    for asked in ({}, {"extra_body": {"mm_processor_kwargs": {"use_audio_in_video": True}}}):
+        with pytest.raises(openai.BadRequestError, match="the video cannot be used: .* 0.01 seconds of processor time are"):
+            ask(omni, [film, words("a")], **asked)
+    monkeypatch.undo()
+    assert ask(omni, [seen(mp4(clip(1))), words("a")]).usage.completion_tokens
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import faulthandler
 import logging
+import math
 import os
 import signal
 import stat
@@ -66,6 +67,8 @@ def check(options: ServerOptions) -> dict[str, auth.Key] | None:
         raise ValueError(f"tool_parser={options.tool_parser!r} is unknown; use one of {known}")
     if options.adapter_root is not None and not options.adapter_root.is_dir():
         raise ValueError(f"adapter_root={options.adapter_root} is no directory")
+    if not 0 < options.media_cpu < math.inf:
+        raise ValueError(f"media_cpu={options.media_cpu}; expected seconds, more than 0")
     return keys
 
 
@@ -141,7 +144,8 @@ def listen(
     server = Server(
         named, counted, keys, watch, hosts, options.adapter_root, heard=hearing, dual=scoring, labels=naming
     )
-    for name in ("audio_seconds", "audio_bytes", "image_bytes", "image_pixels", "video_bytes", "video_pixels"):
+    limits = "audio_seconds audio_bytes image_bytes image_pixels video_bytes video_pixels media_cpu"
+    for name in limits.split():
         setattr(server, name, getattr(options, name))
     server.pictures = picture_quota(options.image_memory)
     server.media_hosts = frozenset(host.lower() for host in options.media_hosts)

@@ -34,11 +34,11 @@ CPU = {
     "chat": 2.0,
     "compile": 2.0,
     "sound": 30.0,
-    "images": 2.0,
-    "videos": 10.0,
-    "films": 10.0,
+    "images": 1.5,
+    "videos": 1.5,
+    "films": 1.5,
     "sounds": 10.0,
-}  # seconds of processor time for one job
+}  # seconds of processor time for one job; of what a chat shows `Server.media_cpu` says it
 WALL = 60.0  # seconds for one job, which may run only where nothing else does
 LIGHT = 0.05  # seconds for which a job may compete with the engine
 START = 120.0  # seconds for the first child: it loads the tokenizers
@@ -47,12 +47,13 @@ sys.path = json.loads(sys.argv[2])
 from fdel.serve.server import worker
 worker.main(int(sys.argv[1]))"""
 _TIME, _MEMORY, _DEPTH = "it needs too much time", "it needs too much memory", "it is nested too deep"
+_SPENT = _TIME + ": {cpu:g} seconds of processor time are spent, the most that it may take; make it smaller"
 # What a job did to its child: by the signal that ended it, and by the exception that it could not answer.
-_ENDS: dict[int, str] = {signal.SIGPROF: _TIME, signal.SIGALRM: _TIME, signal.SIGABRT: _MEMORY, signal.SIGBUS: _MEMORY,
+_ENDS: dict[int, str] = {signal.SIGPROF: _SPENT, signal.SIGALRM: _TIME, signal.SIGABRT: _MEMORY, signal.SIGBUS: _MEMORY,
          signal.SIGSEGV: _DEPTH}  # fmt: skip
 _FAULTS = {"MemoryError": _MEMORY, "RecursionError": _DEPTH}
 _WHAT = {"check": "the body", "encode": "the text", "chat": "the chat", "compile": "the grammar", "sound": "the file",
-         "images": "the image", "videos": "the video", "sounds": "the sound"}  # fmt: skip
+         "images": "the image", "videos": "the video", "films": "the video", "sounds": "the sound"}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -173,6 +174,7 @@ class WorkerPool:
                         answer, found = await child.ask(message, accept)
                 except (EOFError, OSError) as e:  # TimeoutError is one
                     why = _TIME if isinstance(e, TimeoutError) else _ENDS.get(await self._end(child))
+                    why = why and why.format(cpu=header["cpu"])
                     self._drop(child)
                     if why is None and not last and not self.closed:
                         log.warning("a child process ended for a reason of its own; another does its job %s", job)
