@@ -120,11 +120,11 @@ def encode(
         raise ValueError(f"found features of shape {features.shape}; {expected}")
     p, act = params["encoder"], ops.ACTIVATIONS[cfg.act]
     x = features.astype(p["conv1"].dtype)
-    for part, stride in (("conv1", 1), ("conv2", 2)):
-        x = jax.lax.conv_general_dilated(x, p[part], (stride,), [(1, 1)], dimension_numbers=("NCH", "OIH", "NCH"))
-        x = act(x + p[f"{part}_bias"][:, None])
-    x = x.swapaxes(1, 2) + p["positions"]
-    batch = ops.packed(jnp.zeros(x.shape[:2], jnp.int32))
+    for part, stride, given in (("conv1", 1, "NCH"), ("conv2", 2, "NHC")):  # channels last: no array is turned round
+        x = jax.lax.conv_general_dilated(x, p[part], (stride,), [(1, 1)], dimension_numbers=(given, "OIH", "NHC"))
+        x = act(x + p[f"{part}_bias"])
+    x = x + p["positions"]
+    batch = replace(ops.packed(jnp.zeros(x.shape[:2], jnp.int32)), full=True)
     mask = ops.Mask((cfg.embed // cfg.encoder_heads) ** -0.5, causal=False)
 
     def block(x, carry, p, layer):

@@ -69,6 +69,7 @@ class Packed:
     With `prefix_ids` a token also sees the keys of the segment of that id, which stands before its own in the row: several
     samples go on from one prompt, computed once; -2 names none. Positions go on too. Only causal attention can do that.
     `single`: every row is one sequence, with padding at its end only; kernels that know lengths alone can serve that.
+    `full`: there is no padding either, so that without a causal mask every token sees all of its row.
     `rotary` are the time, row and column by which a family with rotary embeddings of three components turns each token,
     all three the position if it is None. `ahead` says how many tokens after its own each sees too, see `look_ahead`.
     """
@@ -81,12 +82,13 @@ class Packed:
     rotary: Int[Array, "B T 3"] | None = None
     ahead: Int[Array, "B T"] | None = None
     single: bool = field(default=False, metadata={"static": True})
+    full: bool = field(default=False, metadata={"static": True})
 
     @property
     def where(self) -> Where:
         """Segment ids as attention takes them; with prefixes a query has two."""
         if self.prefix_ids is None:
-            return Where(self.segment_ids, self.key_segment_ids, ahead=self.ahead, single=self.single)
+            return Where(self.segment_ids, self.key_segment_ids, ahead=self.ahead, single=self.single, full=self.full)
         keys = self.segment_ids if self.key_segment_ids is None else self.key_segment_ids
         return Where(jnp.stack([self.segment_ids, self.prefix_ids], -1), keys, ahead=self.ahead)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from fdel.ops import mask as M
 from fdel.ops.cpu import backward_block, each_row, over_queries, row_dots
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
-from fdel.ops.platform import target
+from fdel.ops.platform import context, target
 
 # By XLA:TPU's estimate 512 takes a quarter of the cycles of 128 in rows of 4,096 tokens; on CPU twice the time.
 BLOCKS = {"cpu": 128, "gpu": 512, "tpu": 512}
@@ -45,13 +45,50 @@ def flash_attention(
     O(T block). The formula is `dense_attention`'s.
     """
     schedule = schedule or Schedule(BLOCKS[target()] if any(r is not None for r in mask.reach) else WHOLE)
-    return M.attention(passes(schedule), mask, q, k, v, where, sinks, alibi)
+    whole = _whole(mask, q, k, where, sinks, alibi) if schedule.loop else 0
+    return M.attention(passes(schedule, whole), mask, q, k, v, where, sinks, alibi)
 
 
 @cache
-def passes(schedule: Schedule) -> Passes:
-    """Give the two passes of a schedule."""
-    return Passes(partial(_forward, schedule), partial(_backward, schedule))
+def passes(schedule: Schedule, whole: int = 0) -> Passes:
+    """Give the two passes of a schedule; `whole` is what `_whole` gives."""
+    forward = partial(_head_by_head, whole) if whole else partial(_forward, schedule)
+    return Passes(forward, partial(_backward, schedule))
+
+
+def _whole(m: Mask, q: Array, k: Array, where: Where, sinks: Any, alibi: Any) -> int:
+    """Give how many queries a CPU takes at once where all keys are seen, head by head; 0 where it has to go by blocks."""
+    plain = where.full and m == Mask(m.scale, causal=False) and sinks is None and alibi is None
+    if not plain or where.k_segments is not None or where.q_start is not None:
+        return 0
+    if target() != "cpu" or context("dp", "fsdp", "ep", "tp", "sp"):
+        return 0
+    rows = q.shape[1] * q.shape[2] // k.shape[2]
+    size = next(n for n in range(min(rows, WHOLE), 0, -1) if rows % n == 0)
+    return size if size >= min(rows, 64) else 0
+
+
+def _head_by_head(size: int, m: Mask, q: Array, k: Array, v: Array, *_: Any) -> tuple:
+    """Attend to all keys: what one head needs stays in cache, and nothing is masked: a fifth less time than in blocks."""
+    kv_heads, f32 = k.shape[2], {"preferred_element_type": jnp.float32}
+    grouped, heads = M.grouped(q, kv_heads), lambda x: x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+    def head(qkv: tuple) -> Any:
+        q, k, v = qkv
+
+        def some(q: Array) -> tuple:
+            s = jnp.einsum("qh,sh->qs", q, k, **f32) * m.scale
+            top = s.max(-1, keepdims=True)
+            p = jnp.exp(s - top)
+            total = p.sum(-1, keepdims=True)
+            out = jnp.einsum("qs,sh->qh", p.astype(v.dtype), v, **f32) / total
+            return out.astype(q.dtype), top + jnp.log(total)
+
+        return jax.lax.map(some, q)
+
+    found = jax.lax.map(head, (grouped.reshape(len(q) * kv_heads, -1, size, q.shape[3]), heads(k), heads(v)))
+    out, lse = (M.ungrouped(x.reshape(*grouped.shape[:4], x.shape[-1])) for x in found)
+    return out, lse[..., 0]
 
 
 def _blocked(s: Schedule, q: Array, k: Array, where: Where, *more: Array) -> tuple:

@@ -61,7 +61,7 @@ class Where:
 
     Without `k_segments` keys have the segments of the queries, which may then not have two. Without starts both are the
     whole row: a kernel whose masks are static can serve that. Starts are arrays where a row is divided between devices.
-    `single`: a row is one sequence, with padding at its end only. `ahead`: how many tokens behind its own each query sees
+    `single`: a row is one sequence, with padding at its end only; `full`: with none. `ahead`: how many tokens behind its own each query sees
     too under a causal mask, as those of an image see each other; a window bounds what is before it alone.
     """
 
@@ -71,6 +71,7 @@ class Where:
     k_start: Int[Array, ""] | None = None
     ahead: Int[Array, "B T"] | None = None
     single: bool = field(default=False, metadata={"static": True})
+    full: bool = field(default=False, metadata={"static": True})
 
     # Segment ids of queries and those of keys; indices in the row of the first query and the first key.
     sides = property(lambda self: (self.q_segments, self.q_segments if self.k_segments is None else self.k_segments))
