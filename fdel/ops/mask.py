@@ -61,8 +61,9 @@ class Where:
 
     Without `k_segments` keys have the segments of the queries, which may then not have two. Without starts both are the
     whole row: a kernel whose masks are static can serve that. Starts are arrays where a row is divided between devices.
-    `single`: a row is one sequence, with padding at its end only; `full`: with none. `ahead`: how many tokens behind its own each query sees
-    too under a causal mask, as those of an image see each other; a window bounds what is before it alone.
+    `single`: a row is one sequence, with padding at its end only; `full`: with none. `ahead`: how many tokens behind its
+    own each query sees too under a causal mask, as those of an image see each other; a window bounds what is before it
+    alone.
     """
 
     q_segments: Int[Array, "B T"] | Int[Array, "B T 2"]

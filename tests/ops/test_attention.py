@@ -145,7 +145,9 @@ def test_rows_without_padding_are_attended_to_head_by_head():
     np.testing.assert_allclose(lse, np.log(np.exp(s).sum(-1)).reshape(2, 4, 300).swapaxes(1, 2), atol=2e-6)
     np.testing.assert_array_equal(run(np.tile(np.arange(300), (2, 1)), mask)(*given)[0], out)
     dense = lambda mask: lambda *a: ops.attend(Packed(zeros, zeros), None, 0, *a, mask=mask, impl="dense")[0]
-    for got, want in zip(back((f32(dout), jnp.zeros_like(lse))), jax.vjp(dense(mask), *given)[1](f32(dout)), strict=True):
+    for got, want in zip(
+        back((f32(dout), jnp.zeros_like(lse))), jax.vjp(dense(mask), *given)[1](f32(dout)), strict=True
+    ):
         np.testing.assert_allclose(got, want, atol=2e-5)
     causal = Mask(0.4)
     np.testing.assert_allclose(run(zeros, causal)(*given)[0], dense(causal)(*given), atol=2e-6)

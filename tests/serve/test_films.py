@@ -349,7 +349,9 @@ def test_a_video_within_all_limits_costs_no_more_than_its_budget(omni, monkeypat
     film = seen(mp4(np.random.default_rng(0).integers(0, 256, (60, 512, 512, 3), np.uint8), rate=30))
     monkeypatch.setattr(omni.state, "media_cpu", 0.01)
     for asked in ({}, {"extra_body": {"mm_processor_kwargs": {"use_audio_in_video": True}}}):
-        with pytest.raises(openai.BadRequestError, match="the video cannot be used: .* 0.01 seconds of processor time are"):
+        with pytest.raises(
+            openai.BadRequestError, match="the video cannot be used: .* 0.01 seconds of processor time are"
+        ):
             ask(omni, [film, words("a")], **asked)
     monkeypatch.undo()
     assert ask(omni, [seen(mp4(clip(1))), words("a")]).usage.completion_tokens

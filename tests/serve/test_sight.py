@@ -335,3 +335,11 @@ def test_the_longest_unused_make_room():
 
 def test_sizes_of_patches():
     assert [rounded(n) for n in (1, 64, 65, 576, 729, 1024, 1025, 4000)] == [64, 64, 128, 576, 768, 1024, 1152, 4096]
+    shown = lambda n: Medium(np.ones((n, 4), np.float32), np.zeros((n, 3), np.int32), 1)
+    for count, size in (
+        (197, 197),
+        (196, 256),
+        (257, 320),
+    ):  # of a tower whose pictures have 197 patches, none is padded
+        values, places = shown(count).padded(197)
+        assert len(values) == len(places) == size and (places[count:] == -1).all() and (values[:count] == 1).all()

@@ -47,10 +47,11 @@ class Medium:
         """Whether it is a sound."""
         return self.values.ndim == 3
 
-    @property
-    def padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and places, of a size for which there is a program."""
-        more = rounded(len(self.values), CHUNKS if self.heard else ROUND) - len(self.values)
+    def padded(self, example: int) -> tuple[np.ndarray, np.ndarray]:
+        """Values and places, of a size for which there is a program: `example` patches are one."""
+        count = len(self.values)
+        size = rounded(count, CHUNKS) if self.heard else count if count == example else rounded(count)
+        more = size - count
         fill = lambda x, value: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
         return fill(self.values, 0), fill(self.places.astype(np.int32), 0 if self.heard else -1)
 

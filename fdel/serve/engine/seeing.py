@@ -12,7 +12,7 @@ from fdel.media import sight as sights
 from fdel.media.hearing import states
 from fdel.serve.engine.compiling import BLOCK, Compiling
 from fdel.serve.engine.packing import NOWHERE, Call
-from fdel.serve.engine.pictures import Holders, Key, Medium, PromptMedia, rounded
+from fdel.serve.engine.pictures import Holders, Key, Medium, PromptMedia
 from fdel.serve.engine.step import encoded
 from fdel.serve.engine.work import Chunk
 
@@ -37,7 +37,7 @@ class Seeing(Compiling):
         self.turned, self.whole = family.hidden.rotary, family.hidden.ahead(self.model.cfg)
         picture = sights.prepare(sight, np.zeros((SIDE, SIDE, 3), np.uint8))
         self.example = len(picture.patches), picture.patches.shape[1]
-        self.like = encoded(family, self.model.cfg, self.weights[""], (rounded(self.example[0]), self.example[1]))
+        self.like = encoded(family, self.model.cfg, self.weights[""], self.example)
         each = math.prod(self.like.shape) * self.like.dtype.itemsize
         self.holders = Holders(max(1, min(most // each, KEPT * self.rows * self.length)))
 
@@ -95,7 +95,7 @@ class Seeing(Compiling):
         """Encode the pictures of chunks, unless they are: what each token of their lines sees."""
         new = self.holders.hold(key for c in chunks for key in self._shown(c))
         for done, (key, medium, which) in enumerate(new):
-            values, places = medium.padded
+            values, places = medium.padded(self.example[0] if self.example else 0)
             each = int(states(np.array(values.shape[2]))) if medium.heard else 0
             given = np.full(each * len(values) or self.sight.count(len(values)), NOWHERE, np.int32)
             given[: len(which)] = which
