@@ -13,7 +13,7 @@ import numpy as np
 from fdel import ops
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Call
-from fdel.serve.engine.pictures import Holders
+from fdel.serve.engine.pictures import Holders, rounded
 from fdel.serve.engine.request import TOP
 from fdel.serve.engine.sampling import sampling_rows
 from fdel.serve.engine.step import PAGE, Programs
@@ -71,7 +71,8 @@ class Compiling:
         every = every if self.writes else []
         whole = {"score": self.writes, "embed": self.unembedded is None}
         every += [(name, n) for n in self.lengths for name, there in whole.items() if there]
-        every += [("encode", self.example[0])] if self.example is not None else []
+        if self.example is not None:
+            every += [("encode", n) for n in sorted({self.example[0], rounded(self.example[0])})]
         sized = [(name, n, self._compilers(name, n)) for name, n in every]
         largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
         self.uncompiled = [(name, n, c) for name, n, c in sized if least and n != largest.get(name)]
