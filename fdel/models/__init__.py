@@ -150,7 +150,9 @@ def _read(path: str | Path, family_: ModuleType | None) -> tuple[ModuleType, Any
     file = Path(path) / "config.json"
     single = None if file.is_file() else find(Path(path))
     if not file.is_file() and single is None:
-        raise FileNotFoundError(f"{path} holds no config.json; expected a checkpoint directory in Hugging Face layout")
+        several = "; of its GGUF models, give the path of one" if any(Path(path).glob("*.gguf")) else ""
+        expected = "expected a checkpoint directory in Hugging Face layout, or one GGUF model"
+        raise FileNotFoundError(f"{path} holds no config.json; {expected}{several}")
     try:
         if single is None and (size := file.stat().st_size) > LONGEST:
             raise ConfigError(f"found {size} bytes, expected at most {LONGEST}")
@@ -183,7 +185,8 @@ def load(
 ) -> Model:  # fmt: skip
     """Load a checkpoint from a directory or a Hub id (extra `hub`) in Hugging Face layout, or from a GGUF file.
 
-    What the file has in few bits (see `params.published`; the only .gguf file of a directory too) stays so, as `Quantized`.
+    What the file has in few bits (see `params.published`) stays so, as `Quantized`. A GGUF model is given by its file, any
+    of its files, or a directory that has no other.
     Of a file of several modalities the language model is loaded, and the tower if the family sees. A model with a head of
     its own (classifier, reward, span of an answer, value) has the params of `heads.spec`. `family` is the module to use,
     whatever model_type says.

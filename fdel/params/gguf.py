@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
+"""GGUF, llama.cpp's files of one model (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): config and matrices.
 
 Tensors get the names of the Hub's Llama, Mixtral, Qwen 2 and Qwen 3, dense or of experts. The blocks of a quantised one
 are rows of bytes here, named with their type ("...q_proj.weight:q4_k"), from which `gguf_blocks` reads a
@@ -43,7 +43,6 @@ EXPERT_KEYS = {
     "qwen3_moe": {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
                   "moe_intermediate_size": "expert_feed_forward_length"},
 }  # fmt: skip
-Infos = dict[str, tuple[tuple[int, ...], int, int]]  # name: shape, type, offset
 
 
 def _header(file: Path) -> gguf.Header:
@@ -61,7 +60,7 @@ def _model_type(meta: Mapping[str, Any]) -> str | None:
 
 def config(file: Path) -> dict[str, Any]:
     """Give the dict of a config.json for a file of one of `KINDS`. CheckpointError for others."""
-    meta, infos, start = _header(file)
+    meta, infos = _header(file)
     kind, model_type = meta.get("general.architecture"), _model_type(meta)
     of = {key.removeprefix(f"{kind}."): value for key, value in meta.items()}
     keys = KEYS | EXPERT_KEYS.get(str(model_type), {})
@@ -75,15 +74,15 @@ def config(file: Path) -> dict[str, Any]:
     for key in sorted(per_layer & of.keys()):
         if type(of[key]) is not int or of[key] < 1:
             problems.append(f"{file.name}: {key} is {of[key]!r:.100}; understood is one number above 0 for all layers")
-    if len(infos.get("token_embd.weight", ((),))[0]) != 2:
+    if "token_embd.weight" not in infos or len(infos["token_embd.weight"].shape) != 2:
         problems.append(f"{file.name}: no matrix token_embd.weight [vocabulary embedding]")
-    rope = _rope(file, of, infos, start, problems)
+    rope = _rope(file, of, infos, problems)
     if problems:
         raise CheckpointError(file, problems)
     d = {ours: of[key] for ours, key in keys.items()}
     heads = d["num_attention_heads"]
     return d | {
-        "model_type": model_type, "vocab_size": infos["token_embd.weight"][0][0],
+        "model_type": model_type, "vocab_size": infos["token_embd.weight"].shape[0],
         "num_key_value_heads": of.get("attention.head_count_kv", heads),
         "head_dim": of.get("attention.key_length", d["hidden_size"] // heads), "rope_theta": of.get("rope.freq_base", 1e4),
         "tie_word_embeddings": "output.weight" not in infos, "quantization_config": {"quant_method": "gguf"},
@@ -93,7 +92,9 @@ def config(file: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rope(file: Path, of: Mapping[str, Any], infos: Infos, start: int, problems: list[str]) -> dict[str, Any]:
+def _rope(
+    file: Path, of: Mapping[str, Any], infos: Mapping[str, gguf.Info], problems: list[str]
+) -> dict[str, Any]:  # fmt: skip
     """Read how rotary frequencies are scaled: by rope.scaling, or each divided by a number of rope_freqs (Llama 3.1)."""
     said = {key.removeprefix("rope.scaling."): x for key, x in of.items() if key.startswith("rope.scal")}
     kind, odd = said.pop("type", "none"), said.keys() - SCALING.keys() - {"finetuned"}
@@ -105,9 +106,9 @@ def _rope(file: Path, of: Mapping[str, Any], infos: Infos, start: int, problems:
     if "rope_freqs.weight" not in infos:
         found = {SCALING[key]: x for key, x in said.items() if key in SCALING}
         return {} if kind == "none" else {"rope_type": kind} | found
-    shape, number, offset = infos["rope_freqs.weight"]
-    if kind == "none" and number == 0 and len(shape) == 1 and start + offset + 4 * shape[0] <= file.stat().st_size:
-        factors = np.fromfile(file, "<f4", shape[0], offset=start + offset).tolist()
+    shape, number, there, offset = infos["rope_freqs.weight"]
+    if kind == "none" and number == 0 and len(shape) == 1 and offset + 4 * shape[0] <= there.stat().st_size:
+        factors = np.fromfile(there, "<f4", shape[0], offset=offset).tolist()
         if all(0 < x < 1e9 for x in factors):  # both lists: the same at every length
             return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
     problems.append(f"{file.name}: rope_freqs.weight of type {number}, shape {list(shape)}, with scaling {kind!r}; "
@@ -136,10 +137,11 @@ def _split(name: str, model_type: str | None) -> tuple[str, str]:
 
 def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.ndarray, int], None]) -> Found:
     """Give the tensors by the Hub's names; append what is wrong with them to `problems`."""
-    (meta, infos, start), out, size = _header(file), {}, file.stat().st_size
+    (meta, infos), out = _header(file), {}
+    sizes = {there: there.stat().st_size for there in {info.file for info in infos.values()}}
     heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if meta.get("general.architecture") == "llama" else {}
     infos.pop("rope_freqs.weight", None)  # `config` reads it
-    for name, (shape, kind, offset) in infos.items():
+    for name, (shape, kind, there, offset) in infos.items():
         (ours, part), dtype = _split(name, _model_type(meta)), PLAIN.get(kind)
         if kind in BLOCKS and shape and shape[-1] % BLOCKS[kind][1] == 0:
             label, numbers, width = BLOCKS[kind]
@@ -147,25 +149,25 @@ def header(file: Path, problems: list[str], readinto: Callable[[Path, int, np.nd
         if dtype is None:
             known = ", ".join(["f32, f16, bf16", *(label for label, *_ in BLOCKS.values())])
             problems.append(
-                f"{file.name}: {name} is of ggml's type {kind}, shape {list(shape)}; understood are {known}"
+                f"{there.name}: {name} is of ggml's type {kind}, shape {list(shape)}; understood are {known}"
             )
             continue
-        tensor = Tensor(shape, dtype, file, partial(readinto, file, start + offset))
-        if start + offset + tensor.nbytes > size:
-            problems.append(f"{file.name}: {name} ends past the file: truncated, fetch it again")
+        tensor = Tensor(shape, dtype, there, partial(readinto, there, offset))
+        if offset + tensor.nbytes > sizes[there]:
+            problems.append(f"{there.name}: {name} ends past the file: truncated, fetch it again")
         count = meta.get(f"llama.attention.{heads.get(part, '')}")
         if part.endswith("_exps"):
             if len(shape) == 3 and 0 < shape[0] <= MOST_EXPERTS:
-                at = lambda e, n=tensor.nbytes // shape[0], o=start + offset: partial(readinto, file, o + e * n)
-                out.update({ours.format(e): Tensor(shape[1:], dtype, file, at(e)) for e in range(shape[0])})
+                at = lambda e, f=there, n=tensor.nbytes // shape[0], o=offset: partial(readinto, f, o + e * n)
+                out.update({ours.format(e): Tensor(shape[1:], dtype, there, at(e)) for e in range(shape[0])})
             else:
-                problems.append(f"{file.name}: {name} of shape {list(shape)} is no matrix for each expert")
+                problems.append(f"{there.name}: {name} of shape {list(shape)} is no matrix for each expert")
         elif count is None:
             out[ours] = tensor
         elif type(count) is int and count > 0 and shape and shape[0] % (2 * count) == 0:
             out[ours] = _halves(tensor, count)
         else:
-            problems.append(f"{file.name}: {name} of shape {list(shape)} has no rows for {count!r:.100} heads")
+            problems.append(f"{there.name}: {name} of shape {list(shape)} has no rows for {count!r:.100} heads")
     return out
 
 

@@ -1,6 +1,7 @@
 """GGUF files of mixtures of experts, of scaled rotary positions, and their tokenizers, against transformers."""
 
 import dataclasses
+import itertools
 import json
 import struct
 
@@ -284,3 +285,130 @@ def test_a_qwen_2_by_the_path_of_its_file(tmp_path, capsys):
     assert text.encode(text.load(tmp_path / "out"), "the lowest") == text.encode(text.load(file), "the lowest")
     with pytest.raises(FileNotFoundError, match="no model.safetensors|no config.json"):
         models.load(tmp_path)
+
+
+def write_split(directory, keys: dict, tensors: dict, sizes: tuple[int, ...], **changed) -> list:
+    """Write a model in several files as llama.cpp's gguf-split does: all keys in the first, with so many tensors each."""
+    names = iter(tensors)
+    files = []
+    for i, n in enumerate(sizes):
+        said = {"split.no": i, "split.count": len(sizes), "split.tensors.count": len(tensors)}
+        some = {name: tensors[name] for name in itertools.islice(names, n)}
+        gguf_file(directory, (keys if i == 0 else {}) | said | changed.get(f"file_{i}", {}), some, vocabulary=i == 0)
+        files.append(directory / f"tiny-{i + 1:05}-of-{len(sizes):05}.gguf")
+        (directory / "model.gguf").rename(files[-1])
+    return files
+
+
+def llama_in_parts() -> tuple[dict, dict]:
+    """Keys and tensors of a Llama of one layer, with a tokenizer."""
+    rng = np.random.default_rng(0)
+    shapes = {"token_embd": (330, 64), "output_norm": (64,), "output": (330, 64), "blk.0.attn_q": (64, 64),
+              "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64), "blk.0.attn_output": (64, 64), "blk.0.attn_norm": (64,),
+              "blk.0.ffn_norm": (64,), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96)}  # fmt: skip
+    tensors = {}
+    for name, shape in shapes.items():
+        x = rng.normal(len(shape) == 1, 0.2, shape).astype(np.float32)
+        plain = len(shape) == 1 or name == "token_embd"
+        tensors[f"{name}.weight"] = ("f32", shape, x.tobytes()) if plain else ("q8_0", shape, eights(x)[0])
+    keys = {"embedding_length": 64, "feed_forward_length": 96, "block_count": 1, "context_length": 64,
+            "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6}  # fmt: skip
+    said = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in keys.items()}
+    return said | {f"tokenizer.ggml.{k}": v for k, v in byte_level("llama-bpe")[0].items()}, tensors
+
+
+def same(a, b) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_model_in_several_files(tmp_path, capsys):
+    """By any of its files or their directory it is the model of one file: arrays, tokenizer, `fdel info`, `fdel convert`."""
+    keys, tensors = llama_in_parts()
+    gguf_file(tmp_path / "whole", keys, tensors)
+    want = models.load(tmp_path / "whole")
+    ids = text.encode(text.load(tmp_path / "whole"), "the lowest cat")
+    for name, sizes in ("even", (5, 4, 3)), ("first_empty", (0, 12)):  # gguf-split --no-tensor-first-split
+        files = write_split(tmp_path / name, keys, tensors, sizes)
+        for path in (tmp_path / name, *files):
+            model = models.load(path)
+            assert model.cfg == want.cfg and text.encode(text.load(path), "the lowest cat") == ids
+            same(model.params, want.params)
+    assert cli.main(["info", str(files[1])]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "path" not in line]
+    assert cli.main(["info", str(tmp_path / "whole")]) == 0
+    assert [s for s in capsys.readouterr().out.splitlines() if "path" not in s] == said and said
+    assert cli.main(["convert", str(files[1]), str(tmp_path / "out")]) == 0
+    same(models.load(tmp_path / "out").params, params.dequantize(want.params, jnp.float32))
+    assert text.encode(text.load(tmp_path / "out"), "the lowest cat") == ids
+    served = weights.load(files[0]).params
+    same(served["layers"][0]["q"], jax.tree.map(lambda x: x[0], want.params["layers"]["q"]))
+
+
+def test_files_that_do_not_make_one_model(tmp_path):
+    keys, tensors = llama_in_parts()
+    made = iter(range(100))
+
+    def refused(message, change=lambda files: None, reads_tokenizer=False, **changed):
+        files = write_split(tmp_path / str(next(made)), keys, tensors, (5, 4, 3), **changed)
+        change(files)
+        for file in [f for f in files if f.is_file()]:
+            with pytest.raises(CheckpointError, match=message):
+                models.load(file)
+            if reads_tokenizer:
+                text.load(file)
+                continue
+            with pytest.raises(ValueError, match=message):
+                text.load(file)
+
+    refused("tiny-00001-of-00003.gguf, tiny-00003-of-00003.gguf not found; the model is in 3 files",
+            lambda files: [files[0].unlink(), files[2].unlink()])  # fmt: skip
+    refused("tiny-00002-of-00003.gguf: split.no is 2, split.count 3; expected split.no 1, split.count 3",
+            lambda files: files[1].write_bytes(files[2].read_bytes()))  # fmt: skip
+    refused("split.no is 1, split.count 2; expected split.no 1, split.count 3", file_1={"split.count": 2})
+    refused(
+        "tiny-00003-of-00003.gguf: split.tensors.count is 11, but the files hold 12", file_2={"split.tensors.count": 11}
+    )
+    refused("split.tensors.count is 'x', but", file_0={"split.tensors.count": "x"})
+    put = lambda old, new: lambda files: files[2].write_bytes(files[2].read_bytes().replace(old, new))
+    refused("tiny-00003-of-00003.gguf: blk.0.attn_q.weight is in tiny-00001-of-00003.gguf too",
+            put(b"blk.0.ffn_up", b"blk.0.attn_q"))  # fmt: skip
+    refused("tiny-00003-of-00003.gguf: blk.0.ffn_gate.weight occurs twice", put(b"ffn_down", b"ffn_gate"))
+    refused("tiny-00003-of-00003.gguf: blk.0.ffn_down.weight ends past the file",
+            lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), reads_tokenizer=True)  # fmt: skip
+    other = write_split(tmp_path / "two", keys, tensors, (6, 6))
+    (tmp_path / "two" / "other.gguf").write_bytes(other[0].read_bytes())
+    with pytest.raises(CheckpointError, match="other.gguf: split.no is 0, split.count 2; expected a name as model-"):
+        models.load(tmp_path / "two" / "other.gguf")
+    with pytest.raises(FileNotFoundError, match="of its GGUF models, give the path of one"):
+        models.load(tmp_path / "two")
+
+
+def test_files_that_the_gguf_package_splits(tmp_path):
+    """llama.cpp's own writer, by tensors and by bytes: the model of one file."""
+    gguf = pytest.importorskip("gguf", reason="llama.cpp's Python package writes what is read here")
+    keys, tensors = llama_in_parts()
+    gguf_file(tmp_path / "whole", keys, tensors)
+    want = models.load(tmp_path / "whole")
+    whole = gguf.GGUFReader(tmp_path / "whole" / "model.gguf")
+    for name, how in ("by_tensors", {"split_max_tensors": 5}), ("by_bytes", {"split_max_size": 30_000}):
+        (tmp_path / name).mkdir()
+        writer = gguf.GGUFWriter(tmp_path / name / "tiny.gguf", "llama", small_first_shard=name == "by_bytes", **how)
+        for key, value in whole.fields.items():
+            if not key.startswith(("GGUF.", "general.architecture")):
+                kind = value.types[0]
+                writer.add_key_value(key, value.contents(), kind, value.types[-1] if len(value.types) > 1 else None)
+        for t in whole.tensors:
+            writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        files = sorted((tmp_path / name).iterdir())
+        assert len(files) > 2
+        for path in (tmp_path / name, files[-1]):
+            model = models.load(path)
+            assert model.cfg == want.cfg and text.encode(text.load(path), "a b") == text.encode(
+                text.load(tmp_path / "whole"), "a b"
+            )
+            same(model.params, want.params)

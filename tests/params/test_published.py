@@ -473,7 +473,7 @@ def test_info_says_what_a_file_is_and_convert_makes_it_plain(tmp_path, capsys):
 GGML = {"f32": 0, "f16": 1, "q8_0": 8, "q4_k": 12, "q6_k": 14}
 
 
-def gguf_file(path: Path, keys: dict, tensors: dict) -> None:
+def gguf_file(path: Path, keys: dict, tensors: dict, vocabulary: bool = True) -> None:
     """Write a GGUF file: version 3, tensors of bytes [rows, bytes of a row] with their type and shape."""
     text = lambda s: struct.pack("<Q", len(s.encode())) + s.encode()
     kinds = {str: (8, text), int: (4, part(struct.pack, "<I")), float: (6, part(struct.pack, "<f"))}
@@ -484,7 +484,7 @@ def gguf_file(path: Path, keys: dict, tensors: dict) -> None:
         return struct.pack("<IQ", kind, len(xs)) + b"".join(map(pack, xs))
 
     kinds |= {list: (9, listed)}
-    keys = {"tokenizer.ggml.tokens": ["a"] * 32} | keys
+    keys = ({"tokenizer.ggml.tokens": ["a"] * 32} if vocabulary else {}) | keys
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
     for key, value in keys.items():
         kind, pack = kinds[type(value)]
