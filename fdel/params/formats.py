@@ -18,7 +18,6 @@ from fdel.ops.weights import Quantized
 from .tensor import CheckpointError, Tensor
 
 Found = dict[str, Tensor]
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has the column i of its eight
 UNORDERED = "understood are groups of neighbours in one order of the inputs: quantize it with desc_act=False"
 
 
@@ -52,7 +51,7 @@ def take(found: Found, *names: str) -> list[Tensor]:
     return [found.pop(name) for name in names]
 
 
-def _in_words(words: np.ndarray, bits: int) -> np.ndarray:
+def in_words(words: np.ndarray, bits: int) -> np.ndarray:
     """Unpack the numbers in int32 words along the last axis, from the lowest bits up."""
     x = np.ascontiguousarray(words).view(np.uint8)
     if bits in (4, 8):
@@ -68,7 +67,7 @@ def by_group(x: np.ndarray, group: int) -> np.ndarray:
     return (x[..., 0, :] << 4 | x[..., 1, :]).reshape(*x.shape[:-3], -1)
 
 
-def _integers(like: Tensor, shape: tuple[int, int], bits: int, group: int, make: Callable[[], np.ndarray]) -> Tensor:
+def integers(like: Tensor, shape: tuple[int, int], bits: int, group: int, make: Callable[[], np.ndarray]) -> Tensor:
     """Give unsigned integers [outputs inputs] of 8 bits, or of 4 at most, as they are stored."""
     if bits == 8:
         return derived(like, shape, np.uint8, make)
@@ -175,30 +174,10 @@ def gptq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
     one, kind = int(layout == "gptq"), "int16" if bits == 8 else "uint8"
     return leaf(
         f"uint{max(bits, 4)}",
-        _integers(words, (outputs, inputs), bits, group, lambda: _sorted(_in_words(words.read().T, bits), order)),
+        integers(words, (outputs, inputs), bits, group, lambda: _sorted(in_words(words.read().T, bits), order)),
         derived(scale, scale.shape[::-1], scale.dtype, lambda: scale.read().T),
-        derived(zeros, scale.shape[::-1], kind, lambda: np.add(_in_words(zeros.read(), bits), one, dtype=kind).T),
+        derived(zeros, scale.shape[::-1], kind, lambda: np.add(in_words(zeros.read(), bits), one, dtype=kind).T),
         order=order,
-    )
-
-
-def awq(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """AWQ (arXiv 2306.00978) in the layout "gemm": words along outputs, in their own order."""
-    stem, bits, layout = name.removesuffix("weight"), how.get("bits"), str(how.get("version", "gemm")).lower()
-    if stem + "qweight" not in found:
-        return None
-    if bits != 4 or layout != "gemm":
-        raise ValueError(f"AWQ of {bits} bits as {layout!r}; understood are 4 bits as 'gemm'")
-    words, zeros, scale = take(found, stem + "qweight", stem + "qzeros", stem + "scales")
-    inputs, outputs = words.shape[0], words.shape[1] * 8
-    group = inputs // scale.shape[0]
-    # The columns of a word, low bits first, are 0, 2, 4, 6, 1, 3, 5, 7 of eight.
-    ordered = lambda t: _in_words(t.read(), 4).reshape(t.shape[0], -1, 8)[..., AWQ_ORDER].reshape(t.shape[0], -1).T
-    return leaf(
-        "uint4",
-        _integers(words, (outputs, inputs), 4, group, lambda: ordered(words)),
-        derived(scale, scale.shape[::-1], scale.dtype, lambda: scale.read().T),
-        derived(zeros, scale.shape[::-1], np.uint8, lambda: ordered(zeros)),
     )
 
 
@@ -271,14 +250,12 @@ def _packed(found: Found, name: str, widths: set) -> Quantized:
     order = _order(found, name + "_g_idx", inputs, group)
     zeros = found.pop(name + "_zero_point", None)
     middle = lambda: np.full(shape, 1 << n - 1)
-    points = middle if zeros is None else lambda: _in_words(zeros.read().T, n)[:, :outputs].T
-    values = _integers(
-        words, (outputs, inputs), n, group, lambda: _sorted(_in_words(words.read(), n)[:, :inputs], order)
-    )
+    points = middle if zeros is None else lambda: in_words(zeros.read().T, n)[:, :outputs].T
+    values = integers(words, (outputs, inputs), n, group, lambda: _sorted(in_words(words.read(), n)[:, :inputs], order))
     return leaf(f"uint{n}", values, scale, derived(scale, shape, np.uint8, points), order=order)
 
 
 READERS: dict[str, Callable[[Found, str, Mapping[str, Any]], Quantized | None]] = {
-    "fp8": fp8, "fbgemm_fp8": fp8, "mxfp4": mxfp4, "gptq": gptq, "awq": awq, "compressed-tensors": compressed,
+    "fp8": fp8, "fbgemm_fp8": fp8, "mxfp4": mxfp4, "gptq": gptq, "compressed-tensors": compressed,
     "modelopt": modelopt,
 }  # fmt: skip

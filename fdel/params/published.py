@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from fdel.ops.weights import Quantized
 
 from . import bnb, gguf_blocks
+from .awq import awq
 from .formats import READERS, Found
 from .hf_layout import axes_in, file_dims, hf_names, matrix
 from .spec import Param, named_leaves, path_name
 
 Tree = Any
-METHODS = READERS | {"bitsandbytes": bnb.bitsandbytes, "gguf": gguf_blocks.blocks}
+METHODS = READERS | {"awq": awq, "bitsandbytes": bnb.bitsandbytes, "gguf": gguf_blocks.blocks}
 # Of activations and caches, which are computed in full precision here.
 ACTIVATIONS = re.compile(r"\.(input|output|activation|[kvq])_(scale|scale_ub|zero_point|global_scale)$")
 

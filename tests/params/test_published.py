@@ -73,6 +73,33 @@ def awq(rng, name, outputs, inputs):
     }, w  # fmt: skip
 
 
+def filled(x: np.ndarray) -> np.ndarray:
+    """Fill columns up as AutoAWQ does for groups of 32: to whole words of eight, and to four of these."""
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % 32)))
+
+
+def gemv(rng, name, outputs, inputs):
+    """AutoAWQ's WQLinear_GEMV: words along inputs, in order."""
+    q, z, s, w = draw(rng, outputs, inputs, 32, 4)
+    stem = name.removesuffix("weight")
+    return {stem + "qweight": words(q, 4), stem + "qzeros": words(filled(z), 4), stem + "scales": filled(s)}, w
+
+
+def gemv_fast(rng, name, outputs, inputs):
+    """AutoAWQ's WQLinear_GEMVFast (pack_intweight): four outputs in a word of 16 bits, its numbers in the order that its
+    comments give, and rounded zeros that a kernel adds."""
+    q, z, s, _ = draw(rng, outputs, inputs, 32, 4)
+    mixed = [8 * a + 2 * b + c for b in range(4) for c in range(2) for a in range(4)]
+    x = q.reshape(outputs, -1, 32)[..., mixed].reshape(outputs // 4, 4, inputs // 64, 64)
+    x = x.swapaxes(1, 2).reshape(outputs // 4, inputs, 4).astype(np.uint16)
+    packed = x[..., 0] | x[..., 1] << 4 | x[..., 2] << 8 | x[..., 3] << 12
+    zeros = -(s * z.astype(np.float32)).astype(np.float16)
+    stem, each = name.removesuffix("weight"), lambda x: np.repeat(x.astype(np.float32), 32, 1)
+    zero = "scaled_zeros" if "q_proj" in name else "qzeros"  # as early versions have it, and later ones
+    return {stem + "qweight": packed.view(np.int16), stem + "scales": filled(s).T, stem + zero: filled(zeros).T,
+            }, q * each(s) + each(zeros)  # fmt: skip
+
+
 def packed(rng, name, outputs, inputs, *, bits=4, symmetric=True, group=32, sorted=False):
     """compressed-tensors' "pack-quantized"."""
     group = group or inputs
@@ -189,6 +216,7 @@ def scheme(**weights) -> dict:
 
 GPTQ, DEEPSEEK = {"quant_method": "gptq", "group_size": 32}, {"quant_method": "fp8", "weight_block_size": [40, 24]}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 part = functools.partial
 # name: writer of a matrix, quantization_config, format, bits per weight with scales (at most), relative tolerance
 KINDS = {
@@ -198,7 +226,9 @@ KINDS = {
     "gptq_sorted": (part(gptq, sorted=True), GPTQ | {"bits": 4, "desc_act": True}, "uint4", 5.5, 0),
     "gptq_3": (part(gptq, bits=3), GPTQ | {"bits": 3}, "uint4", 4.8, 0),
     "gptq_2": (part(gptq, bits=2, v2=True), GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"}, "uint4", 4.8, 0),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "uint4", 4.8, 0),
+    "awq": (awq, AWQ | {"version": "gemm"}, "uint4", 4.8, 0),
+    "awq_gemv": (gemv, AWQ | {"version": "gemv"}, "uint4", 4.8, 0),
+    "awq_gemv_fast": (gemv_fast, AWQ | {"version": "GEMV_FAST"}, "uint4", 5.1, 0),
     "ct_4": (packed, scheme(num_bits=4), "uint4", 4.8, 0),
     "ct_4_zeros": (part(packed, symmetric=False), scheme(num_bits=4), "uint4", 4.8, 0),
     "ct_4_sorted": (part(packed, symmetric=False, sorted=True), scheme(num_bits=4, actorder="group"), "uint4", 5.5, 0),
@@ -280,7 +310,8 @@ SLOW = ("nf4", "nf4_double", "bnb_int8", "fp4", "nvfp4", "mxfp4", "modelopt_fp4"
 def test_a_checkpoint_becomes_quantized_leaves_of_its_exact_values(kind, tmp_path):
     """Bit for bit; bitsandbytes', whose scales are products of three numbers, to 1e-6 of each value."""
     _, how, format, bits, rtol = KINDS[kind]
-    stored, plain = checkpoint(tmp_path, kind)
+    sizes = {"intermediate_size": 128} if kind == "awq_gemv_fast" else {}  # in whole pieces of 64
+    stored, plain = checkpoint(tmp_path, kind, config=BASE | sizes)
     model = models.load(tmp_path)
     check_leaves(model, plain, rtol)
     found = quantized_leaves(model.params)
@@ -407,7 +438,13 @@ REFUSED = {
     "layout": ("gptq", {"checkpoint_format": "marlin"}, None, "as 'marlin'; understood"),
     "act_order": ("gptq", {}, ("q_proj.g_idx", lambda x: x // 2), "groups of other sizes than 32; .*desc_act=False"),
     "bias": ("gptq", {}, ("q_proj.bias", lambda x: x + 1), r"unexpected: model.layers.0.self_attn.q_proj.bias"),
-    "awq": ("awq", {"version": "gemv"}, None, "AWQ of 4 bits as 'gemv'; understood are 4 bits as 'gemm'"),
+    "awq": ("awq", {"version": "llm-awq"}, None, "AWQ of 4 bits as 'llm-awq'; understood are 4 bits as 'gemm', 'gemv'"),
+    "awq_bits": ("awq_gemv", {"bits": 3}, None, "AWQ of 3 bits as 'gemv'; understood"),
+    "awq_group": ("awq_gemv", {"group_size": 48}, None, "group_size is 48; expected a divisor of 64 inputs, or -1"),
+    "awq_scales": ("awq_gemv", {"group_size": 1}, None, r"scales for \[64, 32\], expected at least \[64, 64\]"),
+    "awq_other": ("awq", {"version": "gemv_fast"}, None, "AWQ's gemv_fast: qweight is int32"),
+    "awq_words": ("awq_gemv", {}, ("q_proj.qweight", lambda x: x.astype(np.int16)), r"expected int32 \[outputs / 1, inputs / 8"),
+    "awq_stride": ("awq_gemv_fast", {}, ("q_proj.qweight", lambda x: x[:, :32]), "in whole pieces of 64 inputs"),
     "e4m3": ("fp8_blocks", {}, ("q_proj.weight", lambda x: x.astype(ml_dtypes.float8_e4m3fnuz)), "e4m3fnuz"),
     "blocks": ("fp8_blocks", {"weight_block_size": [64, 64]}, None, r"expected blocks of 64 by 64"),
     "lacks": ("gptq", {}, ("q_proj.scales", None), "q_proj.weight: quantized, but the file lacks .*q_proj.scales"),
@@ -423,11 +460,12 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_variants_are_refused_by_name(case, tmp_path):
     kind, how, change, message = REFUSED[case]
-    tensors, _ = checkpoint(tmp_path, kind)
+    config = BASE | ({"intermediate_size": 128} if kind == "awq_gemv_fast" else {})
+    tensors, _ = checkpoint(tmp_path, kind, config=config)
     if change:
         name, f = change
         tensors = {k: f(x) if f and k.endswith(name) else x for k, x in tensors.items() if f or not k.endswith(name)}
-    save(tmp_path, tensors, BASE | {"quantization_config": KINDS[kind][1] | how})
+    save(tmp_path, tensors, config | {"quantization_config": KINDS[kind][1] | how})
     with pytest.raises(CheckpointError, match=message):
         models.load(tmp_path)
 
