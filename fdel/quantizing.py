@@ -88,6 +88,8 @@ def save(
 ) -> int:  # fmt: skip
     """Write a model whose layers' matrices are quantized by `writers.scheme(...)`; give the bytes of all tensors.
 
+    By default (`where`, see `params.quantize`) those of the language model: towers stay whole.
+
     With `alpha` the model is smoothed first, by the rows too (see `smoothing.smooth`). The host holds quantized matrices
     at once. What is wrong is a ValueError, and nothing is written then.
     """

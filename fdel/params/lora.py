@@ -17,11 +17,10 @@ from .quantize import MATRICES, change, targets
 from .spec import named_leaves, unstack
 
 Tree = Any
-TEXT = r"^(?!.*\b(vision|audio)\b).*" + MATRICES  # those of the language model; a tower's have a name before theirs
 
 
 def add(
-    params: Tree, rank: int, alpha: float, where: str = TEXT, *, key: jax.Array, spec: Tree, rslora: bool = False,
+    params: Tree, rank: int, alpha: float, where: str = MATRICES, *, key: jax.Array, spec: Tree, rslora: bool = False,
     dtype: Any = jnp.float32,
 ) -> Tree:  # fmt: skip
     r"""Give the matrices whose path matches `where` a LowRank update of zero: W + alpha/rank (or alpha/sqrt(rank)) b a.

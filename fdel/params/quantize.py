@@ -18,7 +18,9 @@ from .spec import Param, named_leaves, path_name, unstack
 
 Tree = Any
 
-MATRICES = r"\blayers\b(?!.*\brouter\b)"  # matrices of layers; routers decide by small differences
+# The matrices of a language model's layers. A tower's have its name before theirs, and stay whole in published files and
+# under PEFT; routers decide by small differences.
+MATRICES = r"^(?!.*\b(vision|hearing)\b).*\blayers\b(?!.*\brouter\b)"
 
 
 def declarations(params: Tree, spec: Tree) -> dict[str, Param]:
@@ -54,7 +56,9 @@ def change(f: Callable[[str, Any], Any], params: Tree) -> Tree:
 def quantize(
     params: Tree, format: str, where: str = MATRICES, *, spec: Tree, group: int | None = None, double: bool = True
 ) -> Tree:
-    """Quantise the matrices whose path matches `where` to a format of `FORMATS`; the base of a LowRank leaf too.
+    r"""Quantise the matrices whose path matches `where` to a format of `FORMATS`; the base of a LowRank leaf too.
+
+    By default those of the language model's layers; with r"\blayers\b" a tower's too.
 
     "int8", "fp8" (e4m3), "nf4", "mxfp4" (e2m1) and "int4" change weights alone. "a8q" (int8), "w4a8" and "a4q" (int4)
     also make products round activations, row by row, to int8, or to four bits, and multiply integers; `NAMES` has what

@@ -12,6 +12,7 @@ from typing import Any
 
 from fdel import models, params
 from fdel.params.hf_layout import matrix
+from fdel.params.quantize import MATRICES
 from fdel.recipe import names, parse
 from fdel.recipe.methods import Lora
 from fdel.recipe.read import Recipe
@@ -135,7 +136,7 @@ def lora_targets(lora: Lora, spec: Any) -> str:
     What matches nothing, or some layers alone, is a RecipeError.
     """
     if lora.target_modules == "all-linear":
-        return params.lora.TEXT
+        return MATRICES
     modules = {
         path: [name.removesuffix(".weight") for name in params.hf_names(p)]
         for path, p in params.named_leaves(spec)

@@ -124,7 +124,7 @@ class Quantization:
         refuse=CHOSEN)  # fmt: skip
     apply_quantization: bool = key(True, "false leaves the model as it is, whatever `model` says")
     kv_cache: Format = key(Format(), f"of keys and values; {SERVING}")
-    model: Format = key(Format(), "of the matrices in the model's layers")
+    model: Format = key(Format(), "of the matrices in the language model's layers; towers stay whole")
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,8 @@ def llama_in_parts() -> tuple[dict, dict]:
     rng = np.random.default_rng(0)
     shapes = {"token_embd": (330, 64), "output_norm": (64,), "output": (330, 64), "blk.0.attn_q": (64, 64),
               "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64), "blk.0.attn_output": (64, 64), "blk.0.attn_norm": (64,),
-              "blk.0.ffn_norm": (64,), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96)}  # fmt: skip
+              "blk.0.ffn_norm": (64,), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64),
+              "blk.0.ffn_down": (64, 96)}  # fmt: skip
     tensors = {}
     for name, shape in shapes.items():
         x = rng.normal(len(shape) == 1, 0.2, shape).astype(np.float32)
@@ -323,7 +324,7 @@ def same(a, b) -> None:
 
 
 def test_a_model_in_several_files(tmp_path, capsys):
-    """By any of its files or their directory it is the model of one file: arrays, tokenizer, `fdel info`, `fdel convert`."""
+    """By any of its files or their directory it is that of one file: arrays, tokenizer, `fdel info`, `fdel convert`."""
     keys, tensors = llama_in_parts()
     gguf_file(tmp_path / "whole", keys, tensors)
     want = models.load(tmp_path / "whole")

@@ -443,7 +443,7 @@ REFUSED = {
     "awq_group": ("awq_gemv", {"group_size": 48}, None, "group_size is 48; expected a divisor of 64 inputs, or -1"),
     "awq_scales": ("awq_gemv", {"group_size": 1}, None, r"scales for \[64, 32\], expected at least \[64, 64\]"),
     "awq_other": ("awq", {"version": "gemv_fast"}, None, "AWQ's gemv_fast: qweight is int32"),
-    "awq_words": ("awq_gemv", {}, ("q_proj.qweight", lambda x: x.astype(np.int16)), r"expected int32 \[outputs / 1, inputs / 8"),
+    "awq_words": ("awq_gemv", {}, ("q_proj.qweight", lambda x: x.astype(np.int16)), r"int32 \[outputs / 1, inputs / 8"),
     "awq_stride": ("awq_gemv_fast", {}, ("q_proj.qweight", lambda x: x[:, :32]), "in whole pieces of 64 inputs"),
     "e4m3": ("fp8_blocks", {}, ("q_proj.weight", lambda x: x.astype(ml_dtypes.float8_e4m3fnuz)), "e4m3fnuz"),
     "blocks": ("fp8_blocks", {"weight_block_size": [64, 64]}, None, r"expected blocks of 64 by 64"),

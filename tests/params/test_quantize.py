@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import re
 
 import chex
 import jax
@@ -14,8 +15,9 @@ import pytest
 
 from fdel import ops
 from fdel.ops.weights import NF4, LowRank, Quantized, dense
-from fdel.params.hf_layout import Matrix, layout, matrix
-from fdel.params.quantize import dequantize, quantize, straight_through
+from fdel.params.hf_layout import Matrix, hf_names, layout, matrix
+from fdel.params.quantize import MATRICES as LANGUAGE
+from fdel.params.quantize import dequantize, quantize, straight_through, targets
 from fdel.params.spec import Param, named_leaves, normal, stack, unstack
 from tests.models import tiny
 
@@ -286,6 +288,23 @@ def test_the_matrices_of_every_family(name: str) -> None:
         sides = p.shape[-2:] if together(p) else flat[path]
         assert m.batch == len(p.stacked) + together(p) and (p.part or {outputs, inputs} == {*sides}), path
         assert inputs in sides, path
+
+
+TOWER = re.compile(r"visual|vision|audio_tower|resampler|merger|projector")  # in names of files
+
+
+@pytest.mark.parametrize("name", [n for n, e in tiny.TINY.items() if "vision_config" in str(e.values) and ":" not in n])
+def test_towers_stay_whole(name: str) -> None:
+    """By default, as adapters leave them: all matrices of layers are the language model's or a tower's, by their names in
+    files, which others gave."""
+    module = importlib.import_module(f"fdel.models.{name}")
+    spec = module.spec(module.Config.from_hf(tiny.TINY[name].values))
+    names = {path: hf_names(p)[0] for path, p in named_leaves(spec) if p.hf}
+    found = {by: {names[path] for path in targets(spec, spec, by)} for by in (LANGUAGE, r"\blayers\b")}
+    assert found[LANGUAGE] and not any(map(TOWER.search, found[LANGUAGE]))
+    router = lambda n: n.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight"))
+    assert all(TOWER.search(n) or router(n) for n in found[r"\blayers\b"] - found[LANGUAGE])
+    assert any(map(TOWER.search, found[r"\blayers\b"]))
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from fdel.models import llama
 from fdel.ops.weights import Observed
 from fdel.params import named_leaves, writers
 from fdel.params.rounding import gptq, nearest, scales
+from tests.models import tiny
 from tests.params.test_published import BASE, quantized_leaves
 
 CONFIG = BASE | dict(intermediate_size=128, dtype="bfloat16")
@@ -30,7 +31,8 @@ def model(family="llama") -> models.Model:
     """Random weights in bfloat16; its matrices' rows differ in size."""
     module = models.family(family)
     more = dict(num_local_experts=3, num_experts_per_tok=2) if family == "mixtral" else {}
-    cfg = module.Config.from_hf(CONFIG | {"model_type": family} | more)
+    values = tiny.TINY["llava"].values if family == "llava" else CONFIG | {"model_type": family} | more
+    cfg = module.Config.from_hf(values)
     rng = np.random.default_rng(1)
     draw = lambda p: jnp.array(
         rng.normal(0, 0.1, p.shape) * np.exp(rng.normal(0, 0.5, (*p.shape[:-1], 1))), jnp.bfloat16
@@ -242,6 +244,24 @@ def test_experts_are_calibrated(tmp_path):
     assert all("gate" in name for name in how["dynamic"]) and len(how["dynamic"]) == 2
     read = models.load(tmp_path, stacked=False)
     assert len(quantized_leaves(read.params)) == 2 * 7
+
+
+def test_a_tower_stays_whole(tmp_path):
+    """Its tensors are as they were, the file names its modules among those that are plain, and both are read again."""
+    scheme = writers.scheme("w8a16")
+    quantizing.save(model("llava"), tmp_path, scheme)
+    models.save(model("llava"), tmp_path / "plain")
+    files = {name: t.read() for name, t in params.files.tensors(tmp_path).items()}
+    whole = {name: t.read() for name, t in params.files.tensors(tmp_path / "plain").items()}
+    tower = {name for name in whole if "vision_tower" in name or "projector" in name}
+    for name in tower:
+        np.testing.assert_array_equal(files[name], whole[name])
+    packed = {name.removesuffix("_packed") for name in files if name.endswith("_packed")}
+    assert packed == {name for name in whole if "_proj.weight" in name} - tower
+    plain = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {n.removesuffix(".weight") for n in tower if "_proj.weight" in n or ".fc1.weight" in n} < set(plain)
+    leaves = quantized_leaves(models.load(tmp_path).params)
+    assert leaves and not any(path.startswith(("vision", "projector")) for path in leaves)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
