@@ -17,8 +17,10 @@ KVR = ("key", "value", "receptance")
 class Config:
     """Sizes and constants; `hf(...)` names each one's key in config.json.
 
-    Of rescale_every any value is understood: transformers halves the stream there in evaluation, for half precision's
-    sake, which the norms take out again but for their epsilon. context_length is of a training kernel.
+    Of rescale_every any value is understood, and none computed. So that half precision does not overflow, transformers in
+    evaluation halves the stream after every so many layers and divides what later layers add to it as often. That is exact
+    in binary, and each norm takes the factor out: the same function, but that the norms' epsilon weighs 4^k times as much
+    after k halvings (in float32 too; in training it does not rescale). context_length is of a training kernel.
     """
 
     ONLY = dict.fromkeys(("rescale_every", "context_length"), config.ANY)

@@ -18,6 +18,7 @@ from fdel.ops.weights import Quantized
 from .tensor import CheckpointError, Tensor
 
 Found = dict[str, Tensor]
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")  # how activations are rounded is not computed
 UNORDERED = "understood are groups of neighbours in one order of the inputs: quantize it with desc_act=False"
 
 
@@ -229,9 +230,9 @@ def e2m1(found: Found, name: str, values: Tensor, outer: str) -> Quantized:
 
 
 def modelopt(found: Found, name: str, how: Mapping[str, Any]) -> Quantized | None:
-    """NVIDIA's ModelOpt: float8 with a scale per tensor ("FP8"), and NVFP4 with a second scale per tensor."""
-    if (algorithm := how.get("quant_algo")) not in ("FP8", "NVFP4"):
-        raise ValueError(f"ModelOpt's {algorithm!r}; understood are FP8 and NVFP4")
+    """NVIDIA's ModelOpt: float8 with a scale per tensor or output, and NVFP4 with a second scale per tensor."""
+    if (algorithm := how.get("quant_algo")) not in MODELOPT:
+        raise ValueError(f"ModelOpt's {algorithm!r:.100}; understood are {', '.join(MODELOPT)}")
     if name + "_scale_2" in found:
         return e2m1(found, name, take(found, name)[0], name + "_scale_2")
     return fp8(found, name, how)

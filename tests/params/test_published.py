@@ -451,7 +451,7 @@ REFUSED = {
     "shape": ("gptq", {}, ("k_proj.scales", lambda x: x[:, :5]), r"k_proj.weight:\d: the shape is"),
     "words": ("ct_4", {}, ("q_proj.weight_packed", lambda x: x.view(np.uint8)), "uint8.*4 and 8 bits in int32"),
     "nvfp4": ("nvfp4", {}, ("q_proj.weight_scale", lambda x: x[:, ::2]), "four-bit floats.*understood are groups of 16"),
-    "algorithm": ("modelopt_fp4", {"quant_algo": "W4A16_AWQ"}, ("q_proj.weight_scale_2", None), "W4A16_AWQ.*FP8 and NVFP4"),
+    "algorithm": ("modelopt_fp4", {"quant_algo": "W4A16_AWQ"}, ("q_proj.weight_scale_2", None), "W4A16_AWQ.*FP8, .*NVFP4"),
     "parts": ("gptq", {}, ("q_proj.qzeros", lambda x: x[:1]), "parts of a quantized matrix do not fit each other"),
     "malformed": ("ct_4", {"config_groups": {"a": 3}}, None, "malformed"),
 }  # fmt: skip
