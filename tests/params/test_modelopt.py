@@ -65,9 +65,7 @@ def test_numbers_of_fp8_that_modelopt_wrote(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG", "NVFP4_DEFAULT_CFG", "W4A16_NVFP4_CFG"]
-)
+@pytest.mark.parametrize("kind", ["FP8_DEFAULT", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_DEFAULT", "W4A16_NVFP4"])
 def test_what_modelopt_exports(kind, tmp_path):
     """A tiny Llama with random weights: every matrix is what ModelOpt's own tensors dequantise to, 1e-7 of the greatest."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
