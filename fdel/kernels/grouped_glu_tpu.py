@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import grouped_matmul_tpu
 from fdel.kernels.grouped_matmul_tpu import tiling, tiling_of_matrices, too_wide
 from fdel.kernels.grouped_program_tpu import matrices_of, rows_times
+from fdel.ops.weights import Quantized
 
 # What Mosaic compiles of a product's operations, and what holds others.
 KNOWN = {
@@ -36,6 +37,8 @@ def unsupported(
 ) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     for w in (gate, up):
+        if isinstance(w, Quantized):
+            return "weights are arrays; found Quantized, of which two products are made"
         if why := grouped_matmul_tpu.unsupported(x, w, sizes):
             return why
     if gate.shape != up.shape:

@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import grouped_quantized_tpu
 from fdel.kernels.device import kind, no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
+from fdel.ops.weights import Quantized
 
 LANES = 128
 MIB = 2**20
@@ -49,6 +51,8 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     if why := no_tpu():
         return why
+    if isinstance(w, Quantized):
+        return grouped_quantized_tpu.unsupported(x, w, sizes)
     if not isinstance(w, jax.Array):
         return f"weights are arrays; found {type(w).__name__}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -66,8 +70,10 @@ def too_wide(x: Array, w: Array, count: int) -> str | None:
     return None
 
 
-def call(x: Float[Array, "M K"], w: Float[Array, "E N K"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+def call(x: Float[Array, "M K"], w: Float[Array, "E N K"] | Quantized, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`; sums are float32."""
+    if isinstance(w, Quantized):
+        return grouped_quantized_tpu.call(x, w, sizes, device().cores)
     return _product(x, w, sizes.astype(jnp.int32))
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import quantized_gradient
 from fdel.kernels.decode_gpu import FORMATS, Whole, decoded
 from fdel.kernels.device import no_hopper
 from fdel.ops.contraction import Plan, inputs_last, ordered
@@ -85,7 +86,7 @@ def call(plan: Plan, x: Float[Array, "..."], w: Quantized, dtype: Any) -> Float[
     return _product(plan, jnp.dtype(dtype), x, w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@quantized_gradient.of_rows
 def _product(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     plan, x = inputs_last(plan, x)
     rows, outputs = x.shape[:-1], w.values.shape[:-1]
@@ -96,17 +97,6 @@ def _product(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     x = jnp.pad(flat(x), ((0, 0), (0, padding)))
     y = matmul(x, parts, dtype, tiling(x, parts))
     return ordered(y.reshape(*rows, *outputs), plan.x[:-1] + plan.w[:-1], plan.out)
-
-
-def _backward(plan: Plan, dtype: jnp.dtype, saved: tuple[Array, Quantized], dy: Array) -> tuple[Array, None]:
-    from fdel.ops.dispatch import TABLES
-
-    x, w = saved
-    reference = TABLES["quantized_matmul"].implementations["xla"].call
-    return jax.vjp(lambda x: reference(plan, x, w, dtype), x)[1](dy)[0], None
-
-
-_product.defvjp(lambda plan, dtype, x, w: (_product(plan, dtype, x, w), (x, w)), _backward)
 
 
 def tiling(x: Any, w: Any) -> Tiling:

@@ -17,13 +17,14 @@ and compiled for v5p and v6e; it has not run on a TPU yet.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from fdel.kernels import quantized_gradient
 from fdel.kernels.device import no_tpu
 from fdel.kernels.quantized_formats_tpu import DIGITS, FLOATS, INDICES, INTEGERS, LANES, Tiling
 from fdel.kernels.quantized_program_tpu import NARROW, PARTS, program
@@ -45,12 +46,17 @@ def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
         return why
     if axes := context("tp", "fsdp", "ep"):
         return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
+    if plan.batch or plan.w[-len(w.inputs) :] != plan.contracted:
+        return "a weight with batch axes, or one that is multiplied from its outputs' side"
+    return unreadable(x, w)
+
+
+def unreadable(x: Array, w: Quantized) -> str | None:
+    """Say why the programs of this kernel cannot read a weight, or multiply rows like x with it; or None."""
     if w.activations:
         return "activations in few bits: XLA multiplies integers itself"
     if w.format not in FORMATS:
         return f"weights in {w.format}; expected one of {', '.join(FORMATS)}"
-    if plan.batch or plan.w[-len(w.inputs) :] != plan.contracted:
-        return "a weight with batch axes, or one that is multiplied from its outputs' side"
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x is bfloat16 or float32; found {x.dtype}"
     lanes, groups = w.values.shape[-1], w.scale.shape[-1]
@@ -69,16 +75,19 @@ def call(plan: Plan, x: Float[Array, "..."], w: Quantized, dtype: Any) -> Float[
     return _product(plan, jnp.dtype(dtype), x, w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@quantized_gradient.of_rows
 def _product(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     plan, x = inputs_last(plan, x)
     rows, outputs = x.shape[:-1], w.values.shape[:-1]
     flat = lambda a: a.reshape(-1, a.shape[-1])
+    y = matmul(flat(x), jax.tree.map(flat, stored(w)), dtype)
+    return ordered(y.reshape(*rows, *outputs), plan.x[:-1] + plan.w[:-1], plan.out)
+
+
+def stored(w: Quantized) -> Quantized:
+    """Give a weight with scales and zeros as the kernel reads them."""
     zero = dequantize(w.zero, jnp.float32) if isinstance(w.zero, Quantized) else w.zero
-    parts = replace(w, values=flat(w.values), scale=jax.tree.map(flat, _scale(w)), zero=jax.tree.map(flat, zero))
-    y = matmul(flat(x), parts, dtype)
-    axes = plan.x[:-1] + plan.w[:-1]
-    return ordered(y.reshape(*rows, *outputs), axes, plan.out)
+    return replace(w, scale=_scale(w), zero=zero)
 
 
 def _scale(w: Quantized) -> Array | Quantized:
@@ -91,67 +100,98 @@ def _scale(w: Quantized) -> Array | Quantized:
     return scale if plain and known else scales(w)
 
 
-def _backward(plan: Plan, dtype: jnp.dtype, saved: tuple[Array, Quantized], dy: Array) -> tuple[Array, None]:
-    from fdel.ops.dispatch import TABLES
+class Visits(NamedTuple):
+    """Of groups of rows: the matrix that each tile of rows meets, and how many tiles are each core's."""
 
-    x, w = saved
-    reference = TABLES["quantized_matmul"].implementations["xla"].call
-    return jax.vjp(lambda x: reference(plan, x, w, dtype), x)[1](dy)[0], None
-
-
-_product.defvjp(lambda plan, dtype, x, w: (_product(plan, dtype, x, w), (x, w)), _backward)
+    matrix: Int[Array, " tiles"]
+    each: Int[Array, " 1"]
 
 
 def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype) -> Float[Array, "M N"]:
-    """Lay out x as the weight's bytes lie, and run the kernel. `w` is Quantized: matrices, its scales as of `_scale`."""
+    """Multiply with one matrix; see `product`."""
+    t = tiling(x, w, dtype)
+    return product(t, jnp.pad(x, ((0, -len(x) % t.rows), (0, 0))), w)[: len(x)]
+
+
+def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = None, cores: int = 2) -> Array:
+    """Lay out x as the weight's bytes lie, and run the kernel: [M N]. `w` is Quantized, its scales as of `stored`.
+
+    With `visits` w has matrices [E N K], and what is given for tiles past those that were counted is undefined.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (many, inputs), (count, lanes), t = x.shape, w.values.shape, tiling(x, w, dtype)
-    groups = w.scale.shape[-1]
+    (count, lanes), groups = w.values.shape[-2:], w.scale.shape[-1]
     held = -(-groups // t.beside) * t.beside  # groups, so many that they fill rows of lanes
-    x = jnp.pad(x, ((0, -many % t.rows), (0, lanes * t.halves - inputs)))
-    if groups == 1 and t.halves * t.each > x.shape[1]:
-        x = jnp.pad(x.reshape(len(x), t.halves, -1), ((0, 0), (0, 0), (0, t.each - lanes))).reshape(len(x), -1)
-    x = jnp.pad(x, ((0, 0), (0, held * t.halves * t.each - x.shape[1])))
-    inputs, width = x.shape[1], held * t.each
+    width = held * t.each
+    inputs = width * t.halves
+    x = x if t.back else _laid(x, t, lanes, inputs)
     steps = -(-count // t.outputs)
     total = len(x) // t.rows * steps
-    cores = 2 if total % 2 == 0 else 1  # a v5p has two, which share the steps
-    row, output = (lambda c, i: (c * (total // cores) + i) // steps), (lambda c, i: (c * (total // cores) + i) % steps)
-    specs = {
-        "x": (x, pl.BlockSpec((t.rows, inputs), lambda c, i: (row(c, i), 0))),
-        "values": (w.values, pl.BlockSpec((t.outputs, width), lambda c, i: (output(c, i), 0))),
-        **_of_groups(w, t, held, output),
-    }
-    tiled, numbers = -(-held // LANES) * LANES, lambda *shape: pltpu.VMEM(shape, jnp.float32)
-    narrow = t.beside >= NARROW
-    columns = pltpu.VMEM((t.outputs, PARTS * tiled), jnp.bfloat16) if narrow else numbers(t.outputs, tiled)
-    if t.few:
-        kept = {
-            "digits": pltpu.VMEM((t.beside * t.digits * t.rows, inputs), jnp.int8 if t.digits > 1 else x.dtype),
-            "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, tiled),
-        }  # fmt: skip
+    given = {} if visits is None else visits._asdict()
+    if visits is None:
+        cores = 2 if total % 2 == 0 else 1  # a v5p has two, which share the steps
+        at = lambda c, i: divmod(c * (total // cores) + i, steps)
     else:
-        kept = {"scales": columns, "zeros": columns, "total": numbers(t.rows, t.outputs)}
-    if t.scale != "float":
-        kept["decoded"] = numbers(held, t.outputs)
+        at = lambda c, i, matrix, each: (c * each[0] + i // steps, i % steps)
+
+    def block(shape: tuple[int, int], index: Callable) -> Any:
+        """Show the kernel a block of a weight's array: index(which block of outputs)."""
+        if visits is None:
+            return pl.BlockSpec(shape, lambda c, i: index(at(c, i)[1]))
+        return pl.BlockSpec((None, *shape), lambda c, i, *to: (to[0][at(c, i, *to)[0]], *index(at(c, i, *to)[1])))
+
+    rows = [pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0)), pl.BlockSpec((t.rows, t.outputs), at)]
+    specs = {
+        "x": (x, rows[t.back]),
+        "values": (w.values, block((t.outputs, width), lambda output: (output, 0))),
+        **_of_groups(w, t, held, block),
+    }
+    kept = _kept(t, inputs, held, x.dtype)
     run = pl.pallas_call(
-        functools.partial(program, t, (*specs, "out", *kept)),
-        out_shape=jax.ShapeDtypeStruct((len(x), count), dtype),
-        grid=(cores, total // cores),
-        in_specs=[spec for _, spec in specs.values()],
-        out_specs=pl.BlockSpec((t.rows, t.outputs), lambda c, i: (row(c, i), output(c, i))),
-        scratch_shapes=list(kept.values()),
+        functools.partial(program, t, (*given, *specs, "out", *kept), count, 0 if visits is None else steps),
+        out_shape=jax.ShapeDtypeStruct((len(x), inputs if t.back else count), t.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(given),
+            grid=(cores, total // cores if visits is None else visits.each[0] * steps),
+            in_specs=[spec for _, spec in specs.values()],
+            out_specs=rows[not t.back],
+            scratch_shapes=list(kept.values()),
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM, disable_bounds_checks=True
         ),
         name="quantized_matmul",
     )
-    return run(*(a for a, _ in specs.values()))[:many]
+    return run(*given.values(), *(a for a, _ in specs.values()))
 
 
-def _of_groups(w: Any, t: Tiling, held: int, output: Callable) -> dict[str, tuple[Array, Any]]:
+def _laid(x: Float[Array, "M K"], t: Tiling, lanes: int, inputs: int) -> Float[Array, "M inputs"]:
+    """Fill rows of x with zeros where bytes of a weight's rows, so many `lanes`, end before those that are read."""
+    x = jnp.pad(x, ((0, 0), (0, lanes * t.halves - x.shape[1])))
+    if lanes < t.each:  # of one group
+        x = jnp.pad(x.reshape(len(x), t.halves, -1), ((0, 0), (0, 0), (0, t.each - lanes))).reshape(len(x), -1)
+    return jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
+
+
+def _kept(t: Tiling, inputs: int, held: int, dtype: Any) -> dict[str, Any]:
+    """Name the memory of the program, beside its blocks."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    tiled, numbers = -(-held // LANES) * LANES, lambda *shape: pltpu.VMEM(shape, jnp.float32)
+    narrow = t.beside >= NARROW
+    columns = pltpu.VMEM((t.outputs, PARTS * tiled), jnp.bfloat16) if narrow else numbers(t.outputs, tiled)
+    if t.few:
+        kept = {
+            "digits": pltpu.VMEM((t.beside * t.digits * t.rows, inputs), jnp.int8 if t.digits > 1 else dtype),
+            "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, tiled),
+        }  # fmt: skip
+    else:
+        kept = {"scales": columns, "zeros": columns, "total": numbers(t.rows, inputs if t.back else t.outputs)}
+    return kept if t.scale == "float" else kept | {"decoded": numbers(held, t.outputs)}
+
+
+def _of_groups(w: Any, t: Tiling, held: int, block: Callable) -> dict[str, tuple[Array, Any]]:
     """Name scales, zeros and the table, with the blocks of which the kernel sees each; `held` groups fill whole lanes."""
     from jax.experimental import pallas as pl
 
@@ -162,20 +202,21 @@ def _of_groups(w: Any, t: Tiling, held: int, output: Callable) -> dict[str, tupl
     # Scales [N groups] lie in memory as [groups N], where groups are fewer than lanes: so they are read without a copy.
     for name, a in {"scale": scale, "step": step, "low": low, "zero": w.zero}.items():
         if name == "scale" and t.across:
-            found[name] = a, pl.BlockSpec((t.outputs, groups), lambda c, i: (output(c, i), 0))
+            found[name] = a, block((t.outputs, groups), lambda output: (output, 0))
         elif a is not None:
-            a = jnp.pad(a.T, ((0, held - groups if a.shape[1] == groups else 0), (0, 0)))
-            found[name] = a, pl.BlockSpec((len(a), t.outputs), lambda c, i: (0, output(c, i)))
+            more = held - groups if a.shape[-1] == groups else 0
+            a = jnp.pad(a.mT, [*[(0, 0)] * (a.ndim - 2), (0, more), (0, 0)])
+            found[name] = a, block((a.shape[-2], t.outputs), lambda output: (0, output))
     if t.format in INDICES:
         rows = np.zeros((1, LANES), np.float32)
         rows[0, : len(TABLES[t.format])] = TABLES[t.format]
-        found["table"] = jnp.asarray(rows), pl.BlockSpec(rows.shape, lambda c, i: (0, 0))
+        found["table"] = jnp.asarray(rows), pl.BlockSpec(rows.shape, lambda *_: (0, 0))
     return found
 
 
 def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
     """Cut a call into blocks, from the shapes of x [M K] and of the weight's matrices."""
-    (many, inputs), (count, lanes), groups = x.shape, w.values.shape, w.scale.shape[-1]
+    (many, inputs), (count, lanes), groups = x.shape, w.values.shape[-2:], w.scale.shape[-1]
     each = lanes // groups if groups > 1 else -(-lanes // LANES) * LANES
     beside = max(1, LANES // each)
     digits = DIGITS if w.format in INTEGERS else 1

@@ -1,0 +1,98 @@
+"""Products of groups of rows with a quantized matrix each, on TPUs: the kernel of `quantized_matmul_tpu` for experts.
+
+A tile has rows of one group alone: rows are copied to tiles, the last of a group filled with zeros, and results back.
+The kernel reads the matrices of groups with rows as they are stored, once for each tile, so tiles have about twice as
+many rows as a group has on average. Two cores share the tiles. What a step does with a block, few rows or many, and how
+bits are decoded, are that kernel's programs. Weights are frozen: a gradient reaches the rows alone.
+
+Bytes read: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
+Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdel.kernels import quantized_matmul_tpu as kernel
+from fdel.kernels.device import no_tpu
+from fdel.ops.platform import context
+from fdel.ops.weights import Quantized
+
+# Up to so many rows of a group on average: rows of a tile.
+TILES = {4: 8, 8: 16, 16: 32, 32: 64, 64: 128, 512: 256}
+MOST = 512
+BACK = 12 * 2**20  # bytes of the sums of a tile's gradient
+
+
+def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
+    """Say why the kernel cannot serve this call, or None."""
+    if why := no_tpu():
+        return why
+    if axes := context("tp"):
+        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
+    if w.order is not None:
+        return "a weight whose inputs have an order of their own"
+    if w.ndim != 3 or len(w.inputs) != 1 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
+        return f"x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]"
+    return kernel.unreadable(x, w)
+
+
+def call(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores: int) -> Float[Array, "M N"]:
+    """Multiply as `ops.grouped_matmul`, on a device of so many cores; sums are float32."""
+    return _product(cores, x, jax.tree.map(jax.lax.stop_gradient, w), sizes.astype(jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(cores: int, x: Array, w: Quantized, sizes: Array) -> Array:
+    return _run(cores, tiling(len(x), w, x.dtype), x, w, sizes)
+
+
+def _backward(cores: int, saved: tuple[Quantized, Array], dy: Array) -> tuple[Array, None, None]:
+    w, sizes = saved
+    t, lanes = tiling(len(dy), w, dy.dtype), w.values.shape[-1]
+    most = max(16, BACK // (4 * lanes * t.halves) // 16 * 16)
+    t = t._replace(few=False, back=True, rows=min(most, max(16, t.rows)))
+    dx = _run(cores, t, dy, w, sizes)
+    if lanes < t.each:  # of one group, whose bytes are read further than they go
+        dx = dx.reshape(len(dx), t.halves, -1)[..., :lanes].reshape(len(dx), -1)
+    return dx[:, : w.shape[2]], None, None
+
+
+_product.defvjp(lambda cores, x, w, sizes: (_product(cores, x, w, sizes), (w, sizes)), _backward)
+
+
+def _run(cores: int, t: kernel.Tiling, x: Array, w: Quantized, sizes: Array) -> Array:
+    """Copy rows to tiles, run the kernel, and copy what it gives back."""
+    visits, source, place = tiles(sizes, len(x), t.rows, cores)
+    y = kernel.product(t, x.at[source].get(mode="fill", fill_value=0), kernel.stored(w), visits, cores)
+    return y.at[place].get(mode="fill", fill_value=0)
+
+
+def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
+    """Cut a call with so many rows into blocks."""
+    rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), MOST)
+    return kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
+
+
+def tiles(sizes: Int[Array, " E"], many: int, rows: int, cores: int) -> tuple[kernel.Visits, Array, Array]:
+    """List tiles of so many rows; which row each of theirs is (or `many`), and where each row of x is in them.
+
+    There is a tile more than groups and rows can need, for the core that has one less; rows of no group are nowhere.
+    """
+    count, last = min(len(sizes), many) + many // rows, jnp.cumsum(-(-sizes // rows))
+    ends, before = jnp.cumsum(sizes), last + sizes // -rows
+    which = lambda bounds, at: jnp.searchsorted(bounds, at, side="right", method="compare_all")
+    tile = jnp.arange(count + 1, dtype=jnp.int32)
+    group = jnp.minimum(which(last, jnp.minimum(tile, last[-1] - 1)), len(sizes) - 1)
+    first = ends[group] - sizes[group] + (tile - before[group]) * rows
+    source = first[:, None] + jnp.arange(rows)
+    source = jnp.where(source < jnp.where(tile < last[-1], ends[group], 0)[:, None], source, many)
+    row = jnp.arange(many)
+    mine = which(ends, row)
+    place = before[mine] * rows + row - ends[mine] + sizes[mine]
+    place = jnp.where(mine < len(sizes), place, len(tile) * rows)
+    each = -(-jnp.maximum(last[-1:], 1) // cores)
+    return kernel.Visits(group.astype(jnp.int32), each.astype(jnp.int32)), source.reshape(-1), place
