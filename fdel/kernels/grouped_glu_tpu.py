@@ -19,16 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import grouped_matmul_tpu
+from fdel.kernels.elementwise import KNOWN, unknown
 from fdel.kernels.grouped_matmul_tpu import tiling, tiling_of_matrices, too_wide
 from fdel.kernels.grouped_program_tpu import matrices_of, rows_times
 from fdel.ops.weights import Quantized
 
-# What Mosaic compiles of a product's operations, and what holds others.
-KNOWN = {
-    "abs", "add", "and", "clamp", "convert_element_type", "copy", "div", "eq", "exp", "ge", "gt", "integer_pow", "le",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "select_n", "sign", "square", "stop_gradient",
-    "sub", "tanh",
-}  # fmt: skip
+# What Mosaic TPU compiles of a product's operations, and what holds others.
+TPU = KNOWN | {"copy", "stop_gradient"}
 HOLDING = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -45,11 +42,7 @@ def unsupported(
         return f"gate {gate.shape} and up {up.shape} are alike"
     if (gate_bias is None) != (up_bias is None):
         return "gate and up both have a bias, or none"
-    some = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-    other = _operations(jax.make_jaxpr(product)(some, some)) - KNOWN
-    if other:
-        return f"the product of gate and up has {', '.join(sorted(other))}; known are {', '.join(sorted(KNOWN))}"
-    return too_wide(x, gate, 2)
+    return unknown(product, TPU, HOLDING) or too_wide(x, gate, 2)
 
 
 def call(
@@ -96,15 +89,3 @@ def _backward(product: Callable, saved: tuple, dy: Array) -> tuple:
 
 
 _glu.defvjp(_forward, _backward)
-
-
-def _operations(jaxpr: Any) -> set[str]:
-    """Name the operations of a program and of those that it holds; arrays that it captures are "constants"."""
-    found = {"constants"} if getattr(jaxpr, "consts", ()) else set()
-    for equation in jaxpr.eqns:
-        inner = [x for x in equation.params.values() if hasattr(x, "eqns")]
-        if equation.primitive.name in HOLDING and inner:
-            found |= set().union(*map(_operations, inner))
-        else:
-            found.add(equation.primitive.name)
-    return found

@@ -15,6 +15,7 @@ outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty 
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,23 +53,24 @@ def call(x: Float[Array, "M K"], w: Float[Array, "E N K"], sizes: Int[Array, " E
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(interpreted: bool, x: Array, w: Array, sizes: Array) -> Array:
     """Multiply rows with the matrices of their groups; see `call`. `interpreted`: leave out what the interpreter lacks."""
-    return _rows(x, w, sizes, tiling(x, w, True, interpreted))
+    return rows_times(x, (w,), sizes, tiling(x, w, True, interpreted), lambda y: [y])[0]
 
 
 def _backward(interpreted: bool, saved: tuple, dy: Array) -> tuple[Array, Array, None]:
     x, w, sizes = saved
-    return _rows(dy, w, sizes, tiling(dy, w, False, interpreted)), _matrices(x, dy, sizes, interpreted), None
+    dx = rows_times(dy, (w,), sizes, tiling(dy, w, False, interpreted), lambda y: [y])[0]
+    return dx, gradient_of_matrices(x, dy, sizes, interpreted), None
 
 
 product.defvjp(lambda interpreted, *args: (product(interpreted, *args), args), _backward)
 
 
-def tiling(x: Any, w: Any, turned: bool, interpreted: bool = False) -> Tiling:
-    """Choose the tiles for rows [M inputs] and matrices [E N K]."""
+def tiling(x: Any, w: Any, turned: bool, interpreted: bool = False, matrices: int = 1) -> Tiling:
+    """Choose the tiles for rows [M inputs] and so many matrices [E N K]."""
     outputs = w.shape[1 if turned else 2]
     few = len(x) < FEW * len(w)
-    width = WIDTH // 2 * (1 + (outputs % (2 * WIDTH) == 0)) if few else WIDTH * (1 + (outputs % (2 * WIDTH) == 0))
-    return Tiling(few, width, turned, interpreted)
+    width = WIDTH // (1 + few) * (1 + (matrices == 1 and outputs % (2 * WIDTH) == 0))
+    return Tiling(few, width, turned, matrices, interpreted)
 
 
 def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "tiles 3"], Int[Array, " 1"]]:
@@ -84,21 +86,22 @@ def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "ti
     return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, rows)], 1), last[-1:]
 
 
-def _rows(x: Array, w: Array, sizes: Array, t: Tiling) -> Array:
-    """Multiply rows [M inputs] with matrices: [M outputs]."""
+def rows_times(x: Array, w: tuple, sizes: Array, t: Tiling, join: Callable, outs: int = 1) -> tuple[Array, ...]:
+    """Multiply rows [M inputs] with matrices, one or several: `outs` arrays [M outputs] of join(*sums), in float32."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     many = len(x)
     x = jnp.pad(x, ((0, max(0, t.rows - many)), (0, 0)))
     table, count = tiles(sizes, len(x), t.rows)
     matrix = (t.width, STEP) if t.turned else (STEP, t.width)
-    scratch = memory(x.dtype, (t.parts[0], ROWS, STEP), (t.parts[1], *matrix))
+    scratch = memory(x.dtype, (t.parts[0], ROWS, STEP), (len(w) * t.parts[1], *matrix))
     scratch["part_s"] = gpu.SMEM((GROUPS, ROWS, 64), x.dtype)  # rows of it are copied out
-    out = jax.ShapeDtypeStruct((len(x), w.shape[1 if t.turned else 2]), x.dtype)
-    return run(functools.partial(of_rows, t=t), out, scratch, x, w, table, count)[:many]
+    out = jax.ShapeDtypeStruct((len(x), w[0].shape[1 if t.turned else 2]), x.dtype)
+    found = run(functools.partial(of_rows, t=t, join=join), (out,) * outs, scratch, x, *w, table, count)
+    return tuple(y[:many] for y in found)
 
 
-def _matrices(x: Array, dy: Array, sizes: Array, interpreted: bool) -> Array:
+def gradient_of_matrices(x: Array, dy: Array, sizes: Array, interpreted: bool) -> Array:
     """Give the gradients of matrices [E N K]: of each the product of dy [rows N] and x [rows K] over its rows."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 

@@ -22,6 +22,7 @@ class Tiling:
     few: bool
     width: int  # outputs of a group of warps
     turned: bool  # matrices are [outputs inputs], as they are stored; else [inputs outputs]
+    matrices: int = 1  # that rows are multiplied with, side by side
     interpreted: bool = False
 
     parts = property(lambda self: (1, GROUPS) if self.few else (GROUPS, 1))  # of rows, and of outputs
@@ -107,41 +108,42 @@ def _copies(s: Any, count: Any, done: Any, copy: Callable) -> None:
     jax.lax.fori_loop(0, count, step, None)
 
 
-def _products(s: Any, shape: tuple[int, int], count: Any, done: Any, multiply: Callable) -> Array:
-    """Add the products of `count` steps: multiply(sums, step, slot). A slot is free when the next product is under way."""
+def _products(s: Any, shape: tuple[int, int], count: Any, done: Any, multiply: Callable, sums: int = 1) -> list[Array]:
+    """Add the products of `count` steps: multiply(*sums, step, slot). A slot is free when the next are under way."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     slot = lambda j: jax.lax.rem(done + j, jnp.int32(DEPTH))
 
-    def every(acc: Any) -> Array:
+    def every(*accs: Any) -> list[Array]:
         def step(j: Any, _: None) -> None:
             gpu.barrier_wait(s.full.at[slot(j)])
-            multiply(acc, j, slot(j))
-            gpu.wgmma_wait(1)
+            multiply(*accs, j, slot(j))
+            gpu.wgmma_wait(sums)
             pl.when(j > 0)(lambda: gpu.barrier_arrive(s.free.at[slot(j - 1)]))
 
         jax.lax.fori_loop(0, count, step, None)
-        return acc[...]
+        return [acc[...] for acc in accs]
 
-    total = pl.run_scoped(every, gpu.ACC(shape, jnp.float32))
+    total = pl.run_scoped(every, *[gpu.ACC(shape, jnp.float32)] * sums)
     pl.when(count > 0)(lambda: gpu.barrier_arrive(s.free.at[slot(count - 1)]))
     return total
 
 
-def _store(total: Array, memory: Any, send: Callable[[int], None]) -> None:
-    """Write sums to shared memory, 64 columns at a time, and send each from there."""
+def _store(columns: Callable[[int], Array], width: int, memory: Any, send: Callable[[int], None]) -> None:
+    """Write numbers to shared memory, columns(c) of them, 64 at a time, and send each from there."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    for c in range(total.shape[1] // 64):
+    for c in range(0, width, 64):
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        memory[...] = total[:, c * 64 : (c + 1) * 64].astype(memory.dtype)
+        memory[...] = columns(c).astype(memory.dtype)
         gpu.commit_smem()
-        send(c * 64)
+        send(c)
 
 
-def _store_rows(sums: Array, s: Any, mine: Any, out: Any, corner: tuple, some: tuple) -> None:
-    """Store rows some[0] to some[1] of sums, whose first number is at `corner` of the result: in powers of two."""
+def _store_rows(columns: Callable, width: int, s: Any, mine: Any, out: Any, corner: tuple, some: tuple) -> None:
+    """Store rows some[0] to some[1] of what `columns` gives, whose first number is at `corner` of the result: in powers
+    of two."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
@@ -161,18 +163,19 @@ def _store_rows(sums: Array, s: Any, mine: Any, out: Any, corner: tuple, some: t
 
             at = at + ((high - low) & size)
 
-    pl.when(high - low == ROWS)(lambda: _store(sums, s.out_s.at[mine], whole))
-    pl.when((high > low) & (high - low < ROWS))(lambda: _store(sums, s.part_s.at[mine], part))
+    pl.when(high - low == ROWS)(lambda: _store(columns, width, s.out_s.at[mine], whole))
+    pl.when((high > low) & (high - low < ROWS))(lambda: _store(columns, width, s.part_s.at[mine], part))
 
 
-def of_rows(*refs: Any, t: Tiling, **memory: Any) -> None:
-    """Walk tiles of rows; `refs` are the arguments and the result of `_rows`."""
+def of_rows(*refs: Any, t: Tiling, join: Callable[..., list[Array]], **memory: Any) -> None:
+    """Walk tiles of rows; `refs` are the arguments and the results of `rows_times`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    x, w, table, items, out = refs
+    x, (table, items), outs = refs[0], refs[1 + t.matrices : 3 + t.matrices], refs[3 + t.matrices :]
+    matrices = refs[1 : 1 + t.matrices]
     s, mine = SimpleNamespace(**memory), jax.lax.axis_index("warps")
-    across, inner, groups = out.shape[1] // t.outputs, x.shape[1] // STEP, w.shape[0]
+    across, inner, groups = outs[0].shape[1] // t.outputs, x.shape[1] // STEP, matrices[0].shape[0]
     total = items[0]
 
     def tile(i: Any) -> tuple[Any, Any]:
@@ -192,27 +195,32 @@ def of_rows(*refs: Any, t: Tiling, **memory: Any) -> None:
             inputs = pl.ds(j * STEP, STEP)
             for p in range(t.parts[0]):
                 gpu.copy_gmem_to_smem(x.at[pl.ds(first + p * ROWS, ROWS), inputs], s.left.at[slot, p], s.full.at[slot])
-            for p in range(t.parts[1]):
+            for i in range(t.matrices * t.parts[1]):
+                w, p = matrices[i // t.parts[1]], i % t.parts[1]
                 some = pl.ds(column * t.outputs + p * t.width, t.width)
                 part = w.at[group, some, inputs] if t.turned else w.at[group, inputs, some]
-                gpu.copy_gmem_to_smem(part, s.right.at[slot, p], s.full.at[slot])
+                gpu.copy_gmem_to_smem(part, s.right.at[slot, i], s.full.at[slot])
 
         _copies(s, steps(i), done, one)
 
     def multiply(i: Any, done: Any) -> None:
         above, beside = (0, mine) if t.few else (mine, 0)
 
-        def one(acc: Any, j: Any, slot: Any) -> None:
-            matrix = s.right.at[slot, beside]
-            gpu.wgmma(acc, s.left.at[slot, above], matrix.transpose((1, 0)) if t.turned else matrix)
+        def one(*given: Any) -> None:
+            *accs, _, slot = given
+            for i, acc in enumerate(accs):
+                matrix = s.right.at[slot, i * t.parts[1] + beside]
+                gpu.wgmma(acc, s.left.at[slot, above], matrix.transpose((1, 0)) if t.turned else matrix)
 
-        sums = _products(s, (ROWS, t.width), steps(i), done, one)
+        sums = _products(s, (ROWS, t.width), steps(i), done, one, t.matrices)
         item, column = tile(i)
         to, left = begin(item) + above * ROWS, column * t.outputs + beside * t.width
         low = jnp.clip(table[item, 1] - to, 0, ROWS)  # rows of this part that are the tile's: low to high
         high = jnp.clip(table[item, 1] + table[item, 2] - to, low, ROWS)
 
-        _store_rows(sums, s, mine, out, (to, left), (low, high))
+        for i, out in enumerate(outs):
+            columns = lambda c, i=i: join(*(total[:, c : c + 64] for total in sums))[i]
+            _store_rows(columns, t.width, s, mine, out, (to, left), (low, high))
 
     _walk(steps, total * across, copy, multiply, t.interpreted)
     pl.when(mine < GROUPS)(lambda: gpu.wait_smem_to_gmem(0))
@@ -275,10 +283,10 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
 
             gpu.wgmma(acc, s.left.at[slot, mine].transpose((1, 0)), s.right.at[slot, 0])
 
-        sums = _products(s, (ROWS, width), steps(i), done, one)
+        sums = _products(s, (ROWS, width), steps(i), done, one)[0]
         rows = pl.ds(top + mine * ROWS, ROWS)
         send = lambda c: gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[group, rows, pl.ds(left + c, 64)])
-        _store(sums, s.out_s.at[mine], send)
+        _store(lambda c: sums[:, c : c + 64], width, s.out_s.at[mine], send)
 
     _walk(steps, jnp.int32(out.shape[0] * down * across), copy, multiply, interpreted)
     pl.when(mine < GROUPS)(lambda: gpu.wait_smem_to_gmem(0))

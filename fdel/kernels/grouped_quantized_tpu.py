@@ -52,9 +52,7 @@ def _product(cores: int, x: Array, w: Quantized, sizes: Array) -> Array:
 
 def _backward(cores: int, saved: tuple[Quantized, Array], dy: Array) -> tuple[Array, None, None]:
     w, sizes = saved
-    t, lanes = tiling(len(dy), w, dy.dtype), w.values.shape[-1]
-    most = max(16, BACK // (4 * lanes * t.halves) // 16 * 16)
-    t = t._replace(few=False, back=True, rows=min(most, max(16, t.rows)))
+    t, lanes = turned(tiling(len(dy), w, dy.dtype), w), w.values.shape[-1]
     dx = _run(cores, t, dy, w, sizes)
     if lanes < t.each:  # of one group, whose bytes are read further than they go
         dx = dx.reshape(len(dx), t.halves, -1)[..., :lanes].reshape(len(dx), -1)
@@ -67,7 +65,8 @@ _product.defvjp(lambda cores, x, w, sizes: (_product(cores, x, w, sizes), (w, si
 def _run(cores: int, t: kernel.Tiling, x: Array, w: Quantized, sizes: Array) -> Array:
     """Copy rows to tiles, run the kernel, and copy what it gives back."""
     visits, source, place = tiles(sizes, len(x), t.rows, cores)
-    y = kernel.product(t, x.at[source].get(mode="fill", fill_value=0), kernel.stored(w), visits, cores)
+    x = jnp.pad(x if t.back else kernel.laid(x, t, w), ((0, 1), (0, 0)))  # a row of zeros
+    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), kernel.stored(w), visits, cores)
     return y.at[place].get(mode="fill", fill_value=0)
 
 
@@ -77,22 +76,25 @@ def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
     return kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
 
 
+def turned(t: kernel.Tiling, w: Quantized) -> kernel.Tiling:
+    """Cut the gradient of rows, whose sums are of all inputs."""
+    most = max(16, BACK // (4 * w.values.shape[2] * t.halves) // 16 * 16)
+    return t._replace(few=False, back=True, rows=min(most, max(16, t.rows)))
+
+
 def tiles(sizes: Int[Array, " E"], many: int, rows: int, cores: int) -> tuple[kernel.Visits, Array, Array]:
     """List tiles of so many rows; which row each of theirs is (or `many`), and where each row of x is in them.
 
     There is a tile more than groups and rows can need, for the core that has one less; rows of no group are nowhere.
     """
-    count, last = min(len(sizes), many) + many // rows, jnp.cumsum(-(-sizes // rows))
-    ends, before = jnp.cumsum(sizes), last + sizes // -rows
+    count, ends, last = min(len(sizes), many) + many // rows, jnp.cumsum(sizes), jnp.cumsum(-(-sizes // rows))
+    moved = ends - sizes - (last + sizes // -rows) * rows  # less than rows of tiles, of each group
     which = lambda bounds, at: jnp.searchsorted(bounds, at, side="right", method="compare_all")
-    tile = jnp.arange(count + 1, dtype=jnp.int32)
+    tile, row = jnp.arange(count + 1, dtype=jnp.int32), jnp.arange(many)
     group = jnp.minimum(which(last, jnp.minimum(tile, last[-1] - 1)), len(sizes) - 1)
-    first = ends[group] - sizes[group] + (tile - before[group]) * rows
-    source = first[:, None] + jnp.arange(rows)
+    source = (moved[group] + tile * rows)[:, None] + jnp.arange(rows)
     source = jnp.where(source < jnp.where(tile < last[-1], ends[group], 0)[:, None], source, many)
-    row = jnp.arange(many)
     mine = which(ends, row)
-    place = before[mine] * rows + row - ends[mine] + sizes[mine]
-    place = jnp.where(mine < len(sizes), place, len(tile) * rows)
+    place = jnp.where(mine < len(sizes), row - moved[mine], len(tile) * rows)
     each = -(-jnp.maximum(last[-1:], 1) // cores)
     return kernel.Visits(group.astype(jnp.int32), each.astype(jnp.int32)), source.reshape(-1), place

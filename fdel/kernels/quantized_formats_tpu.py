@@ -30,6 +30,7 @@ class Tiling(NamedTuple):
     outputs: int  # in a block
     each: int  # bytes of a group
     beside: int  # groups in a product
+    groups: int  # of a row
     chunk: int  # bytes of a product
     halves: int  # numbers in a byte
     format: str
@@ -50,7 +51,14 @@ class Tiling(NamedTuple):
 
 
 def read_scales(about: Tiling, r: Any) -> Float[Array, "groups outputs"]:
-    """Read scales that are stored in 8 bits as numbers."""
+    """Read scales that are stored in 8 bits as numbers; 0 past the last group, where memory may hold anything."""
+    scale = _read_scales(about, r)
+    if len(scale) == about.groups:
+        return scale
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, scale.shape, 0) < about.groups, scale, 0)
+
+
+def _read_scales(about: Tiling, r: Any) -> Float[Array, "groups outputs"]:
     from jax.experimental.pallas import tpu as pltpu
 
     bits = r.scale[...]

@@ -110,22 +110,20 @@ class Visits(NamedTuple):
 def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype) -> Float[Array, "M N"]:
     """Multiply with one matrix; see `product`."""
     t = tiling(x, w, dtype)
-    return product(t, jnp.pad(x, ((0, -len(x) % t.rows), (0, 0))), w)[: len(x)]
+    return product(t, laid(jnp.pad(x, ((0, -len(x) % t.rows), (0, 0))), t, w), w)[: len(x)]
 
 
 def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = None, cores: int = 2) -> Array:
-    """Lay out x as the weight's bytes lie, and run the kernel: [M N]. `w` is Quantized, its scales as of `stored`.
+    """Run the kernel on rows as of `laid`, or with `t.back` on rows of outputs. `w` is Quantized, its scales as of `stored`.
 
     With `visits` w has matrices [E N K], and what is given for tiles past those that were counted is undefined.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (count, lanes), groups = w.values.shape[-2:], w.scale.shape[-1]
-    held = -(-groups // t.beside) * t.beside  # groups, so many that they fill rows of lanes
+    count, held = w.values.shape[-2], _held(t, w)
     width = held * t.each
     inputs = width * t.halves
-    x = x if t.back else _laid(x, t, lanes, inputs)
     steps = -(-count // t.outputs)
     total = len(x) // t.rows * steps
     given = {} if visits is None else visits._asdict()
@@ -141,7 +139,10 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
             return pl.BlockSpec(shape, lambda c, i: index(at(c, i)[1]))
         return pl.BlockSpec((None, *shape), lambda c, i, *to: (to[0][at(c, i, *to)[0]], *index(at(c, i, *to)[1])))
 
-    rows = [pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0)), pl.BlockSpec((t.rows, t.outputs), at)]
+    rows = [
+        pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0)),
+        pl.BlockSpec((t.rows, t.outputs), at),
+    ]
     specs = {
         "x": (x, rows[t.back]),
         "values": (w.values, block((t.outputs, width), lambda output: (output, 0))),
@@ -166,12 +167,18 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     return run(*given.values(), *(a for a, _ in specs.values()))
 
 
-def _laid(x: Float[Array, "M K"], t: Tiling, lanes: int, inputs: int) -> Float[Array, "M inputs"]:
-    """Fill rows of x with zeros where bytes of a weight's rows, so many `lanes`, end before those that are read."""
+def _held(t: Tiling, w: Any) -> int:
+    """Count groups of inputs that are read: so many that they fill rows of lanes."""
+    return -(-w.scale.shape[-1] // t.beside) * t.beside
+
+
+def laid(x: Float[Array, "M K"], t: Tiling, w: Any) -> Float[Array, "M inputs"]:
+    """Lay out x as the weight's bytes lie: zeros where they end before those that are read."""
+    lanes = w.values.shape[-1]
     x = jnp.pad(x, ((0, 0), (0, lanes * t.halves - x.shape[1])))
     if lanes < t.each:  # of one group
         x = jnp.pad(x.reshape(len(x), t.halves, -1), ((0, 0), (0, 0), (0, t.each - lanes))).reshape(len(x), -1)
-    return jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
+    return jnp.pad(x, ((0, 0), (0, _held(t, w) * t.each * t.halves - x.shape[1])))
 
 
 def _kept(t: Tiling, inputs: int, held: int, dtype: Any) -> dict[str, Any]:
@@ -204,9 +211,10 @@ def _of_groups(w: Any, t: Tiling, held: int, block: Callable) -> dict[str, tuple
         if name == "scale" and t.across:
             found[name] = a, block((t.outputs, groups), lambda output: (output, 0))
         elif a is not None:
-            more = held - groups if a.shape[-1] == groups else 0
-            a = jnp.pad(a.mT, [*[(0, 0)] * (a.ndim - 2), (0, more), (0, 0)])
-            found[name] = a, block((a.shape[-2], t.outputs), lambda output: (0, output))
+            many = held if a.shape[-1] == groups else 1
+            filled = name == "scale" and t.scale != "float" and held % 32 == 0  # by `read_scales`
+            a = jnp.pad(a.mT, [*[(0, 0)] * (a.ndim - 2), (0, 0 if filled else many - a.shape[-1]), (0, 0)])
+            found[name] = a, block((many, t.outputs), lambda output: (0, output))
     if t.format in INDICES:
         rows = np.zeros((1, LANES), np.float32)
         rows[0, : len(TABLES[t.format])] = TABLES[t.format]
@@ -231,6 +239,7 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
         each=each,
         beside=beside,
         chunk=LANES if each <= LANES else next(c for c in (4, 3, 2, 1) if each // LANES % c == 0) * LANES,
+        groups=groups,
         halves=2 if w.format in PACKED else 1,
         format=w.format,
         scale=stored,

@@ -173,7 +173,7 @@ def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -
 
 @operation(
     "tokens inputs", _EXPERTS, _EXPERTS, "experts", "", "experts outputs", "experts outputs", out="tokens outputs",
-    mosaic=kernel("grouped_glu_tpu"),
+    mosaic=kernel("grouped_glu_tpu"), hopper=kernel("grouped_glu_gpu", on_request=True),
 )  # fmt: skip
 def grouped_glu(
     x: Float[Array, "M K"], gate: Weight, up: Weight, sizes: Int[Array, " E"],

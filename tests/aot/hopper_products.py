@@ -44,6 +44,9 @@ GROUPED = {
     "16,384 rows of 8, matrices' gradient": (16384, 8, 14336, 4096, "matrices"),
     "512 rows of 128": (512, 128, 768, 2048, "forward"),
     "16 rows of 64, of 1,408": (16, 64, 1408, 2048, "forward"),
+    "16,384 rows of 8, gate and up": (16384, 8, 14336, 4096, "glu"),
+    "16,384 rows of 8, gate and up, kept": (16384, 8, 14336, 4096, "kept"),
+    "512 rows of 128, gate and up": (512, 128, 768, 2048, "glu"),
 }
 # Blocks, tokens of each, tokens of a sequence, query heads over latents of 512 + 64.
 LATENTS = {
@@ -89,21 +92,29 @@ def lower(name: str) -> aot.Compiled:
         return {"forward": y} if which == "forward" else dict(zip(("rows", "matrices"), vjp(dy), strict=True))
 
     half = lambda *shape: put(jnp.bfloat16, *shape)
+    if which in ("glu", "kept"):
+        join = lambda gate, up: jax.nn.silu(gate) * up
+        one = ops.use(grouped_glu="hopper")(lambda x, gate, up, sizes: ops.grouped_glu(x, gate, up, sizes, join))
+        kept = lambda *args: jax.vjp(lambda x: one(x, *args[1:]), args[0])  # what a backward pass reads is written, too
+        args = half(rows, inputs), *[half(groups, outputs, inputs)] * 2, put(jnp.int32, groups)
+        return aot.compile(target, jax.jit(one if which == "glu" else kept), *args, mesh=mesh)
     call = lambda *args: several(*args)[which]
     args = half(rows, inputs), half(groups, outputs, inputs), put(jnp.int32, groups), half(rows, outputs)
     return aot.compile(target, jax.jit(call), *args, mesh=mesh)
 
 
-def main() -> None:
-    """Compile the calls; ptxas writes what it found beside."""
+def main(*some: str) -> None:
+    """Compile the calls, or those that have some text in their names; ptxas writes what it found beside."""
     for name in [*QUANTIZED, *GROUPED, *LATENTS]:
+        if some and not any(text in name for text in some):
+            continue
         print("call:", name, flush=True)
         print("temporaries:", lower(name).temporaries, flush=True)
 
 
-def table() -> list[dict]:
+def table(*some: str) -> list[dict]:
     """Run `main` in a process and read what it says: one row for each call."""
-    command, root = [sys.executable, "-m", "tests.aot.hopper_products"], Path(__file__).parents[2]
+    command, root = [sys.executable, "-m", "tests.aot.hopper_products", *some], Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=root, env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False, timeout=1500,
@@ -122,4 +133,4 @@ def table() -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

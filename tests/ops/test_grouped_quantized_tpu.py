@@ -1,19 +1,17 @@
 """The TPU kernel for groups of rows with quantized matrices, interpreted, against float64."""
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from fdel import ops
 from fdel.kernels import grouped_quantized_tpu as kernel
 from fdel.ops.platform import tracing_for
-from fdel.ops.weights import LowRank, Quantized
+from fdel.ops.weights import Quantized
 from tests.ops.test_quantized_tpu import Drawn, floating, weight
 
 E = 5
@@ -103,7 +101,6 @@ def test_products_and_gradients_of_rows_equal_float64(interpreted, c):
 @pytest.mark.matrix
 @pytest.mark.parametrize("c", MORE, ids=str)
 def test_every_format_equals_float64(interpreted, c):
-    test_products_and_gradients_of_rows_equal_float64.__wrapped__ if False else None
     found = errors(*c)
     print(found)
     assert max(found) < bounds(c[2])

@@ -1,0 +1,143 @@
+"""What Mosaic TPU makes of products of groups of rows with quantized matrices: instructions, and the seconds that follow.
+
+As `bundles`, in a process of its own: `python -m tests.aot.expert_bundles v5p`. A step takes as long as its instructions or
+as the copy of the next block, of a tile's first step with those that lay out its rows. Sizes of groups are drawn evenly.
+The floor is of bytes (stored matrices of groups with rows, rows and results, once) or of FLOPs, whichever take longer.
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format, Layout
+
+from fdel import aot, ops
+from fdel.kernels import grouped_quantized_tpu as kernel
+from fdel.kernels.quantized_program_tpu import unrolled
+from fdel.ops import grouped
+from fdel.ops.weights import PACKED, Quantized
+from tests.aot.bundles import CLOCK, CORES, parts
+from tests.aot.grouped_bundles import Experts, drawn, put
+
+
+class Call(NamedTuple):
+    """Rows, groups, inputs and outputs of a matrix, its format, inputs of a group of scales, whether zeros are stored."""
+
+    rows: int
+    groups: int
+    inputs: int
+    outputs: int
+    format: str
+    group: int
+    zero: bool = False
+    back: bool = False
+
+
+OSS, UP, DOWN = (256, 128, 2880, 2880), (512, 128, 2048, 768), (512, 128, 768, 2048)
+CALLS = {
+    "gpt_oss 120b, 64 tokens, MXFP4": Call(*OSS, "e2m1", 32),
+    "Qwen3-30B-A3B, 64 tokens, gate, int8": Call(*UP, "int8", 2048),
+    "Qwen3-30B-A3B, 64 tokens, gate, fp8 by 128": Call(*UP, "fp8", 128),
+    "Qwen3-30B-A3B, 64 tokens, gate, int4 by 128": Call(*UP, "int4", 128),
+    "Qwen3-30B-A3B, 64 tokens, gate, int4 by 64": Call(*UP, "int4", 64),
+    "Qwen3-30B-A3B, 64 tokens, gate, MXFP4": Call(*UP, "e2m1", 32),
+    "Qwen3-30B-A3B, 64 tokens, down, int8": Call(*DOWN, "int8", 768),
+    "Qwen3-30B-A3B, 64 tokens, down, fp8 by 128": Call(*DOWN, "fp8", 128),
+    "Qwen3-30B-A3B, 64 tokens, down, int4 by 128": Call(*DOWN, "int4", 128),
+    "Qwen3-30B-A3B, 64 tokens, down, MXFP4": Call(*DOWN, "e2m1", 32),
+    "Qwen3-30B-A3B, 16,384 tokens, gate, NF4": Call(131072, *UP[1:], "nf4", 64),
+    "Qwen3-30B-A3B, 16,384 tokens, gate, NF4, gradient of rows": Call(131072, *UP[1:], "nf4", 64, back=True),
+    "gpt_oss 120b, 16,384 tokens, MXFP4": Call(65536, *OSS[1:], "e2m1", 32),
+    "gpt_oss 120b, 16,384 tokens, MXFP4, gradient of rows": Call(65536, *OSS[1:], "e2m1", 32, back=True),
+}
+
+
+def weight(c: Call, shape) -> Quantized:
+    """Make the matrices of a call, of arrays that `shape` makes of their dtype and sizes."""
+    values = c.groups, c.outputs, c.inputs // (2 if c.format in PACKED else 1)
+    scale = c.groups, c.outputs, c.inputs // c.group
+    return Quantized(
+        shape(jnp.int8 if c.format == "int8" else jnp.uint8, *values),
+        shape(jnp.uint8 if c.format == "e2m1" else jnp.float32, *scale),
+        shape(jnp.uint8, *scale) if c.zero else None, c.format, (c.inputs,), np.dtype("float32"),
+    )  # fmt: skip
+
+
+def lower(chip: str, c: Call, impl: str) -> aot.Compiled:
+    """Compile a call for one chip."""
+    target, mesh, (sizes,) = put(chip, (c.groups,))
+    rows_first = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype, sharding=Format(Layout((0, 1, 2)), sizes.sharding))
+    shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype, sharding=sizes.sharding)
+
+    def call(x, w, sizes, dy):
+        with ops.use(grouped_matmul=impl):
+            y, back = jax.vjp(lambda x: ops.grouped_matmul(x, w, sizes), x)
+            return back(dy)[0] if c.back else y
+
+    x, dy = shape(jnp.bfloat16, c.rows, c.inputs), shape(jnp.bfloat16, c.rows, c.outputs)
+    # Left to itself the compiler lays out 128 matrices of 2,880 with matrices innermost, and copies them at every call.
+    w = weight(c, rows_first if c.inputs % 128 else shape)
+    return aot.compile(target, jax.jit(call), x, w, sizes, dy, mesh=mesh)
+
+
+def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str, float]:
+    """Give the bundles of a step and of laying out a tile's rows, the seconds of a call and the floor."""
+    about, cores, sizes = aot.CHIPS[chip], CORES[chip], drawn(Experts(c.rows, c.groups, 0, 0))
+    w = weight(c, lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype))
+    t = kernel.tiling(c.rows, w, jnp.bfloat16)
+    t = kernel.turned(t, w) if c.back else t
+    lanes, kept = w.values.shape[2], [a.size * a.dtype.itemsize / c.groups for a in jax.tree.leaves(w)]
+    chunks = trips = -(-lanes // t.chunk)
+    if t.few:
+        inner = max(1, t.each // t.chunk)
+        trips = inner if inner > 1 else chunks
+        trips //= unrolled(trips)
+    start = next((i for i, (_, _, text) in enumerate(found) if "vmatpush" in text), 0) if t.few else 0
+    lay = chunks / math.gcd(chunks, 4) * sum(n for depth, n, _ in found[:start] if depth == 2)
+    step = sum(n * (trips if depth == 2 else 1) for i, (depth, n, _) in enumerate(found) if depth == 1 or i >= start)
+    steps, count = -(-c.outputs // t.outputs), int(np.sum(-(-sizes // t.rows)))
+    copies = sum(kept) * t.outputs / c.outputs / (about.bandwidth / cores)
+    product = 2 * t.rows * t.outputs * c.inputs / (about.flops / cores)
+    tile = max((step + lay) / CLOCK, copies, product) + (steps - 1) * max(step / CLOCK, copies, product)
+    busy = int((sizes > 0).sum())
+    read = busy * sum(kept) + 2 * c.rows * (c.inputs + c.outputs)
+    floor = max(read / about.bandwidth, 2 * c.rows * c.inputs * c.outputs / about.flops)
+    # The estimate is of the kernel: rows are copied to tiles and back by XLA, which tells how long.
+    seconds = -(-count // cores) * tile
+    return dict(step=step, lay=lay, tiles=count, steps=steps, copies=copies * CLOCK, estimate=seconds, floor=floor)
+
+
+def main(chip: str, *names: str) -> None:
+    """Print a line of JSON for each call, in seconds: the kernel, what is around it, the floor, XLA's of its rounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
+        for name, c in CALLS.items():
+            if names and not any(n in name for n in names):
+                continue
+            for old in Path(folder).iterdir():
+                old.unlink()
+            ours = lower(chip, c, "mosaic")
+            found = [x for x in Path(folder).glob("*quantized_matmul*-final_bundles.txt") if "analysis" not in x.name]
+            counted = parts(max(found, key=lambda x: x.name).read_text())
+            with jax.set_mesh(put(chip)[1]):  # tiles are those of the chip
+                told = estimate(chip, c, counted) | {"around": ours.estimate}
+            if "--parts" in names:
+                print([(depth, n, "vmatpush" in text) for depth, n, text in counted])
+                Path("/tmp/expert18_hlo.txt").write_text(ours.text)
+            if "--xla" in names:
+                block = min(grouped.BLOCK["tpu"], 1 << max(0, c.rows // c.groups - 1).bit_length())
+                rounds = math.ceil(drawn(Experts(c.rows, c.groups, 0, 0)).max() / block)
+                told["xla"] = lower(chip, c, "xla").estimate * rounds
+            print(json.dumps(dict(call=name, chip=chip) | told), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
