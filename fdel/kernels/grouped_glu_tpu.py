@@ -22,7 +22,6 @@ from fdel.kernels import grouped_matmul_tpu
 from fdel.kernels.elementwise import KNOWN, unknown
 from fdel.kernels.grouped_matmul_tpu import tiling, tiling_of_matrices, too_wide
 from fdel.kernels.grouped_program_tpu import matrices_of, rows_times
-from fdel.ops.weights import Quantized
 
 # What Mosaic TPU compiles of a product's operations, and what holds others.
 TPU = KNOWN | {"copy", "stop_gradient"}
@@ -34,8 +33,8 @@ def unsupported(
 ) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     for w in (gate, up):
-        if isinstance(w, Quantized):
-            return "weights are arrays; found Quantized, of which two products are made"
+        if not isinstance(w, jax.Array):
+            return f"gate and up are arrays; found {type(w).__name__}, with which two products are computed"
         if why := grouped_matmul_tpu.unsupported(x, w, sizes):
             return why
     if gate.shape != up.shape:

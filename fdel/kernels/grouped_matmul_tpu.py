@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import grouped_quantized_tpu
 from fdel.kernels.device import kind, no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
-from fdel.ops.weights import Quantized
+from fdel.ops.weights import LowRank, Quantized, Weight
 
 LANES = 128
 MIB = 2**20
@@ -53,6 +53,10 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
         return why
     if isinstance(w, Quantized):
         return grouped_quantized_tpu.unsupported(x, w, sizes)
+    if isinstance(w, LowRank):
+        if w.ndim != 3 or (w.a.ndim, w.b.ndim) != (3, 3):
+            return f"low-rank factors {w.a.shape} and {w.b.shape}; expected [E R K] and [E N R]"
+        return unsupported(x, w.base, sizes) or too_wide(x, w.a, 1) or too_wide(x, w.b, 1)
     if not isinstance(w, jax.Array):
         return f"weights are arrays; found {type(w).__name__}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -70,10 +74,14 @@ def too_wide(x: Array, w: Array, count: int) -> str | None:
     return None
 
 
-def call(x: Float[Array, "M K"], w: Float[Array, "E N K"] | Quantized, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+def call(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`; sums are float32."""
     if isinstance(w, Quantized):
         return grouped_quantized_tpu.call(x, w, sizes, device().cores)
+    if isinstance(w, LowRank):
+        scale = jax.lax.stop_gradient(w.scale).astype(w.b.dtype)[:, None, None]
+        low = call(x, w.a.astype(x.dtype), sizes)
+        return call(x, w.base, sizes) + call(low, (w.b * scale).astype(x.dtype), sizes)
     return _product(x, w, sizes.astype(jnp.int32))
 
 

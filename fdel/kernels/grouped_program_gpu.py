@@ -12,7 +12,7 @@ from jaxtyping import Array
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 GROUPS, ROWS, STEP = 2, 64, 64  # groups of warps that multiply, rows and inputs of a product
 WIDTH, BAND, DEPTH = 128, 8, 4  # outputs are a multiple; tiles of rows side by side; steps on their way
-COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each
+REGISTERS = {1: (40, 232), 2: (56, 224)}  # of a thread that copies so many matrices, and that multiplies; of 168 each
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ def memory(dtype: Any, left: tuple[int, ...], right: tuple[int, ...]) -> dict[st
     }
 
 
-def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, interpreted: bool) -> None:
+def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, registers: tuple | None) -> None:
     """Share tiles between programs, and a tile's work between the warps that copy and those that multiply.
 
     `steps(i)` are those of tile i, which both count on, so that copies for the next tile begin while this one is stored.
+    `registers` of a thread are those of both kinds; the interpreter has none.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -80,18 +81,18 @@ def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, inter
 
         jax.lax.fori_loop(0, count, one, jnp.int32(0))
 
-    def registers(count: int, action: Any) -> None:
-        if not interpreted:
-            gpu.set_max_registers(count, action=action)
+    def set_registers(of: int, action: Any) -> None:
+        if registers:
+            gpu.set_max_registers(registers[of], action=action)
 
     @pl.when(mine == GROUPS)
     def _() -> None:
-        registers(COPYING, "decrease")
+        set_registers(0, "decrease")
         each(copy)
 
     @pl.when(mine < GROUPS)
     def _() -> None:
-        registers(MULTIPLYING, "increase")
+        set_registers(1, "increase")
         each(multiply)
 
 
@@ -222,7 +223,7 @@ def of_rows(*refs: Any, t: Tiling, join: Callable[..., list[Array]], **memory: A
             columns = lambda c, i=i: join(*(total[:, c : c + 64] for total in sums))[i]
             _store_rows(columns, t.width, s, mine, out, (to, left), (low, high))
 
-    _walk(steps, total * across, copy, multiply, t.interpreted)
+    _walk(steps, total * across, copy, multiply, None if t.interpreted else REGISTERS[t.matrices])
     pl.when(mine < GROUPS)(lambda: gpu.wait_smem_to_gmem(0))
 
 
@@ -288,5 +289,5 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
         send = lambda c: gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[group, rows, pl.ds(left + c, 64)])
         _store(lambda c: sums[:, c : c + 64], width, s.out_s.at[mine], send)
 
-    _walk(steps, jnp.int32(out.shape[0] * down * across), copy, multiply, interpreted)
+    _walk(steps, jnp.int32(out.shape[0] * down * across), copy, multiply, None if interpreted else REGISTERS[1])
     pl.when(mine < GROUPS)(lambda: gpu.wait_smem_to_gmem(0))

@@ -1,6 +1,6 @@
 """A process that interprets the Hopper kernels for products: prints the largest errors against float64.
 
-`quantized`, `floats` or `grouped`, with a detector of races, of which `race` plants one; see `interpreted_pages`.
+`quantized`, `floats`, `grouped` or `glu`, with a detector of races, of which `race` plants one; see `interpreted_pages`.
 """
 
 import sys
@@ -13,10 +13,12 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import params as interpreter
 from jax.experimental.pallas import mosaic_gpu
 
-from fdel.kernels import grouped_matmul_gpu, grouped_program_gpu
+from fdel.kernels import grouped_glu_gpu, grouped_matmul_gpu, grouped_program_gpu
 from fdel.kernels import quantized_matmul_gpu as kernel
 from fdel.ops.weights import Quantized
 from tests.ops.codes import CODES
+from tests.ops.test_grouped_tpu import Drawn as DrawnRows
+from tests.ops.test_grouped_tpu import by_hand
 from tests.ops.test_quantized_tpu import Drawn, weight
 
 WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
@@ -86,6 +88,30 @@ def grouped(rows: int, outputs: int, inputs: int, sizes: list[int], few: bool) -
     )
 
 
+def glu(rows: int, outputs: int, inputs: int, sizes: list[int], few: bool) -> float:
+    """Of silu(x gate) * (x up) and its gradients, relative to the largest number. Rows of no group are NaN."""
+    r, inside = np.random.default_rng(0), sum(sizes)
+    draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), jnp.bfloat16), np.float64)
+    x, gate, up, dy = (
+        draw(rows, inputs),
+        *(draw(len(sizes), outputs, inputs) / 16 for _ in range(2)),
+        draw(rows, outputs),
+    )
+    biases = (np.zeros((len(sizes), outputs)),) * 2
+    want = by_hand(x, gate, up, dy, DrawnRows(tuple(sizes), rows - inside, inputs, outputs, False), biases)
+    x[inside:] = dy[inside:] = np.nan
+    grouped_program_gpu.PROGRAMS, grouped_matmul_gpu.FEW = 2, rows + 1 if few else 0
+    half = lambda a: jnp.asarray(a, jnp.bfloat16)
+    with interpreted():
+        join = lambda gate, up: gate * jax.nn.sigmoid(gate) * up
+        call = lambda x, *w: grouped_glu_gpu.glu(True, join, x, w, jnp.asarray(sizes, jnp.int32))
+        got, vjp = jax.vjp(call, half(x), half(gate), half(up))
+        got = got, *vjp(half(dy))
+    cut = lambda a, b: (a[:inside], b[:inside]) if b.ndim == 2 else (a, b)
+    error = lambda a, b: float(np.abs(np.asarray(a, np.float64) - b).max() / np.abs(b).max())
+    return max(error(*cut(a, b)) for a, b in zip(got, want, strict=True))
+
+
 def plant_a_race() -> None:
     """Leave out the wait for a chunk."""
     wait, calls = mosaic_gpu.barrier_wait, []
@@ -104,8 +130,7 @@ if __name__ == "__main__":
         plant_a_race()
         print(quantized(*WEIGHTS[2]))
     else:
-        run, cases = {"quantized": (quantized, WEIGHTS), "floats": (quantized, FLOATS), "grouped": (grouped, GROUPED)}[
-            sys.argv[1]
-        ]
+        run, cases = {"quantized": (quantized, WEIGHTS), "floats": (quantized, FLOATS), "grouped": (grouped, GROUPED),
+                      "glu": (glu, GROUPED)}[sys.argv[1]]  # fmt: skip
         some = cases[: int(sys.argv[2])] if len(sys.argv) > 2 else cases
         print(*(run(*case) for case in some))

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from fdel import ops
 from fdel.kernels import grouped_quantized_tpu as kernel
 from fdel.ops.platform import tracing_for
-from fdel.ops.weights import Quantized
+from fdel.ops.weights import LowRank, Quantized
 from tests.ops.test_quantized_tpu import Drawn, floating, weight
 
 E = 5
@@ -86,6 +86,10 @@ def interpreted():
         yield
 
 
+def single(x):
+    return x if isinstance(x, Quantized) else jnp.asarray(x, jnp.float32)
+
+
 def bounds(dtype) -> float:
     return 2e-6 if dtype == jnp.float32 else 5e-3
 
@@ -104,3 +108,73 @@ def test_every_format_equals_float64(interpreted, c):
     found = errors(*c)
     print(found)
     assert max(found) < bounds(c[2])
+
+
+def test_a_low_rank_update_learns_on_quantized_matrices(interpreted):
+    """QLoRA of experts: values and gradients of rows and of both factors, in float32."""
+    (w, full), r = stacked(("e2m1", 32, "exponent", 64, 24, 0)), np.random.default_rng(2)
+    draw = lambda *shape: r.normal(size=shape)
+    a, b, scale, x, dy = draw(E, 4, 64), draw(E, 24, 4), draw(E) ** 2, draw(8, 64), draw(8, 24)
+    group = np.repeat(np.arange(E + 1), [*DECODE, 2])[:6]
+    every = full + scale[:, None, None] * (b @ a)
+    want = [np.zeros((8, 24)), np.zeros((8, 64)), np.zeros(a.shape), np.zeros(b.shape)]
+    for i, e in enumerate(group):
+        want[0][i], want[1][i] = every[e] @ x[i], dy[i] @ every[e]
+        want[2][e] += scale[e] * np.outer(b[e].T @ dy[i], x[i])
+        want[3][e] += scale[e] * np.outer(dy[i], a[e] @ x[i])
+
+    def all_of(x, w, a, b, scale, dy):
+        f = lambda x, a, b: ops.grouped_matmul(x, LowRank(w, a, b, scale), jnp.asarray(DECODE))
+        y, back = jax.vjp(f, x, a, b)
+        return y, *back(dy)
+
+    with tracing_for("tpu"), ops.use(grouped_matmul="mosaic"):
+        got = jax.jit(all_of)(*(jax.tree.map(jnp.asarray, v) for v in map(single, (x, w, a, b, scale, dy))))
+    for g, v in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.where(np.isfinite(g), g, np.inf), v, atol=3e-6 * np.abs(v).max())
+
+
+TOLD = [
+    ({"platform": "gpu"}, "written for TPUs"),
+    ({"dtype": jnp.float16}, "bfloat16 or float32"),
+    ({"format": "dynamic"}, "weights in dynamic"),
+    ({"activations": 8}, "activations in few bits"),
+    ({"order": True}, "an order of their own"),
+    ({"group": 96}, "groups of 48 bytes"),
+    ({}, None),
+]
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(("call", "reason"), TOLD, ids=str)
+def test_the_kernel_says_what_it_cannot_serve(call, reason):
+    """What it serves it gets: of gate and up two products, of down one."""
+    shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
+    order = shape(jnp.int32, 4, 768) if "order" in call else None
+    w = Quantized(
+        shape(jnp.uint8, 4, 768, 384), shape(jnp.float32, 4, 768, 768 // call.get("group", 128)), None,
+        call.get("format", "uint4"), (768,), np.dtype(np.float32), order, call.get("activations", 0),
+    )  # fmt: skip
+    x, sizes = shape(call.get("dtype", jnp.bfloat16), 8, 768), shape(jnp.int32, 4)
+    with tracing_for(call.get("platform", "tpu")):
+        if reason is None:
+            product = lambda gate, up: jax.nn.silu(gate) * up
+            told = ops.explain(
+                lambda x, w, n: ops.grouped_matmul(ops.grouped_glu(x, w, w, n, product), w, n), x, w, sizes
+            )
+            assert "grouped_matmul (3 times)\n  mosaic: chosen" in told
+            assert "found Quantized, with which two products" in told
+        else:
+            with ops.use(grouped_matmul="mosaic"), pytest.raises(ValueError, match=reason):
+                ops.explain(ops.grouped_matmul, x, w, sizes)
+
+
+def test_tiles_have_rows_of_one_group():
+    """Groups of 3, 0, 9 and 4 of 20 rows in tiles of 8: four tiles of two cores, and one that is none."""
+    visits, source, place = kernel.tiles(jnp.asarray([3, 0, 9, 4]), 20, 8, 2)
+    assert visits.matrix.tolist()[:4] == [0, 2, 2, 3] and visits.each.tolist() == [2]
+    rows = [[0, 1, 2], range(3, 11), [11], range(12, 16)]
+    want = [[*some, *[20] * (8 - len(some))] for some in rows]
+    assert np.reshape(source, (-1, 8)).tolist()[:4] == want
+    assert all(np.asarray(source)[place[i]] == i for i in range(16))
+    assert (np.asarray(place[16:]) >= len(source)).all()
