@@ -1,9 +1,9 @@
 """The first half of experts on NVIDIA Hopper: products of groups of rows with gate and up, and what joins them, in one.
 
 The kernel of `grouped_matmul_gpu` with two matrices: a tile of rows is copied once for both, both sums of a tile lie in
-registers, and what joins them is computed there in float32, 64 columns at a time as they are stored, so that x gate and
-x up are not written. A tile has half as many outputs of each matrix. For a backward pass both are written, as residuals
-(`moe_gate` and `moe_up` to a policy of rematerialization); it is made of that file's kernels.
+registers, and what joins them is computed there in float32, so that x gate and x up are not written. A tile has half as
+many outputs of each matrix. For a backward pass both are written, as residuals (`moe_gate` and `moe_up` to a policy of
+rematerialization); it is made of that file's kernels.
 
 Bytes: each group's matrices for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 4 * rows *
 inputs * outputs. Compiled for H100 and interpreted; it has not run on a GPU yet.
@@ -49,19 +49,19 @@ def call(
 def glu(interpreted: bool, product: Callable, x: Array, w: tuple, sizes: Array) -> Array:
     """Multiply and join; see `call`. `interpreted`: leave out what the interpreter lacks."""
     how = tiling(x, w[0], True, interpreted, matrices=2)
-    return rows_times(x, w, sizes, how, lambda gate, up: [product(gate, up)])[0]
+    return rows_times(x, w, sizes, how, (product,))[0]
 
 
 def _forward(interpreted: bool, product: Callable, x: Array, w: tuple, sizes: Array) -> tuple[Array, tuple]:
     how = tiling(x, w[0], True, interpreted, matrices=2)
-    y, gate, up = rows_times(x, w, sizes, how, lambda gate, up: [product(gate, up), gate, up], outs=3)
+    gate, up, y = rows_times(x, w, sizes, how, (lambda gate, up: gate, lambda gate, up: up, product))
     return y, (x, w, sizes, (checkpoint_name(gate, "moe_gate"), checkpoint_name(up, "moe_up")))
 
 
 def _backward(interpreted: bool, product: Callable, saved: tuple, dy: Array) -> tuple:
     x, w, sizes, made = saved
     parts = jax.vjp(product, *made)[1](dy)
-    back = lambda part, w: rows_times(part, (w,), sizes, tiling(part, w, False, interpreted), lambda y: [y])[0]
+    back = lambda part, w: rows_times(part, (w,), sizes, tiling(part, w, False, interpreted))[0]
     dx = functools.reduce(jnp.add, map(back, parts, w))
     return dx, tuple(gradient_of_matrices(x, part, sizes, interpreted) for part in parts), None
 

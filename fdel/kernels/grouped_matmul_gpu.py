@@ -53,12 +53,12 @@ def call(x: Float[Array, "M K"], w: Float[Array, "E N K"], sizes: Int[Array, " E
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(interpreted: bool, x: Array, w: Array, sizes: Array) -> Array:
     """Multiply rows with the matrices of their groups; see `call`. `interpreted`: leave out what the interpreter lacks."""
-    return rows_times(x, (w,), sizes, tiling(x, w, True, interpreted), lambda y: [y])[0]
+    return rows_times(x, (w,), sizes, tiling(x, w, True, interpreted))[0]
 
 
 def _backward(interpreted: bool, saved: tuple, dy: Array) -> tuple[Array, Array, None]:
     x, w, sizes = saved
-    dx = rows_times(dy, (w,), sizes, tiling(dy, w, False, interpreted), lambda y: [y])[0]
+    dx = rows_times(dy, (w,), sizes, tiling(dy, w, False, interpreted))[0]
     return dx, gradient_of_matrices(x, dy, sizes, interpreted), None
 
 
@@ -86,8 +86,8 @@ def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "ti
     return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, rows)], 1), last[-1:]
 
 
-def rows_times(x: Array, w: tuple, sizes: Array, t: Tiling, join: Callable, outs: int = 1) -> tuple[Array, ...]:
-    """Multiply rows [M inputs] with matrices, one or several: `outs` arrays [M outputs] of join(*sums), in float32."""
+def rows_times(x: Array, w: tuple, sizes: Array, t: Tiling, join: tuple[Callable, ...] = (lambda y: y,)) -> tuple:
+    """Multiply rows [M inputs] with one matrix or several: [M outputs] for each function of the float32 sums in `join`."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     many = len(x)
@@ -97,7 +97,7 @@ def rows_times(x: Array, w: tuple, sizes: Array, t: Tiling, join: Callable, outs
     scratch = memory(x.dtype, (t.parts[0], ROWS, STEP), (len(w) * t.parts[1], *matrix))
     scratch["part_s"] = gpu.SMEM((GROUPS, ROWS, 64), x.dtype)  # rows of it are copied out
     out = jax.ShapeDtypeStruct((len(x), w[0].shape[1 if t.turned else 2]), x.dtype)
-    found = run(functools.partial(of_rows, t=t, join=join), (out,) * outs, scratch, x, *w, table, count)
+    found = run(functools.partial(of_rows, t=t, join=join), (out,) * len(join), scratch, x, *w, table, count)
     return tuple(y[:many] for y in found)
 
 

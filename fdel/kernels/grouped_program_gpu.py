@@ -12,7 +12,7 @@ from jaxtyping import Array
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 GROUPS, ROWS, STEP = 2, 64, 64  # groups of warps that multiply, rows and inputs of a product
 WIDTH, BAND, DEPTH = 128, 8, 4  # outputs are a multiple; tiles of rows side by side; steps on their way
-REGISTERS = {1: (40, 232), 2: (56, 224)}  # of a thread that copies so many matrices, and that multiplies; of 168 each
+COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,10 @@ def memory(dtype: Any, left: tuple[int, ...], right: tuple[int, ...]) -> dict[st
     }
 
 
-def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, registers: tuple | None) -> None:
+def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, interpreted: bool) -> None:
     """Share tiles between programs, and a tile's work between the warps that copy and those that multiply.
 
     `steps(i)` are those of tile i, which both count on, so that copies for the next tile begin while this one is stored.
-    `registers` of a thread are those of both kinds; the interpreter has none.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -81,18 +80,18 @@ def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, regis
 
         jax.lax.fori_loop(0, count, one, jnp.int32(0))
 
-    def set_registers(of: int, action: Any) -> None:
-        if registers:
-            gpu.set_max_registers(registers[of], action=action)
+    def registers(count: int, action: Any) -> None:
+        if not interpreted:
+            gpu.set_max_registers(count, action=action)
 
     @pl.when(mine == GROUPS)
     def _() -> None:
-        set_registers(0, "decrease")
+        registers(COPYING, "decrease")
         each(copy)
 
     @pl.when(mine < GROUPS)
     def _() -> None:
-        set_registers(1, "increase")
+        registers(MULTIPLYING, "increase")
         each(multiply)
 
 
@@ -131,20 +130,19 @@ def _products(s: Any, shape: tuple[int, int], count: Any, done: Any, multiply: C
     return total
 
 
-def _store(columns: Callable[[int], Array], width: int, memory: Any, send: Callable[[int], None]) -> None:
-    """Write numbers to shared memory, columns(c) of them, 64 at a time, and send each from there."""
+def _store(total: Array, memory: Any, send: Callable[[int], None]) -> None:
+    """Write sums to shared memory, 64 columns at a time, and send each from there."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    for c in range(0, width, 64):
+    for c in range(0, total.shape[1], 64):
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        memory[...] = columns(c).astype(memory.dtype)
+        memory[...] = total[:, c : c + 64].astype(memory.dtype)
         gpu.commit_smem()
         send(c)
 
 
-def _store_rows(columns: Callable, width: int, s: Any, mine: Any, out: Any, corner: tuple, some: tuple) -> None:
-    """Store rows some[0] to some[1] of what `columns` gives, whose first number is at `corner` of the result: in powers
-    of two."""
+def _store_rows(sums: Array, s: Any, mine: Any, out: Any, corner: tuple, some: tuple) -> None:
+    """Store rows some[0] to some[1] of sums, whose first number is at `corner` of the result: in powers of two."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
@@ -164,11 +162,11 @@ def _store_rows(columns: Callable, width: int, s: Any, mine: Any, out: Any, corn
 
             at = at + ((high - low) & size)
 
-    pl.when(high - low == ROWS)(lambda: _store(columns, width, s.out_s.at[mine], whole))
-    pl.when((high > low) & (high - low < ROWS))(lambda: _store(columns, width, s.part_s.at[mine], part))
+    pl.when(high - low == ROWS)(lambda: _store(sums, s.out_s.at[mine], whole))
+    pl.when((high > low) & (high - low < ROWS))(lambda: _store(sums, s.part_s.at[mine], part))
 
 
-def of_rows(*refs: Any, t: Tiling, join: Callable[..., list[Array]], **memory: Any) -> None:
+def of_rows(*refs: Any, t: Tiling, join: tuple[Callable, ...], **memory: Any) -> None:
     """Walk tiles of rows; `refs` are the arguments and the results of `rows_times`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -219,11 +217,10 @@ def of_rows(*refs: Any, t: Tiling, join: Callable[..., list[Array]], **memory: A
         low = jnp.clip(table[item, 1] - to, 0, ROWS)  # rows of this part that are the tile's: low to high
         high = jnp.clip(table[item, 1] + table[item, 2] - to, low, ROWS)
 
-        for i, out in enumerate(outs):
-            columns = lambda c, i=i: join(*(total[:, c : c + 64] for total in sums))[i]
-            _store_rows(columns, t.width, s, mine, out, (to, left), (low, high))
+        for out, give in zip(outs, join, strict=True):
+            _store_rows(give(*sums), s, mine, out, (to, left), (low, high))
 
-    _walk(steps, total * across, copy, multiply, None if t.interpreted else REGISTERS[t.matrices])
+    _walk(steps, total * across, copy, multiply, t.interpreted)
     pl.when(mine < GROUPS)(lambda: gpu.wait_smem_to_gmem(0))
 
 
@@ -287,7 +284,7 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
         sums = _products(s, (ROWS, width), steps(i), done, one)[0]
         rows = pl.ds(top + mine * ROWS, ROWS)
         send = lambda c: gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[group, rows, pl.ds(left + c, 64)])
-        _store(lambda c: sums[:, c : c + 64], width, s.out_s.at[mine], send)
+        _store(sums, s.out_s.at[mine], send)
 
-    _walk(steps, jnp.int32(out.shape[0] * down * across), copy, multiply, None if interpreted else REGISTERS[1])
+    _walk(steps, jnp.int32(out.shape[0] * down * across), copy, multiply, interpreted)
     pl.when(mine < GROUPS)(lambda: gpu.wait_smem_to_gmem(0))

@@ -24,6 +24,8 @@ from fdel.ops.weights import Quantized
 # Up to so many rows of a group on average: rows of a tile.
 TILES = {4: 8, 8: 16, 16: 32, 32: 64, 64: 128, 512: 256}
 MOST = 512
+# Of few rows: outputs of a block at most, its bytes, and numbers of a product. A step costs some 130 cycles beside.
+OUTPUTS, BLOCK, SUMS = 1024, 5 * 2**18, 48 * 2**10
 BACK = 12 * 2**20  # bytes of the sums of a tile's gradient
 
 
@@ -73,7 +75,13 @@ def _run(cores: int, t: kernel.Tiling, x: Array, w: Quantized, sizes: Array) -> 
 def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
     """Cut a call with so many rows into blocks."""
     rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), MOST)
-    return kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
+    t = kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
+    if not t.few:
+        return t
+    count, lanes = w.values.shape[1:]
+    most = min(OUTPUTS, BLOCK // lanes, SUMS // (t.rows * t.digits * t.beside))
+    blocks = -(-count // max(t.outputs, most))
+    return t._replace(outputs=-(-count // (blocks * kernel.LANES)) * kernel.LANES)
 
 
 def turned(t: kernel.Tiling, w: Quantized) -> kernel.Tiling:

@@ -114,7 +114,7 @@ def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype) -> Float[Array, "M 
 
 
 def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = None, cores: int = 2) -> Array:
-    """Run the kernel on rows as of `laid`, or with `t.back` on rows of outputs. `w` is Quantized, its scales as of `stored`.
+    """Run the kernel on rows as of `laid`, or with `t.back` on rows of outputs. `w` is as of `stored`.
 
     With `visits` w has matrices [E N K], and what is given for tiles past those that were counted is undefined.
     """

@@ -187,7 +187,7 @@ def _lay_parts(to: Any, x: Float[Array, "groups outputs"]) -> None:
 
 
 def _scaled(about: Tiling, r: Any, zero: Any, late: bool) -> Callable[[Any], Array]:
-    """Lay out scales and zeros; read(i) is then chunk i of a block, scaled and rounded [outputs width]; `late`: unscaled."""
+    """Lay out scales and zeros; read(i) is then chunk i, scaled and rounded [outputs width]; `late`: unscaled."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

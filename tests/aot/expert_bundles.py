@@ -120,9 +120,6 @@ def main(chip: str, *names: str) -> None:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
         for name, c in CALLS.items():
-            for n in names:
-                if n.startswith("--outputs"):
-                    kernel.kernel.OUTPUTS[True] = int(n[9:])
             if names and not any(n in name for n in names):
                 continue
             for old in Path(folder).iterdir():
