@@ -2,8 +2,9 @@
 
 The kernel of `grouped_matmul_gpu` with two matrices: a tile of rows is copied once for both, both sums of a tile lie in
 registers, and what joins them is computed there in float32, so that x gate and x up are not written. A tile has half as
-many outputs of each matrix. For a backward pass both are written, as residuals (`moe_gate` and `moe_up` to a policy of
-rematerialization); it is made of that file's kernels.
+many outputs of each matrix. For a backward pass both are written instead, as residuals (`moe_gate` and `moe_up` to a
+policy of rematerialization), and XLA joins them, since three results leave too few registers; it is made of that file's
+kernels.
 
 Bytes: each group's matrices for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 4 * rows *
 inputs * outputs. Compiled for H100 and interpreted; it has not run on a GPU yet.
@@ -54,8 +55,8 @@ def glu(interpreted: bool, product: Callable, x: Array, w: tuple, sizes: Array) 
 
 def _forward(interpreted: bool, product: Callable, x: Array, w: tuple, sizes: Array) -> tuple[Array, tuple]:
     how = tiling(x, w[0], True, interpreted, matrices=2)
-    gate, up, y = rows_times(x, w, sizes, how, (lambda gate, up: gate, lambda gate, up: up, product))
-    return y, (x, w, sizes, (checkpoint_name(gate, "moe_gate"), checkpoint_name(up, "moe_up")))
+    gate, up = rows_times(x, w, sizes, how, (lambda gate, up: gate, lambda gate, up: up))
+    return product(gate, up), (x, w, sizes, (checkpoint_name(gate, "moe_gate"), checkpoint_name(up, "moe_up")))
 
 
 def _backward(interpreted: bool, product: Callable, saved: tuple, dy: Array) -> tuple:

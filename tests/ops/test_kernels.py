@@ -137,6 +137,7 @@ PRODUCTS = [  # of what; with how many cases, all if none are named; the most th
     pytest.param(("floats",), [2e-6, 2e-6, 1e-3], marks=pytest.mark.matrix),
     (("grouped", "1"), [5e-3]),
     pytest.param(("grouped",), [5e-3] * 3, marks=pytest.mark.matrix),
+    pytest.param(("glu",), [2e-2] * 3, marks=pytest.mark.matrix),
 ]
 
 
@@ -158,6 +159,32 @@ def test_products_on_hopper_equal_float64(arguments, tolerances):
 def test_a_race_planted_in_a_product_is_found():
     done = interpret("products", "race")
     assert "RACE DETECTED" in done.stdout + done.stderr
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(
+    ("outputs", "product", "biased", "reason"),
+    [
+        (256, lambda g, u: jax.nn.silu(g) * u, False, None),
+        (256, lambda g, u: jax.nn.gelu(g, approximate=True) * u, False, None),
+        (256, lambda g, u: jax.nn.relu(g) * u, False, "has custom_jvp_call; known are"),
+        (256, lambda g, u: jax.nn.silu(g) * u, True, "it adds no biases"),
+        (200, lambda g, u: jax.nn.silu(g) * u, False, "multiples of 128"),
+    ],
+)
+def test_gate_and_up_on_hopper_say_what_they_cannot_serve(outputs, product, biased, reason):
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+    w, bias = shape(4, outputs, 128), shape(4, outputs) if biased else None
+    f = lambda x, w, n, b: ops.grouped_glu(x, w, w, n, product, b, b)
+    with tracing_for("gpu"):
+        args = shape(8, 128), w, shape(4, dtype=jnp.int32), bias
+        assert "xla: chosen" in ops.explain(f, *args).split("grouped_matmul")[0]  # it has not run on a GPU yet
+        with ops.use(grouped_glu="hopper"):
+            if reason is None:
+                assert "hopper: chosen" in ops.explain(f, *args)
+            else:
+                with pytest.raises(ValueError, match=reason):
+                    ops.explain(f, *args)
 
 
 @pytest.mark.parametrize("format", sorted(CODES))
