@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import grouped_quantized_tpu
 from fdel.kernels.device import kind, no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
-from fdel.ops.weights import LowRank, Quantized, Weight
+from fdel.ops.weights import LowRank, Quantized, Weight, dequantize
 
 LANES = 128
 MIB = 2**20
@@ -52,7 +52,7 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     if why := no_tpu():
         return why
     if isinstance(w, Quantized):
-        return grouped_quantized_tpu.unsupported(x, w, sizes)
+        return grouped_quantized_tpu.unsupported(x, w, sizes) or too_wide(x, w, 1)
     if isinstance(w, LowRank):
         if w.ndim != 3 or (w.a.ndim, w.b.ndim) != (3, 3):
             return f"low-rank factors {w.a.shape} and {w.b.shape}; expected [E R K] and [E N R]"
@@ -77,7 +77,7 @@ def too_wide(x: Array, w: Array, count: int) -> str | None:
 def call(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`; sums are float32."""
     if isinstance(w, Quantized):
-        return grouped_quantized_tpu.call(x, w, sizes, device().cores)
+        return _frozen(x, jax.tree.map(jax.lax.stop_gradient, w), sizes.astype(jnp.int32))
     if isinstance(w, LowRank):
         scale = jax.lax.stop_gradient(w.scale).astype(w.b.dtype)[:, None, None]
         low = call(x, w.a.astype(x.dtype), sizes)
@@ -90,13 +90,33 @@ def _product(x: Array, w: Array, sizes: Array) -> Array:
     return rows_times(tiling(x, w), (x,), (w,), (), sizes, lambda y: [y])[0]
 
 
+def _of_rows(dy: Array, w: Array, sizes: Array) -> Array:
+    """Give the gradient of rows."""
+    return rows_times(tiling(dy, w, turned=False), (dy,), (w,), (), sizes, lambda y: [y])[0]
+
+
 def _backward(saved: tuple, dy: Array) -> tuple[Array, Array, None]:
     x, w, sizes = saved
-    dx = rows_times(tiling(dy, w, turned=False), (dy,), (w,), (), sizes, lambda y: [y])[0]
-    return dx, matrices_of(tiling_of_matrices(dy, x, len(w)), dy, x, sizes), None
+    return _of_rows(dy, w, sizes), matrices_of(tiling_of_matrices(dy, x, len(w)), dy, x, sizes), None
 
 
 _product.defvjp(lambda *args: (_product(*args), args), _backward)
+
+
+@jax.custom_vjp
+def _frozen(x: Array, w: Quantized, sizes: Array) -> Array:
+    """Multiply with quantized matrices as they are stored, or many rows with matrices that are expanded for it."""
+    if len(x) > grouped_quantized_tpu.FEW * len(sizes):
+        return _product(x, dequantize(w, x.dtype), sizes)
+    return grouped_quantized_tpu.product(x, w, sizes, device().cores)
+
+
+def _frozen_backward(saved: tuple[Quantized, Array], dy: Array) -> tuple[Array, None, None]:
+    w, sizes = saved  # expanded anew: as much memory as the matrices of one layer
+    return _of_rows(dy, dequantize(w, dy.dtype), sizes), None, None
+
+
+_frozen.defvjp(lambda x, w, sizes: (_frozen(x, w, sizes), (w, sizes)), _frozen_backward)
 
 
 def device() -> Device:

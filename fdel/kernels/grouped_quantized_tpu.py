@@ -3,13 +3,13 @@
 A tile has rows of one group alone: rows are copied to tiles, the last of a group filled with zeros, and results back.
 The kernel reads the matrices of groups with rows as they are stored, once for each tile, so tiles have about twice as
 many rows as a group has on average. Two cores share the tiles. What a step does with a block, few rows or many, and how
-bits are decoded, are that kernel's programs. Weights are frozen: a gradient reaches the rows alone.
+bits are decoded, are that kernel's programs. With many rows the copies and the tiles of a group, each of which decodes its
+matrix, take longer than to expand all matrices once: `grouped_matmul_tpu` then does that.
 
 Bytes read: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -22,11 +22,10 @@ from fdel.ops.platform import context
 from fdel.ops.weights import Quantized
 
 # Up to so many rows of a group on average: rows of a tile.
-TILES = {4: 8, 8: 16, 16: 32, 32: 64, 64: 128, 512: 256}
-MOST = 512
+TILES = {4: 8, 8: 16, 16: 32, 32: 64, 64: 128}
+FEW = 64  # rows of a group on average, above which matrices are better expanded
 # Of few rows: outputs of a block at most, its bytes, and numbers of a product. A step costs some 130 cycles beside.
 OUTPUTS, BLOCK, SUMS = 1024, 5 * 2**18, 48 * 2**10
-BACK = 12 * 2**20  # bytes of the sums of a tile's gradient
 
 
 def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
@@ -42,39 +41,18 @@ def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
     return kernel.unreadable(x, w)
 
 
-def call(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores: int) -> Float[Array, "M N"]:
+def product(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores: int) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`, on a device of so many cores; sums are float32."""
-    return _product(cores, x, jax.tree.map(jax.lax.stop_gradient, w), sizes.astype(jnp.int32))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(cores: int, x: Array, w: Quantized, sizes: Array) -> Array:
-    return _run(cores, tiling(len(x), w, x.dtype), x, w, sizes)
-
-
-def _backward(cores: int, saved: tuple[Quantized, Array], dy: Array) -> tuple[Array, None, None]:
-    w, sizes = saved
-    t, lanes = turned(tiling(len(dy), w, dy.dtype), w), w.values.shape[-1]
-    dx = _run(cores, t, dy, w, sizes)
-    if lanes < t.each:  # of one group, whose bytes are read further than they go
-        dx = dx.reshape(len(dx), t.halves, -1)[..., :lanes].reshape(len(dx), -1)
-    return dx[:, : w.shape[2]], None, None
-
-
-_product.defvjp(lambda cores, x, w, sizes: (_product(cores, x, w, sizes), (w, sizes)), _backward)
-
-
-def _run(cores: int, t: kernel.Tiling, x: Array, w: Quantized, sizes: Array) -> Array:
-    """Copy rows to tiles, run the kernel, and copy what it gives back."""
+    t = tiling(len(x), w, x.dtype)
     visits, source, place = tiles(sizes, len(x), t.rows, cores)
-    x = jnp.pad(x if t.back else kernel.laid(x, t, w), ((0, 1), (0, 0)))  # a row of zeros
+    x = jnp.pad(kernel.laid(x, t, w), ((0, 1), (0, 0)))  # a row of zeros
     y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), kernel.stored(w), visits, cores)
     return y.at[place].get(mode="fill", fill_value=0)
 
 
 def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
     """Cut a call with so many rows into blocks."""
-    rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), MOST)
+    rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), max(TILES.values()))
     t = kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
     if not t.few:
         return t
@@ -82,12 +60,6 @@ def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
     most = min(OUTPUTS, BLOCK // lanes, SUMS // (t.rows * t.digits * t.beside))
     blocks = -(-count // max(t.outputs, most))
     return t._replace(outputs=-(-count // (blocks * kernel.LANES)) * kernel.LANES)
-
-
-def turned(t: kernel.Tiling, w: Quantized) -> kernel.Tiling:
-    """Cut the gradient of rows, whose sums are of all inputs."""
-    most = max(16, BACK // (4 * w.values.shape[2] * t.halves) // 16 * 16)
-    return t._replace(few=False, back=True, rows=min(most, max(16, t.rows)))
 
 
 def tiles(sizes: Int[Array, " E"], many: int, rows: int, cores: int) -> tuple[kernel.Visits, Array, Array]:

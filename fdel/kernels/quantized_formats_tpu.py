@@ -37,7 +37,6 @@ class Tiling(NamedTuple):
     scale: str  # how scales are stored: "float", "exponent", or as "uint8" or "fp8" with numbers for each output
     across: bool  # whether scales lie as [outputs groups]
     dtype: Any  # of the result
-    back: bool = False  # whether rows are multiplied from the outputs' side, and the result is as x was
 
     @property
     def digits(self) -> int:

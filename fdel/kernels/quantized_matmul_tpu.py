@@ -114,7 +114,7 @@ def matmul(x: Float[Array, "M K"], w: Any, dtype: jnp.dtype) -> Float[Array, "M 
 
 
 def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = None, cores: int = 2) -> Array:
-    """Run the kernel on rows as of `laid`, or with `t.back` on rows of outputs. `w` is as of `stored`.
+    """Run the kernel on rows as of `laid`. `w` is Quantized, as of `stored`.
 
     With `visits` w has matrices [E N K], and what is given for tiles past those that were counted is undefined.
     """
@@ -139,24 +139,20 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
             return pl.BlockSpec(shape, lambda c, i: index(at(c, i)[1]))
         return pl.BlockSpec((None, *shape), lambda c, i, *to: (to[0][at(c, i, *to)[0]], *index(at(c, i, *to)[1])))
 
-    rows = [
-        pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0)),
-        pl.BlockSpec((t.rows, t.outputs), at),
-    ]
     specs = {
-        "x": (x, rows[t.back]),
+        "x": (x, pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0))),
         "values": (w.values, block((t.outputs, width), lambda output: (output, 0))),
         **_of_groups(w, t, held, block),
     }
     kept = _kept(t, inputs, held, x.dtype)
     run = pl.pallas_call(
-        functools.partial(program, t, (*given, *specs, "out", *kept), count, 0 if visits is None else steps),
-        out_shape=jax.ShapeDtypeStruct((len(x), inputs if t.back else count), t.dtype),
+        functools.partial(program, t, (*given, *specs, "out", *kept), 0 if visits is None else steps),
+        out_shape=jax.ShapeDtypeStruct((len(x), count), t.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(given),
             grid=(cores, total // cores if visits is None else visits.each[0] * steps),
             in_specs=[spec for _, spec in specs.values()],
-            out_specs=rows[not t.back],
+            out_specs=pl.BlockSpec((t.rows, t.outputs), at),
             scratch_shapes=list(kept.values()),
         ),
         compiler_params=pltpu.CompilerParams(
@@ -194,7 +190,7 @@ def _kept(t: Tiling, inputs: int, held: int, dtype: Any) -> dict[str, Any]:
             "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, tiled),
         }  # fmt: skip
     else:
-        kept = {"scales": columns, "zeros": columns, "total": numbers(t.rows, inputs if t.back else t.outputs)}
+        kept = {"scales": columns, "zeros": columns, "total": numbers(t.rows, t.outputs)}
     return kept if t.scale == "float" else kept | {"decoded": numbers(held, t.outputs)}
 
 

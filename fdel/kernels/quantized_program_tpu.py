@@ -1,7 +1,6 @@
 """The program of `quantized_matmul_tpu`: what a step of its grid does with a block of outputs."""
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +17,10 @@ PARTS = 3  # bfloat16 numbers whose sum is one of float32
 BY_ROWS = (((1,), (1,)), ((), ()))  # contract the last axes
 
 
-def program(about: Tiling, names: tuple[str, ...], outputs: int, steps: int, *refs: Any) -> None:
+def program(about: Tiling, names: tuple[str, ...], steps: int, *refs: Any) -> None:
     """Compute a block of results; `refs` are the arguments, the result and the memory of the kernel, by `names`.
 
-    A weight has so many `outputs`. Rows of x are others after so many `steps` of the grid; 0 stands for never.
+    Rows of x are others after so many `steps` of the grid; 0 stands for never.
     """
     from jax.experimental import pallas as pl
 
@@ -41,11 +40,9 @@ def program(about: Tiling, names: tuple[str, ...], outputs: int, steps: int, *re
         zero = zero * -scale if integers else zero
     if middle and about.few:
         zero = (0 if zero is None else zero) - middle * scale
-    at = pl.program_id(1) % steps if steps else pl.program_id(1)
-    if about.back:
-        _back(about, r, zero, at, (steps, outputs))
-    elif about.few:
-        pl.when(at == 0)(lambda: _digits(r, about))
+    if about.few:
+        at = pl.program_id(1)
+        pl.when((at % steps if steps else at) == 0)(lambda: _digits(r, about))
         _of_few(about, r, zero)
     else:
         _of_many(about, r, zero)
@@ -186,18 +183,20 @@ def _lay_parts(to: Any, x: Float[Array, "groups outputs"]) -> None:
         x = x - part
 
 
-def _scaled(about: Tiling, r: Any, zero: Any, late: bool) -> Callable[[Any], Array]:
-    """Lay out scales and zeros; read(i) is then chunk i, scaled and rounded [outputs width]; `late`: unscaled."""
+def _of_many(about: Tiling, r: Any, zero: Any) -> None:
+    """Scale and round a chunk of the weight, and add its product."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     groups, width = r.scale.shape[0], about.chunk * about.halves
+    late = groups == 1 and zero is None  # one scale for an output: the result is scaled
     given = [] if late else [(r.scales, r.scale[...])]
     for to, x in given if zero is None else [*given, (r.zeros, zero)]:
         if about.beside >= NARROW:
             _lay_parts(to, x)
         else:
             to[:, :groups] = x.T
+    r.total[...] = jnp.zeros_like(r.total)
     lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 1) % about.chunk // about.each
     sublane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 0)
 
@@ -212,86 +211,18 @@ def _scaled(about: Tiling, r: Any, zero: Any, late: bool) -> Callable[[Any], Arr
         chosen = jnp.concatenate([chosen] * PARTS).astype(jnp.bfloat16)
         return jnp.dot(jnp.concatenate(found, 1), chosen, preferred_element_type=jnp.float32)
 
-    def read(i: Any) -> Array:
+    def step(i: Any, _: None) -> None:
         g = _group(about, i)
         part = read_values(r, about, i, r.x.dtype if late and about.format in PLAIN else jnp.float32)
         if middle := INTEGERS.get(about.format, 0):
             part = part - middle
         if not late:
             part = part * columns(r.scales, g)
-        return (part if zero is None else part + columns(r.zeros, g)).astype(r.x.dtype)
+        part = (part if zero is None else part + columns(r.zeros, g)).astype(r.x.dtype)
+        x = _inputs(r, about, i)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        r.total[...] += jax.lax.dot_general(x, part, BY_ROWS, preferred_element_type=jnp.float32, precision=precision)
 
-    return read
-
-
-def _add(to: Any, x: Array, w: Array, axes: Any) -> None:
-    """Add a product of rows of x and a chunk of a weight."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    to[...] += jax.lax.dot_general(x, w, axes, preferred_element_type=jnp.float32, precision=precision)
-
-
-def _of_many(about: Tiling, r: Any, zero: Any) -> None:
-    """Scale and round a chunk of the weight, and add its product."""
-    late = r.scale.shape[0] == 1 and zero is None  # one scale for an output: the result is scaled
-    read = _scaled(about, r, zero, late)
-    r.total[...] = jnp.zeros_like(r.total)
-    step = lambda i, _: _add(r.total, _inputs(r, about, i), read(i), BY_ROWS)
     jax.lax.fori_loop(0, r.values.shape[1] // about.chunk, step, None)
     total = r.total[...] * r.scale[...] if late else r.total[...]
     r.out[...] = (total if about.unit == 1 else total * about.unit).astype(about.dtype)
-
-
-def _back(about: Tiling, r: Any, zero: Any, at: Any, of: tuple[int, int]) -> None:
-    """Add the product of rows [rows outputs] with block `at` of a weight; the last of its blocks gives the result.
-
-    `of`: the blocks of a weight, and its outputs, past which a block may hold anything.
-    """
-    from jax.experimental import pallas as pl
-
-    (steps, outputs), width, late = of, about.chunk * about.halves, r.scale.shape[0] == 1 and zero is None
-    read, chunks = _scaled(about, r, zero, late), r.values.shape[1] // about.chunk
-    ragged = outputs % about.outputs
-    inside = lambda axis, shape: at * about.outputs + jax.lax.broadcasted_iota(jnp.int32, shape, axis) < outputs
-    x = r.x[...].astype(jnp.float32)
-    x = x * r.scale[...] if late else x
-    x = (jnp.where(inside(1, x.shape), x, 0) if ragged else x).astype(r.x.dtype)
-
-    @pl.when(at == 0)
-    def _begin() -> None:
-        r.total[...] = jnp.zeros_like(r.total)
-
-    def step(i: Any, _: None) -> None:
-        part = read(i)
-        if ragged:
-            part = jnp.where(inside(0, (len(part), 1)), part.astype(jnp.float32), 0).astype(part.dtype)
-        _add(r.total.at[:, pl.ds(pl.multiple_of(i * width, LANES), width)], x, part, (((1,), (0,)), ((), ())))
-
-    def give(i: Any, _: None) -> None:
-        total = r.total[:, pl.ds(pl.multiple_of(i * width, LANES), width)] * about.unit
-        for first, part in _placed(about, i, total):
-            r.out[:, pl.ds(pl.multiple_of(first, LANES), part.shape[1])] = part.astype(about.dtype)
-
-    jax.lax.fori_loop(0, chunks, step, None)
-    pl.when(at == steps - 1)(lambda: jax.lax.fori_loop(0, chunks, give, None))
-
-
-def _placed(about: Tiling, index: Any, x: Float[Array, "rows width"]) -> list[tuple[Any, Array]]:
-    """Bring numbers of a chunk's inputs from the order of its bytes to that of `_inputs`: parts, and where each begins."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    chunk, each = about.chunk, about.each
-    if about.halves == 1:
-        return [(index * chunk, x)]
-    halves = x[:, :chunk], x[:, chunk:]
-    if each >= LANES:
-        inner = each // chunk
-        first = index // inner * 2 * each + index % inner * chunk
-        return [(first, halves[0]), (first + each, halves[1])]
-    lane, found = jax.lax.broadcasted_iota(jnp.int32, halves[0].shape, 1), [halves[0], halves[0]]
-    for p in range(about.beside):
-        for half in range(2):
-            first = (2 * p + half) * each
-            shift = (first - p * each) % LANES
-            piece = pltpu.roll(halves[half], shift, 1) if shift else halves[half]
-            found[first // LANES] = jnp.where(lane // each == first % LANES // each, piece, found[first // LANES])
-    return [(index * 2 * LANES + i * LANES, part) for i, part in enumerate(found)]

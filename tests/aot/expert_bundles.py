@@ -37,7 +37,6 @@ class Call(NamedTuple):
     format: str
     group: int
     zero: bool = False
-    back: bool = False
 
 
 OSS, UP, DOWN = (256, 128, 2880, 2880), (512, 128, 2048, 768), (512, 128, 768, 2048)
@@ -52,10 +51,6 @@ CALLS = {
     "Qwen3-30B-A3B, 64 tokens, down, fp8 by 128": Call(*DOWN, "fp8", 128),
     "Qwen3-30B-A3B, 64 tokens, down, int4 by 128": Call(*DOWN, "int4", 128),
     "Qwen3-30B-A3B, 64 tokens, down, MXFP4": Call(*DOWN, "e2m1", 32),
-    "Qwen3-30B-A3B, 16,384 tokens, gate, NF4": Call(131072, *UP[1:], "nf4", 64),
-    "Qwen3-30B-A3B, 16,384 tokens, gate, NF4, gradient of rows": Call(131072, *UP[1:], "nf4", 64, back=True),
-    "gpt_oss 120b, 16,384 tokens, MXFP4": Call(65536, *OSS[1:], "e2m1", 32),
-    "gpt_oss 120b, 16,384 tokens, MXFP4, gradient of rows": Call(65536, *OSS[1:], "e2m1", 32, back=True),
 }
 
 
@@ -76,15 +71,14 @@ def lower(chip: str, c: Call, impl: str) -> aot.Compiled:
     rows_first = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype, sharding=Format(Layout((0, 1, 2)), sizes.sharding))
     shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype, sharding=sizes.sharding)
 
-    def call(x, w, sizes, dy):
+    def call(x, w, sizes):
         with ops.use(grouped_matmul=impl):
-            y, back = jax.vjp(lambda x: ops.grouped_matmul(x, w, sizes), x)
-            return back(dy)[0] if c.back else y
+            return ops.grouped_matmul(x, w, sizes)
 
-    x, dy = shape(jnp.bfloat16, c.rows, c.inputs), shape(jnp.bfloat16, c.rows, c.outputs)
+    x = shape(jnp.bfloat16, c.rows, c.inputs)
     # Left to itself the compiler lays out 128 matrices of 2,880 with matrices innermost, and copies them at every call.
     w = weight(c, rows_first if c.inputs % 128 else shape)
-    return aot.compile(target, jax.jit(call), x, w, sizes, dy, mesh=mesh)
+    return aot.compile(target, jax.jit(call), x, w, sizes, mesh=mesh)
 
 
 def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str, float]:
@@ -92,7 +86,6 @@ def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str,
     about, cores, sizes = aot.CHIPS[chip], CORES[chip], drawn(Experts(c.rows, c.groups, 0, 0))
     w = weight(c, lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype))
     t = kernel.tiling(c.rows, w, jnp.bfloat16)
-    t = kernel.turned(t, w) if c.back else t
     lanes, kept = w.values.shape[2], [a.size * a.dtype.itemsize / c.groups for a in jax.tree.leaves(w)]
     chunks = trips = -(-lanes // t.chunk)
     if t.few:
@@ -115,7 +108,11 @@ def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str,
 
 
 def main(chip: str, *names: str) -> None:
-    """Print a line of JSON for each call, in seconds: the kernel, what is around it, the floor, XLA's of its rounds."""
+    """Print a line of JSON for each call that is named, in part: seconds of the kernel, of what is around it, and the floor.
+
+    With "--xla" also XLA's own estimate of a round of the reference's loop, times the rounds.
+    """
+    xla, names = "--xla" in names, tuple(n for n in names if n != "--xla")
     with tempfile.TemporaryDirectory() as folder:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
@@ -129,10 +126,7 @@ def main(chip: str, *names: str) -> None:
             counted = parts(max(found, key=lambda x: x.name).read_text())
             with jax.set_mesh(put(chip)[1]):  # tiles are those of the chip
                 told = estimate(chip, c, counted) | {"around": ours.estimate}
-            if "--parts" in names:
-                print([(depth, n, "vmatpush" in text) for depth, n, text in counted])
-                Path("/tmp/expert18_hlo.txt").write_text(ours.text)
-            if "--xla" in names:
+            if xla:
                 block = min(grouped.BLOCK["tpu"], 1 << max(0, c.rows // c.groups - 1).bit_length())
                 rounds = math.ceil(drawn(Experts(c.rows, c.groups, 0, 0)).max() / block)
                 told["xla"] = lower(chip, c, "xla").estimate * rounds

@@ -102,6 +102,11 @@ def test_products_and_gradients_of_rows_equal_float64(interpreted, c):
     assert max(found) < bounds(c[2])
 
 
+def test_many_rows_are_multiplied_with_expanded_matrices(interpreted, monkeypatch):
+    monkeypatch.setattr(kernel, "FEW", 1)
+    assert max(errors(("e2m1", 32, "exponent", 64, 40, 0), MANY, jnp.float32)) < 2e-6
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("c", MORE, ids=str)
 def test_every_format_equals_float64(interpreted, c):
