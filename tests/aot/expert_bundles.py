@@ -108,7 +108,7 @@ def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str,
 
 
 def main(chip: str, *names: str) -> None:
-    """Print a line of JSON for each call that is named, in part: seconds of the kernel, of what is around it, and the floor.
+    """Print a line of JSON for each call that is named in part: seconds of the kernel, of what is around it, and the floor.
 
     With "--xla" also XLA's own estimate of a round of the reference's loop, times the rounds.
     """
