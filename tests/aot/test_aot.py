@@ -271,6 +271,21 @@ def test_the_tpu_kernels_for_groups_of_rows_are_near_the_floor(chip):
 
 
 @pytest.mark.aot
+@pytest.mark.matrix  # all calls of the table: minutes
+@pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
+def test_the_tpu_kernel_for_experts_in_few_bits_reads_them_at_the_floor_s_speed(chip):
+    """64 tokens: bytes 1.3 times the floor; narrow groups of 4 bits, which wait for the multiplier, up to 3 times."""
+    command = [sys.executable, "-m", "tests.aot.expert_bundles", chip]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr
+    for x in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))):
+        print(x)
+        assert x["estimate"] <= (1.3 if "int8" in x["call"] or "fp8" in x["call"] else 3) * x["floor"]
+
+
+@pytest.mark.aot
 def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_registers():
     """No spill, products of tensor cores in a row, and few temporaries beside: no decoded weight, no padded rows.
 
