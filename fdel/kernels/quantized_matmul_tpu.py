@@ -126,7 +126,8 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     inputs = width * t.halves
     steps = -(-count // t.outputs)
     total = len(x) // t.rows * steps
-    given = {} if visits is None else visits._asdict()
+    given: dict[str, Array] = {} if visits is None else visits._asdict()
+    at: Callable
     if visits is None:
         cores = 2 if total % 2 == 0 else 1  # a v5p has two, which share the steps
         at = lambda c, i: divmod(c * (total // cores) + i, steps)
