@@ -66,7 +66,7 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     return too_wide(x, w, 1)
 
 
-def too_wide(x: Array, w: Array, count: int) -> str | None:
+def too_wide(x: Array, w: Array | Quantized, count: int) -> str | None:
     """Say why blocks of `count` matrices [E N K] do not fit, or None."""
     need = max(_bytes(TILES[0][1], LANES, n, count, count, 3, x.dtype.itemsize) for n in w.shape[1:])
     if need > device().memory:

@@ -127,12 +127,12 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     steps = -(-count // t.outputs)
     total = len(x) // t.rows * steps
     given: dict[str, Array] = {} if visits is None else visits._asdict()
-    at: Callable
+    at: Callable[..., Any]
     if visits is None:
         cores = 2 if total % 2 == 0 else 1  # a v5p has two, which share the steps
-        at = lambda c, i: divmod(c * (total // cores) + i, steps)
+        at = lambda c, i, *_: divmod(c * (total // cores) + i, steps)
     else:
-        at = lambda c, i, matrix, each: (c * each[0] + i // steps, i % steps)
+        at = lambda c, i, *to: (c * to[1][0] + i // steps, i % steps)
 
     def block(shape: tuple[int, int], index: Callable) -> Any:
         """Show the kernel a block of a weight's array: index(which block of outputs)."""
