@@ -25,7 +25,6 @@ from fdel.kernels import quantized_gradient
 from fdel.kernels.decode_gpu import FORMATS, Whole, decoded
 from fdel.kernels.device import no_hopper
 from fdel.ops.contraction import Plan, inputs_last, ordered
-from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, Quantized, scales
 
 GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
@@ -59,14 +58,10 @@ def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     if why := no_hopper():
         return why
-    if axes := context("tp", "fsdp", "ep"):
-        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
     if w.activations:
         return "activations in few bits: XLA multiplies integers itself"
     if w.format not in FORMATS:
         return f"weights in {w.format}; expected one of {', '.join(FORMATS)}"
-    if plan.batch or plan.w[-len(w.inputs) :] != plan.contracted:
-        return "a weight with batch axes, or one that is multiplied from its outputs' side"
     if x.dtype != jnp.bfloat16:
         return f"x is bfloat16; found {x.dtype}"
     if w.zero is not None and not isinstance(FORMATS[w.format], Whole):

@@ -29,7 +29,6 @@ from fdel.kernels.device import no_tpu
 from fdel.kernels.quantized_formats_tpu import DIGITS, FLOATS, INDICES, INTEGERS, LANES, Tiling
 from fdel.kernels.quantized_program_tpu import NARROW, PARTS, program
 from fdel.ops.contraction import Plan, inputs_last, ordered
-from fdel.ops.platform import context
 from fdel.ops.weights import PACKED, TABLES, Quantized, dequantize, scales
 
 FEW, COPIES = 64, {True: 384, False: 512}  # rows of x that are few; of a product of integers, and of floats
@@ -44,10 +43,6 @@ def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     if why := no_tpu():
         return why
-    if axes := context("tp", "fsdp", "ep"):
-        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
-    if plan.batch or plan.w[-len(w.inputs) :] != plan.contracted:
-        return "a weight with batch axes, or one that is multiplied from its outputs' side"
     return unreadable(x, w)
 
 

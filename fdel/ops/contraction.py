@@ -9,7 +9,6 @@ from jaxtyping import Array
 
 from fdel.ops.weights import merge
 
-
 # Letters of inputs that mesh axis `tp` divides, where they come first: heads, and groups of them, hidden units, channels.
 ALONG_TP = tuple("nhgfi")
 
@@ -27,7 +26,9 @@ class Plan:
     outputs = property(lambda self: "".join(c for c in self.w if c not in self.x))
     batch = property(lambda self: "".join(c for c in self.w if c in self.x and c in self.out))
     rows = property(lambda self: "".join(c for c in self.x if c not in self.w))  # those that the weight lacks
-    summed = property(lambda self: self.contracted.startswith(ALONG_TP))  # over devices too: each has a part of the inputs
+    summed = property(
+        lambda self: self.contracted.startswith(ALONG_TP)
+    )  # over devices too: each has a part of the inputs
 
 
 def wide(dtype: Any) -> jnp.dtype:

@@ -206,7 +206,9 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
             for name, size in zip(names(text), x.shape, strict=False):
                 if size % math.prod(context(*over.get(name, ())).values()) and (name, size) != ("summed", 1):
                     over[name] = ()
-        of = lambda name, size=0: None if (name, size) == ("summed", 1) else over.get(name) or None  # one for all inputs
+        of = lambda name, size=0: (
+            None if (name, size) == ("summed", 1) else over.get(name) or None
+        )  # one for all inputs
         spec = lambda text, *shape: P(*map(of, names(text), *shape))
         total = over["summed"] if any("summed" in text for _, text in arrays.values()) else ()
 

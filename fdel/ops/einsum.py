@@ -3,7 +3,6 @@
 import math
 import operator
 import string
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -15,7 +14,8 @@ from jaxtyping import Array, Float
 
 from fdel.ops.contraction import Plan, inputs_last, ordered, wide
 from fdel.ops.cpu import dot, in_tiles
-from fdel.ops.dispatch import kernel, operation
+from fdel.ops.dispatch import Implementation, kernel, operation
+from fdel.ops.platform import context
 from fdel.ops.weights import (
     PACKED,
     Adapters,
@@ -26,6 +26,7 @@ from fdel.ops.weights import (
     decode,
     dense,
     merge,
+    of_part,
     scaled,
     scales,
     split,
@@ -158,22 +159,54 @@ def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, 
     return ("", x_axes, w_axes, ""), out
 
 
-def _of_part(call: Callable) -> Callable:
-    """Give `call` a device's part of a weight with the sizes of its own inputs, which are not those of the whole."""
+def _part(plan: Plan, x: Array, w: Quantized) -> tuple[Any, Any] | str:
+    """Give shapes of a device's part of both along mesh axis `tp`, or say why each device would fetch the whole weight."""
+    n, shapes = context("tp").get("tp", 1), [*x.shape]
+    cut = plan.contracted[:1] if plan.summed else plan.outputs[:1]
+    if n == 1 or not cut:
+        return x, w
+    where = "inputs" if plan.summed else "outputs"
+    if (
+        w.order is not None
+        or plan.summed
+        and w.values.shape[-1] * (2 if w.format in PACKED else 1) != math.prod(w.inputs)
+    ):
+        return f"{where} in an order of their own, or in groups that they do not fill, on tp={n}"
+    at = -1 if plan.summed else plan.w.index(cut)
+    sizes = [c.shape[at] for c in jax.tree.leaves(w) if not plan.summed or c.shape[at] > 1]
+    if any(size % n for size in sizes):
+        return f"{where} whose values, scales and zeros are {', '.join(map(str, sizes))}, not multiples of tp={n}"
 
-    def with_sizes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
-        own = lambda c: replace(c, inputs=c.values.shape[-1:]) if isinstance(c, Quantized) else c
-        inputs = tuple(x.shape[plan.x.index(c)] for c in plan.contracted)
-        return call(plan, x, replace(w, inputs=inputs, scale=own(w.scale), zero=own(w.zero)), dtype)
+    def cut_up(c: Any) -> jax.ShapeDtypeStruct:
+        shape = [*c.shape]
+        shape[at] //= n if shape[at] > 1 or not plan.summed else 1
+        return jax.ShapeDtypeStruct(tuple(shape), c.dtype)
 
-    return with_sizes
+    if plan.summed:
+        shapes[plan.x.index(cut)] //= n
+    inputs = tuple(shapes[plan.x.index(c)] for c in plan.contracted)
+    return jax.ShapeDtypeStruct(tuple(shapes), x.dtype), of_part(jax.tree.map(cut_up, w), inputs)
+
+
+def _of_parts(way: Implementation) -> Implementation:
+    """Ask a kernel about a device's part, and call it with the part's own sizes of inputs."""
+
+    def unsupported(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> str | None:
+        if plan.batch or plan.w[-len(w.inputs) :] != plan.contracted:
+            return "a weight with batch axes, or one that is multiplied from its outputs' side"
+        part = _part(plan, x, w)
+        return part if isinstance(part, str) else way.unsupported(plan, *part, dtype)
+
+    def call(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
+        return way.call(plan, x, of_part(w, tuple(x.shape[plan.x.index(c)] for c in plan.contracted)), dtype)
+
+    return replace(way, call=call, unsupported=unsupported)
 
 
 _MOSAIC, _HOPPER = kernel("quantized_matmul_tpu"), kernel("quantized_matmul_gpu", on_request=True)
-_KERNELS = {name: replace(way, call=_of_part(way.call)) for name, way in (("mosaic", _MOSAIC), ("hopper", _HOPPER))}
 
 
-@operation(_axes, **_KERNELS)
+@operation(_axes, mosaic=_of_parts(_MOSAIC), hopper=_of_parts(_HOPPER))
 def _quantized_matmul(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     inputs = plan.w[-len(w.inputs) :]
     if inputs != plan.contracted:

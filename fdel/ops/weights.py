@@ -6,7 +6,7 @@ through `jax.tree.map`, give valid leaves.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,12 @@ class Observed:
 
 
 Weight = Array | Quantized | LowRank | Adapters | Observed
+
+
+def of_part(w: Quantized, inputs: tuple[int, ...]) -> Quantized:
+    """Give a weight whose arrays are a part of another's, along its outputs or its inputs, the sizes of its own inputs."""
+    own = lambda c: replace(c, inputs=c.values.shape[-1:]) if isinstance(c, Quantized) else c
+    return replace(w, inputs=inputs, scale=own(w.scale), zero=own(w.zero))
 
 
 def is_weight(x: object) -> bool:

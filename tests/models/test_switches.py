@@ -120,7 +120,11 @@ def test_each_switch_alone_gives_transformers_logits_or_is_refused(name, tmp_pat
             try:
                 model = models.load(directory, dtype=jnp.float32)
             except ConfigError as e:
-                assert any(f"{c}{key}'" in str(e) for c in "'.") or key.endswith(("num_experts", "top_k_experts")), (key, other, str(e))
+                assert any(f"{c}{key}'" in str(e) for c in "'.") or key.endswith(("num_experts", "top_k_experts")), (
+                    key,
+                    other,
+                    str(e),
+                )
                 continue
             run = jax.jit(partial(model.family.forward, cfg=model.cfg))
             assert suite.error(run(model.params, tokens)[0], want) < 1e-4, (key, value, other)

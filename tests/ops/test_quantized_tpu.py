@@ -1,6 +1,7 @@
 """The TPU kernel for quantized products, interpreted with a detector of races, against float64."""
 
 import functools
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,8 +14,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
-from fdel import ops
+from fdel import ops, params
 from fdel.kernels import quantized_matmul_tpu as kernel
 from fdel.ops.einsum import _plan
 from fdel.ops.platform import tracing_for
@@ -233,3 +237,34 @@ def test_the_kernel_says_what_it_cannot_serve(call, reason):
             assert "mosaic: chosen" in ops.explain(lambda x, w: ops.einsum("td,fd->tf", x, w), x, w)
         else:
             assert reason in kernel.unsupported(plan, x, w, x.dtype)
+
+
+SHARED = [
+    Drawn("int8", None, 256, 256, 8, 3),  # a scale for all inputs
+    Drawn("uint4", "int", 64, 256, 8, 3),
+    ("nf4", 64, "uint8", 512, 8, 3),
+]
+
+
+@pytest.mark.parametrize("c", SHARED, ids=str)
+@pytest.mark.parametrize("subscripts", ["tf,df->td", "td,fd->tf"])
+def test_devices_share_a_weight(subscripts, c, interpreted):
+    """Along `tp`, by inputs or by outputs: the numbers of one device, 1e-6 of the largest, and no part of a weight is sent."""
+    r = np.random.default_rng(2)
+    w, _ = weight(c, r) if isinstance(c, Drawn) else floating(*c, r)
+    x = jnp.asarray(r.normal(size=(3, *w.inputs)), jnp.float32)
+    mesh = params.make_mesh({"tp": 2}, jax.devices()[:2])
+    by = P(None, "tp") if subscripts == "tf,df->td" else P("tp")
+    placed = jax.tree.map(jax.device_put, w, params.mesh.of_parts(w, NamedSharding(mesh, by)))
+
+    def run(*args) -> tuple[Array, str]:
+        with tracing_for("tpu"), ops.use(quantized_matmul="mosaic"):
+            made = jax.jit(lambda x, w: ops.einsum(subscripts, x, w)).lower(*args).compile()
+        return made(*args), made.as_text()
+
+    want, _ = run(x, w)
+    with jax.set_mesh(mesh):
+        got, text = run(jax.device_put(x, NamedSharding(mesh, P())), placed)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
+    assert not re.search(r"= [us]8\[\S* (all-gather|all-to-all|collective-permute)", text)
+    assert len(re.findall(r" all-reduce\(", text)) == (subscripts == "tf,df->td")
