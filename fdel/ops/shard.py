@@ -62,20 +62,22 @@ def shard(x: Array, axes: str) -> Array:
     return x if all(s is None for s in spec) else jax.lax.with_sharding_constraint(x, spec)
 
 
-def by_rows(f: Callable[[Any, Any], Any], rows: Any, whole: Any, *, total: bool) -> Any:
-    """Compute f(rows, whole) on each device with its own rows of the arrays [B T ...] and with all of `whole`.
+def by_rows(f: Callable, rows: Any, whole: Any, *beside: Any, total: bool) -> Any:
+    """Compute f(rows, whole, *beside) on each device with its own part of the arrays [B T ...] and with all of `whole`.
+
+    `beside` are trees of arrays [B ...], of which a device has all that belongs to its rows, however T is divided.
 
     If `total`, the results are sums over rows, and are added up over devices once, at the end; so are gradients of
-    `whole`. Otherwise they are arrays [B T ...] of rows. Without a mesh that divides the rows: f(rows, whole).
+    `whole`. Otherwise they are arrays [B T ...] of rows. Without a mesh that divides the rows: f(rows, whole, *beside).
     """
     shape = jax.tree.leaves(rows)[0].shape
     spec = partition(jax.ShapeDtypeStruct(shape[:2], "bool"), "rows tokens") if len(shape) > 1 else PartitionSpec()
     axes = {a for part in spec for a in ((part,) if isinstance(part, str) else part or ())}
     if not axes:
-        return f(rows, whole)
-    local = (lambda r, w: jax.lax.psum(f(r, w), tuple(axes))) if total else f
-    out = PartitionSpec() if total else spec
-    return divided(local, axes, (spec, PartitionSpec()), out)(rows, whole)
+        return f(rows, whole, *beside)
+    local = (lambda *mine: jax.lax.psum(f(*mine), tuple(axes))) if total else f
+    out, apart = PartitionSpec() if total else spec, (PartitionSpec(*spec[:1]),) * len(beside)
+    return divided(local, axes, (spec, PartitionSpec(), *apart), out)(rows, whole, *beside)
 
 
 def row_lookup(f: Callable, *rows: Array) -> Any:

@@ -267,7 +267,7 @@ def build_score(
 
 def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable[[dict[str, Any]], np.ndarray]:
     """Build `kl(batch)`: log policy / reference of each row's tokens, summed, as they were drawn."""
-    logps = jax.jit(build.cast(s, model, losses.token_logps(*model[:2], temperature=s.keys.temperature)))
+    logps = jax.jit(build.cast(s, model, losses.token_logps(*model[:2], **s.keys.drawn)))
     reference = lora.unload(training.given["base"]) if s.reference == "base" else training.given["reference"]
     mesh = build.build_mesh(s)
 
@@ -284,7 +284,7 @@ def learning(s: Settled, model: models.Model, step: Step) -> Step:
     k, parts, how = s.keys, s.recipe.trainer.gradient_accumulation_steps, s.method.samples
     if how is None or (getattr(k, "updates", 1) == 1 and how.first is None):
         return step
-    logps = losses.token_logps(*model[:2], temperature=k.temperature, remat=None)
+    logps = losses.token_logps(*model[:2], **k.drawn, remat=None)
     old: Callable = lambda p, batch, given: {"old": logps(p, batch)}
     found = build.cast(s, model, old if how.first is None else how.first(k, model))
     whole = (lambda p, given: lora.join(p, given["base"])) if s.frozen else lambda p, given: p

@@ -48,7 +48,7 @@ def options(k: Ppo) -> losses.Policy:
 
 def objective(k: Ppo, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss of policy and critic."""
-    how: dict[str, Any] = dict(vf_coef=k.vf_coef, cliprange_value=k.cliprange_value, temperature=k.temperature)
+    how: dict[str, Any] = dict(vf_coef=k.vf_coef, cliprange_value=k.cliprange_value, **k.drawn)
     return Objective(losses.ppo(*model[:2], options(k), remat=remat, **how))
 
 
@@ -62,8 +62,8 @@ def scored(k: Ppo, samples: Sequence[Sample], rewards: Rewards, put: Callable) -
 
 def before(k: Ppo, model: models.Model) -> Callable[..., dict[str, Any]]:
     """Compute, by the weights before a step: the policy's log-probabilities, the critic's values, the divergence."""
-    both = losses.token_values(*model[:2], temperature=k.temperature)
-    logps = losses.token_logps(*model[:2], temperature=k.temperature, remat=None)
+    both = losses.token_values(*model[:2], **k.drawn)
+    logps = losses.token_logps(*model[:2], **k.drawn, remat=None)
 
     def first(params: Any, batch: Any, given: Any) -> dict[str, Any]:
         old, values = both(params, batch)

@@ -59,7 +59,8 @@ class Sampling(Generating):
     top_p: float = key(1.0, "of sampling: share of the probability that is kept", positive=True, least=0, most=1)
     top_k: int = key(0, "of sampling: tokens that are kept; 0: all", least=0)
     min_p: float = key(0.0, "of sampling: least probability, of the likeliest one's", least=0, most=1)
-    repetition_penalty: float = key(1.0, "of sampling", positive=True)
+    repetition_penalty: float = key(1.0, "of sampling, and of the log-probabilities of policy losses: divides positive "
+        "logits of tokens that stand there already, and multiplies others", positive=True)  # fmt: skip
     sampling_timeout: float | None = key(None, "seconds, after which samples of a step are cut where they are; a run "
         "is then not repeated bit by bit", positive=True)  # fmt: skip
     rollout_ahead: int = key(0, "steps by which samples are drawn before they are learnt, in a thread meanwhile; "
@@ -71,6 +72,11 @@ class Sampling(Generating):
     environment: Environment | None = key(None, "what answers the model; a sample then has several replies")
     log_completions: bool = key(False, "print some samples at each log_steps")
     num_completions_to_print: int = key(4, "how many", needs="log_completions", positive=True)
+
+    @property
+    def drawn(self) -> dict[str, float]:
+        """What losses are told of the distribution that samples were drawn from."""
+        return {"temperature": self.temperature, "repetition_penalty": self.repetition_penalty}
 
 
 @dataclass(frozen=True)
@@ -200,9 +206,7 @@ def correction(k: Rewarded) -> str | None:
 def objective(k: Rewarded, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss."""
     o = options(k)
-    rows = losses.policy_outputs(
-        *model[:2], temperature=k.temperature, reference=o.beta > 0, router=bool(k.routers), remat=remat
-    )
+    rows = losses.policy_outputs(*model[:2], reference=o.beta > 0, router=bool(k.routers), remat=remat, **k.drawn)
     return Objective(rows, losses.policy_objective(o, **k.routers), o.coupled)
 
 

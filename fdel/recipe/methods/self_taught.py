@@ -96,6 +96,11 @@ def options(k: Sdpo) -> losses.Policy:
         )
     if k.loss_type not in ("grpo", "dapo"):
         raise ValueError(f"loss_type={k.loss_type!r}; expected 'grpo' or 'dapo'")
+    if k.repetition_penalty != 1:
+        raise ValueError(
+            f"repetition_penalty={k.repetition_penalty}: the model that is told a solution would be kept from repeating "
+            "it; remove it"
+        )
     for name, known in (("reprompt", ("prompt", "solution", "feedback")), ("solution", ("successful_previous_attempt",)),
                         ("feedback", ("feedback_raw",))):  # fmt: skip
         try:

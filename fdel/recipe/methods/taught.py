@@ -45,13 +45,18 @@ def iw_opd(k: IwOpd, model: models.Model, *, remat: str | None, teacher: models.
     def advantage(drift: Any, t: Any) -> Any:
         return losses.prefix_weighted(drift, t.mask, gamma=k.iw_opd_gamma, eps=k.iw_opd_epsilon, segments=t.segments)
 
-    how: dict[str, Any] = {"temperature": k.temperature, "remat": remat}
+    how: dict[str, Any] = {**k.drawn, "remat": remat}
     reinforce = losses.Policy(loss_type="reinforce")
     return Objective(losses.taught_gradient(*model[:2], *teacher[:2], advantage, reinforce, **how))
 
 
 def minillm_options(k: MiniLlm) -> losses.Policy:
     """Say which policy loss keys ask for; ValueError for keys that do not go together."""
+    if k.repetition_penalty != 1 and k.single_step_decomposition:
+        raise ValueError(
+            f"repetition_penalty={k.repetition_penalty} with single_step_decomposition, which compares whole distributions "
+            "without it; set single_step_decomposition: false, or remove it"
+        )
     return losses.Policy(
         loss_type=k.loss_type, epsilon=k.epsilon, epsilon_high=k.epsilon_high, correction=correction(k),
         correction_clip=(None, k.importance_sampling_cap),
@@ -66,7 +71,7 @@ def minillm(k: MiniLlm, model: models.Model, *, remat: str | None, teacher: mode
             return 0 * drift
         return advantages.reward_to_go(drift, t.mask, gamma=k.gamma, mean=k.length_normalization)
 
-    how: dict[str, Any] = {"temperature": k.temperature, "remat": remat}
+    how: dict[str, Any] = {**k.drawn, "remat": remat}
     gradient = losses.taught_gradient(*model[:2], *teacher[:2], advantage, minillm_options(k), **how)
     if not k.single_step_decomposition:
         return Objective(gradient)

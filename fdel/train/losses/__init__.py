@@ -6,7 +6,7 @@ Formulas alone are in `preference`, `unpaired` and `policy`, statistics of token
 `forward`; for learning from own samples see `sampled`.
 """
 
-from . import completions, forward, head, policy, preference, sampled, stats, unpaired
+from . import completions, forward, head, penalties, policy, preference, sampled, stats, unpaired
 from .classes import classification, score_rows, token_classification
 from .completions import completion_logps, on_adapters
 from .contrastive import (
@@ -45,5 +45,5 @@ __all__ = [
     "online_dpo_objective", "xpo_objective", "nash_md_gradient", "a2po_objective", "tpo_objective", "sampled_distill",
     "self_distill", "taught_gradient", "prefix_weighted",
     "adaptive_entropy", "start_entropy",
-    "completions", "forward", "head", "policy", "preference", "sampled", "stats", "unpaired",
+    "completions", "forward", "head", "penalties", "policy", "preference", "sampled", "stats", "unpaired",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ from fdel import ops
 from fdel.ops.layers import remat_policy
 from fdel.ops.shard import row_lookup
 from fdel.train.losses.head import CHUNK, token_stats
+from fdel.train.losses.penalties import repetition
 from fdel.train.losses.stats import IGNORE, TokenStats, check_range
 
 Batch = Mapping[str, Any]
@@ -191,11 +192,24 @@ def learnt_places(batch: Batch, most: int) -> Int[np.ndarray, "... K"]:
     return at.reshape(*batch["tokens"].shape[:-1], most)
 
 
-def place_stats(hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batch: Batch, chunk: int) -> TokenStats:
-    """Compute `token_stats` at a batch's places, if it names them, and 0 elsewhere."""
+def place_stats(
+    hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batch: Batch, chunk: int, penalty: float = 1.0
+) -> TokenStats:
+    """Compute `token_stats` at a batch's places, if it names them, and 0 elsewhere, after `penalties.repetition`."""
+    t = labels.shape[1]
+
+    def stats_at(x: Array, labels: Array, places: Array) -> TokenStats:
+        how: dict[str, Any] = {}
+        if penalty != 1.0:
+            tokens, packed, _ = rows(batch)
+            vocab = jax.eval_shape(ops.logits, x[0, :1], head).shape[-1]
+            changed = repetition(penalty, tokens, packed, places, vocab)
+            how = dict(zip(("change", "data", "beside"), changed, strict=True))
+        return token_stats(x, head, labels, chunk=chunk, **how)
+
     if "places" not in batch:
-        return token_stats(hidden, head, labels, chunk=chunk)
-    places, t = batch["places"].reshape(len(labels), -1), labels.shape[1]
+        return stats_at(hidden, labels, jnp.broadcast_to(jnp.arange(t), labels.shape))
+    places = batch["places"].reshape(len(labels), -1)
 
     def there(hidden: Array, labels: Array, places: Array) -> tuple[Array, Array]:
         at = jnp.minimum(places, t - 1)
@@ -207,7 +221,7 @@ def place_stats(hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batc
         return tuple(zero.astype(x.dtype).at[row, places].set(x, mode="drop") for x in stats)
 
     x, asked = row_lookup(there, hidden, labels, places)
-    stats = token_stats(x, head, asked, chunk=chunk)
+    stats = stats_at(x, asked, places)
     return TokenStats(*row_lookup(back, places, *stats))
 
 
@@ -227,14 +241,15 @@ def token_scores(
     router: bool = False,
     remat: str | None = None,
     temperature: float = 1.0,
+    repetition_penalty: float = 1.0,
 ) -> Callable[[Any, Batch], TokenScores]:
     """Build `scores(params, batch) -> TokenScores`; `router` and `remat` are those of `forward_pass`.
 
     Place t holds what the model says there of token t + 1; statistics are 0 where the weight is. They are those of
-    softmax(logits / temperature).
+    softmax(logits / temperature), after `penalties.repetition`.
     """
     check_range(1, chunk=chunk)
-    check_range(above=True, temperature=temperature)
+    check_range(above=True, temperature=temperature, repetition_penalty=repetition_penalty)
     next_tokens(family, cfg)
     forward = forward_pass(family, cfg, router=router, remat=remat)
 
@@ -243,7 +258,7 @@ def token_scores(
         out = forward(params, tokens, packed)
         head = family.head(params, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
-        stats = place_stats(out.hidden, head, labels, batch, chunk)
+        stats = place_stats(out.hidden, head, labels, batch, chunk, repetition_penalty)
         back = lambda a: a.reshape(batch["tokens"].shape)
         return TokenScores(jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32), out.balance)
 

@@ -68,24 +68,33 @@ def logits_sum(
 
 @operation("(rows) each embed", "", "(rows) each", out="(rows) each")
 def token_stats(
-    hidden: Float[Array, "... T D"], head: Head, labels: Int[Array, "... T"], *, chunk: int = CHUNK
+    hidden: Float[Array, "... T D"],
+    head: Head,
+    labels: Int[Array, "... T"],
+    *,
+    chunk: int = CHUNK,
+    change: Callable[..., Array] | None = None,
+    data: tuple = (),
+    beside: tuple = (),
 ) -> TokenStats:
     """Compute the statistics of every token's distribution; `labels` are the tokens to predict, negative to skip.
 
-    `chunk` is that of `token_sum`. Gradients flow to hidden and head.
+    `chunk` is that of `token_sum`. `change(logits, *data, *beside)` gives other logits in a chunk's place: `data` are trees
+    of arrays as `labels`, `beside` of arrays [B ...] of the rows of labels [B T]; it closes over no arrays, see
+    `losses.penalties`. Gradients flow to hidden and head.
     >>> losses.token_stats(jnp.zeros((2, 8)), ops.Head(weights["embed"]), jnp.array([1, 3])).logp
     Array([-3.465736, -3.465736], dtype=float32)
     """
 
-    def mine(rows: tuple, head: Head) -> TokenStats:
-        labels, hidden = rows
+    def mine(rows: tuple, head: Head, *beside: Any) -> TokenStats:
+        labels, hidden, data = rows
         split = _splitter(labels, chunk)
-        stats = _stats(split(hidden), head, split(labels, IGNORE))
+        stats = _stats(change or _same, split(hidden), head, split(labels, IGNORE), jax.tree.map(split, data), beside)
         join = lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)[:, : labels.shape[-1]].reshape(labels.shape)
         return jax.tree.map(join, stats)
 
     _check(hidden, labels, chunk)
-    return by_rows(mine, (labels, hidden), head, total=False)
+    return by_rows(mine, (labels, hidden, data), head, *beside, total=False)
 
 
 def _check(hidden: jax.Array, labels: jax.Array, chunk: int) -> None:
@@ -158,21 +167,34 @@ def _sum_backward(loss: Callable, residuals: tuple, ct: tuple) -> tuple:
 _sum.defvjp(_sum_forward, _sum_backward)
 
 
-@jax.custom_vjp
-def _stats(hidden: jax.Array, head: Head, labels: jax.Array) -> TokenStats:
-    one = lambda _, xs: (None, from_logits(forward_of_vjp(lambda x: logits(x, head), xs[0]), xs[1]))
-    return jax.lax.scan(one, None, (hidden, labels))[1]
+def _same(z: jax.Array) -> jax.Array:
+    return z
 
 
-def _stats_backward(args: tuple, ct: TokenStats) -> tuple:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stats(
+    change: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, beside: tuple
+) -> TokenStats:
+    def one(_: None, xs: tuple) -> tuple[None, TokenStats]:
+        z = forward_of_vjp(lambda x: logits(x, head), xs[0])
+        return None, from_logits(change(z, *xs[2], *beside), xs[1])
+
+    return jax.lax.scan(one, None, (hidden, labels, data))[1]
+
+
+def _stats_backward(change: Callable, args: tuple, ct: TokenStats) -> tuple:
+    hidden, head, labels, data, beside = args
+
     # What `ct` pulls back through the statistics is the gradient of the sum of their products.
-    product = lambda z, stats, ct: (sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None)
-    hidden, head, labels = args
-    _, residuals = _sum_forward(product, hidden, head, labels, (ct,), ())
-    return _sum_backward(product, residuals, (1.0, None))[:3]
+    def product(z: jax.Array, unchanged: TokenStats, labels: jax.Array, ct: TokenStats, *more: Any) -> tuple:
+        stats = _statistics(change(z, *more), labels)
+        return sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None
+
+    _, residuals = _sum_forward(product, hidden, head, labels, (labels, ct, *data), beside)
+    return *_sum_backward(product, residuals, (1.0, None))[:3], None, None
 
 
-_stats.defvjp(lambda *args: (_stats.fun(*args), args), _stats_backward)
+_stats.defvjp(lambda *args: (_stats.fun(*args), args[1:]), _stats_backward)
 
 
 def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:

@@ -44,6 +44,7 @@ def policy_outputs(
     cfg: Any,
     *,
     temperature: float = 1.0,
+    repetition_penalty: float = 1.0,
     reference: bool = True,
     router: bool = False,
     chunk: int = CHUNK,
@@ -51,11 +52,13 @@ def policy_outputs(
 ) -> Callable[..., Outputs]:
     """Build `outputs(params, batch, given)`: "logp" and "entropy" of the next token, [R T], 0 where it is not learnt.
 
-    They are of softmax(logits / temperature): that with which was sampled. If the step is given a reference and the batch
-    has no "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
+    They are of softmax(logits / temperature) after `penalties.repetition`: what was drawn from, if the sampler had the same
+    temperature and penalty, but for what it cut off ("kept"). If the step is given a reference and the batch has no
+    "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
     "balance", float[R 3], of the microbatch, see `router_terms`.
     """
-    scores = token_scores(family, cfg, temperature=temperature, router=router, chunk=chunk, remat=remat)
+    drawn = {"temperature": temperature, "repetition_penalty": repetition_penalty}
+    scores = token_scores(family, cfg, router=router, chunk=chunk, remat=remat, **drawn)
 
     def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
         if batch["tokens"].ndim != 2:

@@ -55,12 +55,13 @@ def value_outputs(
     *,
     critic: Critic = None,
     temperature: float = 1.0,
+    repetition_penalty: float = 1.0,
     chunk: int = CHUNK,
     remat: str | None = None,
 ) -> Callable[..., Outputs]:
     """Build `outputs(params, batch, given)`: those of `policy_outputs`, and "value" [R T], the critic's at each place."""
     check_range(1, chunk=chunk)
-    check_range(above=True, temperature=temperature)
+    check_range(above=True, temperature=temperature, repetition_penalty=repetition_penalty)
     next_tokens(family, cfg)
     forward = forward_pass(family, cfg, remat=remat)
     look = None if critic is None else forward_pass(*critic, remat=remat)
@@ -76,7 +77,7 @@ def value_outputs(
         seen = x if look is None else look(judge["model"], tokens, packed).hidden
         head = family.head(mine, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
-        stats = place_stats(x, head, labels, batch, chunk)
+        stats = place_stats(x, head, labels, batch, chunk, repetition_penalty)
         return {"logp": stats.logp, "entropy": stats.entropy, "value": heads.outputs(judge, seen)[..., 0]}
 
     return outputs
