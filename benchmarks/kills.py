@@ -1,11 +1,12 @@
-"""Kill a GRPO run with SIGKILL at random moments, let it go on, and compare it with a run that nobody killed. CPU.
+"""Kill a run on own samples with SIGKILL at random moments, let it go on, and compare it with one that nobody killed. CPU.
 
-    python benchmarks/kills.py [--kills 20] [--seed 0] [--steps 60] [--ahead 0] [--out FILE.md]
+    python benchmarks/kills.py [--type grpo] [--kills 20] [--seed 0] [--steps 60] [--ahead 0] [--out FILE.md]
 
 Each run has a directory and a process of its own; the moments are drawn evenly from the time that the whole run takes, its
 start included; a run that ends before its moment is not counted, and another moment is drawn. What is compared: the bytes
 of the final weights, each row of metrics.jsonl but for what clocks say, and the samples of completions.jsonl. Exit status
-1 if any differs.
+1 if any differs. A step writes its samples down before it learns them: where more steps had samples than rows of metrics,
+the run was killed while it learnt, else while it loaded or sampled.
 """
 
 import argparse
@@ -43,12 +44,13 @@ def prepare(folder: Path) -> None:
     (folder / "rewards.py").write_text(EVEN)
 
 
-def run_file(folder: Path, name: str, steps: int, ahead: int) -> Path:
+def run_file(folder: Path, name: str, kind: str, steps: int, ahead: int) -> Path:
     """Write the file of a run, which trains in the directory of its name."""
     from fdel import recipe
 
     trainer = {
-        "trainer_type": "grpo", "reward_functions": [{"path": f"{folder}/rewards.py:even"}], "num_generations": 4,
+        "trainer_type": kind, "reward_functions": [{"path": f"{folder}/rewards.py:even"}],
+        "num_generations": 2 if kind in ("online_dpo", "xpo", "nash_md") else 4,
         "max_completion_length": 16, "max_length": 32, "total_batch_size": 32, "learning_rate": 1e-2,
         "scheduler": "constant", "max_training_steps": steps, "log_steps": 1, "save_steps": 2,
         "save_directory": str(folder / name), "rollout_ahead": ahead,
@@ -86,9 +88,8 @@ def result(directory: Path) -> tuple[bytes, list[Any], list[Any]]:
     return (directory / "model" / "model.safetensors").read_bytes(), rows, metrics.read(directory / "completions.jsonl")
 
 
-def killed(folder: Path, name: str, steps: int, ahead: int, moment: float) -> int | None:
-    """Kill a run at a moment and let it go on: how many rows of metrics it had, or None where it had ended."""
-    file = run_file(folder, name, steps, ahead)
+def killed(folder: Path, file: Path, moment: float) -> tuple[int, int] | None:
+    """Kill a run at a moment and let it go on: rows of metrics and steps sampled by then, or None where it had ended."""
     child = begin(folder, file)
     try:
         child.wait(moment)
@@ -96,37 +97,46 @@ def killed(folder: Path, name: str, steps: int, ahead: int, moment: float) -> in
     except subprocess.TimeoutExpired:
         child.send_signal(signal.SIGKILL)
         child.wait()
-    rows = folder / name / "metrics.jsonl"
-    done = len(rows.read_bytes().splitlines()) if rows.exists() else 0
+    lines = lambda name: [*map(json.loads, whole_lines(folder / file.stem / name))]
+    done = len(lines("metrics.jsonl")), len({line["step"] for line in lines("completions.jsonl")})
     finish(folder, file)
     return done
 
 
+def whole_lines(file: Path) -> list[str]:
+    """Read the lines of a file that may not be there, but for one that was cut."""
+    return [x for x in file.read_text().splitlines(keepends=True) if x.endswith("\n")] if file.exists() else []
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--type", default="grpo", choices=("grpo", "rloo", "ppo", "online_dpo", "xpo", "nash_md"))
     ask.add_argument("--kills", type=int, default=20)
     ask.add_argument("--seed", type=int, default=0)
     ask.add_argument("--steps", type=int, default=60)
     ask.add_argument("--ahead", type=int, default=0)
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
-    lines, wrong = (
-        ["| kill at, s | rows of metrics then | weights | metrics | samples |", "| --- | --- | --- | --- | --- |"],
-        0,
-    )
+    head = "| kill at, s | rows of metrics then | steps sampled then | weights | metrics | samples |"
+    lines, wrong = [head, "|" + " --- |" * 6], 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        finish(folder, run_file(folder, "first", args.steps, args.ahead))  # compiles
-        seconds = finish(folder, run_file(folder, "whole", args.steps, args.ahead))
+        file = lambda name: run_file(folder, name, args.type, args.steps, args.ahead)
+        finish(folder, file("first"))  # compiles
+        seconds = finish(folder, file("whole"))
         whole, drawn = result(folder / "whole"), random.Random(args.seed)
         for i in range(args.kills):
             moment, tries = drawn.uniform(0, seconds), 0
-            while (rows := killed(folder, f"killed-{i}-{tries}", args.steps, args.ahead, moment)) is None:
+            while (done := killed(folder, file(f"killed-{i}-{tries}"), moment)) is None:
                 moment, tries = drawn.uniform(0, seconds), tries + 1
             same = [a == b for a, b in zip(result(folder / f"killed-{i}-{tries}"), whole, strict=True)]
             wrong += not all(same)
-            lines.append(f"| {moment:.2f} | {rows} | " + " | ".join("equal" if s else "DIFFERENT" for s in same) + " |")
+            lines.append(
+                f"| {moment:.2f} | {done[0]} | {done[1]} | "
+                + " | ".join("equal" if s else "DIFFERENT" for s in same)
+                + " |"
+            )
             print(lines[-1], flush=True)
     lines.append(f"\n{args.kills - wrong} of {args.kills} runs are equal to the whole one, which took {seconds:.1f} s.")
     print(lines[-1])

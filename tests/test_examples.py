@@ -13,6 +13,7 @@ import pytest
 from fdel import cli, models, ops, params, recipe, serve, text
 from fdel.models import gidd, heads, llama
 from fdel.train import losses, metrics
+from tests.killed import goes_on, rows_of
 
 ROOT = Path(__file__).parents[1]
 DEAR = "gkd kto masked_lm online_dpo ppo qlora rloo tools".split()  # whose training others do in CI, in smaller tests
@@ -63,9 +64,9 @@ def taught(tiny, tmp_path_factory) -> Path:
     return run("sft", tiny, tmp_path_factory.mktemp("sft"))
 
 
-def run(name: str, tiny: Path, out: Path, **teacher: Path) -> Path:
+def run(name: str, tiny: Path, out: Path, seed: int = 42, **teacher: Path) -> Path:
     """Run a shrunk example by its command."""
-    shrunk(name, tiny, out, **teacher).to_yaml(out / "run.yaml")
+    shrunk(name, tiny, out, **teacher).set("trainer.seed", seed).to_yaml(out / "run.yaml")
     with contextlib.chdir(ROOT):
         assert cli.main(["run", str(out / "run.yaml")]) == 0
     return out
@@ -105,12 +106,17 @@ def test_there_is_an_example_of_each_kind_and_its_data_is_small():
     assert sum(f.stat().st_size for f in (ROOT / "examples" / "data").glob("*.jsonl")) < 125_000
 
 
+MORE = pytest.mark.matrix
+SEEDS = [pytest.param(n, 42, marks=[MORE] * (n in DEAR)) for n in EXAMPLES]
+SEEDS += [pytest.param(n, seed, marks=MORE) for n in SAMPLED for seed in (0, 1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.matrix] * (n in DEAR)) for n in EXAMPLES])
-def test_the_example_learns(name, tiny, taught, tmp_path):
+@pytest.mark.parametrize(("name", "seed"), SEEDS)
+def test_the_example_learns(name, seed, tiny, taught, tmp_path):
     start = taught / "model" if "lora" in name else tiny
     start = bidirectional(tiny, tmp_path) if name in ("diffusion", "masked_lm") else start
-    out = taught if name == "sft" else run(name, start, tmp_path, teacher=taught / "model")
+    out = taught if name == "sft" else run(name, start, tmp_path, seed, teacher=taught / "model")
     loss = curve(out, "loss")
     assert [row["step"] for row in metrics.read(out)] == list(range(1, 31))
     if name in SAMPLED:  # answers get shorter; sums are beyond a tiny model
@@ -125,6 +131,43 @@ def test_the_example_learns(name, tiny, taught, tmp_path):
     checks = {"lora": adapters, "qlora": adapters, "reward": rewards, "prm": steps, "diffusion": denoises}
     checks |= {"masked_lm": denoises, "question_answering": spans}
     (checks | dict.fromkeys(("classification", "token_classification"), classes)).get(name, whole)(out, start)
+
+
+def of_own_samples(name: str, tiny: Path, out: Path, teacher: Path, steps: int, devices: int = 1) -> recipe.Recipe:
+    """An example of own samples in a few small steps, of batches that eight devices can divide."""
+    wanted = shrunk(name, tiny, out, steps, teacher).set("trainer.learning_rate", 1e-3).set("trainer.save_steps", 2)
+    wanted = wanted.set("trainer.warmup_steps", 0).set("trainer.scheduler", "constant")
+    wanted = wanted.set("trainer.total_batch_size", 8 if name == "gkd" else 32)
+    return wanted.set("sharding.axis_dims", [1, devices, 1, 1, 1])
+
+
+OWN = [pytest.param(n, marks=[MORE] * (n != "grpo")) for n in ("gkd", *SAMPLED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_an_example_of_own_samples_that_was_killed_goes_on(name, tiny, request, tmp_path):
+    """kill -9 in the middle of sampling or learning, in a process of its own: metrics, samples and weights bit by bit."""
+    teacher = request.getfixturevalue("taught") / "model" if name == "gkd" else None
+    runs = {x: of_own_samples(name, tiny, tmp_path / x, teacher, steps=6) for x in ("whole", "killed")}
+    goes_on(runs, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ("gkd", *SAMPLED))
+def test_an_example_of_own_samples_on_eight_devices(name, tiny, taught, tmp_path, monkeypatch):
+    """The rewards of one device, and its curve, to rounding over three steps; gkd learns rows of the data between."""
+    monkeypatch.chdir(ROOT)
+    steps = 6 if name == "gkd" else 3
+    for n in (1, 8):
+        recipe.train(of_own_samples(name, tiny, tmp_path / str(n), taught / "model", steps, n))
+    names = ["grad_norm", "loss", "own_samples"] if name == "gkd" else ["reward", "grad_norm", "loss"]
+    for column in names:
+        one, eight = (curve(tmp_path / str(n), column) for n in (1, 8))
+        np.testing.assert_allclose(one, eight, rtol=5e-3, atol=1e-5 if column == "loss" else 0, err_msg=column)
+    assert [len(rows_of(tmp_path / str(n))) for n in (1, 8)] == [steps, steps]
+    assert name != "gkd" or 0 < curve(tmp_path / "1", "own_samples").sum() < steps
 
 
 def whole(out: Path, begin: Path) -> None:

@@ -18,7 +18,7 @@ from tests.train import small_policy
 
 PENALTY, TEMPERATURE = 1.4, 0.7
 DRAWN = {"temperature": TEMPERATURE, "repetition_penalty": PENALTY}
-CFG = llama.Config(vocab=24, embed=16, ffn=24, layers=2, heads=2, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
+CFG = llama.Config(vocab=24, embed=16, ffn=24, layers=1, heads=2, kv_heads=2, head_dim=8, rope=ops.Rope(8, 1e4))
 LAYOUTS = {"rows": {}, "packed": {"packed": True}, "shared": {"shared": True}}
 
 
@@ -79,7 +79,7 @@ def packed_batch(rows: int = 2) -> dict:
     return batch | {"advantages": r.normal(size=(rows, 24)).astype(np.float32)}
 
 
-@pytest.mark.parametrize("layout", ["packed", "everywhere", "rows"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("everywhere", marks=pytest.mark.matrix), "rows"])
 def test_statistics_and_gradients_are_those_of_the_formula(layout) -> None:
     """Values against float64 by hand, gradients against all logits at once; chunks of 10 tokens, of few places or all."""
     weights, batch = randomised(), packed_batch()
@@ -117,7 +117,7 @@ def test_statistics_and_gradients_are_those_of_the_formula(layout) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_on_a_mesh_with_adapters_and_microbatches(shared) -> None:
     """dp=2, sp=2, tp=2 in two microbatches: the loss and the adapters' gradient of one device."""
     batch = packed_batch(8)
@@ -125,7 +125,7 @@ def test_on_a_mesh_with_adapters_and_microbatches(shared) -> None:
         batch = {k: v for k, v in batch.items() if k != "packed"} | {"lengths": np.full(8, 22, np.int32)}
         batch["places"] = losses.forward.learnt_places(batch, 24)
     spec, base = llama.spec(CFG), randomised()
-    adapted = lora.init(spec, base, jax.random.key(1), rank=2)
+    adapted = lora.add(base, 2, 4.0, key=jax.random.key(1), spec=spec)
     adapted = jax.tree.map(lambda x: x + 0.01, adapted)
     loss = losses.policy_gradient(llama, CFG, losses.Policy(loss_type="grpo"), chunk=16, **DRAWN)
     g = lambda p, b: jax.jit(train.normalize(train.accumulate(train.grads(loss), 2)))(p, b)
