@@ -37,7 +37,7 @@ def goes_on(runs: dict[str, recipe.Recipe], folder: Path, after: int) -> None:
         found.to_yaml(folder / f"{name}.yaml")
     command = lambda name: [sys.executable, "-m", "fdel", "run", str(folder / f"{name}.yaml")]
     child = subprocess.Popen(command("killed"), env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 300
+    end = time.monotonic() + 600
     while time.monotonic() < end and child.poll() is None:
         if (out["killed"] / "checkpoints" / str(after)).is_dir():
             break
