@@ -39,7 +39,7 @@ def penalised(z: Float[Array, "... V"], seen: Bool[Array, "... V"], penalty: flo
     """Divide positive logits of tokens that were seen by the penalty, and multiply others.
 
     That commutes with a division by a temperature, which the head has done already.
-    >>> penalties.penalised(jnp.array([2.0, -2.0, 1.0]), jnp.array([True, True, False]), 2.0)
+    >>> penalised(jnp.array([2.0, -2.0, 1.0]), jnp.array([True, True, False]), 2.0)
     Array([ 1., -4.,  1.], dtype=float32)
     """
     return jnp.where(seen, jnp.where(z > 0, z / penalty, z * penalty), z)
