@@ -74,7 +74,7 @@ class Sampling(Generating):
     num_completions_to_print: int = key(4, "how many", needs="log_completions", positive=True)
 
     @property
-    def drawn(self) -> dict[str, float]:
+    def drawn(self) -> dict[str, Any]:
         """What losses are told of the distribution that samples were drawn from."""
         return {"temperature": self.temperature, "repetition_penalty": self.repetition_penalty}
 

@@ -57,7 +57,7 @@ def policy_outputs(
     "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
     "balance", float[R 3], of the microbatch, see `router_terms`.
     """
-    drawn = {"temperature": temperature, "repetition_penalty": repetition_penalty}
+    drawn: dict[str, Any] = {"temperature": temperature, "repetition_penalty": repetition_penalty}
     scores = token_scores(family, cfg, router=router, chunk=chunk, remat=remat, **drawn)
 
     def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
