@@ -249,7 +249,7 @@ SHARED = [
 @pytest.mark.parametrize("c", SHARED, ids=str)
 @pytest.mark.parametrize("subscripts", ["tf,df->td", "td,fd->tf"])
 def test_devices_share_a_weight(subscripts, c, interpreted):
-    """Along `tp`, by inputs or by outputs: the numbers of one device, 1e-6 of the largest, and no part of a weight is sent."""
+    """Along `tp`, by inputs or outputs: the numbers of one device, 1e-6 of the largest; no part of a weight is sent."""
     r = np.random.default_rng(2)
     w, _ = weight(c, r) if isinstance(c, Drawn) else floating(*c, r)
     x = jnp.asarray(r.normal(size=(3, *w.inputs)), jnp.float32)
