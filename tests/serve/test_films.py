@@ -347,7 +347,7 @@ def test_hostile_videos_and_sounds_cost_little(omni):
 def test_a_video_within_all_limits_costs_no_more_than_its_budget(omni, monkeypatch):
     """Of noise, seen or heard too, with a hundredth of a second for what takes some fifteen; the next one is shown."""
     film = seen(mp4(np.random.default_rng(0).integers(0, 256, (60, 512, 512, 3), np.uint8), rate=30))
-    monkeypatch.setattr(omni.state, "media_cpu", 0.01)
+    monkeypatch.setattr(omni.state, "video_cpu", 0.01)
     for asked in ({}, {"extra_body": {"mm_processor_kwargs": {"use_audio_in_video": True}}}):
         with pytest.raises(
             openai.BadRequestError, match="the video cannot be used: .* 0.01 seconds of processor time are"

@@ -541,8 +541,8 @@ def test_options_are_checked_once(tmp_path):
     with pytest.raises(ValueError, match="no directory"):
         launch.check(launch.ServerOptions(adapter_root=tmp_path / "none"))
     for seconds in (0, -1.0, float("inf"), float("nan")):  # 0 would be no limit
-        with pytest.raises(ValueError, match="media_cpu=.*more than 0"):
-            launch.check(launch.ServerOptions(media_cpu=seconds))
+        with pytest.raises(ValueError, match="video_cpu=.*more than 0"):
+            launch.check(launch.ServerOptions(video_cpu=seconds))
 
 
 def test_the_protocol_needs_no_jax():

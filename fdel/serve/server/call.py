@@ -54,7 +54,7 @@ class Server:
     image_pixels: int = 2**24
     video_bytes: int = 50 * 2**20
     video_pixels: int = 2**25  # of all frames that are taken
-    media_cpu: float = 1.5  # seconds of processor time that a child has for one image or video of a chat
+    video_cpu: float = 10.0  # seconds of processor time that a child has for one video of a chat
     media_hosts: Collection[str] = ()  # from which files are fetched
     pictures: Quota = field(default_factory=lambda: picture_quota(2**31))  # of all calls, until their end
     bodies: EvictingQuota = field(default_factory=lambda: EvictingQuota(Quota(256)))  # on their way

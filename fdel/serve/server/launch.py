@@ -67,8 +67,8 @@ def check(options: ServerOptions) -> dict[str, auth.Key] | None:
         raise ValueError(f"tool_parser={options.tool_parser!r} is unknown; use one of {known}")
     if options.adapter_root is not None and not options.adapter_root.is_dir():
         raise ValueError(f"adapter_root={options.adapter_root} is no directory")
-    if not 0 < options.media_cpu < math.inf:
-        raise ValueError(f"media_cpu={options.media_cpu}; expected seconds, more than 0")
+    if not 0 < options.video_cpu < math.inf:
+        raise ValueError(f"video_cpu={options.video_cpu}; expected seconds, more than 0")
     return keys
 
 
@@ -144,7 +144,7 @@ def listen(
     server = Server(
         named, counted, keys, watch, hosts, options.adapter_root, heard=hearing, dual=scoring, labels=naming
     )
-    limits = "audio_seconds audio_bytes image_bytes image_pixels video_bytes video_pixels media_cpu"
+    limits = "audio_seconds audio_bytes image_bytes image_pixels video_bytes video_pixels video_cpu"
     for name in limits.split():
         setattr(server, name, getattr(options, name))
     server.pictures = picture_quota(options.image_memory)

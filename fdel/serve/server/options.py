@@ -50,7 +50,7 @@ class ServerOptions:
     video_bytes: int = setting(50 * 2**20, "the largest file of a video, in bytes")
     video_pixels: int = setting(2**25, "the most pixels of all frames that are taken of a video")
     sounds: int = setting(4, "the most sounds of one chat; each as `audio_seconds` and `audio_bytes` say")
-    media_cpu: float = setting(1.5, "the most seconds of processor time to decode one image or video of a chat")
+    video_cpu: float = setting(10.0, "the most seconds of processor time to decode one video of a chat")
     image_memory: int = setting(
         2**31,
         "the most bytes of images, videos and sounds, as models take them, of all requests; one client has half at most",

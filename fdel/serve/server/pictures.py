@@ -53,7 +53,7 @@ async def prepared(call: Call, model: str, shown: Shown) -> tuple[Picture | Soun
         data = await fetch(shown.url, server.media_hosts, size, shown.path, kind)
     most = server.image_pixels, server.video_pixels, server.audio_seconds
     facts: dict[str, Any] = {"kind": kind, "encoded": encoded, "most": most}
-    facts |= {} if kind == "sounds" else {"cpu": server.media_cpu}
+    facts |= {"cpu": server.video_cpu} if kind in ("videos", "films") else {}
 
     def accept(size: int) -> None:
         most = server.pictures.total // 2

@@ -34,11 +34,11 @@ CPU = {
     "chat": 2.0,
     "compile": 2.0,
     "sound": 30.0,
-    "images": 1.5,
-    "videos": 1.5,
-    "films": 1.5,
+    "images": 2.0,
+    "videos": 10.0,
+    "films": 10.0,
     "sounds": 10.0,
-}  # seconds of processor time for one job; of what a chat shows `Server.media_cpu` says it
+}  # seconds of processor time for one job; of a chat's videos `Server.video_cpu` says it
 WALL = 60.0  # seconds for one job, which may run only where nothing else does
 LIGHT = 0.05  # seconds for which a job may compete with the engine
 START = 120.0  # seconds for the first child: it loads the tokenizers
