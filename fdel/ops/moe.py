@@ -1,6 +1,8 @@
 """Mixture of experts: gated feed-forwards of the experts that a router chose, without dropping a token."""
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from fdel.ops.glu import Activation
 from fdel.ops.grouped import grouped_glu, grouped_matmul, of_groups
 from fdel.ops.platform import context, target
 from fdel.ops.shard import divided, partition
+from fdel.ops.weights import PACKED, LowRank, Quantized, Weight, of_part
 
 MATRICES = ("gate", "up", "down")
 FEW = 128  # tokens for which an accelerator reads an expert longer than it multiplies them all with it
@@ -64,18 +67,44 @@ def _fused(
 
     Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed.
     """
-    compute = partial(_sorted_by_expert, gated=gated, scale_inputs=scale_inputs)
-    tp, of_units = context("tp"), {"gate": P(None, "tp"), "up": P(None, "tp"), "down": P(None, None, "tp")}
-    if not tp or any(not isinstance(p[name], jax.Array) for name in MATRICES) or p["down"].shape[-1] % tp["tp"]:
+    compute, n = partial(_sorted_by_expert, gated=gated, scale_inputs=scale_inputs), context("tp").get("tp", 1)
+    parts = {name: _of_units(p[name], 2 if name == "down" else 1, n) for name in MATRICES}
+    if n == 1 or None in parts.values():
         return compute(x, p, weights, experts)
 
-    def part(x: Array, p: dict[str, Array], weights: Array, experts: Array) -> Array:
+    def part(x: Array, p: dict[str, Any], weights: Array, experts: Array) -> Array:
+        p = p | {"down": _own(p["down"], n)}
         if "down_bias" in p:  # once
-            p = p | {"down_bias": jnp.where(lax.axis_index("tp") == 0, p["down_bias"], 0)}
+            p["down_bias"] = jnp.where(lax.axis_index("tp") == 0, p["down_bias"], 0)
         return collective(lambda y: lax.psum(y, "tp"), compute(x, p, weights, experts))
 
-    parts = {name: of_units.get(name.removesuffix("_bias"), P()) if name != "down_bias" else P() for name in p}
+    parts |= {name: P() if name == "down_bias" else P(None, "tp") for name in p if name not in parts}
     return divided(part, {"tp"}, (P(), parts, P(), P()), P())(x, p, weights, experts)
+
+
+def _of_units(w: Weight, axis: int, n: int) -> Any:
+    """Give the specs of a weight [E N K] of which n devices along `tp` share N (axis 1) or K (2); None if they cannot."""
+    if isinstance(w, LowRank):
+        base = _of_units(w.base, axis, n)
+        a, b = (P(None, None, "tp"), P()) if axis == 2 else (P(), P(None, "tp"))
+        return None if base is None else replace(w, base=base, a=a, b=b, scale=P())
+    if isinstance(w, Quantized):
+        full = w.values.shape[-1] * (2 if w.format in PACKED else 1) == math.prod(w.inputs)
+        if w.order is not None or axis == 2 and not full:
+            return None
+    elif not isinstance(w, jax.Array):
+        return None
+    whole = lambda c: axis == 2 and c.shape[2] == 1  # one scale for all inputs
+    if any(c.shape[axis] % n for c in jax.tree.leaves(w) if not whole(c)):
+        return None
+    return jax.tree.map(lambda c: P() if whole(c) else P(*[None] * axis, "tp"), w)
+
+
+def _own(w: Weight, n: int) -> Weight:
+    """Give a device's part of a weight, of 1 / n of its inputs, their number."""
+    if isinstance(w, LowRank):
+        return replace(w, base=_own(w.base, n))
+    return of_part(w, (w.inputs[0] // n,)) if isinstance(w, Quantized) else w
 
 
 def _sorted_by_expert(

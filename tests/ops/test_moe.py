@@ -349,3 +349,29 @@ def test_sharded_experts_give_the_same_values_and_gradients(shape, rows):
     assert "ep" not in shape or len(rows) == 1 or f"f32[{E},{D},{F}]" not in text  # no device holds every expert
     # Along tp what experts add is summed, and neither their hidden units nor their weights are sent.
     assert shape.get("tp") != 4 or not re.search(rf"all-to-all|all-gather.*\[[\d,]*{F}[\],]", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form,group,rank", [("int8", None, 0), ("int4", 10, 0), ("nf4", 10, 3), (None, None, 3)])
+def test_devices_along_tp_share_quantized_and_adapted_experts(form, group, rank):
+    """Values, and gradients of the rows and of factors: those of one device; no unit or weight is sent."""
+    p = weights()
+    if form is not None:
+        p = params.quantize({"experts": p}, form, r"experts", spec=SPEC, group=group)["experts"]
+    p = adapted(p, rank) if rank else p
+    experts, mesh = jnp.asarray(ROUTINGS["random"][:64]), params.make_mesh({"tp": 4}, jax.devices()[:4])
+    x, routing = jnp.asarray(rng(5).normal(size=(4, 16, D)), jnp.float32), routing_of(experts).reshape(4, 16, -1)
+
+    def loss(factors, x, p):
+        p = {k: replace(w, a=factors[k][0], b=factors[k][1]) if rank else w for k, w in p.items()}
+        y = ops.moe(x, p, routing, experts.reshape(4, 16, -1), jax.nn.silu)
+        return (y**2).sum(), y
+
+    factors = {k: (w.a, w.b) for k, w in p.items()} if rank else {}
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    want = run(factors, x, p)
+    with jax.set_mesh(mesh):
+        placed = params.reshard({"experts": p}, SPEC, mesh)["experts"]
+        got, text = run(factors, x, placed), run.lower(factors, x, placed).compile().as_text()
+    jax.tree.map(partial(close, tol=5e-6), got, want)
+    assert rank or not re.search(r"all-to-all|all-gather", text)
