@@ -50,7 +50,7 @@ def moe(
     product = gated or (lambda gate, up: act(gate) * up)
     names = [name + end for name in MATRICES for end in ("", "_bias")]
     p = {name: p[name] for name in names if name in p}
-    local = lambda *args: run(METHODS, None, *args, gated=product, scale_inputs=scale_inputs)
+    local = partial(_on_device, gated=product, scale_inputs=scale_inputs)
     axes = set(context("dp", "fsdp", "ep", "sp"))
     if not axes:
         return local(x, p, weights, experts)
@@ -60,14 +60,12 @@ def moe(
     return divided(local, axes, (rows, P(), rows, rows), rows)(x, p, weights, experts)
 
 
-def _fused(
-    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
-) -> Array:
-    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert.
+def _on_device(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, **how: Any) -> Array:
+    """Compute `moe` for the experts 0 to E - 1 that `p` holds, by one of `METHODS`.
 
     Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed.
     """
-    compute, n = partial(_sorted_by_expert, gated=gated, scale_inputs=scale_inputs), context("tp").get("tp", 1)
+    compute, n = partial(run, METHODS, None, **how), context("tp").get("tp", 1)
     parts = {name: _of_units(p[name], 2 if name == "down" else 1, n) for name in MATRICES}
     if n == 1 or None in parts.values():
         return compute(x, p, weights, experts)
@@ -107,9 +105,10 @@ def _own(w: Weight, n: int) -> Weight:
     return of_part(w, (w.inputs[0] // n,)) if isinstance(w, Quantized) else w
 
 
-def _sorted_by_expert(
+def _fused(
     x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
 ) -> Array:
+    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert."""
     *batch, k = experts.shape
     held = p["gate"].shape[0]
     chosen = experts.reshape(-1)
