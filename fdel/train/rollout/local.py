@@ -37,7 +37,8 @@ def _local(x: jax.Array, here: NamedSharding) -> jax.Array:
         each.setdefault(d.process_index, []).append(d)
     grid = np.stack([np.array(each[p], object)[places] for p in sorted(each)])
     every = Mesh(grid, ("process", *here.mesh.axis_names), axis_types=(jax.sharding.AxisType.Auto,) * grid.ndim)
-    alike = jax.device_put(x, NamedSharding(every, here.spec))
+    # One after the other: XLA:CPU runs programs that wait for others in no fixed order, and dozens take all of its threads.
+    alike = jax.block_until_ready(jax.device_put(x, NamedSharding(every, here.spec)))
     return jax.make_array_from_single_device_arrays(x.shape, here, [s.data for s in alike.addressable_shards])
 
 
