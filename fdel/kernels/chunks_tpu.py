@@ -83,6 +83,25 @@ def rows_of(
     return valid.reshape(-1, CHUNK).all(1).astype(jnp.int32), rows
 
 
+def of_heads(
+    numbers: Float[Array, "B groups numbers T"], kinds: int, heads: int
+) -> Float[Array, "kinds B groups heads chunks C"]:
+    """Cut rows that a backward pass gives: `heads` of each kind, and the rest of a tile."""
+    numbers = numbers[:, :, : kinds * heads]
+    return jnp.moveaxis(numbers.reshape(*numbers.shape[:2], kinds, heads, -1, CHUNK), 2, 0)
+
+
+def of_tokens(x: Float[Array, "B groups heads chunks C"]) -> Float[Array, "B T N"]:
+    """Lay numbers of heads as a batch's."""
+    return jnp.moveaxis(x.reshape(len(x), x.shape[1] * x.shape[2], -1), 1, 2)
+
+
+def decay_gradient(pairs: Array, first: Array, last: Array) -> Float[Array, "B groups heads chunks C"]:
+    """Sum what log decays get: of pairs of tokens, of each token from the chunk's begin up to it, from it to the end."""
+    before = jnp.pad(jnp.cumsum(last, -1)[..., :-1], [(0, 0)] * (last.ndim - 1) + [(1, 0)])
+    return pairs + jnp.flip(jnp.cumsum(jnp.flip(first, -1), -1), -1) + before
+
+
 def begin(r: SimpleNamespace, valid: Bool[Array, "C 1"], names: Iterable[str]) -> None:
     """Empty the state in the first chunk of a row; write zeros over padding in the inputs of these names."""
     from jax.experimental import pallas as pl

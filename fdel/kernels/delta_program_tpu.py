@@ -11,9 +11,10 @@ not taken: they grow and cancel. With decays of channels the chunk is cut in hal
 of the first half to one of the second is a product of two factors <= 1, up to the border and from there, so a level of
 halves is one product of matrices.
 
-Bytes: q, k, v and o once, decays of channels too. FLOPs, for each token and head: 2 C (2 Hk + 2 Hv) of pairs, of the
-solution and of outputs, 6 Hk Hv of the state, and products of the inverse that are small, but load C x C weights. Decays
-of channels take log2(C) times the pairs.
+Bytes: q, k, v and o once, decays of channels too; where gradients are wanted, states and inverses, 2 (Hk Hv / C + C) for
+each token and head in bfloat16, which `delta_backward_tpu` reads. FLOPs, for each token and head: 2 C (2 Hk + 2 Hv) of
+pairs, of the solution and of outputs, 6 Hk Hv of the state, and products of the inverse that are small, but load C x C
+weights. Decays of channels take log2(C) times the pairs.
 """
 
 import functools
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fdel.kernels.chunks_tpu import CHUNK, NEVER, NN, NT, VMEM, begin, decay_pairs, dot, places
 
@@ -51,11 +52,14 @@ class About(NamedTuple):
 
 
 def run(
-    about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array]
-) -> Float[Array, "B T NHv"]:
-    """Run over q, k, v [B T N*H], and decays of channels. `rows`: beta, two sums of decays, valid, starts; see `_program`.
+    about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array],
+    *, keep: bool,
+) -> list[Array]:  # fmt: skip
+    """Run over q, k, v [B T N*H], and decays of channels: o [B T N*Hv].
 
-    `whole` tells which chunks have no padding. Inputs may end inside of the last chunk.
+    `rows`: beta, two sums of decays, valid, starts; see `_program`. `whole` tells which chunks have no padding. Inputs may
+    end inside of the last chunk. With `keep` also the states before each chunk [B chunks Hk N*Hv] and the inverses of
+    I + A [B T N*C], in the inputs' dtype.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -65,14 +69,18 @@ def run(
     block = lambda width: pl.BlockSpec((None, CHUNK, about.heads * width), lambda b, n, c, _: (b, c, n))
     widths = [about.keys, about.keys, about.values] + [about.keys] * about.channels
     of_rows = pl.BlockSpec((None, None, numbers, CHUNK), lambda b, n, c, _: (b, n, 0, c))
+    of_states = pl.BlockSpec((None, None, about.keys, about.heads * about.values), lambda b, n, c, _: (b, c, 0, n))
+    heads = groups * about.heads
+    shapes = [inputs[2].shape, (b, steps, about.keys, heads * about.values), (b, t, heads * CHUNK)]
+    outs = 3 if keep else 1
     call = pl.pallas_call(
         functools.partial(_program, about),
-        out_shape=jax.ShapeDtypeStruct((*inputs[2].shape[:2], groups * about.heads * about.values), inputs[0].dtype),
+        out_shape=[jax.ShapeDtypeStruct(shape, inputs[0].dtype) for shape in shapes[:outs]],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(b, groups, steps),
             in_specs=[of_rows, *map(block, widths)],
-            out_specs=block(about.values),
+            out_specs=[block(about.values), of_states, block(CHUNK)][:outs],
             scratch_shapes=[pltpu.VMEM((about.heads, about.keys, about.values), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -85,7 +93,8 @@ def run(
 
 def _program(about: About, *refs: Any) -> None:
     """Compute a chunk of some heads."""
-    names = ["whole", "rows", "q", "k", "v", *["g"] * about.channels, "out", "state"]
+    names = ["whole", "rows", "q", "k", "v", *["g"] * about.channels, "out"]
+    names += ["kept", "inverse"] * (len(refs) == len(names) + 3) + ["state"]
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     dtype, c, n, rows = r.q.dtype, CHUNK, about.heads, r.rows[...]
     numbers = (1 if about.channels else 3) * n
@@ -97,10 +106,13 @@ def _program(about: About, *refs: Any) -> None:
     keys, queries = ([cut(x, i, about.keys) for i in range(n)] for x in (r.k, r.q))
     if about.channels:
         decays = [jnp.where(start, NEVER, cut(r.g, i, about.keys)) for i in range(n)]
-        pairs = [_channel_pairs(q, k, g) for q, k, g in zip(queries, keys, decays, strict=True)]
+        pairs = [channel_pairs(q, k, g)[0] for q, k, g in zip(queries, keys, decays, strict=True)]
     else:
-        pairs = [_head_pairs(q, k, rows, columns, n, i) for i, (q, k) in enumerate(zip(queries, keys, strict=True))]
+        pairs = [head_pairs(q, k, rows, columns, n, i) for i, (q, k) in enumerate(zip(queries, keys, strict=True))]
     inverses = _inverses([pairs[i].kk * beta[i] for i in range(n)], dtype)
+    for i in range(n if "kept" in names else 0):
+        r.kept[:, i * about.values : (i + 1) * about.values] = r.state[i].astype(dtype)
+        r.inverse[:, i * c : (i + 1) * c] = inverses[i].astype(dtype)
     values = [cut(r.v, i, about.values).astype(jnp.float32) for i in range(n)]
     seen = [_seen(about, keys[i], queries[i], r.state[i], pairs[i].begin, dtype) for i in range(n)]
     new = [dot(inverses[i], values[i] - seen[i][:c], NN, dtype) for i in range(n)]
@@ -122,7 +134,7 @@ def _seen(about: About, k: Array, q: Array, state: Array, begin: Array, dtype: A
     return dot(both, state, NN, dtype) * jnp.concatenate([jnp.concatenate([begin] * (about.values // len(k)), 1)] * 2)
 
 
-def _head_pairs(q: Array, k: Array, rows: Array, columns: Array, n: int, head: int) -> Pairs:
+def head_pairs(q: Array, k: Array, rows: Array, columns: Array, n: int, head: int) -> Pairs:
     """Prepare with one decay for all channels."""
     c = len(k)
     at = n + head, 2 * n + head
@@ -132,30 +144,41 @@ def _head_pairs(q: Array, k: Array, rows: Array, columns: Array, n: int, head: i
     return Pairs(jnp.where(j < i, both[:c] * decay, 0), both[c:] * decay, since, later, since[-1:, :1])
 
 
-def _channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> Pairs:
-    """Prepare with a decay for each channel."""
-    from jax.experimental.pallas import tpu as pltpu
-
+def channel_pairs(q: Array, k: Array, g: Float[Array, "C Hk"]) -> tuple[Pairs, list[Array]]:
+    """Prepare with a decay for each channel; and the decays of each level of halves, to the border or from there."""
     c, dtype = len(k), k.dtype
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     i, j = places((c, c))
-    row = places(g.shape)[0]
     kk = jnp.zeros((c, c), jnp.float32)
     qk = jnp.where(i == j, jnp.sum(q * k, 1, keepdims=True), 0)
     since, later, total = g, jnp.zeros_like(g), g  # of blocks of `size`
-    size = 1
+    size, factors = 1, []
     while size < c:
-        second = row // size % 2 == 1
-        factor = jnp.exp(jnp.where(second, since, later))
-        near = k * factor
-        pairs = dot(jnp.concatenate([near, q * factor]), near, NT, dtype)
-        here = (i // size == j // size + 1) & (i // size % 2 == 1)
+        second = places(g.shape)[0] // size % 2 == 1
+        factors.append(jnp.exp(jnp.where(second, since, later)))
+        near = k * factors[-1]
+        pairs = dot(jnp.concatenate([near, q * factors[-1]]), near, NT, dtype)
+        here = halves(c, size)
         kk, qk = jnp.where(here, pairs[:c], kk), jnp.where(here, pairs[c:], qk)
-        other = jnp.where(second, pltpu.roll(total, size, 0), pltpu.roll(total, c - size, 0))
+        other = swapped(total, size)
         since, later = jnp.where(second, since + other, since), jnp.where(second, later, later + other)
         total, size = total + other, 2 * size
     decay = jnp.transpose(jnp.exp(total[:8]))[:, :1]
-    return Pairs(kk, qk, jnp.exp(since), jnp.exp(later), decay)
+    return Pairs(kk, qk, jnp.exp(since), jnp.exp(later), decay), factors
+
+
+def halves(c: int, size: int) -> Bool[Array, "C C"]:
+    """Tell which pairs are of a token of a second block of `size` and one of the first before it."""
+    i, j = places((c, c))
+    return (i // size == j // size + 1) & (i // size % 2 == 1)
+
+
+def swapped(x: Float[Array, "C H"], size: int) -> Float[Array, "C H"]:
+    """Swap blocks of `size` tokens with their neighbours."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    second = places(x.shape)[0] // size % 2 == 1
+    return jnp.where(second, pltpu.roll(x, size, 0), pltpu.roll(x, len(x) - size, 0))
 
 
 def _inverses(many: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array, "C C"]]:

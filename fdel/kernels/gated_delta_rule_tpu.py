@@ -1,7 +1,8 @@
 """The gated delta rule on TPUs, with decays of heads and of key channels: a Pallas Mosaic TPU kernel for Packed batches.
 
 The program is `delta_program_tpu`; here arguments are laid out for it. Inputs are read as [B T N*H], a head beside the
-other, once; see `chunks_tpu` for the decays and the precision. The backward pass is that of the reference, computed again.
+other, once; see `chunks_tpu` for the decays and the precision. The backward pass is in `delta_backward_tpu`: it reads
+the states before each chunk and the inverses, which are kept where gradients are wanted.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU.
 """
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
+from fdel.kernels import delta_backward_tpu as backward
 from fdel.kernels import delta_program_tpu as program
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
@@ -42,7 +44,11 @@ def call(
 
 @jax.custom_vjp
 def _rule(batch: Packed, *inputs: Array) -> Array:
-    q, k, v, g, beta = inputs
+    v = inputs[2]
+    return program.run(*_prepared(batch, *inputs), keep=False)[0][:, : v.shape[1]].reshape(v.shape)
+
+
+def _prepared(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Any, ...]:
     of_channels = g.ndim == 4
     heads = next(n for n in range(HEADS[not of_channels], 0, -1) if q.shape[2] % n == 0)
     valid, starts = chunks.tokens(batch)
@@ -52,16 +58,28 @@ def _rule(batch: Packed, *inputs: Array) -> Array:
     whole, rows = chunks.rows_of(numbers, heads, valid, starts)
     about = program.About(heads, k.shape[-1], v.shape[-1], of_channels)
     inputs = (q, k, v, g.astype(jnp.float32)) if of_channels else (q, k, v)
-    out = program.run(about, whole, rows, list(map(chunks.flat, inputs)))
-    return out[:, : v.shape[1]].reshape(v.shape)
+    return about, whole, rows, list(map(chunks.flat, inputs))
 
 
-def _backward(saved: tuple[Packed, tuple], dy: Array) -> tuple[Any, ...]:
-    from fdel.ops.dispatch import TABLES
-
-    batch, inputs = saved
-    reference = TABLES["gated_delta_rule"].implementations["xla"].call
-    return None, *jax.vjp(lambda *x: reference(batch, None, 0, *x)[0], *inputs)[1](dy)
+def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
+    v = inputs[2]
+    out, *kept = program.run(*_prepared(batch, *inputs), keep=True)
+    return out[:, : v.shape[1]].reshape(v.shape), (batch, inputs, kept)
 
 
-_rule.defvjp(lambda batch, *inputs: (_rule(batch, *inputs), (batch, inputs)), _backward)
+def _backward(saved: tuple[Packed, tuple, list[Array]], dy: Array) -> tuple[Any, ...]:
+    batch, inputs, kept = saved
+    q, k, v, g, beta = inputs
+    about, whole, rows, laid = _prepared(batch, *inputs)
+    laid.insert(3, chunks.flat(dy.astype(v.dtype)))
+    dq, dk, dv, *of_channels, numbers = backward.run(about, whole, rows, kept, laid)
+    of_beta, *parts = chunks.of_heads(numbers, backward.NUMBERS[about.channels], about.heads)
+    dg = of_channels[0] if about.channels else chunks.of_tokens(chunks.decay_gradient(*parts))
+    wide = zip((dq, dk, dv, dg, chunks.of_tokens(of_beta)), inputs, strict=True)
+    dq, dk, dv, dg, dbeta = (y[:, : v.shape[1]].reshape(x.shape) for y, x in wide)
+    valid, starts = (y[:, : v.shape[1]].reshape(*v.shape[:2], *[1] * (g.ndim - 2)) for y in chunks.tokens(batch))
+    found = dq, dk, dv, jnp.where(valid & ~starts, dg, 0), dbeta
+    return None, *(y.astype(x.dtype) for y, x in zip(found, inputs, strict=True))
+
+
+_rule.defvjp(_forward, _backward)

@@ -9,7 +9,8 @@ float32 by default; all else is float32. Where a sequence begins the state is re
 not finite reaches the tokens of its sequence and those of its blocks, and no more.
 
 Bytes: x, dt and y once, b and c once for each step's channels. For each token, channel and state: one exponential, three
-products and a sum, and the product with c. The backward pass is that of the reference, computed again.
+products and a sum, and the product with c. The backward pass is in `selective_scan_backward_tpu`: it reads the states
+before each chunk, which are kept where gradients are wanted.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU.
 """
 
@@ -23,12 +24,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
-from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, dot, padded, places
+from fdel.kernels import selective_scan_backward_tpu as backward
+from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, dot, padded
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
 
 CHANNELS, TILE = 2560, 512  # of a step and of a round in it, at most
-BLOCK = 16  # tokens of a round
+BLOCK = backward.BLOCK  # tokens of a round
 
 
 def unsupported(
@@ -55,18 +57,39 @@ def call(
 
 @jax.custom_vjp
 def _scan(batch: Packed, *inputs: Array) -> Array:
-    return _run(batch, *inputs)
+    return _run(batch, *inputs, keep=False)[0]
 
 
-def _backward(saved: tuple[Packed, tuple], dy: Array) -> tuple[Any, ...]:
-    from fdel.ops.dispatch import TABLES
-
-    batch, inputs = saved
-    reference = TABLES["selective_scan"].implementations["xla"].call
-    return None, *jax.vjp(lambda *x: reference(batch, None, 0, *x[:-1], d=x[-1])[0], *inputs)[1](dy)
+def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
+    y, kept = _run(batch, *inputs, keep=True)
+    return y, (batch, inputs, kept)
 
 
-_scan.defvjp(lambda batch, *inputs: (_scan(batch, *inputs), (batch, inputs)), _backward)
+def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
+    batch, inputs, kept = saved
+    x, dt, _, b, c, d = inputs
+    t = x.shape[1]
+    whole, begins, of_tokens, exponents, valid = _prepared(batch, *inputs)
+    keys, queries = (chunks.cleared(y, valid) for y in (b, c))
+    laid = [padded(y, max(0, CHUNK - t)) for y in (x, dt, dy.astype(x.dtype))]
+    turned = [jnp.swapaxes(y, 1, 2) for y in (keys, queries)]
+    laid = [of_tokens, *laid, exponents, *turned, keys.astype(b.dtype), d.astype(jnp.float32)[None]]
+    width = _widest(x.shape[2], CHANNELS)
+    dx, ddt, da, dd, db, dc = backward.run(width, _widest(width, TILE), whole, begins, kept, laid)
+    found = dx[:, :t], ddt[:, :t], da.sum(0).T, db.sum(1)[:, :t], dc.sum(1)[:, :t], dd.sum((0, 1))
+    return None, *(y.astype(z.dtype) for y, z in zip(found, inputs, strict=True))
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _prepared(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ...]:
+    """Give which chunks have no padding, a bit for each token that begins a sequence, which are none, a, which are none."""
+    valid, starts = chunks.tokens(batch)
+    whole = valid.reshape(-1, CHUNK).all(1).astype(jnp.int32)
+    begins = (starts.reshape(-1, BLOCK) << np.arange(BLOCK)).sum(1).astype(jnp.int32)
+    of_tokens = jnp.broadcast_to(valid[:, None].astype(jnp.float32), (len(valid), 8, valid.shape[1]))
+    return whole, begins, of_tokens, a.T.astype(jnp.float32) * np.log2(np.e), valid
 
 
 def _widest(channels: int, most: int) -> int:
@@ -74,17 +97,14 @@ def _widest(channels: int, most: int) -> int:
     return next(n for n in range(most, 0, -LANES) if channels % n == 0)
 
 
-def _run(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Float[Array, "B T C"]:
+def _run(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, *, keep: bool) -> list[Array]:
+    """Give y [B T C]; with `keep` also the states before each chunk [B chunks S C], in float32."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     (rows, t, channels), states = x.shape, b.shape[-1]
-    valid, starts = chunks.tokens(batch)
+    whole, begins, of_tokens, exponents, valid = _prepared(batch, x, dt, a, b, c, d)
     length = valid.shape[1]
-    whole = valid.reshape(-1, CHUNK).all(1).astype(jnp.int32)
-    begins = (starts.reshape(-1, BLOCK) << np.arange(BLOCK)).sum(1).astype(jnp.int32)  # a bit for each token
-    of_tokens = jnp.broadcast_to(valid[:, None].astype(jnp.float32), (rows, 8, length))
-    exponents = a.T.astype(jnp.float32) * np.log2(np.e)
     keys, c = jnp.swapaxes(chunks.cleared(b, valid), 1, 2), chunks.cleared(c, valid).astype(c.dtype)
     x, dt = (padded(y, max(0, CHUNK - t)) for y in (x, dt))
 
@@ -93,7 +113,10 @@ def _run(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Ar
     block = pl.BlockSpec((None, CHUNK, width), lambda b, n, c, *_: (b, c, n))
     call = pl.pallas_call(
         functools.partial(_program, tile),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((rows, length // CHUNK, states, channels), jnp.float32),
+        ][: 1 + keep],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(rows, channels // width, length // CHUNK),
@@ -106,7 +129,7 @@ def _run(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Ar
                 pl.BlockSpec((None, CHUNK, states), lambda b, n, c, *_: (b, c, 0)),
                 pl.BlockSpec((1, width), lambda b, n, c, *_: (0, n)),
             ],
-            out_specs=block,
+            out_specs=[block, pl.BlockSpec((None, None, states, width), lambda b, n, c, *_: (b, c, 0, n))][: 1 + keep],
             scratch_shapes=[
                 pltpu.VMEM((states, width), jnp.float32),
                 pltpu.VMEM((CHUNK // BLOCK, BLOCK * states, LANES), jnp.float32),
@@ -121,31 +144,29 @@ def _run(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Ar
         ),
         name="selective_scan",
     )
-    return call(whole, begins, of_tokens, x, dt, exponents, keys, c, d.astype(jnp.float32)[None])[:, :t]
+    y, *kept = call(whole, begins, of_tokens, x, dt, exponents, keys, c, d.astype(jnp.float32)[None])
+    return [y[:, :t], *kept]
 
 
-NAMES = "whole begins valid x dt a b c d out state keys reads step add states"
+NAMES = "whole begins valid x dt a b c d out"
+SCRATCH = "state keys reads step add states"
 
 
 def _program(tile: int, *refs: Any) -> None:
     """Compute a chunk of some channels, tile by tile."""
     from jax.experimental import pallas as pl
 
-    r = SimpleNamespace(**dict(zip(NAMES.split(), refs, strict=True)))
-    dtype, (n, width) = r.x.dtype, r.state.shape
+    names = NAMES.split()
+    names += [*["kept"] * (len(refs) == len(names) + 7), *SCRATCH.split()]
+    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    dtype, width = r.x.dtype, r.state.shape[1]
     chunks.begin(r, jnp.transpose(r.valid[...])[:, :1] > 0, ["x", "dt"])
     blocks = CHUNK // BLOCK
 
-    def spread(at: Array, _: None) -> None:
-        keys, lane = r.b[...], places((n, CHUNK))[1]
-        keys = jnp.concatenate([jnp.where(lane == at * BLOCK + i, keys, 0.0) for i in range(BLOCK)])
-        r.keys[at] = dot(keys, jnp.ones((CHUNK, LANES)), NN, dtype)  # a token's b, in all lanes
-
-    jax.lax.fori_loop(0, blocks, spread, None)
-    row, lane = places((n, BLOCK * n))
-    reads = dot(r.c[...], jnp.where(lane % n == row, 1.0, 0.0), NN, dtype)  # a token's c, again and again
-    row, lane = places(reads.shape)
-    r.reads[...] = jnp.where(row % BLOCK == lane // n, reads, 0).reshape(r.reads.shape).astype(dtype)
+    if "kept" in names:
+        r.kept[...] = r.state[...]
+    backward.spread(r.b, r.keys, dtype)
+    r.reads[...] = backward.diagonal(r.c[...], dtype)
     first = (pl.program_id(0) * pl.num_programs(2) + pl.program_id(2)) * blocks
 
     def tiles(i: Array, _: None) -> None:

@@ -99,18 +99,14 @@ def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
 def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
     batch, inputs, kept = saved
     x, dt, a, b, c, d = inputs
-    (t, heads), groups = x.shape[1:3], b.shape[2]
+    t, groups = x.shape[1], b.shape[2]
     about, whole, rows, (x_flat, *shared) = _prepared(batch, *inputs)
     dy_flat = chunks.flat(dy.astype(x.dtype))
     dx, db, dc, numbers = ssd_backward_tpu.run(about, whole, rows, kept, [x_flat, dy_flat, *shared])
-    numbers = numbers[:, :, : ssd_backward_tpu.NUMBERS * about.heads]
-    numbers = numbers.reshape(*numbers.shape[:2], ssd_backward_tpu.NUMBERS, about.heads, -1, CHUNK)
-    of_step, pairs, first, last, skip = jnp.moveaxis(numbers, 2, 0)  # [B groups heads chunks C]
-    before = jnp.pad(jnp.cumsum(last, -1)[..., :-1], [(0, 0)] * 4 + [(1, 0)])
-    decay = pairs + jnp.flip(jnp.cumsum(jnp.flip(first, -1), -1), -1) + before
-    of_token = lambda y: jnp.moveaxis(y.reshape(len(y), heads, -1), 1, 2)[:, :t]
+    of_step, *parts, skip = chunks.of_heads(numbers, ssd_backward_tpu.NUMBERS, about.heads)
+    of_token = lambda y: chunks.of_tokens(y)[:, :t]
     valid, starts = (y[:, :t, None] for y in chunks.tokens(batch))
-    decay = jnp.where(valid & ~starts, of_token(decay), 0)
+    decay = jnp.where(valid & ~starts, of_token(chunks.decay_gradient(*parts)), 0)
     ddt = jnp.where(valid, of_token(of_step) + decay * a, 0)
     da = (decay * jnp.where(valid, dt, 0)).sum((0, 1))
     total = lambda y: jnp.moveaxis(y.reshape(len(y), groups, -1, *y.shape[2:]).sum(2), 1, 2)[:, :t]

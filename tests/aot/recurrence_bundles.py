@@ -26,9 +26,12 @@ ROWS, TOKENS = 4, 1024
 CALLS = {
     "gated_delta_rule": (32, 128, 128, False),
     "gated_delta_rule, channels": (32, 128, 128, True),
+    "gated_delta_rule, backward": (32, 128, 128, False),
+    "gated_delta_rule, channels, backward": (32, 128, 128, True),
     "ssd": (80, 128, 64, False),
     "ssd, backward": (80, 128, 64, False),
     "selective_scan": (5120, 16, 1, True),
+    "selective_scan, backward": (5120, 16, 1, True),
 }
 
 
@@ -56,7 +59,7 @@ def lower(chip: str, name: str, impl: str) -> aot.Compiled:
 
     numbers, wide = put(heads, dtype=jnp.float32), put(heads * values)
     if not name.startswith("gated"):
-        f, args = scan if name == "selective_scan" else ssd, (wide, put(keys), put(keys), numbers)
+        f, args = scan if name.startswith("selective") else ssd, (wide, put(keys), put(keys), numbers)
     else:
         gate = put(heads * (keys if of_channels else 1), dtype=jnp.float32)
         f, args = delta_rule, (put(heads * keys), put(heads * keys), wide, gate, numbers)
@@ -65,8 +68,8 @@ def lower(chip: str, name: str, impl: str) -> aot.Compiled:
         with ops.use(**{name.partition(",")[0]: impl}):
             if "backward" not in name:
                 return f(*args).reshape(ROWS, TOKENS, -1)
-            back = jax.vjp(functools.partial(f, args[0]), *args[1:-1])[1]
-            return back(cut(args[-1], heads))
+            y, back = jax.vjp(functools.partial(f, args[0]), *args[1:-1])
+            return back(args[-1].reshape(y.shape))
 
     back = (wide,) if "backward" in name else ()
     return aot.compile(target, jax.jit(call), batch, *args, *back, mesh=mesh)
@@ -75,11 +78,11 @@ def lower(chip: str, name: str, impl: str) -> aot.Compiled:
 def count(name: str, loops: list[tuple[int, int, str]]) -> int:
     """Count the bundles of a step of the grid; clearing of padding is among them.
 
-    A selective scan has loops in a step: over blocks of tokens, to spread b; over tiles; in a tile over blocks, which take
-    one of two branches of much the same length.
+    A selective scan has loops in a step: over blocks of tokens, to spread b (and c); over tiles; in a tile over blocks (its
+    gradient twice), which take one of two branches of much the same length.
     """
     step = sum(n for depth, n, _ in loops if depth)
-    if name != "selective_scan":
+    if not name.startswith("selective_scan"):
         return step
     blocks, tiles = CHUNK // selective_scan_tpu.BLOCK, selective_scan_tpu.CHANNELS // selective_scan_tpu.TILE
     inner = next(i for i, (depth, *_) in enumerate(loops) if depth == 3)
@@ -98,12 +101,16 @@ def estimate(chip: str, name: str, cycles: int) -> tuple[float, float]:
         read = tokens * 2 * ((2 + back) * heads * values + (2 + 2 * back) * keys)
         flops = tokens * heads * (2 * 64 * values + 4 * keys * values) * (1 + back)
         steps = tokens // CHUNK * heads // ssd_tpu.HEADS
-    elif name == "selective_scan":
-        read, flops = tokens * (8 * heads + 4 * keys), 0  # dt is float32
+    elif name.startswith("selective_scan"):
+        back = "backward" in name
+        read, flops = tokens * ((8 + 6 * back) * heads + (4 + 4 * back) * keys), 0  # dt is float32
         steps = tokens // CHUNK * heads // selective_scan_tpu.CHANNELS
     else:
-        read = tokens * heads * (2 * (2 * keys + 2 * values) + 4 * keys * of_channels)
-        flops = tokens * heads * (2 * 64 * (2 * keys + 2 * values) + 6 * keys * values)
+        back = "backward" in name  # with gradients, and each product in two
+        read = (
+            tokens * heads * (2 * ((2 + 2 * back) * keys + (2 + back) * values) + 4 * keys * of_channels * (1 + back))
+        )
+        flops = tokens * heads * (2 * 64 * (2 * keys + 2 * values) + 6 * keys * values) * (1 + back)
         steps = tokens // CHUNK * heads // gated_delta_rule_tpu.HEADS[not of_channels]
     floor = max(read / about.bandwidth, flops / about.flops)
     return max(steps * cycles / CORES[chip] / CLOCK, floor), floor
@@ -119,7 +126,7 @@ def main(chip: str, beside: str = "", only: str = "") -> None:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
         for name in [name for name in CALLS if name.startswith(only)]:
             ours = lower(chip, name, "mosaic")
-            op = name.replace(", ", "_") if "backward" in name else name.partition(",")[0]
+            op = name.partition(",")[0] + "_backward" * ("backward" in name)
             found = [x for x in Path(folder).glob(f"*{op}*-final_bundles.txt") if "analysis" not in x.name]
             cycles = count(name, parts(max(found, key=lambda x: x.name).read_text()))
             seconds, floor = estimate(chip, name, cycles)

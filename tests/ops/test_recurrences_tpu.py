@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fdel import ops
-from fdel.kernels import gated_delta_rule_tpu, selective_scan_tpu, ssd_tpu
+from fdel.kernels import chunks_tpu, gated_delta_rule_tpu, selective_scan_tpu, ssd_tpu
 from fdel.ops.batch import Packed
 from fdel.ops.platform import tracing_for
 
@@ -215,21 +215,147 @@ def test_no_race_is_found(capsys, monkeypatch):
         inputs = ssd_inputs(F32)
         assert error(ssd(inputs), recurrence(ssd_step, (N, CHANNELS, H), inputs)) < 2e-6
         assert max(ssd_gradient_errors(SEGMENTS, F32)) < 3e-6
+        assert max(delta_gradient_errors(SEGMENTS, (), F32)) < 5e-6
+        assert max(scan_gradient_errors(SEGMENTS, F32)) < 5e-6
         inputs = scan_inputs(F32)
         assert error(scan(inputs), recurrence(scan_step, (WIDE, STATES), inputs)) < 1e-6
     assert "RACE" not in "".join(capsys.readouterr())
 
 
+def delta_loss(q, k, v, g, beta, weights, segments):
+    """Sum weights * o, token by token, in the inputs' dtype."""
+
+    def step(state, token):
+        q, k, v, g, beta, start, valid = token
+        state = jnp.where(start, 0, state)
+        new = state * jnp.exp(g).reshape(N, -1, 1)
+        delta = beta[:, None] * (v - jnp.einsum("nk,nkv->nv", k, new))
+        new = new + k[:, :, None] * delta[:, None]
+        return jnp.where(valid, new, state), jnp.where(valid, jnp.einsum("nk,nkv->nv", q, new), 0)
+
+    def row(*tokens):
+        return jax.lax.scan(step, jnp.zeros((N, q.shape[-1], v.shape[-1]), q.dtype), tokens)[1]
+
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    out = jax.vmap(row)(q, k, v, g, beta, starts, segments >= 0)
+    return (jnp.where(segments[..., None, None] >= 0, weights, 0) * out).sum()
+
+
+@jax.jit
+def delta_gradients(inputs, weights, segments):
+    batch = Packed(jnp.zeros(segments.shape, int), segments)
+    y, back = jax.vjp(lambda *x: ops.gated_delta_rule(batch, None, 0, *x)[0], *inputs)
+    return back(weights.astype(y.dtype))
+
+
+def delta_gradient_errors(segments, gate: tuple[int, ...], dtype, seed: int = 0, keys: int = H) -> list[float]:
+    """Compare with float64's; the second row is extreme as in `delta_inputs`, padding is NaN."""
+    r = np.random.default_rng(seed)
+    inputs = [np.nan_to_num(np.asarray(x, np.float64)) for x in delta_inputs(gate, dtype)]
+    if keys != H:
+        inputs[:2] = (np.concatenate([x] * (keys // H), -1) / (keys / H) ** 0.5 for x in inputs[:2])
+    order = r.permutation(T) if seed else np.arange(T)
+    rounded = [jnp.asarray(x[:, order], dtype if i < 3 else F32) for i, x in enumerate(inputs)]
+    weights = jnp.asarray(r.normal(size=(2, T, N, H)), dtype)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(y, np.float64)) for y in (*rounded, weights)]
+        want = [np.asarray(y) for y in jax.jit(jax.grad(delta_loss, range(5)))(*exact, segments)]
+    pad = lambda y: jnp.where((segments < 0).reshape(2, T, *[1] * (y.ndim - 2)), jnp.nan, y).astype(y.dtype)
+    with tracing_for("tpu"), ops.use(gated_delta_rule="mosaic"):
+        got = delta_gradients([pad(y) for y in rounded], pad(weights), jnp.asarray(segments))
+    return [error(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gate", "dtype", "most"),
+    [
+        ((), F32, 5e-6),
+        pytest.param((), BF16, 2e-2, marks=MATRIX),
+        pytest.param((H,), F32, 5e-6, marks=MATRIX),
+        pytest.param((H,), BF16, 2e-2, marks=MATRIX),
+    ],
+    ids=["head", "head, bfloat16", "channel", "channel, bfloat16"],
+)
+def test_the_gradient_of_the_delta_rule_equals_float64(gate, dtype, most, interpreted):
+    """Of q, k, v, g and beta; NaN in padding, of inputs and of what comes back."""
+    assert max(delta_gradient_errors(SEGMENTS, gate, dtype)) < most
+
+
 @pytest.mark.matrix
-def test_gradients_are_those_of_the_reference(interpreted):
-    """Computed by it; of short rows, which are padded to a chunk."""
-    inputs = tuple(x[1:, :20] for x in delta_inputs((), F32))
-    grad = lambda f: jax.jit(jax.grad(lambda *x: jnp.sin(f(*x)).sum(), range(5)))(*inputs)
-    segments = SEGMENTS[1:, :20]
-    batch = Packed(jnp.zeros(segments.shape, int), jnp.asarray(segments))
-    want = grad(lambda *x: ops.gated_delta_rule(batch, None, 0, *x)[0])
-    for a, b in zip(grad(lambda *x: delta(x, segments)), want, strict=True):
-        assert error(a, np.asarray(b, np.float64)) < 1e-5
+def test_the_gradient_of_the_delta_rule_with_keys_of_256_equals_float64(interpreted):
+    assert max(delta_gradient_errors(SEGMENTS, (), F32, keys=256)) < 5e-6
+
+
+@pytest.mark.matrix
+def test_a_gradient_of_decays_without_what_reaches_the_end_of_a_chunk_is_found(interpreted, monkeypatch):
+    """A planted fault, of that gradient alone."""
+    right = chunks_tpu.decay_gradient
+    monkeypatch.setattr(chunks_tpu, "decay_gradient", lambda pairs, first, last: right(pairs, first, 0 * last))
+    delta_gradients.clear_cache()  # of a program without it
+    *others, decays, beta = delta_gradient_errors(SEGMENTS, (), F32, seed=1)
+    delta_gradients.clear_cache()
+    assert max(*others, beta) < 5e-6 and decays > 1e-3
+
+
+def scan_loss(x, dt, a, b, c, d, weights, segments):
+    """Sum weights * y, token by token, in the inputs' dtype."""
+
+    def step(state, token):
+        x, dt, b, c, start, valid = token
+        new = jnp.exp(dt[:, None] * a) * jnp.where(start, 0, state) + (dt * x)[:, None] * b
+        return jnp.where(valid, new, 0), jnp.where(valid, new @ c + d * x, 0)
+
+    def row(*tokens):
+        return jax.lax.scan(step, jnp.zeros(a.shape, x.dtype), tokens)[1]
+
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return (jnp.where(segments[..., None] >= 0, weights, 0) * jax.vmap(row)(x, dt, b, c, starts, segments >= 0)).sum()
+
+
+@jax.jit
+def scan_gradients(inputs, weights, segments):
+    batch = Packed(jnp.zeros(segments.shape, int), segments)
+    y, back = jax.vjp(lambda *x: ops.selective_scan(batch, None, 0, *x[:-1], d=x[-1])[0], *inputs)
+    return back(weights.astype(y.dtype))
+
+
+def scan_gradient_errors(segments, dtype, seed: int = 0, size: float | None = None) -> list[float]:
+    """Compare with float64's; steps are those of `scan_inputs`, or of any `size`, padding is NaN."""
+    r = np.random.default_rng(seed)
+    x, dt, b, c, weights = (r.normal(size=(2, T, n)) for n in (WIDE, WIDE, STATES, STATES, WIDE))
+    dt = np.nan_to_num(np.asarray(scan_inputs(F32)[1])) if size is None else np.abs(dt) * size
+    x, b, c, weights = (jnp.asarray(y, dtype) for y in (x, b, c, weights))
+    inputs = x, jnp.asarray(dt, F32), jnp.asarray(RATES, F32), b, c, jnp.asarray(SKIP, F32)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(y, np.float64)) for y in (*inputs, weights)]
+        want = [np.asarray(y) for y in jax.jit(jax.grad(scan_loss, range(6)))(*exact, segments)]
+    pad = lambda y: jnp.where((segments < 0)[..., None], jnp.nan, y).astype(y.dtype)
+    inputs = [pad(y) if y.ndim == 3 else y for y in inputs]
+    with tracing_for("tpu"), ops.use(selective_scan="mosaic"):
+        got = scan_gradients(inputs, pad(weights), jnp.asarray(segments))
+    return [error(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.matrix  # 20 s each, most of them XLA's
+@pytest.mark.parametrize(("dtype", "most"), [(F32, 5e-6), (BF16, 2e-2)], ids=["float32", "bfloat16"])
+def test_the_gradient_of_the_selective_scan_equals_float64(dtype, most, interpreted):
+    """Of x, dt, a, b, c and d; NaN in padding, of inputs and of what comes back."""
+    assert max(scan_gradient_errors(SEGMENTS, dtype)) < most
+
+
+@pytest.mark.matrix
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(-1, 2), min_size=2 * T, max_size=2 * T), st.integers(0, 9), st.sampled_from([0.1, 1.0, 30.0])
+)
+def test_the_gradients_of_any_segments_equal_float64(interpreted, segments, seed, size):
+    """Of scans and of delta rules: runs of one token and more, which begin anywhere."""
+    r = np.random.default_rng(seed)
+    segments = np.repeat(np.asarray(segments, np.int32).reshape(2, T), r.integers(1, 9), 1)[:, :T]
+    segments[0, 0] = 0  # never nothing at all
+    assert max(scan_gradient_errors(segments, F32, seed, size)) < 5e-6
+    assert max(delta_gradient_errors(segments, (H,) if seed % 2 else (), F32, seed)) < 5e-6
 
 
 def ssd_loss(x, dt, a, b, c, d, weights, segments):
