@@ -30,6 +30,7 @@ from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
 
 CHANNELS, TILE = 2560, 512  # of a step and of a round in it, at most
+STATES = 16  # of more the gradient is the reference's: a chunk's states would not fit in fast memory
 BLOCK = backward.BLOCK  # tokens of a round
 
 
@@ -61,12 +62,17 @@ def _scan(batch: Packed, *inputs: Array) -> Array:
 
 
 def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
-    y, kept = _run(batch, *inputs, keep=True)
+    y, *kept = _run(batch, *inputs, keep=inputs[2].shape[1] <= STATES)
     return y, (batch, inputs, kept)
 
 
-def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
+def _backward(saved: tuple[Packed, tuple, list[Array]], dy: Array) -> tuple[Any, ...]:
+    from fdel.ops.dispatch import TABLES
+
     batch, inputs, kept = saved
+    if not kept:
+        reference = TABLES["selective_scan"].implementations["xla"].call
+        return None, *jax.vjp(lambda *x: reference(batch, None, 0, *x[:-1], d=x[-1])[0], *inputs)[1](dy)
     x, dt, _, b, c, d = inputs
     t = x.shape[1]
     whole, begins, of_tokens, exponents, valid = _prepared(batch, *inputs)
@@ -75,7 +81,7 @@ def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
     turned = [jnp.swapaxes(y, 1, 2) for y in (keys, queries)]
     laid = [of_tokens, *laid, exponents, *turned, keys.astype(b.dtype), d.astype(jnp.float32)[None]]
     width = _widest(x.shape[2], CHANNELS)
-    dx, ddt, da, dd, db, dc = backward.run(width, _widest(width, TILE), whole, begins, kept, laid)
+    dx, ddt, da, dd, db, dc = backward.run(width, _widest(width, TILE), whole, begins, kept[0], laid)
     found = dx[:, :t], ddt[:, :t], da.sum(0).T, db.sum(1)[:, :t], dc.sum(1)[:, :t], dd.sum((0, 1))
     return None, *(y.astype(z.dtype) for y, z in zip(found, inputs, strict=True))
 
