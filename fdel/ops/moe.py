@@ -85,7 +85,8 @@ def _of_units(w: Weight, axis: int, n: int) -> Any:
     if isinstance(w, LowRank):
         base = _of_units(w.base, axis, n)
         a, b = (P(None, None, "tp"), P()) if axis == 2 else (P(), P(None, "tp"))
-        return None if base is None else replace(w, base=base, a=a, b=b, scale=P())
+        factors: dict[str, Any] = {"a": a, "b": b, "scale": P()}
+        return None if base is None else replace(w, base=base, **factors)
     if isinstance(w, Quantized):
         full = w.values.shape[-1] * (2 if w.format in PACKED else 1) == math.prod(w.inputs)
         if w.order is not None or axis == 2 and not full:
@@ -98,7 +99,7 @@ def _of_units(w: Weight, axis: int, n: int) -> Any:
     return jax.tree.map(lambda c: P() if whole(c) else P(*[None] * axis, "tp"), w)
 
 
-def _own(w: Weight, n: int) -> Weight:
+def _own(w: Any, n: int) -> Any:
     """Give a device's part of a weight, of 1 / n of its inputs, their number."""
     if isinstance(w, LowRank):
         return replace(w, base=_own(w.base, n))

@@ -172,7 +172,9 @@ def test_a_deadline(monkeypatch):
 
     async def main():
         async with children() as found:
-            assert "too much time: 0.3 seconds of processor time are spent" in await refused(compiling(found, **ENDLESS))
+            assert "too much time: 0.3 seconds of processor time are spent" in await refused(
+                compiling(found, **ENDLESS)
+            )
             monkeypatch.setitem(worker_pool.CPU, "compile", 60.0)
             monkeypatch.setattr(worker_pool, "WALL", 0.3)
             assert "too much time" in await refused(compiling(found, **ENDLESS))
