@@ -146,6 +146,12 @@ def start(tmp_path_factory):
     return path
 
 
+# XLA:CPU ends a process whose devices wait for each other for 40 s, as they may where other programs take the cores.
+PATIENT = " ".join(
+    f"--xla_cpu_collective_{name}timeout_seconds=600" for name in ("call_terminate_", "call_warn_stuck_", "")
+)
+
+
 def begin(start, directory, count, dims, steps, how="torchrun", rows="rows", mixture=None, **keys):
     """Start `fdel run` on `count` processes, four devices in all."""
     with socket.socket() as s:
@@ -159,7 +165,7 @@ def begin(start, directory, count, dims, steps, how="torchrun", rows="rows", mix
               "actions": ["validate", "train"]}  # fmt: skip
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(wanted))
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count} {PATIENT}"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = []
     for i in range(count):

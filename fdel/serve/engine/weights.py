@@ -185,8 +185,14 @@ class Weights:
             check_update(path, w, self.most)
         all_finite, sums = finite(), finite_sums()
         base = {path: p for path, p in have.items() if not (name and self.is_base(path, p))}
-        whole = {id(p.array): p.array for p in base.values() if jnp.issubdtype(p.dtype, jnp.inexact)}
-        good = jax.device_get({key: sums(x) for key, x in whole.items()})
+        of_array = {id(p.array): path for path, p in base.items() if jnp.issubdtype(p.dtype, jnp.inexact)}
+        # One program for all that lies on the same devices: of hundreds XLA:CPU's devices would wait for different ones.
+        together: dict[Any, dict[str, jax.Array]] = {}
+        for path in of_array.values():
+            x = base[path].array
+            together.setdefault(frozenset(x.devices()) if isinstance(x, jax.Array) else None, {})[path] = x
+        good: dict[Any, Any] = {path: x for some in together.values() for path, x in jax.device_get(sums(some)).items()}
+        good = {key: good[path] for key, path in of_array.items()}
         bad = [path for path, p in base.items() if not good.get(id(p.array), True) and not all_finite(p.copy())]
         for path, w in low.items():
             factors = P.lora.factors(jax.tree.map(View.copy, _factors(w)), self.dtype)
