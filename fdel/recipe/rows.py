@@ -20,10 +20,14 @@ def placing(s: Settled, put: Callable[..., dict[str, Any]]) -> Callable[..., dic
     """Let `put`, which gives each sample a row, place them as keys say."""
     if getattr(s.keys, "pack_samples", False):
         media = put.keywords["media"]  # type: ignore[attr-defined]
-        packed = partial(collate, length=s.length, rows=unit(s), packed=True, media=media)
-        return packed if jax.process_count() == 1 else lambda *args, **how: even(packed(*args, **how))
+        return _alike(partial(collate, length=s.length, rows=unit(s), packed=True, media=media))
     n = getattr(s.keys, "samples_per_row", 1)
     return put if n == 1 else share(s, put, n)
+
+
+def _alike(packed: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Let all processes have as many packed rows, and places that are learnt, as the one with most."""
+    return packed if jax.process_count() == 1 else lambda *args, **how: even(packed(*args, **how))
 
 
 def unit(s: Settled) -> int:
@@ -37,5 +41,4 @@ def share(s: Settled, put: Callable[..., dict[str, Any]], n: int) -> Callable[..
     """Let `put` place `n` samples of a prompt in a row, in so many rows that it always has room for `n`."""
     given, k = put.keywords, s.keys  # type: ignore[attr-defined]
     length = s.length - k.max_completion_length + n * (k.max_completion_length + 1)
-    most = given["most"] and n * given["most"]
-    return partial(put, length=length, rows=given["rows"] // n, most=most, shared=True)
+    return _alike(partial(put, length=length, rows=given["rows"] // n, most=None, shared=True))
