@@ -406,7 +406,8 @@ def test_a_template_that_never_ends(running, monkeypatch):
         [t.start() for t in threads]
         assert fine(running)
         [t.join() for t in threads]
-    assert all("too much time" in refused(answer, 400)["message"] for answer in found)
+    late = ("too much time", "runs for more than")  # by the processor's time, or, where others have it, by the clock
+    assert all(any(x in refused(answer, 400)["message"] for x in late) for answer in found), found
 
 
 # ---- grammars and calls of tools -----------------------------------------------------------------------------------
