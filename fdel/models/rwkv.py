@@ -17,19 +17,19 @@ KVR = ("key", "value", "receptance")
 class Config:
     """Sizes and constants; `hf(...)` names each one's key in config.json.
 
-    Of rescale_every any value is understood, and none computed. So that half precision does not overflow, transformers in
-    evaluation halves the stream after every so many layers and divides what later layers add to it as often. That is exact
-    in binary, and each norm takes the factor out: the same function, but that the norms' epsilon weighs 4^k times as much
-    after k halvings (in float32 too; in training it does not rescale). context_length is of a training kernel.
+    After every `rescale_every` layers transformers' evaluation halves the stream, and what later layers add to it, so that
+    half precision does not overflow; its training does not. Each norm takes the factor out again but for its epsilon, which
+    weighs 4^k times as much after k halvings: this is what is computed here, always. context_length is of a training kernel.
     """
 
-    ONLY = dict.fromkeys(("rescale_every", "context_length"), config.ANY)
+    ONLY = {"context_length": config.ANY}
     vocab: int = config.hf("vocab_size", 50277)
     embed: int = config.hf("hidden_size", 4096)
     layers: int = config.hf("num_hidden_layers", 32)
     inner: int = config.hf("attention_hidden_size", lambda d: d["hidden_size"])
     ffn: int = config.hf("intermediate_size", lambda d: 4 * d["hidden_size"])
     norm_eps: float = config.hf("layer_norm_epsilon", 1e-5)
+    rescale_every: int = config.hf("rescale_every", 6)
     tied: bool = config.hf("tie_word_embeddings", False)
 
 
@@ -70,25 +70,27 @@ def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops
 @builders.hidden()
 def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, remat: str | None):
     """Compute the final normalised hidden states, [... T embed]; called as `protocol.Family` says."""
-    norm = lambda x, p, part, eps=cfg.norm_eps: ops.layer_norm(x, p[part], p[part + "_bias"], eps)
+    norm = lambda x, p, part, eps: ops.layer_norm(x, p[part], p[part + "_bias"], eps)
+    halvings = lambda layers: layers // cfg.rescale_every if cfg.rescale_every > 0 else 0
 
     def shifted(x, carry, place):
         before, carry = ops.token_shift(batch, carry, place, x)
         return lambda mix: x * mix + before * (1 - mix), carry
 
     def block(x, carry, p, layer):
-        mixed, carry = shifted(norm(x, p, "mixer_norm"), carry, 2 * layer)
+        eps = cfg.norm_eps * 4.0 ** halvings(layer)
+        mixed, carry = shifted(norm(x, p, "mixer_norm", eps), carry, 2 * layer)
         k, v, r = (ops.einsum("...d,id->...i", mixed(p["mix_" + i]), p[i]) for i in KVR)
         y, carry = ops.wkv(batch, carry, layer, k, v, -jnp.exp(p["decay"]), p["first"])
         x = x + ops.einsum("...i,di->...d", jax.nn.sigmoid(r) * y, p["out"])
-        mixed, carry = shifted(norm(x, p, "ffn_norm"), carry, 2 * layer + 1)
+        mixed, carry = shifted(norm(x, p, "ffn_norm", eps), carry, 2 * layer + 1)
         h = jnp.square(jax.nn.relu(ops.einsum("...d,fd->...f", mixed(p["mix_up"]), p["up"])))
         gate = jax.nn.sigmoid(ops.einsum("...d,cd->...c", mixed(p["mix_gate"]), p["gate"]))
         return x + gate * ops.einsum("...f,df->...d", h, p["down"]), carry
 
-    x = norm(ops.embed(params["embed"], tokens), params, "embed_norm")
+    x = norm(ops.embed(params["embed"], tokens), params, "embed_norm", cfg.norm_eps)
     x, carry = ops.layers(block, x, carry, params["layers"], remat=remat)
-    return norm(x, params, "norm", 1e-5), carry
+    return norm(x, params, "norm", 1e-5 * 4.0 ** halvings(cfg.layers)), carry
 
 
 head, forward = builders.head, builders.forward(hidden)

@@ -132,19 +132,13 @@ def test_each_switch_alone_gives_transformers_logits_or_is_refused(name, tmp_pat
     assert count
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_rescaled_layers_are_the_same_function(every, tmp_path):
-    """RWKV's rescale_every in evaluation, float32: what differs is the norms' epsilon, so that little is left where the
-    stream is large. Seen: 7e-4 and 4e-5 of the largest logit for streams near 1, 1.5e-6 and 3e-7 for those near 30."""
+@pytest.mark.parametrize("every", [1, 3])
+def test_layers_are_rescaled_as_in_evaluation(every, tmp_path):
+    """RWKV's rescale_every weighs in the epsilon of the norms: 7e-4 of the largest logit at 1 for streams near 1."""
     values = tiny.TINY["rwkv"].values | dict(rescale_every=every, num_hidden_layers=4)
     oracle = tiny.checkpoint(tiny.TINY["rwkv"]._replace(values=values), tmp_path)
     tokens = np.random.default_rng(0).integers(3, 110, (2, 12))
     with torch.no_grad():
-        for size, most in (1, 2e-3), (30, 5e-6):
-            oracle.rwkv.blocks[0].pre_ln.weight.mul_(size)
-            oracle.train()
-            oracle(torch.tensor(tokens), use_cache=False)  # undoes the rescaling, else the file has divided weights
-            oracle.save_pretrained(tmp_path)
-            want = oracle.eval()(torch.tensor(tokens)).logits.numpy()
-            assert oracle.rwkv.layers_are_rescaled
-            assert suite.error(suite.full(models.load(tmp_path, dtype=jnp.float32), tokens), want) < most
+        want = oracle.eval()(torch.tensor(tokens)).logits.numpy()
+    assert oracle.rwkv.layers_are_rescaled
+    assert suite.error(suite.full(models.load(tmp_path, dtype=jnp.float32), tokens), want) < 2e-6
