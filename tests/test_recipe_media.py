@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -49,8 +50,8 @@ FILE = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
         "size": {"shortest_edge": 256, "longest_edge": 4096}}  # fmt: skip
 
 
-def clip(seed: int = 0) -> bytes:
-    """An AVI file of two pictures, each twice, two frames a second.
+def clip(seed: int = 0, played: int | None = None) -> bytes:
+    """An AVI file of two pictures, each twice, two frames a second, that plays the samples of this number.
 
     Wider than it is long in time, where transformers 5.23 goes on too early behind it.
     """
@@ -59,6 +60,11 @@ def clip(seed: int = 0) -> bytes:
         stream = c.add_stream("mjpeg", rate=2)
         stream.width, stream.height, stream.pix_fmt = 40, 16, "yuvj444p"
         stream.codec_context.qmin = stream.codec_context.qmax = 2  # alike frames become alike
+        if played is not None:
+            track = c.add_stream("pcm_s16le", rate=16000, layout="mono")
+            sound = av.AudioFrame.from_ndarray((samples(played)[None] * 2**15).astype("<i2"), "s16", "mono")
+            sound.sample_rate, sound.pts = 16000, 0
+            c.mux([*track.encode(sound), *track.encode()])
         for x in np.repeat(np.random.default_rng(seed).integers(0, 256, (2, 16, 40, 3), np.uint8), 2, 0):
             c.mux(stream.encode(av.VideoFrame.from_ndarray(x, "rgb24")))
         c.mux(stream.encode())
@@ -217,6 +223,123 @@ def test_rows_with_videos_and_sounds_are_what_transformers_learns(seeing, name, 
     each = [loss(model.params, b) for b in every]
     assert sum(float(s["weight"]) for _, s in each) == int((labels[:, 1:] >= 0).sum())
     np.testing.assert_allclose(sum(float(t) for t, _ in each), want, rtol=1e-5)
+
+
+def films(folder) -> SimpleNamespace:
+    """Rows whose videos play something, beside sounds of their own, images, and none; `said`: as the template writes them."""
+    (folder / "files").mkdir(exist_ok=True)
+    for i in range(2):
+        (folder / "files" / f"{i}.avi").write_bytes(clip(i, played=i))
+    b64 = lambda x: base64.b64encode(x).decode()
+    film = lambda i: {"type": "video", "video": f"files/{i}.avi"}
+    noise = {"type": "audio", "audio": {"bytes": b64(wav(1))}}
+    image = {"type": "image", "image": {"bytes": b64(png(1))}}
+    last = said("assistant", "a cat")
+    see, hear = "<see><{}><seen>".format, "<hear><audio><heard>"
+    rows = [
+        ([said("user", film(0), "what ?"), last], {"video": [0], "audio": [0]}, see("video") + "what ?"),
+        ([said("user", noise, " and ", film(1), image), last], {"audio": [1, 1], "video": [1], "image": [1]},
+         f"{hear} and {see('video')}{see('image')}"),
+        ([said("user", film(1), film(0), noise), last], {"video": [1, 0], "audio": [1, 0, 1]}, see("video") * 2 + hear),
+        ([said("user", "2 + 2 ?"), last], {}, "2 + 2 ?"),
+    ]  # fmt: skip
+    file = folder / "films.jsonl"
+    file.write_text("".join(json.dumps({"messages": m}) + "\n" for m, _, _ in rows))
+    return SimpleNamespace(
+        file=file, shown=[s for _, s, _ in rows], said=[f"user:{t};assistant:a cat;" for *_, t in rows]
+    )
+
+
+def of_processor(tok, said: str, shown: dict) -> list[int]:
+    """The tokens that transformers' processor makes of a chat whose videos are heard."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_omni_moe import processing_qwen3_omni_moe as processing
+
+    counts = [int(processing._get_feat_extract_output_lengths(len(samples(i)) // 160)) for i in shown.get("audio", ())]
+    pixel = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=FILE["size"])
+    grid = lambda x: pixel([x], return_tensors="np")["image_grid_thw"][0]
+    words = SimpleNamespace(audio_bos_token="<hear>", audio_eos_token="<heard>", video_token="<video>",
+                            audio_token="<audio>", video_processor=SimpleNamespace(merge_size=2))  # fmt: skip
+    kinds = {"image": iter(shown.get("image", ())), "video": iter(shown.get("video", ())), "audio": iter(counts)}
+
+    def run(found) -> str:
+        kind = found[1]
+        one = next(kinds[kind])
+        if kind != "video":
+            return f"<{kind}>" * (one if kind == "audio" else int(grid(pixels(one)).prod()) // 4)
+        seen = {"video_grid_thw": [grid(frames(clip(one))[0]) * [2, 1, 1]], "video_second_per_grid": [1.0]}
+        return processing.Qwen3OmniMoeProcessor.replace_video_with_audio_token(
+            words, seen, 0, {"num_audio_tokens": [next(kinds["audio"])]}, 0, position_id_per_seconds=13
+        )
+
+    return text.encode(tok, re.sub("<(image|video|audio)>", run, said), special=False)
+
+
+HEARD = {"use_audio_in_video": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, costly(False)])
+def test_videos_that_are_heard_are_what_transformers_learns(seeing, packed, tmp_path):
+    """Tokens of its processor, its loss 1e-5 and weight; a key of the run file asks for it, as its processor's does."""
+    path, oracle = seeing("qwen3_omni_moe")
+    rows, tok = films(tmp_path), text.load(path)
+    plain = run_file(path, rows.file, tmp_path / "out", num_train_epochs=1, total_batch_size=4, max_length=192)
+    plain = plain.set("mixture.shuffle_buffer_size", 0).set("mixture.use_audio_in_video", True)
+    (batch,) = batches(plain)
+    found = [t[:k].tolist() for t, k in zip(batch["tokens"], batch["lengths"], strict=True)]
+    assert found == [of_processor(tok, *x) for x in zip(rows.said, rows.shown, strict=True)]
+    inputs, labels = wanted("qwen3_omni_moe", found, rows.shown)
+    positions = oracle.thinker.model.get_rope_index(
+        inputs["input_ids"], inputs["image_grid_thw"], inputs["video_grid_thw"], inputs["attention_mask"], True,
+        inputs["feature_attention_mask"].sum(1), inputs["video_second_per_grid"],
+    )[0].permute(1, 2, 0).numpy()  # fmt: skip
+    for mine, theirs, n in zip(batch["rotary"], positions, batch["lengths"], strict=True):
+        np.testing.assert_array_equal(mine[:n], theirs[:n])
+    with torch.no_grad():
+        logits = oracle(**inputs, **HEARD).logits
+    cross_entropy = torch.nn.functional.cross_entropy
+    want = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").item()
+    every = batches(plain.set("trainer.packing", True).set("trainer.total_batch_size", 1)) if packed else [batch]
+    assert not packed or (len(every) < 4 and max(int(b["packed"].segment_ids.max()) for b in every) > 0)
+    model = models.load(path, dtype=jnp.float32)
+    loss = jax.jit(losses.sft(model.family, model.cfg))
+    each = [loss(model.params, b) for b in every]
+    assert sum(float(s["weight"]) for _, s in each) == int((labels[:, 1:] >= 0).sum())
+    np.testing.assert_allclose(sum(float(t) for t, _ in each), want, rtol=1e-5)
+
+
+def test_what_a_video_plays_is_heard_where_a_run_file_asks_for_it(seeing, tmp_path):
+    """A silent one is seen alone, and all are without the key; in pairs and prompts as in texts; refused by who is deaf."""
+    path, _ = seeing("qwen3_omni_moe")
+    rows, see = films(tmp_path), replace(sight.read(path), heard=True)
+    tok, settings = text.load(path), data.Settings(batch=1, length=192, sight=see, shuffle=False)
+    silent, film = ({"prompt": [said("user", {"type": "video", "video": x}, "?")]} for x in (clip(0), clip(0, 0)))
+    answers = {"completion": [said("assistant", "a")]}
+    for row, counts in ((silent, (0, 20, 0)), (film, (0, 20, 8))):
+        (batch,) = data.dataset([row | answers], settings, tok)
+        assert kind_counts(batch["tokens"][0]) == counts
+        assert hasattr(batch["media"].inputs, "values") == (row is silent)
+    (batch,) = data.dataset([film | answers], replace(settings, sight=sight.read(path)), tok)
+    assert kind_counts(batch["tokens"][0]) == (0, 20, 0)
+    sides = film | {"chosen": [said("assistant", "a cat")], "rejected": [said("assistant", "a mat")]}
+    (batch,) = data.dataset([sides], replace(settings, kind="pairs"), tok)
+    assert [kind_counts(x) for x in batch["tokens"][0]] == [(0, 20, 8)] * 2
+    pictures, sounds = batch["media"].inputs
+    assert pictures.values.shape[:3] == (1, 2, 2) and sounds.lengths.tolist() == [[[[63]], [[63]]]]
+    np.testing.assert_array_equal(batch["media"].index[0, 0], batch["media"].index[0, 1])
+
+    task = data.tasks([film], settings, tok).rows[0]
+    spots = text.encode(tok, "user:<see><video><seen>?;assistant:", special=False)
+    item = senses.prepare(see, "films", clip(0, 0), senses.TRUSTED, lambda said: [])
+    tokens, want = serve.prompt_media(see, spots, [item])
+    got = shown.prompt_media(see, task, len(tokens))
+    assert list(task.prompt) == tokens and [i.digest for i in got.items] == [i.digest for i in want.items]
+    assert len(got.items) == 3 and (got.index == want.index).all() and (got.rotary == want.rotary).all()
+    for name in ("qwen3_vl", "qwen2_vl"):
+        deaf = run_file(seeing(name)[0], rows.file, tmp_path / "b").set("mixture.use_audio_in_video", True)
+        with pytest.raises(recipe.RecipeError, match="mixture.use_audio_in_video: this model takes no videos with sounds"):
+            batches(deaf)
 
 
 def asked(kind: str, value, name: str = "qwen3_omni_moe", **columns):

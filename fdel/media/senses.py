@@ -33,7 +33,7 @@ TRUSTED = Most(2**26, 2**28, 3600.0, 108_000, 2**40)  # of files that the user o
 def prepare(sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: Callable[[str], Sequence[int]]) -> Item:
     """Decode and prepare a file, of "images", "videos" or "sounds", or "films", videos with what they play.
 
-    `tokenize` gives the tokens of a text. ValueError for what is no such file, or too large, and for a model that takes
+    Where `sight.heard`, all videos are films; a silent one is a video. `tokenize` gives the tokens of a text. ValueError for what is no such file, or too large, and for a model that takes
     none; ImportError for a reader that is absent.
     """
     ways = (
@@ -47,18 +47,19 @@ def prepare(sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: C
         return hearing.prepare(way, sound.decode(data, most=most.seconds))
     limits = frames.Limits(volume=most.volume, total=most.frames, work=most.work)
     seen = video.prepare(way, video.decode(data, lambda total, fps: video.sample(way, total, fps), limits), tokenize)
-    played = frames.listen(data, most=most.seconds) if kind == "films" and sight.sound else None
+    heard = (kind == "films" or sight.heard) and sight.sound
+    played = frames.listen(data, most=most.seconds) if heard else None
     return seen if played is None else hearing.together(sight.sound, seen, hearing.prepare(sight.sound, played))
 
 
-def parts(sight: Sight, item: Item) -> list[Picture] | list[Sound]:
+def parts(sight: Sight, item: Item) -> list[Picture | Sound]:
     """Divide what is shown or played into what a tower takes at once: a video into its frames (`sight.frames`).
 
-    ValueError for a video with its sound between its frames.
+    Of a video with its sound, the sound comes last.
     """
     if isinstance(item, Film):
-        raise ValueError("found a video with its sound between its frames; show and play them one after the other")
-    return [item] if isinstance(item, Sound) else sights.frames(sight, item)
+        return [*sights.frames(sight, item.picture), item.sound]
+    return [item] if isinstance(item, Sound) else [*sights.frames(sight, item)]
 
 
 def gather(

@@ -54,7 +54,8 @@ class Sight:
     besides; of patches that pad an image, behind its own, it gives entries too. `settings` are those of the image
     processor's file, `video` those of the video processor's, of a model that takes videos (`fdel.media.video`), `sound`
     those of one that hears (`fdel.media.hearing`). Where a processor writes text around an image, `around` is the
-    placeholder as text, and what stands in its place (`written`).
+    placeholder as text, and what stands in its place (`written`). With `heard`, the processor's use_audio_in_video, what
+    a video plays stands between its frames (`hearing.together`).
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class Sight:
     around: tuple[str, str] | None = None
     video: Any = None  # video.Settings
     sound: Any = None  # hearing.Settings
+    heard: bool = False
 
     def count(self, patches: int) -> int:
         """Count the entries that the tower gives of so many patches."""

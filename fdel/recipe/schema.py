@@ -236,6 +236,7 @@ class Mixture:
     stop_strategy: str = key("first_exhausted", "when an epoch of several data sets ends",
         choices=("first_exhausted", "longest"))  # fmt: skip
     mixture_weights: Mapping[str, float] | None = key(None, "share of each data set by its name; default: by length")
+    use_audio_in_video: bool = key(False, "hear what videos play, between their frames; silent ones are seen alone")
     prefetch_workers: int = key(2, "threads that read and tokenise")
     prefetch_buffer_size: int = key(4, "batches that they are ahead")
     cache_remote_files: bool = key(True, "keep downloaded files", refuse="they are always kept; remove it")

@@ -1,6 +1,7 @@
 """What a recipe's model sees and hears: how that is prepared, and which runs cannot learn from it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,21 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 
 
 def seeing(recipe: Recipe) -> Sight | None:
-    """Read how the model sees, of the image processor's file in its directory; None if it does not."""
-    source = recipe.model
-    if not source.name_or_path:
-        return None
+    """Read how the model sees, of the image processor's file in its directory; None if it does not.
+
+    RecipeError where videos are to be heard, and the model does not take them so.
+    """
+    source, found = recipe.model, None
     try:
-        return sight.read(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
+        if source.name_or_path:
+            found = sight.read(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
     except ValueError as e:
         raise parse.RecipeError(f"model.name_or_path: {e}") from e
+    if not recipe.mixture.use_audio_in_video:
+        return found
+    if found is None or not (found.video and found.sound and found.sound.marks):
+        raise parse.RecipeError("mixture.use_audio_in_video: this model takes no videos with sounds; remove it")
+    return replace(found, heard=True)
 
 
 def processor_files(recipe: Recipe) -> list[Path]:

@@ -161,25 +161,30 @@ def prompt_media(
     >>> engine.generate([tokens], media=[seen])  # doctest: +SKIP
     """
     whole = sights.expand(sight, tokens, pictures)
+    rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
+    return whole.tokens, beside(sight, pictures, np.array(whole.index, np.int32), rotary, digests)
+
+
+def beside(
+    sight: Any, pictures: Sequence[Any], index: np.ndarray, rotary: np.ndarray | None = None,
+    digests: Sequence[bytes] | None = None,
+) -> PromptMedia:  # fmt: skip
+    """Give what an engine takes beside a prompt, of the `index` of `sight.expand`, int[T], and its turns, int[T 3]."""
     known = digests or [b""] * len(pictures)
     items = [item for p, d in zip(pictures, known, strict=True) for item in media(sight, p, d)]
-    rotary = None if whole.rotary is None else np.array(whole.rotary, np.int32).reshape(-1, 3)
-    index = np.array(whole.index, np.int32)
     of = [  # the item of each entry: those of a film's sound stand between those of its frames
         (i, isinstance(p, hearing.Film) and t == sight.sound.token)
         for i, p in enumerate(pictures) for t in p.run if t in sight.entries
     ]  # fmt: skip
     order = np.empty(len(of), np.int32)
     order[sorted(range(len(of)), key=of.__getitem__)] = np.arange(len(of))
-    index[index >= 0] = order[index[index >= 0]]
-    return whole.tokens, PromptMedia(items, index, rotary)
+    placed = index.astype(np.int32)
+    placed[index >= 0] = order[index[index >= 0]]
+    return PromptMedia(items, placed, rotary)
 
 
 def media(sight: Any, shown: Any, digest: bytes = b"") -> list[Medium]:
     """Divide what is shown or played into what a tower takes at once; `digest` is of the whole, b"" if it is not known."""
-    if isinstance(shown, hearing.Film):
-        of = lambda name: digest and hashlib.blake2b(digest + name, digest_size=32).digest()
-        return media(sight, shown.picture, of(b"seen")) + media(sight, shown.sound, of(b"heard"))
     found = senses.parts(sight, shown)
     part = lambda i: hashlib.blake2b(digest + i.to_bytes(4, "little"), digest_size=32).digest()
     own = [part(i) if digest and len(found) > 1 else digest for i in range(len(found))]

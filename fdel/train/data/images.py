@@ -38,17 +38,18 @@ CHATS = ("messages", "prompt", "completion", "chosen", "rejected")
 class Shown:
     """An image, a video or a sound (`kind`) of a sequence: its file, bytes or a path, and where which tokens stand for it.
 
-    It is seen as so many `parts`, frames of a video, of so many `patches`, which have so many `numbers`; a sound is one of
-    so many chunks. `turned`: its tokens turn by three components.
+    It is seen as so many `parts`, frames of a video, of so many `patches`, which have so many `numbers`, and heard as a
+    sound of so many `chunks`, if there are any. `turned`: its tokens turn by three components.
     """
 
     file: bytes
     path: bool
     kind: str
     run: tuple[int, ...]
-    parts: int = 1
+    parts: int = 0
     patches: int = 0
     numbers: int = 0
+    chunks: int = 0
     turned: bool = False
     start: int = 0
 
@@ -66,7 +67,7 @@ def one(kind: str) -> str:
 def tokens(sight: Sight) -> dict[str, int]:
     """Give the token of each kind that a model takes, once for each in a prompt."""
     found = {"images": sight, "videos": sight.video, "sounds": sight.sound}
-    return {k: s.placeholder if k == "images" else s.token for k, s in found.items() if s is not None}
+    return {k: s.token if k == "sounds" else s.placeholder for k, s in found.items() if s is not None}
 
 
 # ---- from rows -----------------------------------------------------------------------------------------------------
@@ -232,9 +233,11 @@ def _shown(kind: str, file: bytes, path: bool, sight: Any, spell: Callable[[str]
     shown = Shown(file, path, kind, ())
     item = load(shown, sight, spell)
     parts = senses.parts(sight, item)
-    size = parts[0].features.shape if isinstance(parts[0], senses.Sound) else parts[0].patches.shape
+    seen, heard = ([p for p in parts if isinstance(p, of)] for of in (senses.Picture, senses.Sound))
+    size = seen[0].patches.shape if seen else (0, 0)
+    chunks, turned = sum(len(x.lengths) for x in heard), item.turns is not None
     return replace(
-        shown, run=item.run, parts=len(parts), patches=size[0], numbers=size[1], turned=item.turns is not None
+        shown, run=item.run, parts=len(seen), patches=size[0], numbers=size[1], chunks=chunks, turned=turned
     )
 
 
@@ -255,13 +258,15 @@ def load(shown: Shown, sight: Sight, spell: Callable[[str], Sequence[int]] | Non
 
 
 def _times(shown: Shown, sight: Sight) -> Callable[[str], Sequence[int]]:
-    """Give the times of a video's frames, one after the other, as its run has them before the first of two marks."""
-    found, times = list[int](), list[list[int]]()
+    """Give the times of a video's frames, one after the other, as its run has them around frames between two marks."""
+    times, outside = [list[int]()], True
     for token in shown.run if sight.video and sight.video.marks else ():
-        if token == sight.video.marks[0]:
-            times.append(found)
-        found = [] if token == sight.video.marks[1] else [*found, token]
-    rest = iter(times)
+        if token in sight.video.marks:
+            outside = token == sight.video.marks[1]
+            times += [[]] * outside
+        elif outside:
+            times[-1] = [*times[-1], token]
+    rest = iter(times[bool(sight.video and sight.video.glm) :])  # GLM's stand behind their frames
     return lambda said: next(rest, [])
 
 

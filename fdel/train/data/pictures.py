@@ -16,7 +16,7 @@ from fdel.train.data import images
 from fdel.train.data.images import KINDS, Shown, load
 
 COUNTS = dict(counts=np.int32, starts=np.int32, tokens=np.int32, kinds=np.int8, parts=np.int32, patches=np.int32,
-              numbers=np.int32, sizes=np.int64, paths=bool, turned=bool, files=np.uint8)  # fmt: skip
+              numbers=np.int32, chunks=np.int32, sizes=np.int64, paths=bool, turned=bool, files=np.uint8)  # fmt: skip
 
 
 # ---- in a store ----------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def arrays(sequences: Iterable[Sequence[Shown]]) -> dict[str, np.ndarray]:
         "counts": [len(shown) for shown in found], "starts": [s.start for s in every],
         "tokens": [len(s.run) for s in every], "kinds": [[*KINDS].index(s.kind) for s in every],
         "parts": [s.parts for s in every], "patches": [s.patches for s in every],
-        "numbers": [s.numbers for s in every],
+        "numbers": [s.numbers for s in every], "chunks": [s.chunks for s in every],
         "sizes": [len(s.file) for s in every], "paths": [s.path for s in every], "turned": [s.turned for s in every],
         "files": np.frombuffer(b"".join(s.file for s in every), np.uint8),
     }  # fmt: skip
@@ -48,6 +48,7 @@ class Files:
     parts: np.ndarray
     patches: np.ndarray
     numbers: np.ndarray
+    chunks: np.ndarray
     sizes: np.ndarray
     paths: np.ndarray
     turned: np.ndarray
@@ -83,10 +84,10 @@ class Files:
         return self._needed(np.repeat(np.arange(len(sequences)), count), which, len(sequences))
 
     def _needed(self, owner: np.ndarray, which: np.ndarray, count: int) -> np.ndarray:
-        heard, out = self.kinds[which] == [*KINDS].index("sounds"), np.zeros((4, count), np.int64)
-        for i, mine in ((0, ~heard), (2, heard)):
-            np.add.at(out[i], owner[mine], self.parts[which[mine]])
-            np.maximum.at(out[i + 1], owner[mine], self.patches[which[mine]])
+        out, chunks = np.zeros((4, count), np.int64), self.chunks[which]
+        for i, (n, size) in enumerate(((self.parts[which], self.patches[which]), (chunks > 0, chunks))):
+            np.add.at(out[2 * i], owner, n)
+            np.maximum.at(out[2 * i + 1], owner, size)
         return out
 
     def runs(self, sequence: int) -> list[tuple[int, int]]:
@@ -97,7 +98,7 @@ class Files:
     @functools.cached_property
     def size(self) -> int:
         """How many numbers a patch has; 0 if there are sounds alone."""
-        return int(self.numbers[self.kinds != [*KINDS].index("sounds")].max(initial=0))
+        return int(self.numbers.max(initial=0))
 
     def of(self, sequence: int, tokens: np.ndarray, first: int = 0) -> list[Shown]:
         """List what these tokens of a sequence, those from `first` on, show and play."""
@@ -107,8 +108,9 @@ class Files:
             if not 0 <= start < len(tokens):
                 continue
             run = tuple(tokens[start : start + int(self.tokens[i])].tolist())
-            facts = int(self.parts[i]), int(self.patches[i]), int(self.numbers[i]), bool(self.turned[i])
-            found.append(Shown(file, bool(self.paths[i]), [*KINDS][self.kinds[i]], run, *facts, start))
+            facts = (int(x[i]) for x in (self.parts, self.patches, self.numbers, self.chunks))
+            kind, turned = [*KINDS][self.kinds[i]], bool(self.turned[i])
+            found.append(Shown(file, bool(self.paths[i]), kind, run, *facts, turned, start))
         return found
 
 

@@ -31,7 +31,7 @@ NUMBERS: dict[str, dict[str, str]] = dict.fromkeys(
 )
 NUMBERS |= {"pairs": {"margin": "float32"}, "unpaired": {"label": "bool", "prompt": "int32"}}
 NUMBERS |= {"labelled": {"labels": "float32"}}  # [targets], where that is not one
-FORMAT = 3  # of the cache; another number makes caches of before invalid
+FORMAT = 4  # of the cache; another number makes caches of before invalid
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fdel.media.sight import Sight
 from fdel.serve import PromptMedia
-from fdel.serve.engine.pictures import media
+from fdel.serve.engine.pictures import beside
 from fdel.train.data import pictures
 from fdel.train.rollout.records import Sample, Task
 
@@ -23,9 +23,8 @@ def prompt_media(sight: Sight | None, task: Task, length: int) -> PromptMedia | 
     if not task.images:
         return None
     found = pictures.longer(_columns(_known(sight), task), length)
-    items = [item for p in found["pictures"] for item in media(_known(sight), p)]
     turned = any(p.turns is not None for p in found["pictures"])
-    return PromptMedia(items, found["index"], found["rotary"] if turned else None)
+    return beside(_known(sight), found["pictures"], found["index"], found["rotary"] if turned else None)
 
 
 def shown(
