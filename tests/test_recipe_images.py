@@ -1,6 +1,7 @@
 """Run files whose rows show images: losses are those of transformers' model on its own processor's output."""
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -22,7 +23,6 @@ from fdel import models, params, recipe, serve, text  # noqa: E402
 from fdel.media import sight  # noqa: E402
 from fdel.recipe import build, methods, samples  # noqa: E402
 from fdel.recipe import seeing as sights  # noqa: E402
-from fdel.recipe.settled import settle  # noqa: E402
 from fdel.train import data, losses, metrics, rollout  # noqa: E402
 from fdel.train.rollout import source  # noqa: E402
 from fdel.train.rollout.sight import shown  # noqa: E402
@@ -340,38 +340,96 @@ def pairs(folder: Path) -> Path:
     return rows
 
 
+def compared(folder: Path, kind: str) -> Path:
+    """Rows of `pairs`; with a third completion for tpo, for kto one of them as two completions with labels."""
+    file = pairs(folder)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    if kind == "tpo":
+        rows[2] = {"prompt": rows[2]["chosen"][:1], **{k: rows[2][k][1:] for k in ("chosen", "rejected")}}
+        rows = [r | {"reference": [said("assistant", f"so {i}")]} for i, r in enumerate(rows)]
+    elif kind == "kto":
+        first = {k: rows[0][k] for k in ("prompt", "images")}
+        shows = said("assistant", "see ", {"type": "image", "image": "pics/1.png"}, "!")
+        rows[:1] = [
+            first | {"completion": rows[0]["chosen"], "label": True},
+            first | {"completion": [shows], "label": 0},
+        ]
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return file
+
+
+COMPARED = [("llava", "dpo"), ("qwen2_vl", "kto")]
+COMPARED += [
+    pytest.param(*of, marks=pytest.mark.matrix) for of in (("qwen2_vl", "dpo"), ("llava", "kto"), ("llava", "tpo"))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.matrix)])
-def test_pairs_with_images_are_what_transformers_says_of_them(seeing, name, tmp_path):
-    """The log-probability of each completion after a prompt with images: 1e-5."""
+@pytest.mark.parametrize(("name", "kind"), COMPARED)
+def test_completions_with_images_are_what_transformers_says_of_them(seeing, name, kind, tmp_path):
+    """The log-probability of each after a prompt with images, in kto's "kl" too, of other rows that show images: 1e-5."""
     path, oracle, processor, token = seeing(name)
-    made = run_file(path, pairs(tmp_path), tmp_path / "a", trainer_type="dpo", num_train_epochs=1)
+    rows = compared(tmp_path, kind)
+    each = {"dpo": (4, 2), "tpo": (4, 3), "kto": (8, 1)}[kind]
+    made = run_file(path, rows, tmp_path / "a", trainer_type=kind, num_train_epochs=1, total_batch_size=each[0])
     (batch,) = batches(made)
-    model = models.load(path, dtype=jnp.float32)
-    got = jax.jit(losses.completion_logps(model.family, model.cfg))(model.params, batch)["logps"]
-    count = lambda t: int((t == token).sum())
-    of = {count(np.array(sight.prepare(sights.seeing(made), pixels(i)).run)): i for i in (0, 2, 3)}
-    for row in range(4):
-        for side in range(2):
-            n = batch["lengths"][row, side]
-            tokens, mask = batch["tokens"][row, side, :n], batch["mask"][row, side, :n]
-            shown = []
-            if count(tokens):
-                values = np.asarray(batch["media"].inputs.values[row, side, 0])
-                see = sights.seeing(made)
-                shown = [
-                    i
-                    for i in (0, 2, 3)
-                    if np.array_equal(
-                        sight.prepare(see, pixels(i)).patches, values[: len(sight.prepare(see, pixels(i)).patches)]
-                    )
-                ]
+    model, see = models.load(path, dtype=jnp.float32), sights.seeing(made)
+    score = jax.jit(losses.completion_logps(model.family, model.cfg))
+    known = {i: sight.prepare(see, pixels(i)).patches for i in range(4)}
+    mixed, every = batch.pop("kl", None), []
+    for here in (batch, *([mixed] if mixed else ())):
+        got = np.asarray(score(model.params, here)["logps"]).ravel()
+        behind = here["tokens"].ndim - 1
+        flat = jax.tree.map(lambda x, n=behind: x.reshape(-1, *x.shape[n:]), here["media"].inputs)
+        lengths = here["lengths"].ravel()
+        assert len(got) == np.prod(each)
+        for i, n in enumerate(lengths):
+            tokens, mask = (here[k].reshape(len(got), -1)[i, :n] for k in ("tokens", "mask"))
+            count = [int((at[:, 0] >= 0).sum()) for at in flat.places[i]]
+            shown = [j for x, c in zip(flat.values[i], count, strict=True) for j, p in known.items()
+                     if c and np.array_equal(p, x[:c])]  # fmt: skip
+            assert (np.sum(tokens == token) > 0) == (len(shown) > 0)
             inputs, _ = wanted(seeing, name, [tokens.tolist()], shown)
             with torch.no_grad():
                 logp = torch.log_softmax(oracle(**inputs).logits[0].float(), -1)
-            want = sum(float(logp[t - 1, tokens[t]]) for t in range(1, n) if mask[t])
-            np.testing.assert_allclose(got[row, side], want, rtol=1e-5)
-    assert len(of) and len({float(x) for x in np.asarray(got).ravel()}) == 8
+            index = here["media"].index.reshape(len(got), -1)[i]
+            learnt = [t for t in range(1, n) if mask[t] and index[t] < 0]
+            np.testing.assert_allclose(got[i], sum(float(logp[t - 1, tokens[t]]) for t in learnt), rtol=1e-5)
+            every.append((*shown, "|", *tokens.tolist()))
+    own, others = set(every[: np.prod(each)]), every[np.prod(each) :]
+    assert len(own) == np.prod(each)
+    assert not mixed or any(1 in x[: x.index("|")] and x not in own for x in others)  # an image of another's completion
+
+
+def test_only_what_the_assistant_says_is_learnt_beside_written_images(seeing, tmp_path):
+    """Of a processor that writes text around images; ids without that text are refused."""
+    path, *_ = seeing("llava")
+    see, tok = dataclasses.replace(sight.read(path), around=("<image>", "( <image> )")), text.load(path)
+    template = (
+        "{% macro say(m) %}{% for p in m.content %}"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ say(m) }};{% endgeneration %}"
+        "{% else %}{{ say(m) }};{% endif %}{% endfor %}"
+    )
+    tok = dataclasses.replace(tok, templates={"default": template})
+    shows = {"type": "image", "image": png(1)}
+    chat = [
+        said("user", "a ", shows, "b"),
+        said("assistant", "see ", shows, " c"),
+        said("user", "d"),
+        said("assistant", "e"),
+    ]
+    settings = data.Settings(batch=1, length=128, sight=see, learn="assistant")
+    (batch,) = data.dataset([{"messages": chat}], settings, tok)
+    ids, run = (lambda t: text.encode(tok, t, special=False)), list(sight.prepare(see, pixels(1)).run)
+    parts = [(ids("user:a ( "), 0), (run, 0), (ids(" )b;assistant:"), 0), (ids("see ( "), 1), (run, 1), (ids(" ) c;"), 1),
+             (ids("user:d;assistant:"), 0), (ids("e;"), 1)]  # fmt: skip
+    want = [t for part, _ in parts for t in part], [bool(m) for part, m in parts for _ in part]
+    n = len(want[0])
+    assert batch["tokens"][0, :n].tolist() == want[0] and batch["lengths"].tolist() == [n]
+    assert batch["mask"][0, :n].tolist() == want[1]
+    with pytest.raises(ValueError, match="writes text around images, which input_ids lack"):
+        data.dataset([{"input_ids": [70, run[0]], "images": [png(1)]}], settings, tok)
 
 
 @pytest.mark.slow
@@ -437,30 +495,24 @@ def test_samples_that_share_rows_are_those_of_rows_of_their_own(seeing, name, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "why"),
-    [
-        ("sdpo", {}, None),
-        ("nash_md", {}, None),
-        (
-            "gkd",
-            {"seq_kd": True, "lmbda": 0.5},
-            "seq_kd: the prompts show or play; samples of such are not written by a teacher",
-        ),
-        ("a2po", {}, None),
-    ],
-    ids=lambda x: x if isinstance(x, str) and len(x) < 9 else "",
-)
-def test_prompts_with_images_are_refused_before_a_model_is_loaded(seeing, kind, keys, why, tmp_path):
-    """By the types that would not show them to all that read them; of the others each has its images."""
+    ("kind", "keys"), [("sdpo", {}), ("nash_md", {}), ("gkd", {"seq_kd": True, "lmbda": 0.5}), ("a2po", {})],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_prompts_with_images_are_taken_by_types_that_read_them_twice(seeing, kind, keys, tmp_path):
+    """Each has its images; a teacher that does not see is an error before a model is loaded."""
     path, *_ = seeing("llava")
     keys = {"num_generations": 2, "max_completion_length": 8} | keys
     keys |= {} if kind == "gkd" else {"reward_functions": [{"name": "exact"}]}
-    s = settle(run_file(path, chats(tmp_path), tmp_path, trainer_type=kind, **keys))
-    if why is None:
-        assert any(task.images for task in samples.build_tasks(s, text.load(path)).rows)
-        return
-    with pytest.raises(recipe.RecipeError, match=why):
-        samples.build_tasks(s, text.load(path))
+    made = run_file(path, chats(tmp_path), tmp_path, trainer_type=kind, **keys)
+    assert any(task.images for task in samples.build_tasks(made, text.load(path)).rows)
+    if kind == "gkd":
+        (tmp_path / "blind").mkdir()
+        (tmp_path / "blind" / "config.json").write_text(
+            json.dumps(json.loads((path / "config.json").read_text())["text_config"])
+        )
+        blind = made.set("teacher_model", {"name_or_path": str(tmp_path / "blind")})
+        with pytest.raises(recipe.RecipeError, match="teacher_model: llama reads text alone, and the prompts show"):
+            samples.build_tasks(blind, text.load(path))
 
 
 def test_what_is_learnt_of_samples_has_their_images():

@@ -12,7 +12,9 @@ pytest.importorskip("PIL.Image", reason="extra `media`")
 
 from fdel import models, recipe, serve, text  # noqa: E402
 from fdel.media import sight  # noqa: E402
-from fdel.recipe import methods  # noqa: E402
+from fdel.recipe import methods, rival  # noqa: E402
+from fdel.recipe import samples as sampling  # noqa: E402
+from fdel.recipe.settled import settle  # noqa: E402
 from fdel.train import data, losses, rollout  # noqa: E402
 from fdel.train.losses.self_distillation import TOLD  # noqa: E402
 from fdel.train.rollout import local, mixture, source  # noqa: E402
@@ -164,11 +166,42 @@ def test_a_mixture_sees_with_both_towers(seeing, name, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.matrix)])
+def test_a_teacher_writes_what_it_sees(seeing, name, tmp_path):  # noqa: F811
+    """seq_kd: samples that the teacher draws, against transformers' logits of it on the same images; 1e-4."""
+    path, _, _, token = seeing(name)
+    other = tiny.build(name, 1)
+    other.save_pretrained(tmp_path / "other")
+    made = run_file(
+        path, chats(tmp_path), tmp_path / "a", trainer_type="gkd", seq_kd=True, lmbda=0.5, max_completion_length=8
+    )
+    s, tok = settle(made.set("teacher_model", {"name_or_path": str(tmp_path / "other")})), text.load(path)
+    settings = serve.Settings(rows=4, batches=(4,), budget=32, max_length=96)
+    engine = rival.build_rival(s, models.load(path, dtype=jnp.float32), None, settings, tok)
+    ask = serve.SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True)
+    tasks, who = sampling.build_tasks(s, tok).rows, rival.Draws(1, share=0.0)
+    found = rival.draw(None, engine, tasks, ask, who=who, seed=0, deadline=None)
+    engine.close()
+    compared = 0
+    for sample, images in zip(found, SHOWN, strict=True):
+        foreign = np.flatnonzero(sample.drawn & (sample.tokens == token))  # transformers would look for an image there
+        end = int(foreign[0]) if len(foreign) else len(sample.tokens)
+        inputs, _ = wanted(seeing, name, [sample.tokens[:end].tolist()], list(images))
+        with torch.no_grad():
+            logp = torch.log_softmax(other(**inputs).logits[0].double(), -1).numpy()
+        at = np.flatnonzero(sample.drawn[: end + 1])[:end]
+        at = at[at - 1 < len(logp)]
+        compared += len(at)
+        np.testing.assert_allclose(sample.logps[at], logp[at - 1, sample.tokens[at]], atol=1e-4)
+    assert compared > 12
+
+
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [("sdpo", {"rollout_ahead": 1, "save_steps": 1, "success_reward_threshold": 0.5}), ("nash_md", {}), ("xpo", {}),
-     ("nash_md", {"lora": {"r": 2}})],
+     ("nash_md", {"lora": {"r": 2}}), ("gkd", {"seq_kd": True, "lmbda": 0.5, "save_steps": 1})],
 )  # fmt: skip
 def test_types_that_read_prompts_twice_learn_from_images(seeing, kind, keys, tmp_path):  # noqa: F811
     """Run files to their end, and from a checkpoint: what is resumed is what was never stopped."""
@@ -176,15 +209,21 @@ def test_types_that_read_prompts_twice_learn_from_images(seeing, kind, keys, tmp
     (tmp_path / "even.py").write_text(
         "def even(completion_ids, **_):\n    return [float(c[0] % 2 == 0) for c in completion_ids]\n"
     )
-    how = dict(trainer_type=kind, reward_functions=[{"path": f"{tmp_path / 'even.py'}:even"}], num_generations=2,
-               max_completion_length=8, num_train_epochs=2, max_length=128, **keys)  # fmt: skip
-    made = run_file(path, chats(tmp_path), tmp_path / "a", max_training_steps=3, **how)
-    recipe.train(made)
+    how = dict(
+        trainer_type=kind, num_generations=2, max_completion_length=8, num_train_epochs=2, max_length=128, **keys
+    )
+    how |= {} if kind == "gkd" else {"reward_functions": [{"path": f"{tmp_path / 'even.py'}:even"}]}
+    tiny.build("llava", 1).save_pretrained(tmp_path / "other")
+    teacher = {"name_or_path": str(tmp_path / "other")} if kind == "gkd" else None
+    made = lambda to, steps: run_file(path, chats(tmp_path), tmp_path / to, max_training_steps=steps, **how).set(
+        "teacher_model", teacher
+    )
+    recipe.train(made("a", 3))
     rows = curve(tmp_path / "a")
     assert len(rows) == 3 and all(np.isfinite(r["loss"]) for r in rows)
     if "save_steps" in keys:
-        recipe.train(run_file(path, chats(tmp_path), tmp_path / "b", max_training_steps=2, **how))
-        recipe.train(run_file(path, chats(tmp_path), tmp_path / "b", max_training_steps=3, **how))
+        recipe.train(made("b", 2))
+        recipe.train(made("b", 3))
         assert [r["loss"] for r in rows] == [r["loss"] for r in curve(tmp_path / "b")]
 
 

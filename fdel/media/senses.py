@@ -33,8 +33,8 @@ TRUSTED = Most(2**26, 2**28, 3600.0, 108_000, 2**40)  # of files that the user o
 def prepare(sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: Callable[[str], Sequence[int]]) -> Item:
     """Decode and prepare a file, of "images", "videos" or "sounds", or "films", videos with what they play.
 
-    Where `sight.heard`, all videos are films; a silent one is a video. `tokenize` gives the tokens of a text. ValueError for what is no such file, or too large, and for a model that takes
-    none; ImportError for a reader that is absent.
+    Where `sight.heard`, all videos are films; a silent one is a video. `tokenize` gives the tokens of a text. ValueError
+    for what is no such file, or too large, and for a model that takes none; ImportError for a reader that is absent.
     """
     ways = (
         {} if sight is None else {"images": sight, "videos": sight.video, "films": sight.video, "sounds": sight.sound}

@@ -1,5 +1,6 @@
 """The reference's log-probabilities, computed once before training: then no reference model is in memory beside it."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel import models, params, text
-from fdel.recipe import build
+from fdel.recipe import build, seeing
 from fdel.recipe import data as sets
 from fdel.recipe.parse import plain
 from fdel.recipe.read import Recipe
@@ -84,6 +85,7 @@ def _file(recipe: Recipe | Settled, tok: text.Tokenizer, given: Sequence[data.So
     s = settle(recipe)
     r, t = s.recipe, s.recipe.trainer
     tok, source = sets.ending(r, tok), r.reference_model or r.model
+    settings = dataclasses.replace(settings, sight=seeing.seeing(r))
     keys = [data.key(s, tok, settings) for s in given]
     weights: list[tuple] = []
     if source.name_or_path:

@@ -38,7 +38,8 @@ def build_rival(s: Settled, model: models.Model, engine: Any, settings: Settings
     if s.method.samples is not None and s.method.samples.writes(s.keys) is not None:
         check(s)
         teacher: Any = build.build_teacher(s)
-        return Engine(weights.placed(teacher, s.serve_rules), settings, tokenizer=tok)
+        sees = seeing.seeing(s.recipe) if hasattr(teacher.family, "encode") else None
+        return Engine(weights.placed(teacher, s.serve_rules), settings, tokenizer=tok, sight=sees)
     if s.method.samples is None or s.method.samples.rival is None:
         return None
     check(s)

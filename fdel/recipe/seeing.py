@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from fdel import params
+from fdel import models, params
 from fdel.media import sight
 from fdel.media.sight import Sight
 from fdel.recipe import parse
-from fdel.recipe.check import when
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled
 from fdel.train import data, processes
@@ -26,7 +25,8 @@ def seeing(recipe: Recipe) -> Sight | None:
 
     RecipeError where videos are to be heard, and the model does not take them so.
     """
-    source, found = recipe.model, None
+    source = recipe.model
+    found: Sight | None = None
     try:
         if source.name_or_path:
             found = sight.read(params.resolve(source.name_or_path, revision=source.extra_kwargs.revision))
@@ -59,8 +59,12 @@ def media(recipe: Recipe, tasks: data.Tasks) -> Callable[..., Mapping[str, Any]]
 
 
 def checked(s: Settled, tasks: data.Tasks) -> data.Tasks:
-    """Give tasks back; a RecipeError for those that show or play anything where a run cannot learn their samples."""
-    if any(task.images for task in tasks.rows):
-        why = "the prompts show or play; samples of such are not written by a teacher in this version; remove it"
-        parse.fail([*when((getattr(s.keys, "seq_kd", False), f"trainer.seq_kd: {why}"))])
+    """Give tasks back; a RecipeError for those that show or play anything where the teacher reads text alone."""
+    source = s.recipe.teacher_model
+    if source is not None and source.name_or_path and any(task.images for task in tasks.rows):
+        found = params.resolve(source.name_or_path, revision=source.extra_kwargs.revision)
+        family, _ = models.read_config(found)
+        if not hasattr(family, "encode"):
+            why = f"{family.MODEL_TYPE} reads text alone, and the prompts show or play; give a teacher that sees"
+            raise parse.RecipeError(f"teacher_model: {why}")
     return tasks

@@ -25,7 +25,7 @@ Rows = Sequence[Mapping[str, Any]]  # messages, tools, documents, as JSON has th
 # What neither a request nor a row of data may set in a template: it comes from elsewhere, or from nowhere.
 RESERVED = frozenset(
     "messages tools template chat_template tokenize add_generation_prompt documents continue_final_message return_dict tok "
-    "special self".split()
+    "special self written".split()
 )
 
 _OPEN = "THE_FINAL_MESSAGE_STAYS_OPEN "  # the space at its end shows whether the template trims messages
@@ -80,12 +80,13 @@ def render_chat(
 
 def chat_tokens(
     tok: Tokenizer, messages: Rows, *, tools: Rows | None = None, template: str | None = None,
-    documents: Rows | None = None, **variables: Any,
+    documents: Rows | None = None, written: Callable[[str], str] | None = None, **variables: Any,
 ) -> tuple[list[int], list[int]]:  # fmt: skip
     """Tokenize a chat for training: (ids, mask), the mask 1 on tokens of which a `{% generation %}` block wrote a part.
 
-    Without an assistant turn the mask is all 0. ChatError as in `render_chat`, and if the template has no such block
-    (nothing would be trained), or has it where its place in the text cannot be known.
+    `written` changes the text before, each block and what is between two by itself, as an image processor does around
+    placeholders. Without an assistant turn the mask is all 0. ChatError as in `render_chat`, and if the template has no
+    such block (nothing would be trained), or has it where its place in the text cannot be known.
     """
     source = _source(tok, template, tools)
     if not re.search(r"{%[-+]?\s*generation\b", source):
@@ -93,15 +94,31 @@ def chat_tokens(
                         "what the assistant writes, with its end-of-turn token")  # fmt: skip
     variables = {"add_generation_prompt": False, "documents": documents} | variables
     text, blocks = _render(tok, source, _messages(messages), tools, variables)
-    tokens = encoding(tok, text, special=False)
-    starts, ends, mask = [a for a, _ in tokens.offsets], [b for _, b in tokens.offsets], [0] * len(tokens.ids)
     for start, block in blocks:
         if not text.startswith(block, start):
             raise ChatError("a {% generation %} block is inside a macro, a filter, a {% set %} block or a recursive "
                             "loop, where its place in the text is unknown; move it out")  # fmt: skip
+    if written is not None:
+        text, blocks = _changed(text, blocks, written)
+    tokens = encoding(tok, text, special=False)
+    starts, ends, mask = [a for a, _ in tokens.offsets], [b for _, b in tokens.offsets], [0] * len(tokens.ids)
+    for start, block in blocks:
         first, last = bisect_right(ends, start), bisect_left(starts, start + len(block))
         mask[first:last] = [1] * (last - first)
     return tokens.ids, mask
+
+
+def _changed(
+    text: str, blocks: Sequence[tuple[int, str]], written: Callable[[str], str]
+) -> tuple[str, list[tuple[int, str]]]:
+    """Change a text in its blocks and around them: the text, and the blocks where they stand then."""
+    out, at, moved = "", 0, list[tuple[int, str]]()
+    for start, block in sorted(blocks, key=lambda b: (b[0], -len(b[1]))):
+        if start >= at:  # else it is inside of the one before
+            out += written(text[at:start])
+            moved.append((len(out), written(block)))
+            out, at = out + moved[-1][1], start + len(block)
+    return out + written(text[at:]), moved
 
 
 def _source(tok: Tokenizer, template: str | None, tools: Any) -> str:

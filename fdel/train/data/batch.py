@@ -68,10 +68,21 @@ class Plan:
         needs = self._needs()
         if not needs.size:
             return needs
-        rows = [
-            (np.maximum if i % 2 else np.add).reduceat(x, self.bounds[:-1])[self.order] for i, x in enumerate(needs)
-        ]
+        both = (np.add, np.maximum, np.add, np.maximum)  # of numbers, and of sizes
+        rows = [f.reduceat(x, self.bounds[:-1])[self.order] for f, x in zip(both, needs, strict=True)]
+        if self.settings.mismatched:  # the other row's completion is shown beside the prompt
+            rows = [f(x, y[self.others]) for f, x, y in zip(both, rows, self._answers(), strict=True)]
         return np.stack(rows)
+
+    def _answers(self) -> np.ndarray:
+        """What each row's completion needs."""
+        found = [
+            s.images.needed(np.arange(len(s)), s.numbers["prompt"], s.lengths)
+            if s.images
+            else np.zeros((4, len(s)), int)
+            for s in self.stores
+        ]
+        return np.concatenate(found, 1)[:, self.pieces[self.order, 0]]
 
     def _needs(self) -> np.ndarray:
         """What each piece needs, of its sequences the most."""
@@ -163,17 +174,13 @@ def row(p: Plan, r: int) -> Row:
     numbers = {k: store.numbers[k][i] for k in NUMBERS[settings.kind]}
     if settings.mismatched:
         other, j = _locate(p.stores, _pieces(p, p.others[r])[0][0])
-        kl = [_slice(store, i, 0, numbers["prompt"]), _slice(other, j, int(other.numbers["prompt"][j]), None)]
-        cut = {k: v[: settings.length] for k, v in _join(kl).items()}
-        return [_slice(store, i, 0, settings.length), cut], numbers
+        kl = [_seen(p, store, i, 0, numbers["prompt"]), _seen(p, other, j, int(other.numbers["prompt"][j]), None)]
+        return [_seen(p, store, i, 0, settings.length), _cut(_joined(p, kl, one=True), settings.length)], numbers
     if settings.packing is None:
         sequences = [_seen(p, store, i * store.sides + side, 0, settings.length) for side in range(store.sides)]
         return [_forget(p, r, x) for x in sequences], numbers
     parts = [_seen(p, *_locate(p.stores, e), start, stop, segment) for segment, (e, start, stop) in enumerate(pieces)]
-    joined = _join([{k: v for k, v in part.items() if k != "media"} for part in parts])
-    if p.shows is not None and settings.sight is not None:
-        joined["media"] = pictures.join([part["media"] for part in parts], settings.sight)
-    return [_forget(p, r, joined)], numbers
+    return [_forget(p, r, _joined(p, parts))], numbers
 
 
 def _forget(p: Plan, r: int, sequence: Tokens) -> Tokens:
@@ -217,8 +224,21 @@ def _seen(p: Plan, store: Store, sequence: int, start: int, stop: int | None, se
     return found | {"media": pictures.columns(p.settings.sight, found["tokens"], shown)}
 
 
-def _join(parts: Sequence[Tokens]) -> Tokens:
-    return {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+def _joined(p: Plan, parts: Sequence[Tokens], one: bool = False) -> Tokens:
+    """Put sequences one after the other, which are parts of `one` or share a row."""
+    joined = {k: np.concatenate([part[k] for part in parts]) for k in parts[0] if k != "media"}
+    if "media" in parts[0] and p.settings.sight is not None:
+        joined["media"] = pictures.join([part["media"] for part in parts], p.settings.sight, one)
+    return joined
+
+
+def _cut(sequence: Tokens, length: int) -> Tokens:
+    """Give the first tokens of a sequence; what stands behind them is shown to none."""
+    cut = {k: v[:length] for k, v in sequence.items() if k != "media"}
+    if "media" in sequence:
+        seen = sequence["media"]
+        cut["media"] = seen | {k: seen[k][:length] for k in ("index", "rotary")}
+    return cut
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------

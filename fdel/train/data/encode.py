@@ -76,11 +76,12 @@ def _drafts(
     sight = settings.sight
     row, shown = images.taken(row, folder, settings.kind, sight, tok, listed)
     write: Any = lambda said: said if said is None else sights.written(sight, said)
+    each = iter(shown)
     for sides, numbers in drafts(row, tok, settings):
-        if shown and sight is not None and sight.around and any(d.ids is not None for d in sides):
-            raise ValueError("this model's processor writes text around images, which learn='assistant' cannot place")
+        if shown and sight is not None and sight.around and any(d.ids is not None and not d.chat for d in sides):
+            raise ValueError("this model's processor writes text around images, which input_ids lack; give texts")
         around = [replace(d, text=write(d.text), prompt=write(d.prompt)) for d in sides] if shown else sides
-        yield tuple(replace(d, images=s) for d, s in zip(around, shown, strict=True)) if shown else sides, numbers
+        yield tuple(replace(d, images=next(each)) for d in around) if shown else sides, numbers
 
 
 def _complaint(error: BaseException, place: str, settings: Settings) -> str:

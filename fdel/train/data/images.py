@@ -30,8 +30,8 @@ COLUMNS = {"images": ("images", "image"), "videos": ("videos", "video"), "sounds
 TYPES = {name: kind for kind, of in KINDS.items() for name in (of, f"{of}_url")} | {"input_audio": "sounds"}
 # Of a part of a message: what may name its file.
 KEYS = (*TYPES, "url", "path", "base64", "bytes")
-TAKING = ("sft", "prompt", "pairs")  # kinds of data whose rows may show and play
-CHATS = ("messages", "prompt", "completion", "chosen", "rejected")
+TAKING = ("sft", "prompt", "pairs", "triples", "unpaired")  # kinds of data whose rows may show and play
+CHATS = ("messages", "prompt", "completion", "chosen", "rejected", "reference")
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def _column(row: Row, names: tuple[str, str]) -> list[Any]:
 
 def _sequences(row: Row, kind: str) -> tuple[tuple[str, ...], ...]:
     """Name the columns that make each sequence, as `rows` reads them."""
-    if kind == "pairs":
-        return ("prompt", "chosen"), ("prompt", "rejected")
+    if kind in ("pairs", "triples") or (kind == "unpaired" and "chosen" in row and "rejected" in row):
+        said = ("chosen", "rejected", "reference") if kind == "triples" else ("chosen", "rejected")
+        return tuple(("prompt", name) for name in said)
     there = [n for n in ("messages", "prompt", "text") if row.get(n) is not None]
     if kind == "prompt":
         return (("prompt",),) if "prompt" in there else (("messages",),)
@@ -233,12 +234,13 @@ def _shown(kind: str, file: bytes, path: bool, sight: Any, spell: Callable[[str]
     shown = Shown(file, path, kind, ())
     item = load(shown, sight, spell)
     parts = senses.parts(sight, item)
-    seen, heard = ([p for p in parts if isinstance(p, of)] for of in (senses.Picture, senses.Sound))
+    seen, heard = (
+        [p for p in parts if isinstance(p, senses.Picture)],
+        [p for p in parts if isinstance(p, senses.Sound)],
+    )
     size = seen[0].patches.shape if seen else (0, 0)
     chunks, turned = sum(len(x.lengths) for x in heard), item.turns is not None
-    return replace(
-        shown, run=item.run, parts=len(seen), patches=size[0], numbers=size[1], chunks=chunks, turned=turned
-    )
+    return replace(shown, run=item.run, parts=len(seen), patches=size[0], numbers=size[1], chunks=chunks, turned=turned)
 
 
 def load(shown: Shown, sight: Sight, spell: Callable[[str], Sequence[int]] | None = None) -> Item:

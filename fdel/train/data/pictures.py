@@ -108,9 +108,9 @@ class Files:
             if not 0 <= start < len(tokens):
                 continue
             run = tuple(tokens[start : start + int(self.tokens[i])].tolist())
-            facts = (int(x[i]) for x in (self.parts, self.patches, self.numbers, self.chunks))
+            sizes = {k: int(getattr(self, k)[i]) for k in ("parts", "patches", "numbers", "chunks")}
             kind, turned = [*KINDS][self.kinds[i]], bool(self.turned[i])
-            found.append(Shown(file, bool(self.paths[i]), kind, run, *facts, turned, start))
+            found.append(Shown(file, bool(self.paths[i]), kind, run, turned=turned, start=start, **sizes))
         return found
 
 
@@ -227,12 +227,13 @@ def none(positions: np.ndarray) -> dict[str, Any]:
     }
 
 
-def join(parts: Sequence[Mapping[str, Any]], sight: Sight) -> dict[str, Any]:
-    """Put the columns of sequences that share a row one after the other."""
+def join(parts: Sequence[Mapping[str, Any]], sight: Sight, one: bool = False) -> dict[str, Any]:
+    """Put the columns of sequences that share a row one after the other; of `one` in parts, turns go on."""
     entries = [sum(t in sight.entries for x in p["pictures"] for t in x.run) for p in parts]
     before = np.cumsum([0, *entries])
     index = [np.where(p["index"] < 0, -1, p["index"] + n) for p, n in zip(parts, before[:-1], strict=True)]
-    rotary = np.concatenate([p["rotary"] for p in parts])
+    ends = np.cumsum([0, *(one * (p["rotary"].max(initial=-1) + 1) for p in parts)]).astype(np.int32)
+    rotary = np.concatenate([p["rotary"] + n for p, n in zip(parts, ends[:-1], strict=True)])
     return {"index": np.concatenate(index), "rotary": rotary, "pictures": [x for p in parts for x in p["pictures"]]}
 
 

@@ -15,11 +15,13 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fdel import text
+from fdel.media import sight as sights
 from fdel.train.data.files import Row
 from fdel.train.data.images import Shown
 from fdel.train.data.settings import CHOICES, Settings
@@ -44,7 +46,7 @@ def drafts(row: Row, tok: text.Tokenizer, settings: Settings) -> Iterator[tuple[
     """Yield what becomes an example: its sequences, and its numbers. ValueError for what a row should not hold."""
     paired = "chosen" in row and "rejected" in row
     if settings.kind == "sft":
-        yield (_sft(row, tok, settings.learn),), {}
+        yield (_sft(row, tok, settings),), {}
     elif settings.kind == "prompt":
         row = {"prompt": _asked_of(row), **row}
         yield (_join(_column(row, "prompt"), None, row, tok),), {"row": row}
@@ -118,7 +120,8 @@ def _label(value: Any) -> bool:
     return known[str(value).lower()]
 
 
-def _sft(row: Row, tok: text.Tokenizer, learn: str) -> Draft:
+def _sft(row: Row, tok: text.Tokenizer, settings: Settings) -> Draft:
+    learn = settings.learn
     if row.get("input_ids") is not None:
         given = {k: _whole(k, row[k]) for k in TOKENIZED if row.get(k) is not None}
         if given["input_ids"].size and given["input_ids"].min() < 0:
@@ -139,7 +142,8 @@ def _sft(row: Row, tok: text.Tokenizer, learn: str) -> Draft:
     if learn == "assistant":
         if chat is None:
             raise ValueError("learn='assistant' needs messages, found texts")
-        ids, mask = text.chat_tokens(tok, _messages(chat), **_options(row))
+        written = partial(sights.written, settings.sight)
+        ids, mask = text.chat_tokens(tok, _messages(chat), written=written, **_options(row))
         return Draft("", prompt, True, ids, mask)
     side = side or Draft(text.render_chat(tok, _messages(chat), **_options(row)), chat=True)
     return dataclasses.replace(side, prompt=prompt)

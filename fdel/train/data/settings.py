@@ -63,8 +63,8 @@ class Settings:
     labels    of "labelled" and "tagged": the labels' names, in the order of their numbers
     problem   of "labelled", as transformers' problem_type: a row has one label, some of them, or a number for each
     vocab     how many token ids the model has: a row with others is bad, a tokenizer that gives them an error; None: any
-    sight     how the model sees and hears (`media.sight.read`): rows of "sft", "pairs" and "prompt" may show images and
-              videos, and play sounds (see `images`); None: a row with any is bad
+    sight     how the model sees and hears (`media.sight.read`): rows of "sft", "pairs", "triples", "unpaired" and "prompt"
+              may show images and videos, and play sounds (see `images`); None: a row with any is bad
     max_prompt, max_completion
               of "pairs", "triples" and "unpaired": the most tokens of each; a prompt loses its start, a completion its end
     fcm_min_ratio, fcm_max_ratio
