@@ -348,7 +348,7 @@ def compared(folder: Path, kind: str) -> Path:
         rows[2] = {"prompt": rows[2]["chosen"][:1], **{k: rows[2][k][1:] for k in ("chosen", "rejected")}}
         rows = [r | {"reference": [said("assistant", f"so {i}")]} for i, r in enumerate(rows)]
     elif kind == "kto":
-        first = {k: rows[0][k] for k in ("prompt", "images")}
+        first = {"prompt": [said("user", {"type": "image", "image": "pics/0.png"}, "what is it ?")]}
         shows = said("assistant", "see ", {"type": "image", "image": "pics/1.png"}, "!")
         rows[:1] = [
             first | {"completion": rows[0]["chosen"], "label": True},
@@ -428,8 +428,12 @@ def test_only_what_the_assistant_says_is_learnt_beside_written_images(seeing, tm
     n = len(want[0])
     assert batch["tokens"][0, :n].tolist() == want[0] and batch["lengths"].tolist() == [n]
     assert batch["mask"][0, :n].tolist() == want[1]
+    row = {"input_ids": [70, run[0], 71], "labels": [-100, -100, 71], "images": [png(1)]}
     with pytest.raises(ValueError, match="writes text around images, which input_ids lack"):
-        data.dataset([{"input_ids": [70, run[0]], "images": [png(1)]}], settings, tok)
+        data.dataset([row], settings, tok)
+    (batch,) = data.dataset([row], dataclasses.replace(settings, sight=sight.read(path)), tok)
+    n = len(run) + 2
+    assert batch["tokens"][0, :n].tolist() == [70, *run, 71] and batch["mask"][0].sum() == 1 and batch["mask"][0, n - 1]
 
 
 @pytest.mark.slow

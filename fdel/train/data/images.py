@@ -128,7 +128,7 @@ def _sequences(row: Row, kind: str) -> tuple[tuple[str, ...], ...]:
     if kind in ("pairs", "triples") or (kind == "unpaired" and "chosen" in row and "rejected" in row):
         said = ("chosen", "rejected", "reference") if kind == "triples" else ("chosen", "rejected")
         return tuple(("prompt", name) for name in said)
-    there = [n for n in ("messages", "prompt", "text") if row.get(n) is not None]
+    there = [n for n in ("input_ids", "messages", "prompt", "text") if row.get(n) is not None]
     if kind == "prompt":
         return (("prompt",),) if "prompt" in there else (("messages",),)
     return (("prompt", "completion") if there[:1] == ["prompt"] else tuple(there[:1]),)
@@ -147,7 +147,7 @@ def _side(
     said: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """Take what the columns of a sequence show: messages with places alone, and files by kind, those of one in order."""
-    if any(isinstance(v, str) for v in said.values()):
+    if "input_ids" in said or any(isinstance(v, str) for v in said.values()):
         return {}, [(k, x) for k, column in columns.items() for x in column]
     chats = {n: [v] if isinstance(v, Mapping) else list(v) for n, v in said.items()}
     rest, found = {k: list(column) for k, column in columns.items()}, list[tuple[str, Any]]()
