@@ -226,7 +226,7 @@ def _seen(p: Plan, store: Store, sequence: int, start: int, stop: int | None, se
 
 def _joined(p: Plan, parts: Sequence[Tokens], one: bool = False) -> Tokens:
     """Put sequences one after the other, which are parts of `one` or share a row."""
-    joined = {k: np.concatenate([part[k] for part in parts]) for k in parts[0] if k != "media"}
+    joined: Tokens = {k: np.concatenate([part[k] for part in parts]) for k in parts[0] if k != "media"}
     if "media" in parts[0] and p.settings.sight is not None:
         joined["media"] = pictures.join([part["media"] for part in parts], p.settings.sight, one)
     return joined
@@ -234,7 +234,7 @@ def _joined(p: Plan, parts: Sequence[Tokens], one: bool = False) -> Tokens:
 
 def _cut(sequence: Tokens, length: int) -> Tokens:
     """Give the first tokens of a sequence; what stands behind them is shown to none."""
-    cut = {k: v[:length] for k, v in sequence.items() if k != "media"}
+    cut: Tokens = {k: v[:length] for k, v in sequence.items() if k != "media"}
     if "media" in sequence:
         seen = sequence["media"]
         cut["media"] = seen | {k: seen[k][:length] for k in ("index", "rotary")}

@@ -2,10 +2,10 @@
 
 They stand in the content of a message, {"type": "image", "image": X}, so "video" and "audio", or in the columns `images`,
 `videos` and `audios` (lists; of one alone `image`, `video`, `audio`), whose items take the places {"type": "image"} and so
-on of the messages in order, of messages without any before the first text of the user, and in texts those of the model's
-tokens, as in TRL. X is {"bytes": ..., "path": ...}, as `datasets` writes it, a data URL, bytes, or a path below the folder
-of the row's file; an image also one of pillow or uint8[H W 3], a sound {"array": ..., "sampling_rate": ...} or floats at 16
-kHz. Nothing is fetched.
+on of the messages in order, of messages without any before the first text of the user, and in texts (and `input_ids`)
+those of the model's tokens, as in TRL. X is {"bytes": ..., "path": ...}, as `datasets` writes it, a data URL, bytes, or a
+path below the folder of the row's file; an image also one of pillow or uint8[H W 3], a sound {"array": ...,
+"sampling_rate": ...} or floats at 16 kHz. Nothing is fetched.
 """
 
 import base64
@@ -98,14 +98,8 @@ def taken(
         return row, ()
     for k in there:
         if sight is None or kind not in TAKING or k not in tokens(sight):
-            why = f"data of kind {kind!r} takes none"
-            why = (
-                f"this model takes no {k}"
-                if sight and kind in TAKING
-                else why
-                if sight
-                else "this model reads text alone"
-            )
+            none = f"this model takes no {k}" if kind in TAKING else f"data of kind {kind!r} takes none"
+            why = none if sight else "this model reads text alone"
             raise ValueError(f"the row shows {k}, but {why}; leave the row out, or its {k}")
     spell = lambda said: text.encode(tok, said, special=False)
     read = functools.lru_cache(maxsize=None)(lambda kind, file, path: _shown(kind, file, path, sight, spell))
@@ -234,10 +228,8 @@ def _shown(kind: str, file: bytes, path: bool, sight: Any, spell: Callable[[str]
     shown = Shown(file, path, kind, ())
     item = load(shown, sight, spell)
     parts = senses.parts(sight, item)
-    seen, heard = (
-        [p for p in parts if isinstance(p, senses.Picture)],
-        [p for p in parts if isinstance(p, senses.Sound)],
-    )
+    seen = [p for p in parts if isinstance(p, senses.Picture)]
+    heard = [p for p in parts if isinstance(p, senses.Sound)]
     size = seen[0].patches.shape if seen else (0, 0)
     chunks, turned = sum(len(x.lengths) for x in heard), item.turns is not None
     return replace(shown, run=item.run, parts=len(seen), patches=size[0], numbers=size[1], chunks=chunks, turned=turned)
