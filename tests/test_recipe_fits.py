@@ -181,7 +181,9 @@ def test_the_table_of_names_agrees_with_the_keys():
         keys = {f for f in SECTIONS[section].__dataclass_fields__} if section in SECTIONS else set()
         assert not keys & {*found}, section
         for name, (projects, ours, note) in found.items():
-            assert set(projects.split(", ")) <= {"EasyDeL", "EasyLM", "TRL", "transformers", "vLLM"} and (ours or note), name
+            assert set(projects.split(", ")) <= {"EasyDeL", "EasyLM", "TRL", "transformers", "vLLM"} and (
+                ours or note
+            ), name
             if ours.startswith("="):
                 assert ours[1:] in keys, (section, name)
             elif ours and section in SECTIONS:

@@ -401,6 +401,25 @@ def test_completions_with_images_are_what_transformers_says_of_them(seeing, name
     assert not mixed or any(1 in x[: x.index("|")] and x not in own for x in others)  # an image of another's completion
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["kto", "tpo"])
+def test_runs_of_kto_and_tpo_learn_from_images(seeing, kind, tmp_path):
+    """Run files to their end; kto's with a reference computed before is that with one beside."""
+    path, *_ = seeing("qwen2_vl")
+    rows, how = (
+        compared(tmp_path, kind),
+        dict(trainer_type=kind, max_training_steps=2, total_batch_size=4, num_train_epochs=2),
+    )
+    for name, more in (("a", {}), ("b", {"precompute_ref_log_probs": True}))[: 1 + (kind == "kto")]:
+        made = run_file(path, rows, tmp_path / name, **how, **more)
+        recipe.train(made.set("mixture.shuffle_buffer_size", 0))
+        losses_of = [r["loss"] for r in curve(tmp_path / name)]
+        assert len(losses_of) == 2 and np.isfinite(losses_of).all()
+    if kind == "kto":
+        np.testing.assert_allclose([r["loss"] for r in curve(tmp_path / "a")], losses_of, rtol=1e-4)
+
+
 def test_only_what_the_assistant_says_is_learnt_beside_written_images(seeing, tmp_path):
     """Of a processor that writes text around images; ids without that text are refused."""
     path, *_ = seeing("llava")
