@@ -142,7 +142,13 @@ def vllm(folder: Path, steps: int, groups: int, length: int) -> list[Spent]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    model = LLM(str(folder), dtype="float32", max_model_len=length + NEW, max_num_seqs=groups * SAMPLES, gpu_memory_utilization=0.4)
+    model = LLM(
+        str(folder),
+        dtype="float32",
+        max_model_len=length + NEW,
+        max_num_seqs=groups * SAMPLES,
+        gpu_memory_utilization=0.4,
+    )
     ask, every, found = SamplingParams(n=SAMPLES, max_tokens=NEW, temperature=1.0), prompts(groups * steps, length), []
     for i in range(steps):
         begin = now()

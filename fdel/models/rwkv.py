@@ -19,7 +19,7 @@ class Config:
 
     After every `rescale_every` layers transformers' evaluation halves the stream, and what later layers add to it, so that
     half precision does not overflow; its training does not. Each norm takes the factor out again but for its epsilon, which
-    weighs 4^k times as much after k halvings: this is what is computed here, always. context_length is of a training kernel.
+    weighs 4^k times as much after k halvings. That is computed here, always. context_length is of a training kernel.
     """
 
     ONLY = {"context_length": config.ANY}
