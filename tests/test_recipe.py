@@ -721,10 +721,38 @@ def test_every_type_can_balance_its_experts(kind):
     assert "aux_loss" in jax.eval_shape(found.loss, model.params, batch, given)[1]
 
 
-def test_a_model_without_experts_has_no_load_to_balance():
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_steps_have_noise_and_a_capacity_and_evaluation_has_neither(kind):
+    """The noise is what config.json says, unless the run file says more; drops are a metric."""
+    cfg = mixtral.Config(vocab=300, embed=32, ffn=16, layers=1, heads=4, kv_heads=2, head_dim=8, experts=4,
+                                rope=ops.Rope(8, 1e4), jitter=0.1)  # fmt: skip
+    model = models.Model(mixtral, cfg, params.abstract(mixtral.spec(cfg), jnp.float32))
+    args = model.params, rows(np.random.default_rng(0), 8, *[2] * (kind == "dpo"))
+    given = {"reference": model.params, "key": jax.random.key(0)}
+
+    def programs(**keys) -> list[bool]:
+        found = recipe.build_objective(made(trainer={"trainer_type": kind, **keys}), model)
+        told = ["router_dropped" in jax.eval_shape(f, *args, given)[1] for f in (found.grads, found.loss)]
+        return told + ["random_bits" in str(jax.make_jaxpr(f)(*args, given)) for f in (found.grads, found.loss)]
+
+    assert programs() == [False, False, True, False]
+    assert programs(router_jitter_noise=0.0) == [False] * 4
+    assert programs(router_jitter_noise=0.0, router_capacity_factor=1.25) == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"router_aux_loss_coef": 0.01}, {"router_jitter_noise": 0.1}, {"router_capacity_factor": 1.25}], ids=str
+)
+def test_a_model_without_experts_has_no_load_to_balance(keys):
     model = models.Model(llama, CFG, params.abstract(llama.spec(CFG), jnp.float32))
     with pytest.raises(ValueError, match="has no experts"):
-        recipe.build_objective(made(trainer={"router_aux_loss_coef": 0.01}), model)
+        recipe.build_objective(made(trainer=keys), model)
+
+
+def test_a_type_that_counts_no_drops_refuses_a_capacity():
+    keys = {"trainer_type": "ppo", "reward_functions": [{"name": "exact"}], "router_capacity_factor": 1.25}
+    (fault,) = recipe.faults(made(trainer=keys))
+    assert "router_capacity_factor=1.25: this trainer_type has no metric of what is dropped" in fault
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------

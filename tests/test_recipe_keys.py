@@ -83,7 +83,7 @@ SAMPLING = {
 }  # fmt: skip
 LOOP = {
     "max_training_steps", "eval_batch_size", "gradient_accumulation_steps", "seed", "ema_decay",
-    "router_bias_update_speed", "skip_nonfinite", "debug",
+    "router_bias_update_speed", "router_jitter_noise", "router_capacity_factor", "skip_nonfinite", "debug",
     "lora", "log_steps", "evaluation_steps", "save_steps", "save_directory", "save_total_limit", "resume_if_possible",
     "metric_for_best_model", "use_wandb", "use_tensorboard", "precompute_ref_log_probs", "sync_ref_model",
     "trainer_type", "optimizer", "scheduler", "loss_type", "disable_dropout", "trainable",

@@ -37,7 +37,7 @@ class Config:
     experts: int = config.hf("ffn_config.moe_num_experts", 4)
     top_k: int = config.hf("ffn_config.moe_top_k", 1)
     p_norm: float | None = config.hf("ffn_config.moe_normalize_expert_weights", 1.0)
-    jitter: float | None = config.hf("ffn_config.moe_jitter_eps", None)  # of training only, see `losses.forward`
+    jitter: float | None = config.hf("ffn_config.moe_jitter_eps", None)  # of training only, see `train.route`
     act: str = config.computed(act, lambda name: {"ffn_config.ffn_act_fn": {"name": name}})
     max_positions: int = config.hf("max_seq_len", 2048)
     tied: bool = config.hf("tie_word_embeddings", False, choices=(False,))

@@ -180,11 +180,12 @@ def attention(h, carry, p, layer, kind, cfg: Config, batch, rot, mask):
 
 def experts(x, carry, p, cfg: Any, batch):
     """Apply the routed experts; the router reads the stream, normed without weights."""
-    h = ops.rms_norm(x, None, cfg.norm_eps) * p["router_scale"] * cfg.embed**-0.5
+    h, carry = ops.jittered(ops.rms_norm(x, None, cfg.norm_eps) * p["router_scale"] * cfg.embed**-0.5, carry)
     logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
     weights, chosen = ops.route_softmax(logits, cfg.top_k, normalize=True)
     carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), chosen)
     weights = weights * p["expert_scale"][chosen]
+    chosen, carry = ops.limited(batch, carry, chosen, cfg.experts)
     h = ops.rms_norm(x, p["moe_norm"], cfg.norm_eps)
     return ops.moe(h, p["experts"], weights, chosen, ops.ACTIVATIONS[cfg.act]), carry
 

@@ -46,7 +46,7 @@ class Config(config.Decoder):
     )
     floor: int = config.hf("floor_scale", 8192)
     sharpness: float = config.hf("attn_scale", 0.1)
-    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training only, see `losses.forward`
+    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training, which transformers does not read
     kinds: tuple[tuple[str, bool, bool], ...] = config.computed(kinds, kinds_to_hf)
 
 
@@ -89,9 +89,11 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
         return (q * sharper).astype(q.dtype) if cfg.tuned else q, k
 
     def moe(h, carry, p):
-        logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
+        seen, carry = ops.jittered(h, carry)
+        logits = ops.einsum("...d,ed->...e", seen, p["router"], out_dtype=jnp.float32)
         top, experts = jax.lax.top_k(logits, cfg.top_k)
         carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), experts)
+        experts, carry = ops.limited(batch, carry, experts, cfg.experts)
         y = ops.moe(h, p["experts"], jax.nn.sigmoid(top), experts, act, scale_inputs=True)
         return y + ops.glu(h, p["shared"], act), carry
 

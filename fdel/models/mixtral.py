@@ -17,7 +17,7 @@ class Config(config.Decoder):
     experts: int = config.hf("num_local_experts", 8)
     top_k: int = config.hf("num_experts_per_tok", 2)
     window: int | None = config.hf("sliding_window", None)
-    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training only, see `losses.forward`
+    jitter: float = config.hf("router_jitter_noise", 0.0)  # of training only, see `train.route`
 
 
 def spec(cfg: Config) -> dict:

@@ -15,7 +15,7 @@ class Config(mixtral.Config):
     DEFAULTS = mixtral.Config.DEFAULTS | dict(vocab=32064, ffn=6400, experts=16)
     top_k: int = config.hf("num_experts_per_tok", 2, choices=(2,))
     band: float = config.hf("router_jitter_noise", 0.01)  # which experts share a weight, see `ops.route_sparsemixer`
-    jitter: float = config.hf("input_jitter_noise", 0.0)  # of training only, see `losses.forward`
+    jitter: float = config.hf("input_jitter_noise", 0.0)  # of training only, see `train.route`
     attn_bias: bool = config.hf("attention_bias", False)
     head_bias: bool = config.hf("lm_head_bias", False)
 

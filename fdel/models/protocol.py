@@ -16,8 +16,9 @@ class Config(Protocol):
     """What is read of every family's Config, a frozen dataclass. Its other fields are between it and its own file.
 
     Also read where they are there: `heads` (of attention weights and FLOPs), `experts` and `top_k` (of routers),
-    `jitter` (of a router, refused in training), `max_positions` (the longest sequence, no limit without it), `width` (of
-    the final hidden states, where it is not `embed`), and by `builders.head` `logit_scale` and `softcap`.
+    `jitter` (noise on what routers read in training, see `train.route`), `max_positions` (the longest sequence, no limit
+    without it), `width` (of the final hidden states, where it is not `embed`), and by `builders.head` `logit_scale` and
+    `softcap`.
     """
 
     vocab: int

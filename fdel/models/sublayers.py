@@ -80,16 +80,21 @@ def softmax_experts(
     """Route to `cfg.top_k` experts by softmax (`builders.moe`); beside them a shared one, gated where p has a gate.
 
     `gated` is given to `ops.moe`, `options` to `route`: normalize, groups, topk_groups. The router may have a bias.
-    Where p has no router, of a dense layer, this is its gated feed-forward.
+    Where p has no router, of a dense layer, this is its gated feed-forward. Noise of a training step (`ops.jittered`) is
+    the router's alone, but in families whose config.json may ask for it (`jitter`): there experts read it too, as in
+    transformers, where it is multiplied in place.
     """
     act = ops.ACTIVATIONS[cfg.act]
     if "router" not in p:
         return ops.glu(h, p, act), carry
-    logits = ops.einsum("...d,ed->...e", h, p["router"], out_dtype=jnp.float32)
+    seen, carry = ops.jittered(h, carry)
+    logits = ops.einsum("...d,ed->...e", seen, p["router"], out_dtype=jnp.float32)
     logits = logits + p["router_bias"].astype(jnp.float32) if "router_bias" in p else logits
     weights, experts = route(logits, cfg.top_k, **options)
     carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), experts)
-    y = ops.moe(h, p["experts"], weights * getattr(cfg, "route_scale", 1.0), experts, act, gated=gated)
+    experts, carry = ops.limited(batch, carry, experts, logits.shape[-1])
+    x = seen if hasattr(cfg, "jitter") else h
+    y = ops.moe(x, p["experts"], weights * getattr(cfg, "route_scale", 1.0), experts, act, gated=gated)
     if "shared" not in p:
         return y, carry
     shared = ops.glu(h, p["shared"], act)
@@ -108,7 +113,8 @@ def sigmoid_experts(
     act = ops.ACTIVATIONS[cfg.act]
     if "router" not in p:
         return ops.glu(h, p, act), carry
-    logits = ops.einsum("...d,ed->...e", h.astype(jnp.float32), p["router"])
+    seen, carry = ops.jittered(h.astype(jnp.float32), carry)
+    logits = ops.einsum("...d,ed->...e", seen, p["router"])
     bias = p["router_bias"]
     plain = bias.bias if isinstance(bias, ops.Tallied) else bias
     weights, experts = ops.route_sigmoid(
@@ -117,4 +123,5 @@ def sigmoid_experts(
     )  # fmt: skip
     weights, scores = ops.tally(batch, weights, experts, bias), jax.nn.sigmoid(logits)
     carry = ops.watch_router(batch, carry, logits, scores / scores.sum(-1, keepdims=True), experts)
+    experts, carry = ops.limited(batch, carry, experts, logits.shape[-1])
     return ops.moe(h, p["experts"], weights, experts, act) + ops.glu(h, p["shared"], act), carry

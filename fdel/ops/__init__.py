@@ -12,6 +12,7 @@ from fdel.ops.batch import (
     Pages,
     Patches,
     Place,
+    Routing,
     Slots,
     Sounds,
     State,
@@ -48,6 +49,8 @@ from fdel.ops.route import route_sigmoid, route_softmax, route_sparsemixer
 from fdel.ops.route_capacity import (
     Tallied,
     expert_capacity,
+    jittered,
+    limited,
     route_expert_choice,
     route_switch,
     router_jitter,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from fdel.ops.mask import Where
 
@@ -61,6 +61,22 @@ class Media:
 
 @register
 @dataclass(frozen=True)
+class Routing:
+    """What a training step does to the routers of a Packed call: noise (`jittered`), and a capacity (`limited`).
+
+    `keys` are the data of a random key for each row, so that a row draws the same noise in any microbatch and on any
+    device; None: no noise. `jitter` is its amount; `capacity` the factor of `expert_capacity`, None: nothing is dropped.
+    `routers` counts those that have drawn, from layer to layer.
+    """
+
+    keys: UInt32[Array, "*rows words"] | None = None
+    routers: Int[Array, ""] | None = None
+    jitter: float = field(default=0.0, metadata={"static": True})
+    capacity: float | None = field(default=None, metadata={"static": True})
+
+
+@register
+@dataclass(frozen=True)
 class Packed:
     """Whole sequences, several per row: training, scoring, embedding. Tokens are int[B T].
 
@@ -72,6 +88,7 @@ class Packed:
     `full`: there is no padding either, so that without a causal mask every token sees all of its row.
     `rotary` are the time, row and column by which a family with rotary embeddings of three components turns each token,
     all three the position if it is None. `ahead` says how many tokens after its own each sees too, see `look_ahead`.
+    `routing` is what a training step does to routers.
     """
 
     positions: Int[Array, "B T"]
@@ -81,6 +98,7 @@ class Packed:
     media: Media | None = None
     rotary: Int[Array, "B T 3"] | None = None
     ahead: Int[Array, "B T"] | None = None
+    routing: Routing | None = None
     single: bool = field(default=False, metadata={"static": True})
     full: bool = field(default=False, metadata={"static": True})
 

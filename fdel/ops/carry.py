@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.ops.batch import Batch, Media, Packed, State, packed, register
+from fdel.ops.batch import Batch, Media, Packed, Routing, State, packed, register
 from fdel.ops.shard import shard
 
 
@@ -36,6 +36,7 @@ class RouterLoad:
     probability: Float[Array, " E"]  # what the router gave each
     tokens: Float[Array, ""]
     z: Float[Array, ""]  # logsumexp(logits)^2
+    dropped: Float[Array, ""] | None = None  # choices among `chosen` that came after their expert was full
 
 
 @register
@@ -71,6 +72,7 @@ class Carry:
     trace_once: bool = field(default=False, metadata={"static": True})  # see `Paged`
     kept: Any = None  # a family's own, of a Packed call: keys and values that later layers attend to
     media: Media | None = None  # of the batch, encoded
+    routing: Routing | None = None  # of the batch
 
     pages = property(lambda self: None if self.state is None else self.state.pages)  # the cache of keys and values
     slots = property(lambda self: None if self.state is None else self.state.slots)  # the recurrent state
@@ -111,7 +113,12 @@ def begin(
     if lacking:
         why = {"router": "no experts", "attention": "no attention weights, its layers are recurrent"}[lacking[0]]
         raise ValueError(f"taps.{lacking[0]}: the model has {why}; its taps are {', '.join(has)}")
-    return batch, Carry(None, taps, media=batch.media)
+    routing = batch.routing
+    if routing is not None:
+        if "router" not in has:
+            raise ValueError("batch.routing: the model has no experts; leave it out (`train.route`)")
+        routing = replace(routing, routers=jnp.zeros((), jnp.int32))
+    return batch, Carry(None, taps, media=batch.media, routing=routing)
 
 
 def watch_hidden(carry: Carry, x: Float[Array, "... D"], place: Any) -> Carry:
@@ -126,7 +133,7 @@ def watch_hidden(carry: Carry, x: Float[Array, "... D"], place: Any) -> Carry:
 
 def router_load(experts: int) -> RouterLoad:
     """Watch the routers of a model with so many experts, from no tokens on."""
-    return RouterLoad(jnp.zeros(experts), jnp.zeros(experts), jnp.zeros(()), jnp.zeros(()))
+    return RouterLoad(jnp.zeros(experts), jnp.zeros(experts), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
 
 def watch_router(
@@ -144,7 +151,8 @@ def watch_router(
     total = lambda x: jnp.einsum("bte,bt->e", x, real)
     sums = choices(batch, experts, probability.shape[-1]), total(probability), real.sum()
     z = (jax.nn.logsumexp(logits.astype(jnp.float32), -1) ** 2 * real).sum()
-    return carry.watch(router=jax.tree.map(jnp.add, load, RouterLoad(*sums, z)))
+    none = None if load.dropped is None else jnp.zeros(())
+    return carry.watch(router=jax.tree.map(jnp.add, load, RouterLoad(*sums, z, none)))
 
 
 def choices(batch: Packed, experts: Int[Array, "B T k"], n: int) -> Float[Array, " E"]:

@@ -1,16 +1,17 @@
 """Routers with a capacity, and what keeps routers in balance. Index -1 is no expert: `ops.moe` adds nothing for it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel.ops.batch import Batch, Packed, register
-from fdel.ops.carry import RouterLoad, choices
+from fdel.ops.carry import Carry, RouterLoad, choices
 
 
 def expert_capacity(tokens: int, experts: int, factor: float, k: int = 1) -> int:
@@ -68,6 +69,41 @@ def route_expert_choice(
 def router_jitter(x: Float[Array, "... D"], key: Array, amount: float) -> Float[Array, "... D"]:
     """Multiply what a router reads with noise, uniform from 1 - amount to 1 + amount (arXiv:2101.03961, section 2.2)."""
     return x * jax.random.uniform(key, x.shape, jnp.float32, 1 - amount, 1 + amount).astype(x.dtype)
+
+
+def jittered(h: Float[Array, "... D"], carry: Carry) -> tuple[Float[Array, "... D"], Carry]:
+    """Give what a router reads in this call: h with `router_jitter`, if the batch's `Routing` asks for it, else h.
+
+    Each row and each router of the model have a key of their own.
+    """
+    r = carry.routing
+    if r is None or r.keys is None:
+        return h, carry
+    own = lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), r.routers)
+    noisy = jax.vmap(lambda data, x: router_jitter(x, own(data), r.jitter))(r.keys, h)
+    return noisy, replace(carry, routing=replace(r, routers=r.routers + 1))
+
+
+def limited(batch: Batch, carry: Carry, experts: Int[Array, "... k"], n: int) -> tuple[Int[Array, "... k"], Carry]:
+    """Drop choices of n experts that are full, if the batch's `Routing` says when: index -1, which adds nothing in `moe`.
+
+    An expert takes the first `expert_capacity` tokens that chose it, first, second or k-th, of each row; the row's tokens
+    are counted without padding. So microbatches and devices, which divide rows, change nothing. For k = 1 that is the
+    rule of `route_switch`. Drops are added to the `RouterLoad` that is watched.
+    """
+    r = carry.routing
+    if r is None or r.capacity is None or not isinstance(batch, Packed):
+        return experts, carry
+    real, (*_, t, k) = batch.segment_ids >= 0, experts.shape
+    most = np.array([expert_capacity(tokens, n, r.capacity, k) for tokens in range(t + 1)], np.int32)
+    chosen = (experts[..., None] == jnp.arange(n)).any(-2) & real[..., None]
+    place = jnp.take_along_axis(chosen.cumsum(-2), jnp.maximum(experts, 0), -1)
+    over = (place > jnp.asarray(most)[real.sum(-1)][:, None, None]) & (experts >= 0)
+    load = carry.taps and carry.taps.router
+    if load and load.dropped is not None:
+        lost = (over & real[..., None]).sum(dtype=jnp.float32)
+        carry = carry.watch(router=replace(load, dropped=load.dropped + lost))
+    return jnp.where(over, -1, experts), carry
 
 
 def router_z_loss(logits: Float[Array, "... E"], real: Bool[Array, "..."] | None = None) -> Float[Array, ""]:
@@ -135,8 +171,8 @@ def router_metrics(load: RouterLoad, k: int) -> dict[str, Float[Array, ""]]:
     >>> {name: round(float(x), 2) for name, x in ops.router_metrics(load, 1).items()}
     {'dropped': 0.2, 'busiest': 1.5}
     """
-    taken = load.chosen.sum()
+    taken = load.chosen.sum() - (0 if load.dropped is None else load.dropped)
     return {
         "dropped": 1 - taken / jnp.maximum(load.tokens * k, 1),
-        "busiest": load.chosen.max() * load.chosen.size / jnp.maximum(taken, 1),
+        "busiest": load.chosen.max() * load.chosen.size / jnp.maximum(load.chosen.sum(), 1),
     }

@@ -62,7 +62,8 @@ def _logps(s: Settled, model: models.Model) -> Callable[[Any], jax.Array]:
 
     See `build.build_reference` for which model that is.
     """
-    outputs = losses.completion_logps(model.family, model.cfg, ld_alpha=s.recipe.trainer.ld_alpha)
+    cfg = losses.forward.still(model.cfg)
+    outputs = losses.completion_logps(model.family, cfg, ld_alpha=s.recipe.trainer.ld_alpha)
     score, weights = build.cast(s, model, outputs), model.params
     if s.reference == "reference_model":
         weights = build.load_reference(s, model)

@@ -267,7 +267,8 @@ def build_score(
 
 def build_divergence(s: Settled, model: models.Model, training: Any) -> Callable[[dict[str, Any]], np.ndarray]:
     """Build `kl(batch)`: log policy / reference of each row's tokens, summed, as they were drawn."""
-    logps = jax.jit(build.cast(s, model, losses.token_logps(*model[:2], **s.keys.drawn)))
+    told = losses.token_logps(model.family, losses.forward.still(model.cfg), **s.keys.drawn)
+    logps = jax.jit(build.cast(s, model, told))
     reference = lora.unload(training.given["base"]) if s.reference == "base" else training.given["reference"]
     mesh = build.build_mesh(s)
 

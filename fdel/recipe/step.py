@@ -55,12 +55,14 @@ def build_objective(
     if s.method.teacher and teacher is None:
         raise ValueError(f"trainer_type {s.method.name} learns from a teacher; pass it")
     more: dict[str, Any] = {"teacher": teacher} if s.method.teacher else {}
-    found = s.method.objective(s.keys, model, remat=s.remat, **more)
+    quiet = model._replace(cfg=losses.forward.still(model.cfg))
+    found = s.method.objective(s.keys, quiet, remat=s.remat, **more)
     rows = build.cast(s, model, found.rows)
     if s.frozen:
         rows = losses.on_adapters(rows, reference=s.reference == "base")
     moves = s.recipe.trainer.router_bias_update_speed
-    count = (lambda g: train.count_choices(g, build.spec_of(s, model))) if moves else lambda g: g
+    routed = _routed(s, model)
+    count = (lambda g: train.count_choices(routed(g), build.spec_of(s, model))) if moves else routed
     n, total, prepare, loss = s.recipe.trainer.gradient_accumulation_steps, found.total, found.prepare, rows
     if total is not None:
         loss = lambda params, batch, given: total(rows(params, batch, given), batch, given)
@@ -70,6 +72,18 @@ def build_objective(
     if prepare is None:
         return Composed(loss, apart)
     return Composed(loss, lambda params, batch, given: apart(params, prepare(batch), given))
+
+
+def _routed(s: Settled, model: models.Model) -> Callable[[Callable], Callable]:
+    """Say what is done to routers: as keys say, else as the model's config.json does, if the model has any."""
+    asked = {"router_jitter_noise": s.recipe.trainer.router_jitter_noise}
+    asked["router_capacity_factor"] = getattr(s.keys, "router_capacity_factor", None)
+    for name, value in asked.items():
+        if value and not getattr(model.cfg, "experts", None):
+            raise ValueError(f"{name}={value}, but {model.family.__name__} has no experts; remove it")
+    jitter, capacity = asked.values()
+    jitter = getattr(model.cfg, "jitter", 0.0) if jitter is None else jitter
+    return lambda g: train.route(g, jitter=jitter or 0.0, capacity=capacity)
 
 
 def build_step(
@@ -112,7 +126,7 @@ def build_step(
     step = train.update(g, optimizer, reads=reads, skip_nonfinite=t.skip_nonfinite, seed=t.seed, **apply)
     step = train.balance(step, t.router_bias_update_speed) if t.router_bias_update_speed else step
     step = _around(s, step, build.build_schedule(s, steps))
-    step = samples.learning(s, model, step)
+    step = samples.learning(s, model._replace(cfg=losses.forward.still(model.cfg)), step)
     step = jit(step, donate_argnums=0, out_shardings=(at, None), compiler_options=train.compiler_options())
     state = jax.jit(fresh, out_shardings=at, donate_argnums=0)(trained, reference)
     given = {name: part for name, part in parts.items() if part is not None and name not in reads}

@@ -45,6 +45,8 @@ class Common:
         needs="optimizer", of=("adamw",))  # fmt: skip
     router_bias_update_speed: float = key(0.0, "what a bias that chooses experts moves in a step, against their load, as "
         "DeepSeek-V3's by 0.001; 0: not", least=0)  # fmt: skip
+    router_jitter_noise: float | None = key(None, "noise: what routers read is multiplied by numbers from 1 - this to "
+        "1 + this in training; default: what the model's config.json says", least=0, most=1)  # fmt: skip
     ema_decay: float | None = key(None, "keep a moving average of the parameters, which is then saved and evaluated")
     skip_nonfinite: bool = key(True, "skip steps whose loss or gradient is not finite")
     gradient_checkpointing: bool | str | None = key(None,

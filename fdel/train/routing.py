@@ -1,10 +1,11 @@
-"""Even load of experts without a loss: DeepSeek-V3's bias of selection, moved against the load after each step.
+"""What a step does to routers, whatever the loss is: noise, a capacity, and DeepSeek-V3's bias of selection.
 
-    g = train.count_choices(train.accumulate(train.grads(loss), n), spec)  # sums have the choices of each layer
+    g = train.route(train.accumulate(train.grads(loss), n), jitter=0.01, capacity=1.25)
+    g = train.count_choices(g, spec)  # sums have the choices of each layer
     step = train.balance(train.update(train.normalize(g), optimizer), 1e-3)
 
-It is the same for every loss: counts add up beside gradients (`ops.Tallied`), over microbatches. The biases are
-parameters like others, so a checkpoint holds them.
+The bias is moved against the load after each step: counts add up beside gradients (`ops.Tallied`), over microbatches.
+Biases are parameters like others, so a checkpoint holds them.
 """
 
 import dataclasses
@@ -16,10 +17,42 @@ import jax.numpy as jnp
 from fdel import ops
 from fdel.ops.contraction import widen
 from fdel.params.spec import Param, path_name
-from fdel.train.given import NOTHING, Batch, Given, Params, Sums
+from fdel.train.given import NOTHING, Batch, Given, Params, Sums, lookup
+from fdel.train.losses.stats import check_range
 from fdel.train.steps import GradFn, Metrics, Step, TrainState, unless_skipped
 
 CHOICES = "choices of "  # sums and metrics with the counts of a bias, by its path
+ROUTERS = 0x726F7574  # folded into a step's key: what else draws from that draws other numbers
+
+
+def route(g: GradFn, *, jitter: float = 0.0, capacity: float | None = None) -> GradFn:
+    """Train routers with noise on what they read, and with a capacity of experts; evaluation and serving have neither.
+
+    `jitter`: what a router reads is multiplied by numbers, uniform from 1 - jitter to 1 + jitter (arXiv:2101.03961, section
+    2.2; `router_jitter_noise` in config.json): `ops.jittered`. They are drawn for each row of the batch, each router,
+    token and channel, by the step's key and the row's number, so neither resuming nor microbatches nor the mesh change
+    them. `capacity`: an expert takes as many tokens of a row as `capacity` times its even share, later ones are dropped
+    (`ops.limited`); the metric "router_dropped" of losses with `router_terms` is the share of choices that were.
+
+    A reference and a teacher are left alone. Put it around `accumulate`, `gradcache` and `parallel.reduce_once`. ValueError
+    for a model without experts when it is called, and for numbers out of range.
+    """
+    check_range(0, 1, jitter=jitter)
+    check_range(above=True, capacity=capacity)
+    if not jitter and capacity is None:
+        return g
+
+    def routed(params: Params, batch: Batch, given: Given = NOTHING) -> tuple[Params, Sums]:
+        if "routing" in batch:
+            raise ValueError("route: the batch has 'routing' already; put route around gradients once")
+        keys = None
+        if jitter:
+            key = jax.random.fold_in(lookup(given, "key"), ROUTERS)
+            own = lambda row: jax.random.key_data(jax.random.fold_in(key, row))
+            keys = jax.vmap(own)(jnp.arange(len(jax.tree.leaves(batch)[0])))
+        return g(params, {**batch, "routing": ops.Routing(keys, jitter=jitter, capacity=capacity)}, given)
+
+    return routed
 
 
 def selection_biases(spec: Any) -> list[str]:

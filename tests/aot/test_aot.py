@@ -29,7 +29,7 @@ from aot_programs import (
 from tiny import TINY
 
 from fdel import aot, ops, params, plan
-from tests.aot import hopper_products
+from tests.aot import expert_parts, hopper_products
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -283,6 +283,32 @@ def test_the_tpu_kernel_for_experts_in_few_bits_reads_them_at_the_floor_s_speed(
     for x in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))):
         print(x)
         assert x["estimate"] <= (1.3 if "int8" in x["call"] or "fp8" in x["call"] else 3) * x["floor"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("format", expert_parts.GROUPS)
+@pytest.mark.parametrize("chip", ["v5p", "h100"], indirect=True)
+def test_quantized_experts_along_tp_are_read_where_they_lie(chip, format, record_property):
+    """Each device reads its hidden units of all experts, on TPUs by the kernel; one sum over devices is all they send."""
+    c, _ = note(record_property, f"experts {format}", "tp", chip, 4 if chip == "v5p" else 8,
+                expert_parts.experts(chip, format), 0)  # fmt: skip
+    (sent,) = plan.collectives(c.text, narrow=False)
+    assert (sent.kind, sent.count) == ("all-reduce", 1)
+    assert (len(re.findall(r"custom-call\(.*tpu_custom_call", c.text)) == 3) == (chip == "v5p")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("format", expert_parts.GROUPS)
+@pytest.mark.parametrize("chip", ["v5p", "h100"], indirect=True)
+def test_quantized_products_along_tp_take_the_kernel(chip, format, summed, record_property):
+    """Of a device's part of the weight: outputs are sent nowhere, parts of sums once."""
+    with ops.use(**{} if chip == "v5p" else {"quantized_matmul": "hopper"}):
+        found = expert_parts.product(chip, format, summed)
+    c, _ = note(record_property, f"product {format}", "tp", chip, 4 if chip == "v5p" else 8, found, 0)
+    sent = plan.collectives(c.text, narrow=False)
+    assert [(x.kind, x.count) for x in sent] == [("all-reduce", 1)] * summed
+    assert len(re.findall(r"custom-call\(.*(?:tpu_custom_call|mosaic_gpu)", c.text)) == 1
 
 
 @pytest.mark.aot

@@ -286,11 +286,17 @@ def test_preferences_have_transformers_auxiliary_loss(case):
         np.testing.assert_allclose(got, np.stack(gates), atol=1e-5 * np.abs(gates).max(), rtol=0)
 
 
-def test_noise_on_the_router_is_refused_in_training():
-    """transformers multiplies the router's input with random numbers; nothing here would, so nothing pretends to."""
+def test_noise_on_the_router_is_no_loss_s_own():
+    """A loss whose Config asks for it would train without, so it says what adds it: tests/train/test_route.py."""
     cfg = mixtral.Config.from_hf({"router_jitter_noise": 0.1})
-    with pytest.raises(ValueError, match=r"router_jitter_noise=0.1 in the model's config.json.* set it to 0"):
+    with pytest.raises(ValueError, match=r"router_jitter_noise=0.1 in the model's config.json.* train.route"):
         train.losses.sft(mixtral, cfg)
+    assert train.losses.forward.still(cfg) == dataclasses.replace(cfg, jitter=0.0)
+    sees, d = models.family("llama4"), json.loads(json.dumps(tiny.TINY["llama4"].values))
+    cfg = sees.Config.from_hf(d | {"text_config": d["text_config"] | {"router_jitter_noise": 0.1}})
+    with pytest.raises(ValueError, match=r"router_jitter_noise=0.1 in the model's config.json.* train.route"):
+        train.losses.sft(sees, cfg)
+    assert (cfg.jitter, train.losses.forward.still(cfg).jitter) == (0.1, 0.0)
     found = {"router_jitter_noise": 0.5, "head_dim": 8}
     assert mixtral.Config.from_hf(found).jitter == 0.5
 

@@ -88,6 +88,35 @@ def test_dropped_choices_add_nothing_and_are_counted():
     assert np.isclose(counted["busiest"], counts.max() / counts.mean())
 
 
+@pytest.mark.parametrize(("k", "factor"), [(1, 1.0), (2, 0.7), (2, 1.25), (3, 5.0)])
+def test_choices_over_the_capacity_are_dropped_as_in_a_loop(k, factor):
+    """Tokens in order, each row by itself, padding neither counts nor takes a place; drops are counted beside choices."""
+    lengths = np.array([T, 7, 0])
+    experts = np.argsort(-LOGITS, -1)[..., :k].astype(np.int32)
+    want, lost = experts.copy(), 0
+    for b, length in enumerate(lengths):
+        most, held = ops.expert_capacity(length, E, factor, k), np.zeros(E, int)
+        for t, j in np.ndindex(length, k):
+            e = experts[b, t, j]
+            held[e] += 1
+            if held[e] > most:
+                want[b, t, j], lost = -1, lost + 1
+    batch = ops.packed(jnp.zeros((3, T), int), jnp.asarray(lengths))
+    carry = ops.Carry(None, ops.Taps(router=ops.router_load(E)), routing=ops.Routing(capacity=factor))
+    logits = jnp.asarray(LOGITS)
+    carry = ops.watch_router(batch, carry, logits, jax.nn.softmax(logits), jnp.asarray(experts))
+    got, carry = ops.limited(batch, carry, jnp.asarray(experts), E)
+    real = np.arange(T) < lengths[:, None]
+    np.testing.assert_array_equal(np.asarray(got)[real], want[real])
+    load = carry.taps.router
+    assert load.dropped == lost == real.sum() * k * ops.router_metrics(load, k)["dropped"].round(4)
+    np.testing.assert_array_equal(load.chosen, np.bincount(experts[real].reshape(-1), minlength=E))
+    assert (lost == 0) == (factor == 5.0)
+    if k == 1:
+        capacity = ops.expert_capacity(T, E, factor)
+        np.testing.assert_array_equal(got[0], ops.route_switch(logits[0], capacity)[1])
+
+
 def test_jitter_has_its_bounds_and_its_key():
     x = jnp.full((50, 40), 2.0)
     noisy = ops.router_jitter(x, jax.random.key(0), 0.1) / x

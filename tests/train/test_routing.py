@@ -1,5 +1,7 @@
 """Biases of selection that follow the load: the same whatever the loss and the microbatches are."""
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,11 +29,13 @@ def batch_of(i, rows=16, length=12):
     return {"tokens": r.integers(0, 64, (rows, length)), "lengths": r.integers(2, length + 1, rows)}
 
 
-def built(n=1, rate=1e-2, speed=SPEED, **options):
+@lru_cache
+def built(n=1, rate=1e-2, speed=SPEED):
+    """A step, which skips what is not finite, and the state before it; compiled once for all tests."""
     optimizer = train.optim.adamw(rate, eps=1e-3)
     fresh = lambda key: train.init_state(fp.init(SPEC, key, dtype=jnp.float32), optimizer)
     g = train.count_choices(train.accumulate(train.grads(losses.sft(deepseek_v3, CFG, chunk=8)), n), SPEC)
-    step = train.balance(train.update(train.normalize(g), optimizer, **options), speed)
+    step = train.balance(train.update(train.normalize(g), optimizer, skip_nonfinite=True), speed)
     return jax.jit(step), jax.jit(fresh)(jax.random.key(0))
 
 
@@ -55,9 +59,9 @@ def test_they_move_by_the_speed_and_have_no_gradient():
     assert np.allclose(moves, np.round(moves), atol=1e-4) and set(np.round(moves).ravel()) <= {-1, 0, 1}
     assert (np.round(moves) == 1).any() and (np.round(moves) == -1).any()
     assert 1 < metrics["router_busiest"] <= 8 and 0 <= metrics["router_idle"] < 1
-    bare = jax.jit(train.normalize(train.grads(losses.sft(deepseek_v3, CFG, chunk=8))))
-    wrapped = jax.jit(train.normalize(train.count_choices(train.grads(losses.sft(deepseek_v3, CFG, chunk=8)), SPEC)))
-    want, got = (g(state.params, batch_of(0), {})[0] for g in (bare, wrapped))
+    bare = train.grads(losses.sft(deepseek_v3, CFG, chunk=8))
+    both = [train.normalize(g) for g in (bare, train.count_choices(bare, SPEC))]
+    want, got = jax.jit(lambda p, batch: [g(p, batch, {})[0] for g in both])(state.params, batch_of(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), got, want)
 
 
@@ -82,7 +86,7 @@ def test_preferences_count_the_policy_alone():
 
 
 def test_an_even_load_moves_nothing_and_a_skipped_step_neither():
-    step, state = built(skip_nonfinite=True)
+    step, state = built()
     broken = {**state.params, "norm": state.params["norm"] * np.nan}
     new, metrics = step(train.init_state(broken, train.optim.adamw(1e-2, eps=1e-3)), batch_of(0))
     assert metrics["skipped"] == 1

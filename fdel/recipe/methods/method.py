@@ -114,6 +114,8 @@ class Generating(Adapted):
 
     router_aux_loss_coef: float = key(0.0, "weight of the load balancing of experts")
     router_z_loss_coef: float = key(0.0, "weight of the mean of routers' logsumexp(logits)^2")
+    router_capacity_factor: float | None = key(None, "in training an expert takes this many times its even share of a "
+        "row's tokens, and later ones are dropped; default: it takes all", positive=True)  # fmt: skip
 
     @property
     def routers(self) -> dict[str, Any]:
@@ -123,15 +125,19 @@ class Generating(Adapted):
 
 
 def unrouted(k: Generating) -> None:
-    """Refuse (ValueError) weights of routers' losses, where these have no place."""
+    """Refuse (ValueError) weights of routers' losses, where these have no place, and a capacity: nobody counts drops."""
     for name, coef in k.routers.items():
         raise ValueError(f"{name}={coef}: this trainer_type has no such term; set it to 0")
+    if k.router_capacity_factor is not None:
+        found = f"router_capacity_factor={k.router_capacity_factor}"
+        raise ValueError(f"{found}: this trainer_type has no metric of what is dropped; remove it")
 
 
 def balanced(k: Generating, total: Callable) -> Callable:
     """Add routers' losses to an objective of completions."""
     coefs = k.router_aux_loss_coef, k.router_z_loss_coef
-    return losses.completions.with_balance(total, *coefs) if k.routers else total
+    told = k.routers or k.router_capacity_factor is not None
+    return losses.completions.with_balance(total, *coefs) if told else total
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from fdel.params import lora
 from fdel.train.given import NOTHING, Given, lookup
-from fdel.train.losses.forward import SEEN, Batch, router_terms, rows, token_scores
+from fdel.train.losses.forward import SEEN, Batch, router_terms, rows, token_scores, undisturbed
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.preference import ld_weights, mean_length
 from fdel.train.losses.stats import TokenStats, check_range
@@ -43,7 +43,7 @@ def completion_logps(
 
     Those in the batch come first, then those under given["reference"], a tree like `params`; without both there are none.
     `ld_alpha` is that of `ld_weights`, `remat` that of `losses.forward`. With `router` each
-    row has "balance" too, that of its microbatch, see `with_balance`.
+    row has "balance" too, that of its microbatch, see `with_balance`; so it has where routers have a capacity.
     """
     check_range(0, 1, ld_alpha=ld_alpha)
     scores = token_scores(family, cfg, chunk=chunk, router=router, remat=remat)
@@ -52,7 +52,7 @@ def completion_logps(
         stats, text, balance = scores(params, _text(batch))
         completion = (rows(batch)[2] >= 0).reshape(text.shape).astype(text.dtype)
         found = completion_sums(stats, completion, text, ld_alpha)
-        return found if balance is None else found | {"balance": jnp.broadcast_to(balance, (len(text), 3))}
+        return found if balance is None else found | {"balance": jnp.broadcast_to(balance, (len(text), *balance.shape))}
 
     def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
         if "packed" in batch:
@@ -61,7 +61,7 @@ def completion_logps(
         if "ref_logps" in batch:
             out["ref_logps"] = batch["ref_logps"]
         elif "reference" in given:
-            out["ref_logps"] = jax.lax.stop_gradient(sums(given["reference"], batch)["logps"])
+            out["ref_logps"] = jax.lax.stop_gradient(sums(given["reference"], undisturbed(batch))["logps"])
         if "kl" in batch:
             before = {"ref_logps": batch["kl_ref_logps"]} if "kl_ref_logps" in batch else {}
             kl = outputs(jax.lax.stop_gradient(params), batch["kl"] | before, given)
@@ -74,12 +74,15 @@ def completion_logps(
 def with_balance(objective: Objective, coef: float, z: float = 0.0) -> Objective:
     """Add coef times `ops.load_balancing`, z times the z-loss, to an objective's mean, of `completion_logps(router=True)`.
 
-    The policy's router alone counts, on prompts and completions, each microbatch's by itself: as in TRL.
+    The policy's router alone counts, on prompts and completions, each microbatch's by itself: as in TRL. With both 0 it
+    tells, where there is a balance, and adds nothing.
     """
     check_range(coef=coef, z=z)
 
     def balanced(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Any]]:
         total, sums = objective(o, batch, given)
+        if "balance" not in o and not coef and not z:
+            return total, sums
         mean = jnp.where(counted(o)[:, None], o["balance"], 0).sum(0) / jnp.maximum(counted(o).sum(), 1)
         return router_terms(total, sums, mean, coef, z)
 
@@ -155,7 +158,7 @@ def with_mean_lengths(batch: Batch) -> Batch:
 
 def _text(batch: Batch) -> Batch:
     """The batch with prompts to be scored too."""
-    return {k: batch[k] for k in ("tokens", "lengths", *SEEN) if k in batch}
+    return {k: batch[k] for k in ("tokens", "lengths", "routing", *SEEN) if k in batch}
 
 
 def on_adapters(f: Callable, *, reference: bool = True) -> Callable:

@@ -7,6 +7,7 @@ what the teacher stored in the batch. Sequence-level distillation (arXiv:1606.07
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from fdel import ops
 from fdel.ops.contraction import wide, widen
 from fdel.train.given import NOTHING, Given, lookup
-from fdel.train.losses.forward import Batch, attention_layers, forward_pass, router_terms, rows
+from fdel.train.losses.forward import Batch, attention_layers, forward_pass, router_terms, rows, still
 from fdel.train.losses.head import CHUNK, logits_sum
 from fdel.train.losses.stats import check_call, check_range
 
@@ -201,12 +202,13 @@ def distill(
     forward = forward_pass(
         family, cfg, router=bool(terms.router_aux_loss_coef or terms.router_z_loss_coef), **inside, remat=remat
     )
-    teach = forward_pass(teacher, teacher_cfg, **inside)
+    teach = forward_pass(teacher, still(teacher_cfg), **inside)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, dict[str, Array]]:
         teacher_params = lookup(given, "teacher")
         tokens, packed, labels = rows(batch)
-        out, told = forward(params, tokens, packed), teach(teacher_params, tokens, packed)
+        out = forward(params, tokens, packed)
+        told = teach(teacher_params, tokens, replace(packed, routing=None))
         heads = family.head(params, cfg), teacher.head(teacher_params, teacher_cfg)
         sizes = [h.weight.shape[0] for h in heads]
         if sizes[0] != sizes[1]:

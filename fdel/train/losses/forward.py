@@ -11,6 +11,7 @@ A batch is a dict of arrays with the rows in front, so that `accumulate` can div
     rotary  int, as tokens with [T 3] in T's place: see `ops.Packed`
     places  int, as tokens with K in T's place, optional (`learnt_places`): where next tokens are learnt. Losses from
             `token_scores` and samples then compute the output projection there alone: long prompts cost none
+    routing ops.Routing, what a step does to the trained model's routers; `train.route` adds it
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,14 +61,38 @@ def rows(batch: Batch) -> tuple[Int[Array, "R T"], ops.Packed, Int[Array, "R T"]
         mask = own if mask is None else own & (mask != 0)
     if "rotary" in batch:
         packed = replace(packed, rotary=flat(batch["rotary"], 2))
+    if "routing" in batch:
+        packed = replace(packed, routing=_of_rows(batch["routing"], len(tokens)))
     return tokens, packed, shift(tokens, packed.segment_ids, mask)
+
+
+def _of_rows(routing: ops.Routing, n: int) -> ops.Routing:
+    """Give each of n rows of tokens a key, of those of the batch's: a pair has one for each side."""
+    if routing.keys is None:
+        return routing
+    own = lambda data, i: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), i))
+    each = jax.vmap(jax.vmap(own, (None, 0)), (0, None))(routing.keys, jnp.arange(n // len(routing.keys)))
+    return replace(routing, keys=each.reshape(n, -1))
+
+
+def undisturbed(batch: Batch) -> Batch:
+    """Give the batch for a model that is not trained, a reference or a teacher: nothing is done to its routers."""
+    return {name: x for name, x in batch.items() if name != "routing"}
+
+
+def still(cfg: Any) -> Any:
+    """Give the Config for losses, without the noise on routers (`jitter`) that a step adds to them by `train.route`."""
+    if not getattr(cfg, "jitter", 0):
+        return cfg
+    own = "jitter" in type(cfg).__dataclass_fields__  # else it is that of its language model
+    return replace(cfg, jitter=0.0) if own else replace(cfg, text=still(cfg.text))
 
 
 class Activations(NamedTuple):
     """What a forward pass leaves: its final hidden states [R T D], and what was asked for beside them."""
 
     hidden: Array
-    balance: Float[Array, "3"] | None  # of its router, see `router_terms`
+    balance: Float[Array, " numbers"] | None  # of its router, see `router_terms`
     states: tuple[Array, ...]  # hidden states at the places asked for
     attention: tuple[Float[Array, "R N T S"], ...]  # softmax of the layers asked for, in float32
 
@@ -88,18 +113,18 @@ def forward_pass(
     i > 0 is what layer i - 1 returns, the last one the final hidden states; negative ones count from there. `attention`
     names layers whose softmax is wanted, [N T S] for each row, among those that attend; a model without any is a
     ValueError. `remat` is the policy of `family.hidden` ("dots_saveable", ...), by which the backward pass computes
-    activations again. A router with jitter is a ValueError: the noise on its input would need a key in every layer, and
-    `family.hidden` takes none.
+    activations again. A batch whose routers have a capacity gives the balance too. A Config with `jitter` is a ValueError:
+    that noise is of a training step, so it comes with the batch (`train.route`), and the Config is to be `still`.
     """
     if router and not getattr(cfg, "experts", None):
         raise ValueError(
             f"router_aux_loss_coef or router_z_loss_coef is not 0, but {family.__name__} has no experts; set it to 0"
         )
     if getattr(cfg, "jitter", 0):
-        key = type(cfg).__dataclass_fields__["jitter"].metadata.get("key", "jitter")
+        key = type(getattr(cfg, "text", cfg)).__dataclass_fields__["jitter"].metadata.get("key", "jitter")
         raise ValueError(
-            f"{key}={cfg.jitter} in the model's config.json: training with noise on the router's input is "
-            "not in this version (losses are given a key, the layers of a model are not); set it to 0 to train without"
+            f"{key}={cfg.jitter} in the model's config.json: a loss has no noise on what routers read, a step has. Put train.route(g, jitter={cfg.jitter}) around gradients, to train with "
+            "it, and give the loss losses.forward.still(cfg)"
         )
     if remat is not None:
         remat_policy(remat)
@@ -109,16 +134,17 @@ def forward_pass(
     watch = tuple(sorted(set(among)))
 
     def forward(params: Any, tokens: Array, packed: ops.Packed) -> Activations:
+        drops = packed.routing is not None and packed.routing.capacity is not None
         taps = ops.Taps(
             ops.HiddenStates(inside) if inside else None,
-            ops.router_load(cfg.experts) if router else None,
+            ops.router_load(cfg.experts) if router or drops else None,
             ops.attention_weights(watch, cfg.heads, tokens.shape) if watch else None,
         )
         x, _, taps = family.hidden(params, tokens, cfg, packed, None, taps, remat=remat)
         states = taps.hidden.values if inside else ()
         states = tuple(x if place == cfg.layers else s for place, s in zip(inside, states, strict=True))
         weights = tuple(taps.attention.values[watch.index(i)] for i in among)
-        return Activations(x, _balance(taps.router) if router else None, states, weights)
+        return Activations(x, _balance(taps.router, drops) if router or drops else None, states, weights)
 
     return forward
 
@@ -155,24 +181,29 @@ def _indices(what: str, asked: Sequence[int], n: int, layers: str) -> tuple[int,
     return tuple(i % n for i in asked)
 
 
-def _balance(load: ops.RouterLoad) -> Float[Array, "3"]:
-    n, taken = jnp.maximum(load.tokens, 1), jnp.maximum(load.chosen.sum(), 1)
-    return jnp.stack([ops.load_balancing(load), load.z / n, load.chosen.max() * load.chosen.size / taken])
+def _balance(load: ops.RouterLoad, drops: bool) -> Float[Array, " numbers"]:
+    n, choices = jnp.maximum(load.tokens, 1), load.chosen.sum()
+    busiest = load.chosen.max() * load.chosen.size / jnp.maximum(choices, 1)
+    return jnp.stack([ops.load_balancing(load), load.z / n, busiest, *([load.dropped, choices] if drops else ())])
 
 
 def router_terms(
-    total: Array, sums: Mapping[str, Any], balance: Float[Array, "3"] | None, aux: float, z: float = 0.0
+    total: Array, sums: Mapping[str, Any], balance: Float[Array, " numbers"] | None, aux: float, z: float = 0.0
 ) -> tuple[Array, dict[str, Any]]:
     """Add aux times `ops.load_balancing` and z times the z-loss to each unit of weight, as transformers and TRL do.
 
     `balance` holds both, of a microbatch, and the load of the busiest expert over the mean load, all over all layers
     together. The z-loss is the mean of logsumexp(logits)^2 over tokens and layers (arXiv:2202.08906, equation 5). The sums
-    "aux_loss", "router_z_loss" and "router_load" are the three times the weight; None adds nothing.
+    "aux_loss", "router_z_loss" and "router_load" are the three times the weight; None adds nothing. Where routers have a
+    capacity, two more numbers are "router_dropped": choices that no expert took, and all choices. The other three are of
+    what was chosen, as in arXiv:2101.03961.
     """
     if balance is None:
         return total, dict(sums)
-    found = balance * sums["weight"]
-    named = dict(zip(("aux_loss", "router_z_loss", "router_load"), found, strict=True))
+    found = balance[:3] * sums["weight"]
+    named: dict[str, Any] = dict(zip(("aux_loss", "router_z_loss", "router_load"), found, strict=True))
+    if len(balance) > 3:
+        named["router_dropped"] = balance[3], balance[4]
     return total + aux * found[0] + z * found[1], {**sums, **named}
 
 
@@ -230,7 +261,7 @@ class TokenScores(NamedTuple):
 
     stats: TokenStats
     weights: Float[Array, "... T"]
-    balance: Float[Array, "3"] | None
+    balance: Float[Array, " numbers"] | None
 
 
 def token_scores(

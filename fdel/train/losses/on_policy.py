@@ -19,7 +19,7 @@ from jax.lax import stop_gradient
 from jaxtyping import Array
 
 from fdel.train.given import NOTHING, Given, lookup
-from fdel.train.losses.forward import Batch
+from fdel.train.losses.forward import Batch, still, undisturbed
 from fdel.train.losses.policy import Policy, policy
 from fdel.train.losses.sampled import Sums, at_next, policy_outputs, sampled_tokens
 from fdel.train.losses.sequences import PerToken, Segments, Tokens, sequence_sum, starts
@@ -73,7 +73,8 @@ def sampled_distill(
     tokens, each at its token. The batch is that of `losses.sampled`, without advantages.
     """
     outputs = policy_outputs(family, cfg, **settings | {"reference": False})
-    told = None if teacher is None else policy_outputs(teacher, teacher_cfg, **settings | {"reference": False})
+    alone: dict[str, Any] = settings | {"reference": False}
+    told = None if teacher is None else policy_outputs(teacher, still(teacher_cfg), **alone)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         o = outputs(params, batch, given)
@@ -81,7 +82,7 @@ def sampled_distill(
         if told is None:
             theirs = at_next(batch, "teacher_logps", t.mask)
         else:
-            theirs = told(stop_gradient(lookup(given, "teacher")), batch)["logp"]
+            theirs = told(stop_gradient(lookup(given, "teacher")), undisturbed(batch))["logp"]
         return sampled_kl(t, theirs, average=average, clip=clip)
 
     return loss
@@ -103,12 +104,12 @@ def taught_gradient(
             "top_entropy_quantile and such an entropy_coef couple rows; a teacher's advantages are per row"
         )
     outputs = policy_outputs(family, cfg, **settings | {"reference": options.beta > 0})
-    told = policy_outputs(teacher, teacher_cfg, **settings | {"reference": False, "router": False})
+    told = policy_outputs(teacher, still(teacher_cfg), **settings | {"reference": False, "router": False})
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         o = outputs(params, batch, given)
         t = sampled_tokens(o, batch if "advantages" in batch else {"advantages": jnp.zeros(o["logp"].shape), **batch})
-        theirs = stop_gradient(told(lookup(given, "teacher"), batch)["logp"])
+        theirs = stop_gradient(told(lookup(given, "teacher"), undisturbed(batch))["logp"])
         drift = jnp.where(t.mask > 0, theirs - stop_gradient(t.old), 0)
         total, sums = policy(t._replace(advantages=t.advantages + advantage(drift, t)), options)
         return total, sums | {"kl": (-drift.sum(), t.mask.sum())}

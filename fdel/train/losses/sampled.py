@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from fdel.train.extras import carry
 from fdel.train.given import NOTHING, Given
-from fdel.train.losses.forward import Batch, router_terms, rows, token_scores
+from fdel.train.losses.forward import Batch, router_terms, rows, token_scores, undisturbed
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.policy import Policy, policy
 from fdel.train.losses.sequences import Tokens
@@ -55,7 +55,7 @@ def policy_outputs(
     They are of softmax(logits / temperature) after `penalties.repetition`: what was drawn from, if the sampler had the same
     temperature and penalty, but for what it cut off ("kept"). If the step is given a reference and the batch has no
     "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
-    "balance", float[R 3], of the microbatch, see `router_terms`.
+    "balance", float[R 3], of the microbatch, see `router_terms`; where routers have a capacity, float[R 5] in any case.
     """
     drawn: dict[str, Any] = {"temperature": temperature, "repetition_penalty": repetition_penalty}
     scores = token_scores(family, cfg, router=router, chunk=chunk, remat=remat, **drawn)
@@ -66,9 +66,11 @@ def policy_outputs(
         s = scores(params, batch)
         out = {"logp": s.stats.logp, "entropy": s.stats.entropy}
         if reference and "reference" in given and "ref_logps" not in batch:
-            told = scores(jax.lax.stop_gradient(given["reference"]), batch)
+            told = scores(jax.lax.stop_gradient(given["reference"]), undisturbed(batch))
             out["reference"] = jax.lax.stop_gradient(told.stats.logp)
-        return out if s.balance is None else out | {"balance": jnp.broadcast_to(s.balance, (len(s.weights), 3))}
+        if s.balance is not None:
+            out["balance"] = jnp.broadcast_to(s.balance, (len(s.weights), *s.balance.shape))
+        return out
 
     return outputs
 
@@ -90,7 +92,7 @@ def policy_objective(
         total, sums = policy(sampled_tokens(o, batch), options, coef)
         if router and "balance" not in o:
             raise ValueError("router_aux_loss_coef is not 0, but there is no balance; give policy_outputs router=True")
-        mean = o["balance"].mean(0) if router else None
+        mean = o["balance"].mean(0) if "balance" in o else None
         return router_terms(total, sums, mean, router_aux_loss_coef, router_z_loss_coef)
 
     return objective

@@ -74,7 +74,7 @@ def value_outputs(
                 f"the critic has {sorted(judge)}, {heads.count(judge)} labels; expected a head of one, as 'value'"
             )
         x = forward(mine, tokens, packed).hidden
-        seen = x if look is None else look(judge["model"], tokens, packed).hidden
+        seen = x if look is None else look(judge["model"], tokens, replace(packed, routing=None)).hidden
         head = family.head(mine, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
         stats = place_stats(x, head, labels, batch, chunk, repetition_penalty)
