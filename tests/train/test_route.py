@@ -134,7 +134,9 @@ def test_microbatches_and_a_new_start_change_nothing():
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2, "tp": 2}, {"ep": 4, "sp": 2}, {"dp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "fsdp": 2, "tp": 2}, {"ep": 4, "sp": 2}, {"dp": 2, "ep": 2, "tp": 2}], ids=str
+)
 def test_meshes_change_nothing(sizes):
     """Gradients of two microbatches on several devices are those of one device, noise and drops too: 1e-5."""
     weights, batch, given = params.init(SPEC, jax.random.key(0), dtype=jnp.float32), batch_of(rows=8), {}

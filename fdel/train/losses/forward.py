@@ -123,8 +123,8 @@ def forward_pass(
     if getattr(cfg, "jitter", 0):
         key = type(getattr(cfg, "text", cfg)).__dataclass_fields__["jitter"].metadata.get("key", "jitter")
         raise ValueError(
-            f"{key}={cfg.jitter} in the model's config.json: a loss has no noise on what routers read, a step has. Put train.route(g, jitter={cfg.jitter}) around gradients, to train with "
-            "it, and give the loss losses.forward.still(cfg)"
+            f"{key}={cfg.jitter} in the model's config.json: a loss has no noise on what routers read, a step has. Put "
+            f"train.route(g, jitter={cfg.jitter}) around gradients, and give the loss losses.forward.still(cfg)"
         )
     if remat is not None:
         remat_policy(remat)
