@@ -14,8 +14,8 @@ from fdel.train import losses, parallel
 from tests.serve import small
 
 SIZES = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
-    num_attention_heads=4, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1,
+    vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=4, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=0,
     n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     norm_topk_prob=True, routed_scaling_factor=1.0, scoring_func="sigmoid",
 )  # fmt: skip
