@@ -56,4 +56,5 @@ def product(chip: str, format: str, summed: bool) -> aot.Compiled:
     target, mesh = mesh_of(chip)
     w = weight(mesh, format, (EMBED,) if summed else (FFN,), FFN if summed else EMBED, P(*[None] * summed, "tp"))
     x = put(mesh, jnp.bfloat16, (8, w.inputs[0]), P(None, "tp") if summed else P())
-    return aot.compile(target, jax.jit(lambda x, w: ops.einsum("bk,nk->bn", x, w)), x, w, mesh=mesh)
+    axes = "bf,df->bd" if summed else "bd,fd->bf"  # letters say which axis `tp` divides
+    return aot.compile(target, jax.jit(lambda x, w: ops.einsum(axes, x, w)), x, w, mesh=mesh)
