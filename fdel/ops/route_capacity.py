@@ -79,9 +79,10 @@ def jittered(h: Float[Array, "... D"], carry: Carry) -> tuple[Float[Array, "... 
     r = carry.routing
     if r is None or r.keys is None:
         return h, carry
-    own = lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), r.routers)
+    before = jnp.int32(0) if r.routers is None else r.routers
+    own = lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), before)
     noisy = jax.vmap(lambda data, x: router_jitter(x, own(data), r.jitter))(r.keys, h)
-    return noisy, replace(carry, routing=replace(r, routers=r.routers + 1))
+    return noisy, replace(carry, routing=replace(r, routers=before + 1))
 
 
 def limited(batch: Batch, carry: Carry, experts: Int[Array, "... k"], n: int) -> tuple[Int[Array, "... k"], Carry]:
