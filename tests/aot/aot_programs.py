@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -83,11 +84,15 @@ def model(name: str) -> tuple[Any, Any]:
 
 
 @cache
-def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compiled, int]:
-    """Compile "train", "decode", "prefill", "forward" or "see" (gradients of rows with images) of a model.
+def compiled(name: str, what: str, chip: str, devices: int, mesh: str = "", **chosen: str) -> tuple[aot.Compiled, int]:
+    """Compile "train", "decode", "prefill", "forward" or "see" (gradients of rows with images) of a model, once.
 
-    (program, bytes of its cache on all devices)
+    Rows are divided, but for an engine's of large models, where no other mesh is named for training or serving.
+    `chosen` names implementations, as `ops.use` does. (program, bytes of its cache on all devices)
     """
+    if chosen:
+        with ops.use(**chosen):
+            return compiled.__wrapped__(name, what, chip, devices, mesh)
     (family, cfg), on = model(name), target(chip, devices)
     if what == "forward":
         mesh = params.make_mesh({"fsdp": devices}, aot.devices(on))
@@ -112,11 +117,33 @@ def compiled(name: str, what: str, chip: str, devices: int) -> tuple[aot.Compile
         return aot.hand_over(on, family, cfg, f"fsdp={devices}", f"tp={devices}"), 0
     if what == "train":
         rows, length = (16, 4096) if name in MODELS else (8, 256 if name.endswith("-wide") else 64)
-        t = plan.Training(f"fsdp={devices}", rows, length, remat="nothing_saveable")
+        t = plan.Training(mesh or f"fsdp={devices}", rows, length, remat="nothing_saveable")
         return aot.train_step(on, family, cfg, t), 0
     rows, length = (64, 1024) if name in MODELS else (8, 128)
-    mesh = "tp=8" if devices > 1 and name in MODELS else f"fsdp={devices}"
+    mesh = mesh or ("tp=8" if devices > 1 and name in MODELS else f"fsdp={devices}")
     return aot.serving(on, family, cfg, aot.Serving(mesh, rows, length), what)
+
+
+def row(
+    record: Callable, name: str, what: str, chip: str, devices: int, mesh: str = "", **chosen: str
+) -> tuple[aot.Compiled, int]:
+    """Compile a program and note its row of the table."""
+    return note(record, name, what, chip, mesh or devices, *compiled(name, what, chip, devices, mesh, **chosen))
+
+
+def note(
+    record: Callable, name: str, what: str, chip: str, devices: int | str, c: aot.Compiled, cache: int
+) -> tuple[aot.Compiled, int]:
+    """Write down what a program came to."""
+    sent = plan.collectives(c.text, narrow=False)
+    kinds = Counter[str]()
+    for x in sent:
+        kinds[" ".join([x.kind, *sorted({s.partition("[")[0] for s in x.shapes})])] += x.count
+    record("program", [name, what, f"{chip} x {devices}", f"{c.seconds:.0f}", f"{c.arguments / 2**20:,.1f}",
+           f"{c.temporaries / 2**20:,.1f}", c.loops, f"{sum(x.moved for x in sent) / 2**20:,.2f}",
+           " ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())),
+           "" if c.estimate is None else f"{c.estimate * 1e3:.3f}"])  # fmt: skip
+    return c, cache
 
 
 def looking(cfg: Any, rows: int, length: int) -> dict[str, Any]:

@@ -2,11 +2,21 @@
 
 import jax
 import pytest
+from aot_programs import target
 
+from fdel import aot
 from fdel.report import render
 
 HEAD = ("model", "program", "devices", "compile s", "arguments MiB", "temporaries MiB", "loops", "sent MiB",
         "collectives", "estimate ms")  # fmt: skip
+
+
+@pytest.fixture(params=["v5p", "v6e", "h100"])
+def chip(request) -> str:
+    """A chip whose compiler is here."""
+    if why := aot.missing(target(request.param, 1)):
+        pytest.skip(why)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ import sound_programs
 from aot_programs import (
     FAMILIES,
     SEEING,
-    compiled,
     copies,
     floor,
     gathers,
     model,
+    note,
     read_once,
+    row,
     target,
     transposes,
     wide_products,
@@ -55,34 +55,6 @@ LATENT_TOYS = [
     pytest.param(f"{name}-wide", 1, marks=pytest.mark.matrix) for name in ("deepseek_v2", "deepseek_v3", "kimi_linear")
 ]
 SERVED = [(name, what) for name in ("llama-1b", "llama-1b-h128") for what in ("decode", "prefill")]
-
-
-@pytest.fixture(params=["v5p", "v6e", "h100"])
-def chip(request) -> str:
-    """A chip whose compiler is here."""
-    if why := aot.missing(target(request.param, 1)):
-        pytest.skip(why)
-    return request.param
-
-
-def row(record, name: str, what: str, chip: str, devices: int) -> tuple[aot.Compiled, int]:
-    """Compile a program and note its row of the table."""
-    return note(record, name, what, chip, devices, *compiled(name, what, chip, devices))
-
-
-def note(
-    record, name: str, what: str, chip: str, devices: int, c: aot.Compiled, cache: int
-) -> tuple[aot.Compiled, int]:
-    """Write down what a program came to."""
-    sent = plan.collectives(c.text, narrow=False)
-    kinds = Counter[str]()
-    for x in sent:
-        kinds[" ".join([x.kind, *sorted({s.partition("[")[0] for s in x.shapes})])] += x.count
-    record("program", [name, what, f"{chip} x {devices}", f"{c.seconds:.0f}", f"{c.arguments / 2**20:,.1f}",
-           f"{c.temporaries / 2**20:,.1f}", c.loops, f"{sum(x.moved for x in sent) / 2**20:,.2f}",
-           " ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())),
-           "" if c.estimate is None else f"{c.estimate * 1e3:.3f}"])  # fmt: skip
-    return c, cache
 
 
 @pytest.mark.aot
@@ -163,12 +135,8 @@ def test_a_decode_step_compiles_with_the_kernel_for_pages(name, devices, record_
     """For H100, as machine code, in each layer; no copy of the cache, and no loop, which toys never have."""
     if why := aot.missing(target("h100", devices)):
         pytest.skip(why)
-    compiled.cache_clear()
     plain, _ = row(record_property, name, "decode", "h100", devices)
-    compiled.cache_clear()
-    with ops.use(paged_attention="hopper"):
-        c, cache = row(record_property, name, "decode", "h100", devices)
-    compiled.cache_clear()
+    c, cache = row(record_property, name, "decode", "h100", devices, paged_attention="hopper")
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 1
     assert copies(c.text, cache // 2 // 4) == 0
     assert c.loops < plain.loops or name.endswith("-wide")
@@ -180,10 +148,7 @@ def test_a_decode_step_compiles_with_the_kernel_for_pages(name, devices, record_
 @pytest.mark.parametrize("name", ["llama-1b-h128", "deepseek_v3-narrow"])
 def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(name, devices, chip, record_property):
     """In each layer, beside no copy of the cache, with fewer temporaries and loops than XLA's program."""
-    compiled.cache_clear()
-    with ops.use(paged_attention="xla"):
-        plain, _ = row(record_property, name, "decode", chip, devices)
-    compiled.cache_clear()
+    plain, _ = row(record_property, name, "decode", chip, devices, paged_attention="xla")
     c, cache = row(record_property, name, "decode", chip, devices)
     assert len(re.findall(r"custom-call\(.*tpu_custom_call", c.text)) >= 1
     assert copies(c.text, cache // devices // 2 // 4) == 0
