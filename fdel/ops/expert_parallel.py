@@ -26,6 +26,7 @@ from jaxtyping import Array
 from fdel.ops.contraction import widen
 from fdel.ops.cpu import collective
 from fdel.ops.dispatch import Implementation, Table, choose
+from fdel.ops.grouped import in_order
 from fdel.ops.platform import context, target
 from fdel.ops.shard import divided
 
@@ -130,9 +131,9 @@ def _ragged(
     n, held, k = lax.axis_size(AXIS), p["gate"].shape[0], experts.shape[-1]
     sort = _Sorted(experts, n, held)
     given = x.reshape(-1, x.shape[-1])
-    rows = given[sort.order // k]
+    rows = in_order(given, sort.order, sort.back, k)
     if scale_inputs:
-        rows = rows * weights.reshape(-1)[sort.order, None].astype(rows.dtype)
+        rows *= in_order(weights.reshape(-1), sort.order, sort.back, 1)[:, None].astype(rows.dtype)
     me, sizes = lax.axis_index(AXIS), sort.every.reshape(n, n, held).sum(-1)  # [from to]
     sent, received = sizes.cumsum(1) - sizes, sizes.cumsum(0) - sizes  # where a part begins with each of the two
     arriving = jnp.zeros((n * len(given) * k, x.shape[-1]), x.dtype)
@@ -154,6 +155,7 @@ class _Sorted:
         chosen = jnp.where((chosen >= 0) & (chosen < n * held), chosen, n * held)
         counts = jnp.bincount(chosen, length=n * held + 1)[: n * held]
         self.experts, self.order = experts, jnp.argsort(chosen)
+        self.back = jnp.argsort(self.order)
         self.every = lax.all_gather(counts, AXIS)  # [n E]
         self.incoming = lax.dynamic_slice_in_dim(self.every, lax.axis_index(AXIS) * held, held, 1)  # [n held]
         self.to = counts.reshape(n, held).sum(1)
@@ -162,7 +164,7 @@ class _Sorted:
     def combine(self, out: Array, weights: Array, scaled: bool) -> Array:
         """Add up what came back [R k D] for each token, with its weights unless inputs had them; [R D]."""
         *_, k = self.experts.shape
-        y = out[jnp.argsort(self.order)].reshape(-1, k, out.shape[-1])
+        y = in_order(out, self.back, self.order, 1).reshape(-1, k, out.shape[-1])
         weights = weights.reshape(-1, k)
         return jnp.einsum("rkd,rk->rd", y, jnp.ones_like(weights) if scaled else weights).astype(out.dtype)
 

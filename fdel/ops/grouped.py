@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from fdel.ops.contraction import wide
 from fdel.ops.cpu import expert_tiles, in_step
@@ -200,3 +200,27 @@ def grouped_glu(
 def of_groups(bias: Float[Array, "E N"], group: Int[Array, " M"]) -> Float[Array, "M N"]:
     """Give each row its group's bias; 0 to rows of group E, which is none."""
     return bias.at[group].get(mode="fill", fill_value=0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def in_order(
+    x: Shaped[Array, "R ..."], order: Int[Array, " M"], back: Int[Array, " M"], each: int
+) -> Shaped[Array, "M ..."]:
+    """Give the rows of `x`, each so many times, in an order of the M = R each places: x[order // each].
+
+    `back` is the order's inverse. Gradients are rows in that order, those of a row summed in float32: XLA's own gradient of
+    a gather adds them up one by one, since it does not know that an order has each place once.
+    """
+    return x[order // each]
+
+
+def _ordered(x: Array, order: Array, back: Array, each: int) -> tuple[Array, Array]:
+    return x[order // each], back
+
+
+def _unordered(each: int, back: Array, dy: Array) -> tuple[Array, None, None]:
+    dx = dy[back].reshape(-1, each, *dy.shape[1:])
+    return dx.sum(1, dtype=wide(dy.dtype)).astype(dy.dtype), None, None
+
+
+in_order.defvjp(_ordered, _unordered)

@@ -19,7 +19,7 @@ from fdel.ops.cpu import collective
 from fdel.ops.dispatch import Implementation, Table, run
 from fdel.ops.einsum import einsum
 from fdel.ops.glu import Activation
-from fdel.ops.grouped import grouped_glu, grouped_matmul, of_groups
+from fdel.ops.grouped import grouped_glu, grouped_matmul, in_order, of_groups
 from fdel.ops.platform import context, target
 from fdel.ops.shard import divided, partition
 from fdel.ops.weights import PACKED, LowRank, Quantized, Weight, of_part
@@ -115,17 +115,19 @@ def _fused(
     chosen = experts.reshape(-1)
     chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, held)
     order = jnp.argsort(chosen)
+    back = jnp.argsort(order)
     sizes = jnp.bincount(chosen, length=held + 1)[:held]
-    rows = x.reshape(-1, x.shape[-1])[order // k]
+    rows = in_order(x.reshape(-1, x.shape[-1]), order, back, k)
     if scale_inputs:
-        rows, weights = rows * weights.reshape(-1)[order, None].astype(rows.dtype), jnp.ones_like(weights)
+        rows *= in_order(weights.reshape(-1), order, back, 1)[:, None].astype(rows.dtype)
+        weights = jnp.ones_like(weights)
 
     h = grouped_glu(rows, p["gate"], p["up"], sizes, gated, p.get("gate_bias"), p.get("up_bias"))
     down = grouped_matmul(h, p["down"], sizes)
     if "down_bias" in p:
         down = down + of_groups(p["down_bias"], chosen[order]).astype(down.dtype)
     down = checkpoint_name(down, "moe_expert_output")
-    y = down[jnp.argsort(order)].reshape(*batch, k, x.shape[-1])
+    y = in_order(down, back, order, 1).reshape(*batch, k, x.shape[-1])
     return checkpoint_name(jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype), "moe_output")
 
 

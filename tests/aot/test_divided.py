@@ -24,13 +24,13 @@ FORMATS = [None, "int8", "mxfp4"]
 matrix = lambda *values: pytest.param(*values, marks=pytest.mark.matrix)
 # Models that a mesh divides otherwise than by rows: a mixture, its shared experts, its biases, a recurrence, latents.
 DIVIDED = [
-    ("mixtral-wide", "decode", "tp=8"),
+    ("mixtral-wide", "decode", "fsdp=2,tp=4"),
     ("mixtral-wide", "train", "ep=2,fsdp=2,tp=2"),
     matrix("mixtral-wide", "prefill", "ep=4,tp=2"),
-    matrix("llama-wide", "decode", "tp=8"),
+    matrix("llama-wide", "decode", "fsdp=2,tp=4"),
     matrix("gpt_oss-wide", "train", "fsdp=4,tp=2"),
-    matrix("gpt_oss-wide", "decode", "tp=8"),
-    matrix("qwen3_next-wide", "decode", "tp=4,ep=2"),
+    matrix("gpt_oss-wide", "decode", "fsdp=2,tp=4"),
+    matrix("qwen3_next-wide", "decode", "ep=2,fsdp=2,tp=2"),
     matrix("deepseek_v3-wide", "prefill", "ep=4,tp=2"),
     matrix("mamba2-wide", "train", "fsdp=4,tp=2"),
 ]

@@ -235,6 +235,17 @@ def test_gradients_equal_those_of_the_dense_formula(name):
         close(a, b, 5e-6)
 
 
+def test_gradients_of_sorted_rows_are_rows_in_order():
+    """No device adds rows up one by one (XLA's gradient of a gather), and those of a token are summed in float32."""
+    experts = jnp.asarray(ROUTINGS["random"][:64])
+    args = jnp.ones((64, D), jnp.bfloat16), routing_of(experts), weights()
+    with tracing_for("tpu"), ops.use(moe="fused"):
+        f = lambda x, w, p: ops.moe(x, p, w, experts, jax.nn.silu).sum()
+        text = str(jax.make_jaxpr(jax.grad(f, (0, 1)))(*args))
+    rows = re.findall(rf"\w+:bf16\[\d+,{D}\] = scatter-add", text)
+    assert not rows, rows
+
+
 def test_gradient_reaches_the_router():
     logits = jnp.asarray(rng(7).normal(size=(9, E)), jnp.float32)
     x = jnp.asarray(rng(5).normal(size=(9, D)), jnp.float32)
