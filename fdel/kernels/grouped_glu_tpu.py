@@ -82,7 +82,7 @@ def _backward(product: Callable, saved: tuple, dy: Array) -> tuple:
     dx = rows_times(how, parts, w, (), sizes, lambda gate, up: [gate + up])[0]
     how = tiling_of_matrices(dy, x, len(sizes))
     dw = tuple(matrices_of(how, part, x, sizes) for part in parts)
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right", method="compare_all")
     of_group = lambda part, bias: jax.ops.segment_sum(part.astype(jnp.float32), group, len(sizes)).astype(bias.dtype)
     return dx, dw, tuple(of_group(part, bias) for part, bias in zip(parts, biases, strict=False)), None
 

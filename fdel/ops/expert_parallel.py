@@ -102,7 +102,7 @@ def _all_to_all(
         rows = given.at[chosen // k].get(mode="fill", fill_value=0)
         if scale_inputs:
             rows = rows * weights.reshape(-1).at[chosen].get(mode="fill", fill_value=0)[:, None].astype(rows.dtype)
-        expert = jax.vmap(lambda ends: jnp.searchsorted(ends, at, side="right"))(incoming).reshape(-1, 1)
+        expert = jax.vmap(lambda ends: _group(ends, at))(incoming).reshape(-1, 1)
         return swap(local(swap(rows), p, jnp.ones(expert.shape, weights.dtype), expert)), places
 
     def add(out: Array, j: Any, args: tuple) -> Array:
@@ -140,7 +140,7 @@ def _ragged(
     rows = lax.ragged_all_to_all(rows, arriving, sent[me], sizes[me], received[me], sizes[:, me], axis_name=AXIS)
     ends = sort.incoming.reshape(-1).cumsum()
     at = jnp.arange(len(rows))
-    expert = jnp.where(at < ends[-1], jnp.searchsorted(ends, at, side="right") % held, held)[:, None]
+    expert = jnp.where(at < ends[-1], _group(ends, at) % held, held)[:, None]
     rows = local(rows, p, jnp.ones(expert.shape, weights.dtype), expert)
     back = jnp.zeros((len(sort.order), x.shape[-1]), x.dtype)
     out = lax.ragged_all_to_all(rows, back, received[:, me], sizes[:, me], sent[:, me], sizes[me], axis_name=AXIS)
@@ -167,6 +167,11 @@ class _Sorted:
         y = in_order(out, self.back, self.order, 1).reshape(-1, k, out.shape[-1])
         weights = weights.reshape(-1, k)
         return jnp.einsum("rkd,rk->rd", y, jnp.ones_like(weights) if scaled else weights).astype(out.dtype)
+
+
+def _group(ends: Array, at: Array) -> Array:
+    """Say in which group a place is: all ends are compared at once, where a search would be a loop of small steps."""
+    return jnp.searchsorted(ends, at, side="right", method="compare_all")
 
 
 def _divided(rows: P) -> bool:

@@ -188,7 +188,7 @@ def grouped_glu(
     >>> ops.grouped_glu(jnp.ones((3, 2)), w, w, jnp.array([1, 2]), lambda gate, up: gate + up)[:, 0]
     Array([4., 8., 8.], dtype=float32)
     """
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right", method="compare_all")
 
     def linear(w: Weight, bias: Array | None, saved: str) -> Array:
         y = grouped_matmul(x, w, sizes)

@@ -49,6 +49,8 @@ def widened(values: dict[str, Any]) -> dict[str, Any]:
     out = {k: WIDENED[k] if k in WIDENED and v else v for k, v in values.items()}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         out["num_key_value_heads"] = out["num_attention_heads"]
+    if "time_step_rank" in values:
+        out["state_size"] = 16  # a selective scan's, as published: its gradient is a kernel for so few alone
     inner = {k: widened(v) for k, v in values.items() if k in ("text_config", "thinker_config")}
     for key, size in (
         ("vision_config", "out_hidden_size"),
