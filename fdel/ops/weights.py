@@ -7,12 +7,15 @@ through `jax.tree.map`, give valid leaves.
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer, Num
+
+from fdel.ops.platform import target
 
 register = jax.tree_util.register_dataclass
 
@@ -157,7 +160,17 @@ def decode(w: Quantized, dtype: jnp.dtype) -> list[Num[Array, "*outputs inputs"]
     table = TABLES.get(w.format)
     if w.format == "int4":
         return [x.astype(dtype) - jnp.array(8, dtype) for x in parts]
-    return [x.astype(dtype) if table is None else jnp.array(table, dtype)[x] for x in parts]
+    return [x.astype(dtype) if table is None else _looked_up(table, x, dtype) for x in parts]
+
+
+def _looked_up(table: tuple[float, ...], x: Integer[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
+    """Give the numbers that indices stand for: on TPUs each bit chooses, of 16; a gather wants indices of 32 bits there."""
+    found: list[Any] = [jnp.array(number, dtype) for number in table]
+    if target() != "tpu" or len(found) != 16:
+        return jnp.array(table, dtype)[x]
+    for bit in range(4):
+        found = [jnp.where(x >> bit & 1 == 1, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
 
 
 def scales(w: Quantized) -> Float[Array, "*outputs groups"]:

@@ -22,7 +22,8 @@ from fdel import ops, params
 from fdel.kernels import quantized_matmul_tpu as kernel
 from fdel.ops.einsum import _plan
 from fdel.ops.platform import tracing_for
-from fdel.ops.weights import NF4, Quantized
+from fdel.ops.weights import NF4, Quantized, decode
+from fdel.ops.weights import TABLES as CODES
 
 ZEROS = {"int8": (None, "float"), "uint8": ("int", None), "uint4": ("int", "float"), "int4": (None, "int")}
 
@@ -268,3 +269,17 @@ def test_devices_share_a_weight(subscripts, c, interpreted):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
     assert not re.search(r"= [us]8\[\S* (all-gather|all-to-all|collective-permute)", text)
     assert len(re.findall(r" all-reduce\(", text)) == (subscripts == "tf,df->td")
+
+
+@pytest.mark.parametrize("form", ["nf4", "fp4", "e2m1"])
+def test_a_tpu_reads_codes_without_a_gather(form):
+    """The numbers of the table, -0 too, bit by bit."""
+    codes = jnp.arange(16, dtype=jnp.uint8).reshape(2, 8)
+    w = Quantized(codes << 4 | codes, jnp.ones((2, 1)), None, form, (16,), np.dtype("float32"))
+    with tracing_for("tpu"):
+        read = lambda w: decode(w, jnp.bfloat16)
+        text, got = str(jax.make_jaxpr(read)(w)), read(w)
+    want = np.asarray(CODES[form], jnp.bfloat16).reshape(2, 8)
+    assert "gather" not in text and len(got) == 2
+    for half in got:
+        np.testing.assert_array_equal(np.asarray(half).view(np.uint16), want.view(np.uint16))
