@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ TILE = 1 << 18  # most elements of a quantised weight that are decoded at once, 
 COPY = 1 << 20  # most elements of an expert's weight that are copied at once: large copies cost twice the product
 FEW = range(2, 64)  # numbers of float32 rows that are multiplied up to three times faster as w x than as x w
 MANY = 256  # rows from which the gradient of a matrix is worth an order of its own
+FINE = 1 << 25  # numbers in a model's layers from which 32 tokens of padding take longer than 20 ms of a processor
 
 
 def here() -> bool:
@@ -28,12 +29,29 @@ def here() -> bool:
     return target() == "cpu"
 
 
+def alone() -> bool:
+    """Tell whether what is traced here runs on one CPU, so that no mesh divides its arrays."""
+    return here() and not context("dp", "fsdp", "ep", "tp", "sp")
+
+
+def sizes_between(sizes: Sequence[int], weights: int) -> list[int]:
+    """List numbers of blocks of 32 tokens between `sizes`, in eighths of the next one, that are worth a program here.
+
+    So a sixth of a prefill's blocks is padding at most, and not a half. None for a model with fewer than `FINE` `weights`
+    in its layers: there a program takes longer to compile than all that it saves. Of 2, 4, 8 and 16 these are 1, 3, 5, 6,
+    7, 10, 12 and 14.
+    """
+    step = lambda high: max(1, high // 8)
+    pairs = itertools.pairwise([0, *sizes]) if here() and weights >= FINE else ()
+    return [n for low, high in pairs for n in range(low + step(high), high, step(high))]
+
+
 def each_row(f: Callable, *arrays: Array, loop: bool) -> Any:
     """Compute f(*arrays) for arrays [B ...], here with a `loop` over the rows: what a row needs stays in cache.
 
     Not where a mesh divides the rows: a loop over them would gather them first.
     """
-    if not here() or not loop or len(arrays[0]) == 1 or context("dp", "fsdp", "ep", "tp", "sp"):
+    if not alone() or not loop or len(arrays[0]) == 1:
         return f(*arrays)
     row = lambda xs: jax.tree.map(lambda x: x[0], f(*(x[None] for x in xs)))
     return lax.map(row, arrays)
@@ -105,7 +123,7 @@ def _rows(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
         return ordered(y.astype(dtype), turned, plan.out)
     matrix = len(outputs) == len(inputs) == 1 and plan.w == outputs + inputs and plan.x.endswith(inputs)
     matrix = matrix and x.dtype.itemsize >= 4 and w.shape[0] >= w.shape[1]
-    if matrix and count >= MANY and not context("dp", "fsdp", "ep", "tp", "sp"):
+    if matrix and count >= MANY and alone():
         return ordered(_many_rows(x, w).astype(dtype), rows + outputs, plan.out)
     return product(plan, x, w, full).astype(dtype)
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fdel.ops import mask as M
-from fdel.ops.cpu import backward_block, each_row, over_queries, row_dots
+from fdel.ops.cpu import alone, backward_block, each_row, over_queries, row_dots
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
-from fdel.ops.platform import context, target
+from fdel.ops.platform import target
 
 # By XLA:TPU's estimate 512 takes a quarter of the cycles of 128 in rows of 4,096 tokens; on CPU twice the time.
 BLOCKS = {"cpu": 128, "gpu": 512, "tpu": 512}
@@ -61,7 +61,7 @@ def _whole(m: Mask, q: Array, k: Array, where: Where, sinks: Any, alibi: Any) ->
     plain = where.full and m == Mask(m.scale, causal=False) and sinks is None and alibi is None
     if not plain or where.k_segments is not None or where.q_start is not None:
         return 0
-    if target() != "cpu" or context("dp", "fsdp", "ep", "tp", "sp"):
+    if not alone():
         return 0
     rows = q.shape[1] * q.shape[2] // k.shape[2]
     size = next(n for n in range(min(rows, WHOLE), 0, -1) if rows % n == 0)

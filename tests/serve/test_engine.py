@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from fdel import models, params, serve, train
 from fdel.models import llama
+from fdel.ops import cpu
 from fdel.serve.engine import packing, step
 from fdel.serve.engine.engine import Engine, Settings, unsupported
 from fdel.serve.engine.pages import Pool
@@ -822,6 +823,26 @@ def test_steps_run_before_all_programs_are_there(model, solo, caplog) -> None:
     assert sizes == {("extend", 2), ("extend", 4), ("decode", 1), ("decode", 2), ("decode", 4)}
     assert not [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
     e.close()
+
+
+def test_a_large_model_has_programs_for_few_blocks_of_padding(model, solo, monkeypatch) -> None:
+    """A prompt of 70 tokens, 3 blocks, runs as 3 once that program is there, which is compiled last; until then as 4."""
+    monkeypatch.setattr(cpu, "FINE", 1)
+    e, sizes = engine(model, budget=128), []
+    device = e._core.device
+    execute = device.execute
+    device.execute = lambda call: (sizes.append(len(call.arrays[0])) if call.name == "extend" else ()) or execute(call)
+    assert device.usable["extend"] == [2, 4] and tokens(e.generate(PROMPTS[:1], MIXED[:1])) == tokens(solo[:1])
+    device.warm_up(least=True)
+    assert [n for name, n, _ in device.uncompiled][-2:] == [1, 3] and device.uncompiled[-1][0] == "extend"
+    while device.uncompiled[0][:2] != ("extend", 1):
+        device.uncompiled = device.uncompiled[1:]
+    device.complete()
+    assert device.usable["extend"] == [1, 3, 4] and tokens(e.generate(PROMPTS[:2], MIXED[:2])) == tokens(solo[:2])
+    assert sizes[0] == 4 and 3 in sizes[1:]
+    assert cpu.sizes_between([2, 4, 8, 16], 10**8) == [1, 3, 5, 6, 7, 10, 12, 14]
+    monkeypatch.undo()
+    assert cpu.sizes_between([2, 4, 8, 16], 10**6) == []
 
 
 def test_an_engine_that_is_closed_compiles_no_more(model) -> None:

@@ -28,6 +28,7 @@ class Compiling:
     weights: Any
     model: Any
     blocks: list[int]  # sizes of programs
+    fine: list[int]  # those of them that are compiled last: they save padding alone
     batches: Sequence[int]
     lengths: list[int]
     drafts: int
@@ -67,12 +68,14 @@ class Compiling:
         self.uncompiled = []
 
     def _warm_up(self, least: int) -> None:
-        every = [("extend", n) for n in reversed(self.blocks)] + [("decode", n) for n in reversed(self.batches)]
+        coarse = [n for n in reversed(self.blocks) if n not in self.fine]
+        every = [("extend", n) for n in coarse] + [("decode", n) for n in reversed(self.batches)]
         every = every if self.writes else []
         whole = {"score": self.writes, "embed": self.unembedded is None}
         every += [(name, n) for n in self.lengths for name, there in whole.items() if there]
         if self.example is not None:
             every += [("encode", n) for n in sorted({self.example[0], rounded(self.example[0])})]
+        every += [("extend", n) for n in self.fine if self.writes]
         sized = [(name, n, self._compilers(name, n)) for name, n in every]
         largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
         self.uncompiled = [(name, n, c) for name, n, c in sized if least and n != largest.get(name)]

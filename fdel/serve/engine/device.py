@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from fdel import ops
-from fdel.models import Model
+from fdel.models import Model, heads
+from fdel.ops import cpu
 from fdel.ops.platform import target
 from fdel.serve.engine import packing
 from fdel.serve.engine.compiling import BLOCK as BLOCK
@@ -38,10 +39,10 @@ def sizes(first: int, last: int, factor: int) -> list[int]:
 class Device(Seeing):
     """What runs on the accelerators: `rows` sequences at a time, of at most `length` tokens, in `pages` pages.
 
-    Programs are compiled for some numbers of prefill blocks (`blocks`) and of decode rows (`batches`). `draft` is a smaller
-    model that guesses `settings.drafts` tokens at each decode, so that its own cache has no gaps; without it they are
-    guessed from earlier tokens, in the steps that ask for it. `sight` (`media.sight.Sight`) is how the model sees; without
-    it it reads text alone. Processes that follow one make the same `Device`.
+    Programs are compiled for some numbers of prefill blocks (`blocks`, the `fine` ones last) and of decode rows
+    (`batches`). `draft` is a smaller model that guesses `settings.drafts` tokens at each decode, so that its own cache has
+    no gaps; without it they are guessed from earlier tokens, in the steps that ask for it. `sight` (`media.sight.Sight`) is
+    how the model sees; without it it reads text alone. Processes that follow one make the same `Device`.
     """
 
     unembedded: ClassVar[str | None] = None  # why nothing is embedded, where that is so
@@ -54,7 +55,10 @@ class Device(Seeing):
         self.length = min(LENGTH, (s.pages or LENGTH) * PAGE) if limit == math.inf else int(limit)
         width = -(-self.length // PAGE)
         self.rows, self.pages = s.rows, s.pages or max(width, s.rows * min(width, COMMON_PAGES))
-        self.blocks, self.batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
+        coarse, self.batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
+        weights = jax.tree.leaves(heads.inner(model.params)["layers"])
+        self.fine = cpu.sizes_between(coarse, sum(x.size for x in weights))
+        self.blocks = sorted([*coarse, *self.fine])
         self.drafts, self.steps = s.drafts, s.decode_steps
         self.writes = writes  # else whole sequences are all that it computes
         self.width = max(s.drafts + 1, s.decode_steps)  # tokens that a step adds to a sequence at most
@@ -74,7 +78,7 @@ class Device(Seeing):
         self.known = [0] * self.rows  # pages of each row that the table has
         self.lengths = sizes(PAGE, self.length, 2)  # to which sequences are padded that are scored as a whole
         self.apart = target() == "gpu"  # whose kernel knows one sequence per row: a text alone has its own program
-        self.usable = {"extend": list(self.blocks), "decode": list(self.batches)}  # the sizes that plans may have
+        self.usable = {"extend": coarse, "decode": list(self.batches)}  # the sizes that plans may have
         self.uncompiled: list[tuple[str, int, list[Callable[[], Any]]]] = []  # program, size, and what compiles it
         self.state: Any = None  # an `ops.State` for each model
         self.sequences: Any = None  # `Rows`
