@@ -70,6 +70,7 @@ NEEDY = {  # keys that only others make sense of; what else says so is tested by
 # Keys of what is sampled and how it is rewarded: tests/test_recipe_samples.py finds what they do.
 SAMPLING = {
     "reward_functions", "reward_timeout", "top_p", "top_k", "min_p", "repetition_penalty", "sampling_timeout",
+    "presence_penalty", "frequency_penalty",
     "steps_per_generation", "num_iterations", "rollout_ahead", "sampling_devices", "sampler_sleeps",
     "mask_truncated_completions", "log_completions",
     "num_completions_to_print", "scale_rewards", "multi_objective_aggregation", "num_remains_in_group", "filter_by",

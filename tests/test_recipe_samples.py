@@ -62,9 +62,10 @@ def column(out: Path, name: str) -> np.ndarray:
 KINDS = {
     "grpo": {"steps_per_generation": 2, "beta": 0.01}, "gspo": {"samples_per_row": 4, "learning_rate": 2e-2},
     "gfpo": {"num_remains_in_group": 2, "learning_rate": 2e-2, "repetition_penalty": 1.2},
-    "rlvr": {"mask_truncated_completions": False}, "rloo": {"samples_per_row": 2, "repetition_penalty": 1.1},
+    "rlvr": {"mask_truncated_completions": False}, "rloo": {"samples_per_row": 2, "presence_penalty": 0.1},
     "online_dpo": {"num_generations": 2, "learning_rate": 3e-2}, "xpo": {"num_generations": 2, "learning_rate": 3e-2},
-    "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5, "repetition_penalty": 1.1},
+    "ppo": {"num_generations": 2, "learning_rate": 2e-2, "vf_coef": 0.5, "repetition_penalty": 1.1,
+            "frequency_penalty": -0.1},
     "nash_md": {"num_generations": 2, "learning_rate": 3e-2, "beta": 0.01},
     "sdpo": {"sdpo_policy_loss_mode": "hybrid", "success_reward_threshold": 0.6, "learning_rate": 3e-2},
     "a2po": {"num_generations": 2, "num_value_samples": 4, "beta2": 0.05, "learning_rate": 2e-2},
@@ -473,11 +474,12 @@ def test_what_is_asked(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(samples.rival, "rollout", rollout)
     monkeypatch.setattr(samples.rewards, "score", score)
     tok = text.load(folder / "model")
-    keys = {"top_p": 0.9, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "temperature": 0.5, "seed": 3,
+    keys = {"top_p": 0.9, "top_k": 7, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+            "frequency_penalty": -0.3, "temperature": 0.5, "seed": 3,
             "sampling_timeout": 9.0, "reward_timeout": 8.0, "max_completion_length": 5}  # fmt: skip
     source = asked(made(folder, tmp_path, **keys), tok)
     source.sample([])
-    wanted = {k: v for k, v in keys.items() if k in ("top_p", "top_k", "min_p", "repetition_penalty", "temperature")}
+    wanted = {k: v for k, v in keys.items() if k in ("top_p", "top_k", "min_p", "temperature") or "penalty" in k}
     wanted |= {"max_tokens": 5, "samples": 4, "deadline": 9.0, "timeout": 8.0, "weights": [1.0, 1.0]}
     assert {k: seen[k] for k in wanted} == wanted and seen["functions"] == ["even", "exact"]
 
@@ -524,7 +526,10 @@ def test_samples_are_shown(folder, tmp_path, monkeypatch, capsys):
         ({"eval_batch_size": 8}, "eval_batch_size: "),
         ({"trainer_type": "ppo", "lora": {"r": 4}}, "ppo trains all weights in this version"),
         ({"trainer_type": "sdpo", "repetition_penalty": 1.1}, "would be kept from repeating it; remove it"),
+        ({"trainer_type": "sdpo", "presence_penalty": 0.5}, "presence_penalty=0.5: the models' own distributions are"),
         ({"trainer_type": "minillm", "repetition_penalty": 1.1}, "set single_step_decomposition: false, or remove it"),
+        ({"trainer_type": "minillm", "frequency_penalty": 0.5}, "frequency_penalty=0.5 with single_step_decomposition"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"trainer_type": "sdpo", "epsilon": 0.1}, "epsilon: rewards are not learnt; set sdpo_policy_loss_mode"),
         ({"trainer_type": "sdpo", "distillation_alpha": 0.5}, "of the drawn tokens alone there is only the reverse KL"),
         ({"trainer_type": "sdpo", "lora": {"r": 4}}, "teacher_model_kind: with adapters, the reference is the model"),

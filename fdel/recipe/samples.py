@@ -199,7 +199,7 @@ def asked(k: Any) -> SamplingParams:
     """Say what a sample is drawn with."""
     return SamplingParams(
         max_tokens=k.max_completion_length, temperature=k.temperature, top_p=k.top_p, top_k=k.top_k, min_p=k.min_p,
-        repetition_penalty=k.repetition_penalty,
+        **k.penalties,
     )  # fmt: skip
 
 

@@ -61,6 +61,9 @@ class Sampling(Generating):
     min_p: float = key(0.0, "of sampling: least probability, of the likeliest one's", least=0, most=1)
     repetition_penalty: float = key(1.0, "of sampling, and of the log-probabilities of policy losses: divides positive "
         "logits of tokens that stand there already, and multiplies others", positive=True)  # fmt: skip
+    presence_penalty: float = key(0.0, "likewise: taken off the logits of tokens that were drawn in this turn already",
+        least=-2, most=2)  # fmt: skip
+    frequency_penalty: float = key(0.0, "likewise: taken off for each time that they were drawn", least=-2, most=2)
     sampling_timeout: float | None = key(None, "seconds, after which samples of a step are cut where they are; a run "
         "is then not repeated bit by bit", positive=True)  # fmt: skip
     rollout_ahead: int = key(0, "steps by which samples are drawn before they are learnt, in a thread meanwhile; "
@@ -76,7 +79,12 @@ class Sampling(Generating):
     @property
     def drawn(self) -> dict[str, Any]:
         """What losses are told of the distribution that samples were drawn from."""
-        return {"temperature": self.temperature, "repetition_penalty": self.repetition_penalty}
+        return {"temperature": self.temperature, **self.penalties}
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """The penalties that are asked for, by their keys."""
+        return {f.name: x for f in fields(losses.penalties.Penalties) if (x := getattr(self, f.name)) != f.default}
 
 
 @dataclass(frozen=True)

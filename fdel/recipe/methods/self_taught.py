@@ -96,10 +96,10 @@ def options(k: Sdpo) -> losses.Policy:
         )
     if k.loss_type not in ("grpo", "dapo"):
         raise ValueError(f"loss_type={k.loss_type!r}; expected 'grpo' or 'dapo'")
-    if k.repetition_penalty != 1:
+    for name, x in k.penalties.items():
         raise ValueError(
-            f"repetition_penalty={k.repetition_penalty}: the model that is told a solution would be kept from repeating "
-            "it; remove it"
+            f"{name}={x}: the models' own distributions are compared, and by a repetition_penalty the one that is told a "
+            "solution would be kept from repeating it; remove it"
         )
     for name, known in (("reprompt", ("prompt", "solution", "feedback")), ("solution", ("successful_previous_attempt",)),
                         ("feedback", ("feedback_raw",))):  # fmt: skip
@@ -231,6 +231,7 @@ def _after(s: Sample, prompt: np.ndarray | None, shown: tuple[Shown, ...]) -> Sa
         s, task=s.task._replace(prompt=tuple(prompt.tolist()), images=shown),
         tokens=np.concatenate([prompt, s.tokens[start:]]),
         drawn=moved(s.drawn), logps=moved(s.logps), kept=moved(s.kept), versions=moved(s.versions),
+        asked=None if s.asked is None else tuple(at - start + len(prompt) for at in s.asked),
     )  # fmt: skip
 
 

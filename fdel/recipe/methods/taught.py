@@ -52,10 +52,10 @@ def iw_opd(k: IwOpd, model: models.Model, *, remat: str | None, teacher: models.
 
 def minillm_options(k: MiniLlm) -> losses.Policy:
     """Say which policy loss keys ask for; ValueError for keys that do not go together."""
-    if k.repetition_penalty != 1 and k.single_step_decomposition:
+    for name, x in k.penalties.items() if k.single_step_decomposition else ():
         raise ValueError(
-            f"repetition_penalty={k.repetition_penalty} with single_step_decomposition, which compares whole distributions "
-            "without it; set single_step_decomposition: false, or remove it"
+            f"{name}={x} with single_step_decomposition, which compares whole distributions without it; set "
+            "single_step_decomposition: false, or remove it"
         )
     return losses.Policy(
         loss_type=k.loss_type, epsilon=k.epsilon, epsilon_high=k.epsilon_high, correction=correction(k),

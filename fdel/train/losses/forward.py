@@ -28,12 +28,13 @@ from fdel import ops
 from fdel.ops.layers import remat_policy
 from fdel.ops.shard import row_lookup
 from fdel.train.losses.head import CHUNK, token_stats
-from fdel.train.losses.penalties import repetition
+from fdel.train.losses.penalties import Penalties, change, turns_since
 from fdel.train.losses.stats import IGNORE, TokenStats, check_range
 
 Batch = Mapping[str, Any]
 SEEN = ("media", "rotary")  # the keys of a batch that shows something
 Ids = Int[Array, "B T"]
+NONE = Penalties()
 
 
 def shift(tokens: Ids, segment_ids: Ids, mask: Bool[Array, "B T"] | Ids | None = None) -> Ids:
@@ -224,19 +225,20 @@ def learnt_places(batch: Batch, most: int) -> Int[np.ndarray, "... K"]:
 
 
 def place_stats(
-    hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batch: Batch, chunk: int, penalty: float = 1.0
+    hidden: Float[Array, "R T D"], head: ops.Head, labels: Ids, batch: Batch, chunk: int, penalties: Penalties = NONE
 ) -> TokenStats:
-    """Compute `token_stats` at a batch's places, if it names them, and 0 elsewhere, after `penalties.repetition`."""
+    """Compute `token_stats` at a batch's places, if it names them, and 0 elsewhere, after `losses.penalties`."""
     t = labels.shape[1]
 
-    def stats_at(x: Array, labels: Array, places: Array) -> TokenStats:
+    def stats_at(x: Array, asked: Array, places: Array) -> TokenStats:
         how: dict[str, Any] = {}
-        if penalty != 1.0:
+        if penalties:
             tokens, packed, _ = rows(batch)
             vocab = jax.eval_shape(ops.logits, x[0, :1], head).shape[-1]
-            changed = repetition(penalty, tokens, packed, places, vocab)
+            since = turns_since(labels, batch["turns"].reshape(labels.shape) if "turns" in batch else None)
+            changed = change(penalties, head.temperature, tokens, packed, since, places, vocab)
             how = dict(zip(("change", "data", "beside"), changed, strict=True))
-        return token_stats(x, head, labels, chunk=chunk, **how)
+        return token_stats(x, head, asked, chunk=chunk, **how)
 
     if "places" not in batch:
         return stats_at(hidden, labels, jnp.broadcast_to(jnp.arange(t), labels.shape))
@@ -272,15 +274,16 @@ def token_scores(
     router: bool = False,
     remat: str | None = None,
     temperature: float = 1.0,
-    repetition_penalty: float = 1.0,
+    **penalties: float,
 ) -> Callable[[Any, Batch], TokenScores]:
     """Build `scores(params, batch) -> TokenScores`; `router` and `remat` are those of `forward_pass`.
 
     Place t holds what the model says there of token t + 1; statistics are 0 where the weight is. They are those of
-    softmax(logits / temperature), after `penalties.repetition`.
+    softmax(logits / temperature), after the penalties that are fields of `penalties.Penalties`.
     """
     check_range(1, chunk=chunk)
-    check_range(above=True, temperature=temperature, repetition_penalty=repetition_penalty)
+    check_range(above=True, temperature=temperature)
+    asked = Penalties(**penalties)
     next_tokens(family, cfg)
     forward = forward_pass(family, cfg, router=router, remat=remat)
 
@@ -289,7 +292,7 @@ def token_scores(
         out = forward(params, tokens, packed)
         head = family.head(params, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
-        stats = place_stats(out.hidden, head, labels, batch, chunk, repetition_penalty)
+        stats = place_stats(out.hidden, head, labels, batch, chunk, asked)
         back = lambda a: a.reshape(batch["tokens"].shape)
         return TokenScores(jax.tree.map(back, stats), back(labels >= 0).astype(jnp.float32), out.balance)
 

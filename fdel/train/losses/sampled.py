@@ -16,6 +16,8 @@ tokens, each at the token that it is about. Rows may be packed.
     kept        log of the mass that top-k, top-p or min-p left, so that logps + kept is of the whole distribution; absent:
                 0, what was cut off is then corrected for too
     ref_logps   log-probabilities under the reference, for beta != 0, or the step is given reference=params
+    turns       int: where in its row the turn begins that drew the token, for penalties that count (`losses.penalties`);
+                absent: learnt tokens that stand side by side are one turn
 """
 
 from collections.abc import Callable
@@ -44,21 +46,21 @@ def policy_outputs(
     cfg: Any,
     *,
     temperature: float = 1.0,
-    repetition_penalty: float = 1.0,
     reference: bool = True,
     router: bool = False,
     chunk: int = CHUNK,
     remat: str | None = None,
+    **penalties: float,
 ) -> Callable[..., Outputs]:
     """Build `outputs(params, batch, given)`: "logp" and "entropy" of the next token, [R T], 0 where it is not learnt.
 
-    They are of softmax(logits / temperature) after `penalties.repetition`: what was drawn from, if the sampler had the same
-    temperature and penalty, but for what it cut off ("kept"). If the step is given a reference and the batch has no
-    "ref_logps", "reference" are its log-probabilities; reference=False leaves them away. With `router` there is
-    "balance", float[R 3], of the microbatch, see `router_terms`; where routers have a capacity, float[R 5] in any case.
+    They are of softmax(logits / temperature) after `penalties`, which are fields of `losses.penalties.Penalties`: what was
+    drawn from, if the sampler had the same temperature and penalties, but for what it cut off ("kept"). If the step is
+    given a reference and the batch has no "ref_logps", "reference" are its log-probabilities; reference=False leaves them
+    away. With `router` there is "balance", float[R 3], of the microbatch, see `router_terms`; where routers have a
+    capacity, float[R 5] in any case.
     """
-    drawn: dict[str, Any] = {"temperature": temperature, "repetition_penalty": repetition_penalty}
-    scores = token_scores(family, cfg, router=router, chunk=chunk, remat=remat, **drawn)
+    scores = token_scores(family, cfg, router=router, chunk=chunk, remat=remat, temperature=temperature, **penalties)
 
     def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
         if batch["tokens"].ndim != 2:

@@ -25,6 +25,7 @@ from fdel.models import heads
 from fdel.train.given import NOTHING, Given
 from fdel.train.losses.forward import Batch, forward_pass, next_tokens, place_stats, rows
 from fdel.train.losses.head import CHUNK
+from fdel.train.losses.penalties import Penalties
 from fdel.train.losses.policy import TERMS, Policy, policy
 from fdel.train.losses.sampled import Outputs, Sums, at_next, sampled_tokens
 from fdel.train.losses.stats import check_range
@@ -55,13 +56,14 @@ def value_outputs(
     *,
     critic: Critic = None,
     temperature: float = 1.0,
-    repetition_penalty: float = 1.0,
     chunk: int = CHUNK,
     remat: str | None = None,
+    **penalties: float,
 ) -> Callable[..., Outputs]:
     """Build `outputs(params, batch, given)`: those of `policy_outputs`, and "value" [R T], the critic's at each place."""
     check_range(1, chunk=chunk)
-    check_range(above=True, temperature=temperature, repetition_penalty=repetition_penalty)
+    check_range(above=True, temperature=temperature)
+    asked = Penalties(**penalties)
     next_tokens(family, cfg)
     forward = forward_pass(family, cfg, remat=remat)
     look = None if critic is None else forward_pass(*critic, remat=remat)
@@ -77,7 +79,7 @@ def value_outputs(
         seen = x if look is None else look(judge["model"], tokens, replace(packed, routing=None)).hidden
         head = family.head(mine, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
-        stats = place_stats(x, head, labels, batch, chunk, repetition_penalty)
+        stats = place_stats(x, head, labels, batch, chunk, asked)
         return {"logp": stats.logp, "entropy": stats.entropy, "value": heads.outputs(judge, seen)[..., 0]}
 
     return outputs

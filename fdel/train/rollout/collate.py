@@ -12,7 +12,7 @@ from fdel.train.losses.forward import learnt_places
 from fdel.train.rollout.records import Sample
 
 Batch = dict[str, Any]
-COLUMNS = {"mask": np.bool_, "logps": np.float32, "kept": np.float32, "advantages": np.float32}
+COLUMNS = {"mask": np.bool_, "logps": np.float32, "kept": np.float32, "advantages": np.float32, "turns": np.int32}
 
 
 def collate(
@@ -27,7 +27,7 @@ def collate(
     most: int | None = None,
     media: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Batch:
-    """Put samples and their advantages into rows: {"tokens", "mask", "logps", "kept", "advantages", "places"}.
+    """Put samples and their advantages into rows: the columns of `losses.sampled`, and "places".
 
     All but "places" have the shape [R T], and each number stands at the token that it is about. Every row is one sample,
     with "lengths"; with `packed` rows of `length` tokens hold several, with "packed". T is a power of two, or `length`; R a
@@ -64,6 +64,7 @@ def collate(
             full["segments"][here], full["prefixes"][here] = segment, prefix
             full["mask"][here], full["logps"][here], full["kept"][here] = learnt, s.logps[part], s.kept[part]
             full["advantages"][here] = learnt * advantages[i]
+            full["turns"][here] = np.where(learnt, s.turns[part] + start - first, 0)
             start += end - first
     found: Batch = {k: full[k] for k in ("tokens", *COLUMNS)}
     segments, positions = full["segments"], full["positions"]

@@ -32,6 +32,7 @@ class Sample:
     error: str | None = None
     reward: float | None = None  # what an environment gave
     info: Mapping[str, float] = field(default_factory=dict)  # turns, seconds, what an environment counted
+    asked: tuple[int, ...] | None = None  # how many tokens stood there each time that the sampler was asked
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -47,6 +48,15 @@ class Sample:
     def length(self) -> int:
         """How many tokens the policy drew."""
         return int(self.drawn.sum())
+
+    @property
+    def turns(self) -> Int[np.ndarray, " T"]:
+        """Where the turn begins that drew a token; if `asked` is None, drawn tokens side by side are one turn."""
+        places = np.arange(len(self.tokens), dtype=np.int32)
+        begins = (
+            np.isin(places, self.asked) if self.asked is not None else self.drawn & ~np.append(False, self.drawn[:-1])
+        )
+        return np.maximum.accumulate(np.where(begins, places, np.int32(0)))
 
 
 class Rewards(NamedTuple):

@@ -28,7 +28,7 @@ class _Trajectory:
     index: int
     tokens: list[int]
     columns: dict[str, list] = field(default_factory=lambda: {"drawn": [], "logps": [], "kept": [], "versions": []})
-    turns: int = 0
+    asked: list[int] = field(default_factory=list)
     finish: str = ""
     error: str | None = None
     reward: float | None = None
@@ -51,7 +51,7 @@ class _Trajectory:
     def take_generation(self, job: Job) -> str:
         """Append what a job drew; return why it ended."""
         g = job.reply.generation()
-        self.turns += 1
+        self.asked.append(len(self.tokens))
         columns: dict[str, Sequence] = {"logps": g.sampled_logprobs, "kept": g.kept, "versions": g.versions}
         self.take(g.tokens, drawn=[True] * len(g.tokens), **columns)
         self.error = g.error
@@ -65,11 +65,11 @@ class _Trajectory:
         arrays: Any = {
             k: np.concatenate([np.full(n, before.get(k, 0), t), np.array(self.columns[k], t)]) for k, t in types.items()
         }
-        found = {"turns": float(self.turns), **self.info}
+        found = {"turns": float(len(self.asked)), **self.info}
         tokens = np.array(self.tokens, np.int32)
         return Sample(
             self.task, self.index, tokens, **arrays,
-            finish=self.finish, error=self.error, reward=self.reward, info=found,
+            finish=self.finish, error=self.error, reward=self.reward, info=found, asked=tuple(self.asked),
         )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ class _Rollout:
                 t = self.next[0]
                 room = self.ask.max_tokens - t.drawn
                 asked = replace(self.ask, max_tokens=room, min_tokens=min(self.ask.min_tokens, room))
-                seed = _fold(self.seed, t.task.number, t.turns, t.index)
+                seed = _fold(self.seed, t.task.number, len(t.asked), t.index)
                 (self.drawing[t],) = self._submit(t.task, t.tokens, replace(asked, seed=seed))
                 self.next.popleft()
             while waiting:
