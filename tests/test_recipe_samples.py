@@ -589,6 +589,7 @@ def test_an_environment_answers_within_a_sample(folder, tmp_path):
     """It is given what ended by itself, says tokens that nobody learns, and its reward is one more."""
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     keys = {"environment": {"path": f"{tmp_path}/env.py:turn"}, "max_training_steps": 3, "save_steps": 3}
+    keys |= {"presence_penalty": 0.5, "frequency_penalty": 0.3}  # of each turn anew
     recipe.train(made(folder, tmp_path / "run", **keys))
     assert column(tmp_path / "run", "rollout/turns").max() > 1
     assert "rewards/environment/mean" in metrics.read(tmp_path / "run")[-1]
