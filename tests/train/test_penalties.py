@@ -147,20 +147,26 @@ def test_statistics_and_gradients_are_those_of_the_formula(layout) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=MATRIX)])
-def test_on_a_mesh_with_adapters_and_microbatches(shared) -> None:
-    """dp=2, sp=2, tp=2 in two microbatches: the loss and the adapters' gradient of one device."""
+@pytest.mark.parametrize(
+    ("shared", "axes"),
+    [(False, "dp=2,sp=2,tp=2"), *(pytest.param(x, "dp=2,sp=2,tp=2", marks=MATRIX) for x in (True, None)),
+     pytest.param(True, "dp=1,tp=8", marks=MATRIX)],
+)  # fmt: skip
+def test_on_a_mesh_with_adapters_and_microbatches(shared, axes) -> None:
+    """On eight devices in two microbatches: the loss and the adapters' gradient of one device."""
     batch = packed_batch(8)
     if not shared:
         batch = {k: v for k, v in batch.items() if k != "packed"} | {"lengths": np.full(8, 22, np.int32)}
         batch["places"] = losses.forward.learnt_places(batch, 24)
+    if shared is None:
+        del batch["turns"], batch["places"]
     spec, base = llama.spec(CFG), randomised()
     adapted = lora.add(base, 2, 4.0, key=jax.random.key(1), spec=spec)
     adapted = jax.tree.map(lambda x: x + 0.01, adapted)
     loss = losses.policy_gradient(llama, CFG, losses.Policy(loss_type="grpo"), chunk=16, **DRAWN)
     g = lambda p, b: jax.jit(train.normalize(train.accumulate(train.grads(loss), 2)))(p, b)
     want, means = g(adapted, jax.tree.map(jnp.asarray, batch))
-    mesh = params.make_mesh(params.parse_mesh("dp=2,sp=2,tp=2"))
+    mesh = params.make_mesh(params.parse_mesh(axes))
     with jax.set_mesh(mesh):
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
         placed = jax.device_put(adapted, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

@@ -235,7 +235,8 @@ def place_stats(
         if penalties:
             tokens, packed, _ = rows(batch)
             vocab = jax.eval_shape(ops.logits, x[0, :1], head).shape[-1]
-            since = turns_since(labels, batch["turns"].reshape(labels.shape) if "turns" in batch else None)
+            turns = [batch["turns"].reshape(labels.shape)] if "turns" in batch else []
+            since = row_lookup(turns_since, labels, *turns)
             changed = change(penalties, head.temperature, tokens, packed, since, places, vocab)
             how = dict(zip(("change", "data", "beside"), changed, strict=True))
         return token_stats(x, head, asked, chunk=chunk, **how)

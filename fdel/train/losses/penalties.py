@@ -71,11 +71,11 @@ def change(
     return partial(_changed, asked, temperature), (data,), (beside,)
 
 
-def turns_since(labels: Int[Array, "R T"], turns: Int[Array, "R T"] | None) -> Int[Array, "R T"]:
+def turns_since(labels: Int[Array, "R T"], turns: Int[Array, "R T"] | None = None) -> Int[Array, "R T"]:
     """Find for each place, which predicts the next token, where in its row the turn begins that draws this one.
 
     `turns` says so at the tokens themselves; None: learnt tokens that stand side by side are one turn.
-    >>> turns_since(jnp.array([[-1, 5, 6, -1, 7, -1]]), None)[0]
+    >>> turns_since(jnp.array([[-1, 5, 6, -1, 7, -1]]))[0]
     Array([0, 2, 2, 2, 5, 5], dtype=int32)
     """
     if turns is not None:
