@@ -63,8 +63,10 @@ def collate(
             full["tokens"][here], full["positions"][here] = s.tokens[part], np.arange(first, end)
             full["segments"][here], full["prefixes"][here] = segment, prefix
             full["mask"][here], full["logps"][here], full["kept"][here] = learnt, s.logps[part], s.kept[part]
-            full["advantages"][here] = learnt * advantages[i]
-            full["turns"][here] = np.where(learnt, s.turns[part] + start - first, 0)
+            full["advantages"][here], full["turns"][here] = (
+                learnt * advantages[i],
+                learnt * (s.turns[part] + start - first),
+            )
             start += end - first
     found: Batch = {k: full[k] for k in ("tokens", *COLUMNS)}
     segments, positions = full["segments"], full["positions"]
