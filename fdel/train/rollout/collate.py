@@ -63,11 +63,8 @@ def collate(
             full["tokens"][here], full["positions"][here] = s.tokens[part], np.arange(first, end)
             full["segments"][here], full["prefixes"][here] = segment, prefix
             full["mask"][here], full["logps"][here], full["kept"][here] = learnt, s.logps[part], s.kept[part]
-            full["advantages"][here], full["turns"][here] = (
-                learnt * advantages[i],
-                learnt * (s.turns[part] + start - first),
-            )
-            start += end - first
+            full["advantages"][here], turns = learnt * advantages[i], s.turns[part] - first + start
+            full["turns"][here], start = learnt * turns, start + end - first
     found: Batch = {k: full[k] for k in ("tokens", *COLUMNS)}
     segments, positions = full["segments"], full["positions"]
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
