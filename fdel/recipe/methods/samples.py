@@ -84,7 +84,8 @@ class Sampling(Generating):
     @property
     def penalties(self) -> dict[str, float]:
         """The penalties that are asked for, by their keys."""
-        return {f.name: x for f in fields(losses.penalties.Penalties) if (x := getattr(self, f.name)) != f.default}
+        asked = losses.penalties.Penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return {f.name: x for f in fields(asked) if (x := getattr(asked, f.name)) != f.default}
 
 
 @dataclass(frozen=True)
