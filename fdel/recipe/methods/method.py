@@ -124,15 +124,6 @@ class Generating(Adapted):
         return {name: x for name, x in every.items() if x}
 
 
-def unrouted(k: Generating) -> None:
-    """Refuse (ValueError) weights of routers' losses, where these have no place, and a capacity: nobody counts drops."""
-    for name, coef in k.routers.items():
-        raise ValueError(f"{name}={coef}: this trainer_type has no such term; set it to 0")
-    if k.router_capacity_factor is not None:
-        found = f"router_capacity_factor={k.router_capacity_factor}"
-        raise ValueError(f"{found}: this trainer_type has no metric of what is dropped; remove it")
-
-
 def balanced(k: Generating, total: Callable) -> Callable:
     """Add routers' losses to an objective of completions."""
     coefs = k.router_aux_loss_coef, k.router_z_loss_coef

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective, Samples, balanced, unrouted
+from fdel.recipe.methods.method import Method, Objective, Samples, balanced
 from fdel.recipe.methods.samples import Scored, check_rewards
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -121,20 +121,13 @@ def preference(k: OnlineDpo, model: models.Model, *, remat: str | None) -> Objec
 
 def nash_md(k: NashMd, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss of single samples."""
-    return Objective(losses.nash_md_gradient(*model[:2], beta=k.beta, remat=remat))
-
-
-def check(k: Compared | A2po) -> None:
-    """Raise ValueError for keys that do not go together."""
-    check_rewards(k)
-    if isinstance(k, NashMd):
-        unrouted(k)
+    return Objective(losses.nash_md_gradient(*model[:2], beta=k.beta, remat=remat, **k.routers))
 
 
 def declare(name: str, keys: type, objective: Callable[..., Objective], samples: Samples, rate: float = 5e-7) -> Method:
     """Declare a type: rewards are needed, and a reference."""
     data = lambda k: {"kind": "prompt"}
-    return Method(name, keys, rate, objective, check, data, samples=samples, reference=True)
+    return Method(name, keys, rate, objective, check_rewards, data, samples=samples, reference=True)
 
 
 METHODS = (

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective, Samples, unrouted
+from fdel.recipe.methods.method import Method, Objective, Samples
 from fdel.recipe.methods.samples import Rewarded, check_rewards, correction
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -41,14 +41,13 @@ def options(k: Ppo) -> losses.Policy:
     check_rewards(k)
     if k.lora is not None:
         raise ValueError("lora: ppo trains all weights in this version, its critic's among them; remove it")
-    unrouted(k)
     clip = (None, k.importance_sampling_cap)
     return losses.Policy(epsilon=k.epsilon, epsilon_high=k.epsilon_high, correction=correction(k), correction_clip=clip)
 
 
 def objective(k: Ppo, model: models.Model, *, remat: str | None) -> Objective:
     """Compose the loss of policy and critic."""
-    how: dict[str, Any] = dict(vf_coef=k.vf_coef, cliprange_value=k.cliprange_value, **k.drawn)
+    how: dict[str, Any] = dict(vf_coef=k.vf_coef, cliprange_value=k.cliprange_value, **k.drawn, **k.routers)
     return Objective(losses.ppo(*model[:2], options(k), remat=remat, **how))
 
 

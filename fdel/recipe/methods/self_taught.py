@@ -10,7 +10,7 @@ import numpy as np
 
 from fdel import models, text
 from fdel.media.sight import Sight
-from fdel.recipe.methods.method import Method, Objective, Samples, unrouted
+from fdel.recipe.methods.method import Method, Objective, Samples
 from fdel.recipe.methods.samples import Rewarded, check_rewards, correction
 from fdel.recipe.parse import key
 from fdel.train import data, losses
@@ -127,7 +127,7 @@ def objective(k: Sdpo, model: models.Model, *, remat: str | None) -> Objective:
             distillation.student_top_k, k=k.distillation_topk, beta=beta, tail=k.distillation_add_tail
         ),
     }[k.distillation_mode]
-    how: dict[str, Any] = {"temperature": k.temperature, "clip": k.distillation_is_clip, "remat": remat}
+    how: dict[str, Any] = {"temperature": k.temperature, "clip": k.distillation_is_clip, "remat": remat, **k.routers}
     weights = k.distillation_weight, float(k.hybrid)
     return Objective(losses.self_distill(*model[:2], target=target, weights=weights, options=options(k), **how))
 
@@ -235,15 +235,9 @@ def _after(s: Sample, prompt: np.ndarray | None, shown: tuple[Shown, ...]) -> Sa
     )  # fmt: skip
 
 
-def checked(k: Sdpo) -> Any:
-    """Refuse terms that this loss does not have, beside what `options` refuses."""
-    unrouted(k)
-    return options(k)
-
-
 METHODS = (
     Method(
-        "sdpo", Sdpo, 1e-6, objective, checked, lambda k: {"kind": "prompt"},
+        "sdpo", Sdpo, 1e-6, objective, options, lambda k: {"kind": "prompt"},
         reference=lambda k: k.teacher_model_kind != "live", samples=Samples(taught, reads=True),
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fdel import models
-from fdel.recipe.methods.method import Method, Objective, unrouted
+from fdel.recipe.methods.method import Method, Objective
 from fdel.recipe.methods.samples import Chosen, Rewarded, Sampling, correction, weighed
 from fdel.recipe.parse import key
 from fdel.train import losses
@@ -45,7 +45,7 @@ def iw_opd(k: IwOpd, model: models.Model, *, remat: str | None, teacher: models.
     def advantage(drift: Any, t: Any) -> Any:
         return losses.prefix_weighted(drift, t.mask, gamma=k.iw_opd_gamma, eps=k.iw_opd_epsilon, segments=t.segments)
 
-    how: dict[str, Any] = {**k.drawn, "remat": remat}
+    how: dict[str, Any] = {**k.drawn, **k.routers, "remat": remat}
     reinforce = losses.Policy(loss_type="reinforce")
     return Objective(losses.taught_gradient(*model[:2], *teacher[:2], advantage, reinforce, **how))
 
@@ -71,7 +71,7 @@ def minillm(k: MiniLlm, model: models.Model, *, remat: str | None, teacher: mode
             return 0 * drift
         return advantages.reward_to_go(drift, t.mask, gamma=k.gamma, mean=k.length_normalization)
 
-    how: dict[str, Any] = {**k.drawn, "remat": remat}
+    how: dict[str, Any] = {**k.drawn, **k.routers, "remat": remat}
     gradient = losses.taught_gradient(*model[:2], *teacher[:2], advantage, minillm_options(k), **how)
     if not k.single_step_decomposition:
         return Objective(gradient)
@@ -90,15 +90,9 @@ def grouped(k: MiniLlm, samples: Sequence[Sample], rewards: Rewards) -> Chosen:
     return advantages.grouped(rewards.total, k.num_generations, scale=k.scale_rewards), None
 
 
-def unrouted_minillm(k: MiniLlm) -> Any:
-    """Refuse terms that this loss does not have, beside what `minillm_options` refuses."""
-    unrouted(k)
-    return minillm_options(k)
-
-
 prompts = lambda k: {"kind": "prompt"}
 unrewarded = weighed(lambda k, samples, rewards: (np.zeros(len(samples)), None))
 METHODS = (
-    Method("iw_opd", IwOpd, 1e-6, iw_opd, unrouted, prompts, teacher=True, samples=unrewarded),
-    Method("minillm", MiniLlm, 1e-6, minillm, unrouted_minillm, prompts, teacher=True, samples=weighed(grouped)),
+    Method("iw_opd", IwOpd, 1e-6, iw_opd, lambda k: None, prompts, teacher=True, samples=unrewarded),
+    Method("minillm", MiniLlm, 1e-6, minillm, minillm_options, prompts, teacher=True, samples=weighed(grouped)),
 )

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from fdel.train.given import NOTHING, Given, lookup
 from fdel.train.losses.forward import Batch, still, undisturbed
 from fdel.train.losses.policy import Policy, policy
-from fdel.train.losses.sampled import Sums, at_next, policy_outputs, sampled_tokens
+from fdel.train.losses.sampled import Sums, at_next, policy_outputs, routers_of, sampled_tokens
 from fdel.train.losses.sequences import PerToken, Segments, Tokens, sequence_sum, starts
 from fdel.train.losses.stats import check_range
 
@@ -90,21 +90,22 @@ def sampled_distill(
 
 def taught_gradient(
     family: ModuleType, cfg: Any, teacher: ModuleType, teacher_cfg: Any, advantage: Callable[[PerToken, Tokens], PerToken],
-    options: Policy | None = None, **settings: Any,
+    options: Policy | None = None, router_aux_loss_coef: float = 0.0, router_z_loss_coef: float = 0.0, **settings: Any,
 ) -> Callable[..., tuple[Array, Sums]]:  # fmt: skip
     """Build `loss(params, batch, given) -> (sum, sums)` of `losses.policy` whose advantages a teacher adds to.
 
     `advantage(d, tokens)` makes them of d = log teacher - log student of drawn tokens, both without gradient, the student's
     by the weights before the first step on this batch. Teacher, batch and `settings` are as in `sampled_distill`, the
-    batch's "advantages" 0 where there are none. ValueError for options that are `coupled`.
+    batch's "advantages" 0 where there are none; coefficients are those of `policy_objective`. ValueError for options that are `coupled`.
     """
     options = Policy() if options is None else options
     if options.coupled:
         raise ValueError(
             "top_entropy_quantile and such an entropy_coef couple rows; a teacher's advantages are per row"
         )
-    outputs = policy_outputs(family, cfg, **settings | {"reference": options.beta > 0})
-    told = policy_outputs(teacher, still(teacher_cfg), **settings | {"reference": False, "router": False})
+    router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
+    outputs = policy_outputs(family, cfg, **settings | {"reference": options.beta > 0, "router": router})
+    told = policy_outputs(teacher, still(teacher_cfg), **settings | {"reference": False})
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         o = outputs(params, batch, given)
@@ -112,7 +113,7 @@ def taught_gradient(
         theirs = stop_gradient(told(lookup(given, "teacher"), undisturbed(batch))["logp"])
         drift = jnp.where(t.mask > 0, theirs - stop_gradient(t.old), 0)
         total, sums = policy(t._replace(advantages=t.advantages + advantage(drift, t)), options)
-        return total, sums | {"kl": (-drift.sum(), t.mask.sum())}
+        return with_routers(total, sums | {"kl": (-drift.sum(), t.mask.sum())}, o)
 
     return loss
 

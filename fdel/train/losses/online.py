@@ -16,7 +16,7 @@ from jaxtyping import Array
 from fdel.train.given import NOTHING, Given
 from fdel.train.losses.completions import Batch, Objective, Outputs, completion_metrics, counted, ref_logps
 from fdel.train.losses.preference import cpo, dpo, mean_length, mean_nll
-from fdel.train.losses.sampled import policy_outputs, sampled_tokens
+from fdel.train.losses.sampled import policy_outputs, routers_of, sampled_tokens
 from fdel.train.losses.sequences import Tokens, sequence_sum, starts
 from fdel.train.losses.stats import check_call, check_range
 
@@ -73,12 +73,22 @@ def nash_md(t: Tokens, beta: float = 0.1) -> tuple[Array, Sums]:
 
 
 def nash_md_gradient(
-    family: ModuleType, cfg: Any, *, beta: float = 0.1, **settings: Any
-) -> Callable[..., tuple[Array, Sums]]:
-    """Build `loss(params, batch, given) -> (sum, sums)` of `nash_md`; batch and `settings` as those of `policy_outputs`."""
+    family: ModuleType, cfg: Any, *, beta: float = 0.1, router_aux_loss_coef: float = 0.0, router_z_loss_coef: float = 0.0,
+    **settings: Any,
+) -> Callable[..., tuple[Array, Sums]]:  # fmt: skip
+    """Build `loss(params, batch, given) -> (sum, sums)` of `nash_md`; batch and `settings` as those of `policy_outputs`.
+
+    Coefficients are those of `policy_objective`.
+    """
     check_range(beta=beta)
-    outputs = policy_outputs(family, cfg, **settings)
-    return lambda params, batch, given=NOTHING: nash_md(sampled_tokens(outputs(params, batch, given), batch), beta)
+    router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
+    outputs = policy_outputs(family, cfg, **{"router": router} | settings)
+
+    def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
+        o = outputs(params, batch, given)
+        return with_routers(*nash_md(sampled_tokens(o, batch), beta), o)
+
+    return loss
 
 
 def a2po_objective(*, beta2: float = 1e-3) -> Objective:

@@ -86,18 +86,26 @@ def policy_objective(
     weight. Given "entropy", the state of `adaptive_entropy`, its coefficient takes the place of a `Policy.entropy_coef`
     that is not 0.
     """
-    check_range(router_aux_loss_coef=router_aux_loss_coef, router_z_loss_coef=router_z_loss_coef)
-    router = router_aux_loss_coef + router_z_loss_coef != 0
+    with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)[1]
 
     def objective(o: Outputs, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         coef = given["entropy"]["applied"] if "entropy" in given else None
-        total, sums = policy(sampled_tokens(o, batch), options, coef)
-        if router and "balance" not in o:
-            raise ValueError("router_aux_loss_coef is not 0, but there is no balance; give policy_outputs router=True")
-        mean = o["balance"].mean(0) if "balance" in o else None
-        return router_terms(total, sums, mean, router_aux_loss_coef, router_z_loss_coef)
+        return with_routers(*policy(sampled_tokens(o, batch), options, coef), o)
 
     return objective
+
+
+def routers_of(aux: float, z: float) -> tuple[bool, Callable[[Array, Sums, Outputs], tuple[Array, Sums]]]:
+    """Say whether `policy_outputs` need `router`, and give f(sum, sums, outputs), which adds `router_terms` to a loss."""
+    check_range(router_aux_loss_coef=aux, router_z_loss_coef=z)
+    needed = aux + z != 0
+
+    def with_routers(total: Array, sums: Sums, o: Outputs) -> tuple[Array, Sums]:
+        if needed and "balance" not in o:
+            raise ValueError("router_aux_loss_coef is not 0, but there is no balance; give policy_outputs router=True")
+        return router_terms(total, sums, o["balance"].mean(0) if "balance" in o else None, aux, z)
+
+    return needed, with_routers
 
 
 def policy_gradient(
@@ -122,8 +130,8 @@ def policy_gradient(
             "top_entropy_quantile, and entropy_coef with a loss that is no mean over tokens, couple all rows; use "
             "train.gradcache(policy_outputs(...), policy_objective(options), n)"
         )
-    settings = {"reference": options.beta > 0, "router": router_aux_loss_coef + router_z_loss_coef > 0} | settings
-    outputs = policy_outputs(family, cfg, **settings)
+    router = routers_of(router_aux_loss_coef, router_z_loss_coef)[0]
+    outputs = policy_outputs(family, cfg, **{"reference": options.beta > 0, "router": router} | settings)
     coefs = {"router_aux_loss_coef": router_aux_loss_coef, "router_z_loss_coef": router_z_loss_coef}
     objective = policy_objective(options, **coefs)
     return lambda params, batch, given=NOTHING: objective(outputs(params, batch, given), batch, given)

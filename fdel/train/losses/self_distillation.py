@@ -20,11 +20,11 @@ from jaxtyping import Array
 from fdel import ops
 from fdel.ops.shard import row_lookup
 from fdel.train.given import NOTHING, Given
-from fdel.train.losses.forward import Batch, forward_pass, next_tokens, place_stats, rows
+from fdel.train.losses.forward import Activations, Batch, forward_pass, next_tokens, place_stats, rows
 from fdel.train.losses.head import CHUNK, logits_sum
 from fdel.train.losses.on_policy import sampled_kl
 from fdel.train.losses.policy import TERMS, Policy, policy
-from fdel.train.losses.sampled import Sums, sampled_tokens
+from fdel.train.losses.sampled import Sums, routers_of, sampled_tokens
 from fdel.train.losses.sequences import sequence_sum
 from fdel.train.losses.stats import IGNORE, check_call, check_range
 
@@ -35,14 +35,16 @@ AVERAGES = {"means": "sequences", "tokens": "tokens"}  # of `policy.TERMS`, and 
 def self_distill(
     family: ModuleType, cfg: Any, *, target: Callable[[Array, Array], Array] | None = None,
     weights: tuple[float, float] = (1.0, 0.0), clip: float | None = 2.0, options: Policy | None = None,
-    temperature: float = 1.0, chunk: int = CHUNK, remat: str | None = None,
+    temperature: float = 1.0, router_aux_loss_coef: float = 0.0, router_z_loss_coef: float = 0.0,
+    chunk: int = CHUNK, remat: str | None = None,
 ) -> Callable[..., tuple[Array, Sums]]:  # fmt: skip
     """Build `loss(params, batch, given) -> (sum, sums)`: how far the model is from itself, told more, and the policy loss.
 
     `weights` are those of the two. The teacher's parameters are given as "reference"; without one they are the model's own,
     without gradient. `target` compares whole distributions per token, as in `losses.distillation`; None compares drawn
     tokens (`sampled_kl`). `clip` is that of `sampled_kl`. Both are means over what `options` say, samples or tokens, also
-    those of which nobody was told more. ValueError for options that have no such means.
+    those of which nobody was told more. Coefficients are those of `policy_objective`, of the samples' rows alone. ValueError
+    for options that have no such means.
     """
     options = Policy(loss_type="grpo") if options is None else options
     average = _average(options)
@@ -52,7 +54,8 @@ def self_distill(
     if target is not None:
         check_call(target, *[(1, getattr(cfg, "vocab", 1000))] * 2)
     next_tokens(family, cfg)
-    forward, teach = forward_pass(family, cfg, remat=remat), forward_pass(family, cfg)
+    router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
+    forward, teach = forward_pass(family, cfg, router=router, remat=remat), forward_pass(family, cfg)
 
     def head(params: Any) -> ops.Head:
         return replace(family.head(params, cfg), temperature=temperature)
@@ -68,8 +71,8 @@ def self_distill(
                 f"the batch has {sorted(batch)}; expected places, and told_tokens, told_mask and told_places"
             )
         teacher = stop_gradient(given["reference"] if "reference" in given else params)
-        labels, hidden = _read(forward, params, batch)
-        wanted, told_hidden = _read(teach, teacher, told)
+        labels, (hidden, balance, *_) = _read(forward, params, batch)
+        wanted, (told_hidden, *_) = _read(teach, teacher, told)
         stats = place_stats(hidden, head(params), labels, batch, chunk)
         t = sampled_tokens({"logp": stats.logp, "entropy": stats.entropy}, batch)
         total, sums = policy(t, options)
@@ -86,7 +89,8 @@ def self_distill(
             how: dict[str, Any] = {"fixed": (head(teacher),), "chunk": chunk}
             far, _ = logits_sum(distance, at(hidden, batch), head(params), at(labels, batch, IGNORE), *data, **how)
         sums |= {"distillation_loss": far, "self_distillation/told": (there.sum(), t.mask.sum())}
-        return weights[0] * far + (weights[1] * total if weights[1] else 0), sums
+        total = weights[0] * far + (weights[1] * total if weights[1] else 0)
+        return with_routers(total, sums, {} if balance is None else {"balance": balance[None]})
 
     return loss
 
@@ -103,10 +107,10 @@ def _average(options: Policy) -> str:
     return average
 
 
-def _read(forward: Callable, params: Any, batch: Batch) -> tuple[Array, Array]:
-    """Give what is to be predicted at each token of a batch, and the hidden states there."""
+def _read(forward: Callable, params: Any, batch: Batch) -> tuple[Array, Activations]:
+    """Give what is to be predicted at each token of a batch, and what the forward pass leaves there."""
     tokens, packed, labels = rows(batch)
-    return labels, forward(params, tokens, packed).hidden
+    return labels, forward(params, tokens, packed)
 
 
 def _ratio(logp: Array, old: Array, clip: float | None) -> Array:

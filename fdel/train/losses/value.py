@@ -27,7 +27,7 @@ from fdel.train.losses.forward import Batch, forward_pass, next_tokens, place_st
 from fdel.train.losses.head import CHUNK
 from fdel.train.losses.penalties import Penalties
 from fdel.train.losses.policy import TERMS, Policy, policy
-from fdel.train.losses.sampled import Outputs, Sums, at_next, sampled_tokens
+from fdel.train.losses.sampled import Outputs, Sums, at_next, routers_of, sampled_tokens
 from fdel.train.losses.stats import check_range
 
 Critic = tuple[ModuleType, Any] | None  # (family, cfg) of a critic of its own
@@ -56,6 +56,7 @@ def value_outputs(
     *,
     critic: Critic = None,
     temperature: float = 1.0,
+    router: bool = False,
     chunk: int = CHUNK,
     remat: str | None = None,
     **penalties: float,
@@ -65,7 +66,7 @@ def value_outputs(
     check_range(above=True, temperature=temperature)
     asked = Penalties(**penalties)
     next_tokens(family, cfg)
-    forward = forward_pass(family, cfg, remat=remat)
+    forward = forward_pass(family, cfg, router=router, remat=remat)
     look = None if critic is None else forward_pass(*critic, remat=remat)
 
     def outputs(params: Any, batch: Batch, given: Given = NOTHING) -> Outputs:
@@ -75,12 +76,13 @@ def value_outputs(
             raise ValueError(
                 f"the critic has {sorted(judge)}, {heads.count(judge)} labels; expected a head of one, as 'value'"
             )
-        x = forward(mine, tokens, packed).hidden
+        x, balance = forward(mine, tokens, packed)[:2]
         seen = x if look is None else look(judge["model"], tokens, replace(packed, routing=None)).hidden
         head = family.head(mine, cfg)
         head = head if temperature == 1.0 else replace(head, temperature=temperature)
         stats = place_stats(x, head, labels, batch, chunk, asked)
-        return {"logp": stats.logp, "entropy": stats.entropy, "value": heads.outputs(judge, seen)[..., 0]}
+        out = {"logp": stats.logp, "entropy": stats.entropy, "value": heads.outputs(judge, seen)[..., 0]}
+        return out if balance is None else out | {"balance": jnp.broadcast_to(balance, (len(tokens), *balance.shape))}
 
     return outputs
 
@@ -92,19 +94,22 @@ def ppo(
     *,
     vf_coef: float = 0.1,
     cliprange_value: float | None = 0.2,
+    router_aux_loss_coef: float = 0.0,
+    router_z_loss_coef: float = 0.0,
     **settings: Any,
 ) -> Callable[..., tuple[Array, Sums]]:
     """Build `loss(params, batch, given) -> (sum, sums)`: a policy's loss + vf_coef * `clipped_square`, over drawn tokens.
 
     `options` are a loss that is a mean over tokens, by default TRL's (PPO: epsilon 0.2), `settings` those of
-    `value_outputs`. Metrics have TRL's names; they are means over drawn tokens.
+    `value_outputs`, coefficients of routers those of `policy_objective`. Metrics have TRL's names; they are means over drawn tokens.
     """
     options = Policy() if options is None else options
     check_range(vf_coef=vf_coef)
     check_range(above=True, cliprange_value=cliprange_value)
     if options.coupled or TERMS[options.loss_type][1] != "tokens":
         raise ValueError(f"loss_type={options.loss_type!r} is no mean over tokens, as values are; use 'dapo'")
-    outputs = value_outputs(family, cfg, **settings)
+    router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
+    outputs = value_outputs(family, cfg, **{"router": router} | settings)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
         o = outputs(params, batch, given)
@@ -121,7 +126,7 @@ def ppo(
         if "clip_ratio/region_mean" in sums:
             sums["policy/clipfrac_avg"] = sums["clip_ratio/region_mean"]
         sums |= {"loss/policy_avg": total} | {k: over(stop_gradient(x)) for k, x in metrics.items()}
-        return total + vf_coef * over(error), sums
+        return with_routers(total + vf_coef * over(error), sums, o)
 
     return loss
 
