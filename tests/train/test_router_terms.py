@@ -1,4 +1,4 @@
-"""Routers' losses and drops in every loss of own samples: what `losses.sft` says of the same rows, which is transformers'."""
+"""Routers' losses and drops in losses of own samples: what `losses.sft` says of the same rows, which is transformers'."""
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +53,10 @@ def test_terms_and_drops_are_those_of_the_rows(kind) -> None:
 
     @jax.jit
     def run(made, weights, batch):
-        of = lambda loss, p, b: loss(p, b, given)
         limited = lambda b: train.route(lambda p, b, g: b, capacity=0.6)({}, b, given)
-        return (
-            of(LOSSES[kind](), made, batch), of(LOSSES[kind](**COEFS), made, batch), of(LOSSES[kind](), made, limited(batch)),
-            of(losses.sft(*MINE, **COEFS), weights, rows), of(losses.sft(*MINE), weights, limited(rows)),
-        )  # fmt: skip
+        mine = [(LOSSES[kind](), batch), (LOSSES[kind](**COEFS), batch), (LOSSES[kind](), limited(batch))]
+        theirs = [(losses.sft(*MINE, **COEFS), rows), (losses.sft(*MINE), limited(rows))]
+        return [f(made, b, given) for f, b in mine] + [f(weights, b, given) for f, b in theirs]
 
     (plain, before), (total, sums), (_, limited), (_, told), (_, drops) = run(made, weights, batch)
     assert "aux_loss" not in before and "router_dropped" not in sums

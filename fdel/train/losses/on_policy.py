@@ -96,7 +96,8 @@ def taught_gradient(
 
     `advantage(d, tokens)` makes them of d = log teacher - log student of drawn tokens, both without gradient, the student's
     by the weights before the first step on this batch. Teacher, batch and `settings` are as in `sampled_distill`, the
-    batch's "advantages" 0 where there are none; coefficients are those of `policy_objective`. ValueError for options that are `coupled`.
+    batch's "advantages" 0 where there are none; routers' coefficients are those of `policy_objective`. ValueError for
+    options that are `coupled`.
     """
     options = Policy() if options is None else options
     if options.coupled:

@@ -95,8 +95,11 @@ def policy_objective(
     return objective
 
 
-def routers_of(aux: float, z: float) -> tuple[bool, Callable[[Array, Sums, Outputs], tuple[Array, Sums]]]:
+def routers_of(
+    router_aux_loss_coef: float = 0.0, router_z_loss_coef: float = 0.0
+) -> tuple[bool, Callable[[Array, Sums, Outputs], tuple[Array, Sums]]]:
     """Say whether `policy_outputs` need `router`, and give f(sum, sums, outputs), which adds `router_terms` to a loss."""
+    aux, z = router_aux_loss_coef, router_z_loss_coef
     check_range(router_aux_loss_coef=aux, router_z_loss_coef=z)
     needed = aux + z != 0
 

@@ -35,16 +35,15 @@ AVERAGES = {"means": "sequences", "tokens": "tokens"}  # of `policy.TERMS`, and 
 def self_distill(
     family: ModuleType, cfg: Any, *, target: Callable[[Array, Array], Array] | None = None,
     weights: tuple[float, float] = (1.0, 0.0), clip: float | None = 2.0, options: Policy | None = None,
-    temperature: float = 1.0, router_aux_loss_coef: float = 0.0, router_z_loss_coef: float = 0.0,
-    chunk: int = CHUNK, remat: str | None = None,
+    temperature: float = 1.0, chunk: int = CHUNK, remat: str | None = None, **routers: float,
 ) -> Callable[..., tuple[Array, Sums]]:  # fmt: skip
     """Build `loss(params, batch, given) -> (sum, sums)`: how far the model is from itself, told more, and the policy loss.
 
     `weights` are those of the two. The teacher's parameters are given as "reference"; without one they are the model's own,
     without gradient. `target` compares whole distributions per token, as in `losses.distillation`; None compares drawn
     tokens (`sampled_kl`). `clip` is that of `sampled_kl`. Both are means over what `options` say, samples or tokens, also
-    those of which nobody was told more. Coefficients are those of `policy_objective`, of the samples' rows alone. ValueError
-    for options that have no such means.
+    those of which nobody was told more. `routers` are the coefficients of `policy_objective`, for the samples' rows alone.
+    ValueError for options that have no such means.
     """
     options = Policy(loss_type="grpo") if options is None else options
     average = _average(options)
@@ -54,7 +53,7 @@ def self_distill(
     if target is not None:
         check_call(target, *[(1, getattr(cfg, "vocab", 1000))] * 2)
     next_tokens(family, cfg)
-    router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
+    router, with_routers = routers_of(**routers)
     forward, teach = forward_pass(family, cfg, router=router, remat=remat), forward_pass(family, cfg)
 
     def head(params: Any) -> ops.Head:

@@ -101,7 +101,8 @@ def ppo(
     """Build `loss(params, batch, given) -> (sum, sums)`: a policy's loss + vf_coef * `clipped_square`, over drawn tokens.
 
     `options` are a loss that is a mean over tokens, by default TRL's (PPO: epsilon 0.2), `settings` those of
-    `value_outputs`, coefficients of routers those of `policy_objective`. Metrics have TRL's names; they are means over drawn tokens.
+    `value_outputs`, routers' coefficients those of `policy_objective`. Metrics have TRL's names; they are means over
+    drawn tokens.
     """
     options = Policy() if options is None else options
     check_range(vf_coef=vf_coef)
