@@ -27,6 +27,7 @@ from model import CONFIG, publish
 MEASURES = (
     "decode1",
     "decode1_int8",
+    "decode1_a8q",
     "decode8",
     "load",
     "latency",
@@ -81,7 +82,7 @@ def llama_side(measure: str, directory: str, scale: float) -> dict:
 
     import llama_cpp
 
-    kind = "q8_0" if measure.endswith("int8") else "f32"
+    kind = "q8_0" if "_" in measure else "f32"  # which rounds what it multiplies with to 8 bits too, as a8q does
     model = llama_cpp.Llama(f"{directory}/{kind}.gguf", n_ctx=512, verbose=False)
     tokens, new = same_length(1, scale)[0], max(2, int(64 * scale))
 
@@ -103,9 +104,9 @@ def fdel_side(measure: str, directory: str, scale: float) -> dict:
     from fdel.serve import Engine, SamplingParams, Settings
 
     model = models.load(directory, stacked=False)
-    if measure.endswith("int8"):
+    if measure.startswith("decode1_"):
         spec = params.unstack(model.family.spec(model.cfg))
-        model = model._replace(params=params.quantize(model.params, "int8", spec=spec))
+        model = model._replace(params=params.quantize(model.params, measure.partition("_")[2], spec=spec))
     jax.block_until_ready(model.params)
     if measure.startswith("start"):
         begin = time.perf_counter()
@@ -241,7 +242,13 @@ def prepare_llama(directory: str, interpreters: list[str]) -> str | None:
 
 
 SIDES = {"torch": torch_side, "llama": llama_side, "fdel": fdel_side}
-MEASURED = {"decode1": ("torch", "llama"), "decode1_int8": ("llama",), "decode8": ("torch",), "load": ("torch",)}
+MEASURED = {
+    "decode1": ("torch", "llama"),
+    "decode1_int8": ("llama",),
+    "decode1_a8q": ("llama",),
+    "decode8": ("torch",),
+    "load": ("torch",),
+}
 
 
 def main() -> None:

@@ -114,8 +114,9 @@ def _rows(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     """Choose how to multiply by the number of rows."""
     rows, outputs, inputs = plan.rows, plan.outputs, plan.contracted
     count, full = math.prod(x.shape[plan.x.index(c)] for c in rows), wide(x.dtype)
-    if x.dtype.itemsize < 4 and count == 1:  # one row in half precision takes ten times as long as four
-        padded = jnp.pad(x[None], ((0, 3), *[(0, 0)] * x.ndim))
+    if x.dtype.itemsize < 4 and count == 1:  # one row of less than 32 bits takes many times as long as a few
+        more = 1 if jnp.issubdtype(x.dtype, jnp.integer) else 3
+        padded = jnp.pad(x[None], ((0, more), *[(0, 0)] * x.ndim))
         return product(Plan(ROWS + plan.x, plan.w, ROWS + plan.out), padded, w, full).astype(dtype)[0]
     if x.dtype == jnp.float32 and count in FEW and plan.w.endswith(inputs):
         turned = plan.batch + outputs + rows
