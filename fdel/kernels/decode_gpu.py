@@ -6,6 +6,7 @@ that bfloat16 puts before the mantissa is subtracted. Nothing is subnormal on th
 are trees of choices, one level for each bit.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +46,11 @@ FORMATS: dict[str, Any] = {  # each with a factor that its numbers lack
 }  # fmt: skip
 
 
-def decoded(raw: Array, format: str, zero: Any) -> list[Array]:
-    """Cut bytes into bfloat16 numbers, less their zero points: all, or if `PACKED` those in high bits, then in low ones."""
+def decoded(raw: Array, format: str, zero: Callable[[int], Array] | None) -> list[Array]:
+    """Cut bytes into bfloat16 numbers, less their zero points: all, or if `PACKED` those in high bits, then in low ones.
+
+    zero(n) gives n more than the zero points, of the shape of `raw` and in bfloat16.
+    """
     how = FORMATS[format]
     if isinstance(how, Whole):
         return _integers(raw, format, how.middle, zero)
@@ -55,14 +59,38 @@ def decoded(raw: Array, format: str, zero: Any) -> list[Array]:
     return [_small(code, how) if isinstance(how, Small) else _chosen(code, how.values) for code in codes]
 
 
+def scale_of(stored: Array, kind: str, dtype: Any) -> Array:
+    """Read scales: "float", "exponent" (2^(stored - 127); 0 of 0) or, less `FORMATS`' factor and in bfloat16, "fp8"."""
+    if kind == "fp8":
+        return _small(stored.astype(jnp.uint16), FORMATS["fp8"])
+    if kind == "float":
+        return stored.astype(dtype)
+    if dtype == jnp.bfloat16:
+        return _number(stored.astype(jnp.uint16) << jnp.uint16(7))
+    return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << jnp.uint32(23), jnp.float32)
+
+
+def spread(parts: list[Array], shape: tuple[int, int]) -> Array:
+    """Give each of several equal parts of the columns numbers of their own, one for each row."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    wide = [jax.lax.broadcast_in_dim(x, shape, [0]) for x in parts]
+    if len(wide) == 1:
+        return wide[0]
+    column, found = gpu.broadcasted_iota(jnp.int32, shape, 1, layout=gpu.Layout.WGMMA), wide[-1]
+    for i in range(len(wide) - 2, -1, -1):  # chosen by the compiler: a register has columns of one part
+        found = jnp.where(column < (i + 1) * (shape[1] // len(wide)), wide[i], found)
+    return found
+
+
 def _number(bits: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _integers(raw: Array, format: str, middle: int, zero: Any) -> list[Array]:
+def _integers(raw: Array, format: str, middle: int, zero: Callable[[int], Array] | None) -> list[Array]:
     def less(x: Array, lower: int) -> Array:
         if zero is not None:
-            return x - jax.lax.broadcast_in_dim(zero + lower, x.shape, [0]).astype(x.dtype)
+            return x - zero(lower)
         return x - jnp.bfloat16(lower) if lower else x
 
     if format not in PACKED:

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from fdel.ops.paged import paged_attention
 from fdel.ops.weights import PACKED, Quantized
 
 SERIALIZED = "wgmma.mma_async instructions are serialized"  # in what ptxas says
-# Rows, inputs, outputs, format, inputs of a group, whether zero points are stored.
+# Rows, inputs, outputs, format, inputs of a group; whether zero points are stored, or how scales are in 8 bits.
 QUANTIZED = {
     "8 rows, int8": (8, 4096, 14336, "int8", 4096, False),
     "8 rows, GPTQ": (8, 4096, 14336, "uint4", 128, True),
@@ -29,12 +31,17 @@ QUANTIZED = {
     "8 rows, fp8": (8, 4096, 14336, "fp8", 4096, False),
     "8 rows, fp8 by 128": (8, 4096, 14336, "fp8", 128, False),
     "8 rows, e2m1 by 64": (8, 4096, 14336, "e2m1", 64, False),
+    "8 rows, MXFP4": (8, 4096, 14336, "e2m1", 32, "exponent"),
+    "8 rows, MXFP4, 2,880": (8, 2880, 2880, "e2m1", 32, "exponent"),
+    "8 rows, NVFP4": (8, 4096, 14336, "e2m1", 16, "fp8"),
+    "8 rows, GPTQ by 32": (8, 4096, 14336, "uint4", 32, True),
     "8 rows, nf4 by 64": (8, 4096, 14336, "nf4", 64, False),
     "64 rows, GPTQ": (64, 4096, 14336, "uint4", 128, True),
     "4,096 rows, int8": (4096, 4096, 14336, "int8", 4096, False),
     "4,096 rows, uint8 by 128": (4096, 4096, 14336, "uint8", 128, True),
     "4,096 rows, GPTQ": (4096, 4096, 14336, "uint4", 128, True),
     "4,096 rows, fp8": (4096, 4096, 14336, "fp8", 4096, False),
+    "4,096 rows, MXFP4": (4096, 4096, 14336, "e2m1", 32, "exponent"),
     "4,096 rows, nf4 by 64": (4096, 4096, 14336, "nf4", 64, False),
 }
 # Rows, groups, outputs, inputs, and which of the three products.
@@ -57,6 +64,18 @@ LATENTS = {
 }
 
 
+def weight(
+    put: Callable, outputs: tuple[int, ...], inputs: int, format: str, group: int, more: bool | str
+) -> Quantized:
+    """Make matrices of `QUANTIZED`."""
+    of_groups, kind = (*outputs, inputs // group), np.dtype("float32")
+    scale: Any = put(jnp.float32 if isinstance(more, bool) else jnp.uint8, *of_groups)
+    if more == "fp8":
+        scale = Quantized(scale, put(jnp.float32, *outputs, 1), None, "fp8", of_groups[-1:], kind)
+    values = put(jnp.int8 if format == "int8" else jnp.uint8, *outputs, inputs // (2 if format in PACKED else 1))
+    return Quantized(values, scale, put(jnp.uint8, *of_groups) if more is True else None, format, (inputs,), kind)
+
+
 def lower(name: str) -> aot.Compiled:
     """Compile a call for one H100."""
     target = aot.parse_target("h100:1x1x1")
@@ -64,10 +83,7 @@ def lower(name: str) -> aot.Compiled:
     put = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
     if name in QUANTIZED:
         rows, inputs, outputs, format, group, zero = QUANTIZED[name]
-        scale = put(jnp.float32, outputs, inputs // group)
-        values = put(jnp.int8 if format == "int8" else jnp.uint8, outputs, inputs // (2 if format in PACKED else 1))
-        zeros = put(jnp.uint8, *scale.shape) if zero else None
-        args = put(jnp.bfloat16, rows, inputs), Quantized(values, scale, zeros, format, (inputs,), np.dtype("float32"))
+        args = put(jnp.bfloat16, rows, inputs), weight(put, (outputs,), inputs, format, group, zero)
         call = ops.use(quantized_matmul="hopper")(lambda x, w: ops.einsum("td,fd->tf", x, w))
         return aot.compile(target, jax.jit(call), *args, mesh=mesh)
     if name in LATENTS:

@@ -271,28 +271,30 @@ def test_quantized_experts_along_tp_are_read_where_they_lie(chip, format, record
 @pytest.mark.parametrize("format", expert_parts.GROUPS)
 @pytest.mark.parametrize("chip", ["v5p", "h100"], indirect=True)
 def test_quantized_products_along_tp_take_the_kernel(chip, format, summed, record_property):
-    """Of a device's part of the weight: outputs are sent nowhere, parts of sums once. None on GPUs reads MXFP4."""
-    taken = chip == "v5p" or format != "e2m1"
-    with ops.use(**{"quantized_matmul": "hopper"} if chip == "h100" and taken else {}):
+    """Of a device's part of the weight: outputs are sent nowhere, parts of sums once."""
+    with ops.use(**{"quantized_matmul": "hopper"} if chip == "h100" else {}):
         found = expert_parts.product(chip, format, summed)
     c, _ = note(record_property, f"product {format}", "tp", chip, 4 if chip == "v5p" else 8, found, 0)
     sent = plan.collectives(c.text, narrow=False)
     assert [(x.kind, x.count) for x in sent] == [("all-reduce", 1)] * summed
-    assert len(re.findall(r"custom-call\(.*(?:tpu_custom_call|mosaic_gpu)", c.text)) == taken
+    assert len(re.findall(r"custom-call\(.*(?:tpu_custom_call|mosaic_gpu)", c.text)) == 1
 
 
 @pytest.mark.aot
 def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_registers():
     """No spill, products of tensor cores in a row, and few temporaries beside: no decoded weight, no padded rows.
 
-    16 heads over latents take tiles of 64, in two parts: 16 MiB of sums beside 576 MiB of latents.
+    16 heads over latents take tiles of 64, in two parts: 16 MiB of sums beside 576 MiB of latents. Many rows are written in
+    the order of narrow groups: 32 MiB.
     """
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     for x in hopper_products.table():
         print(x)
         assert x["registers"] and not x["spills"] and not x["serialized"]
-        assert x["temporaries"] <= (2**25 if "16 heads" in x["call"] else 1.01 * 2**22)
+        assert x["temporaries"] <= (
+            2**25 if "16 heads" in x["call"] or "4,096 rows, MXFP4" == x["call"] else 1.01 * 2**22
+        )
 
 
 @pytest.mark.aot

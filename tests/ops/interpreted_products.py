@@ -1,6 +1,7 @@
 """A process that interprets the Hopper kernels for products: prints the largest errors against float64.
 
-`quantized`, `floats`, `grouped` or `glu`, with a detector of races, of which `race` plants one; see `interpreted_pages`.
+`quantized`, `floats`, `narrow`, `grouped` or `glu`, with a detector of races, of which `race` plants one: see
+`interpreted_pages`.
 """
 
 import sys
@@ -19,7 +20,7 @@ from fdel.ops.weights import Quantized
 from tests.ops.codes import CODES
 from tests.ops.test_grouped_tpu import Drawn as DrawnRows
 from tests.ops.test_grouped_tpu import by_hand
-from tests.ops.test_quantized_tpu import Drawn, weight
+from tests.ops.test_quantized_tpu import Drawn, floating, weight
 
 WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
     (Drawn("uint4", "int", 128, 512, 128, 3), 2, jnp.float32),
@@ -32,6 +33,11 @@ FLOATS = [  # the same, of formats of floating point, and a table
     (Drawn("e2m1", None, 64, 128, 128, 3), 2, jnp.float32),
     (Drawn("nf4", None, 64, 128, 128, 70), 1, jnp.float32),
 ]
+NARROW = [  # the same, with groups of 8 and 16 bytes: MXFP4 in rows of 160 bytes, NVFP4, GPTQ
+    (("e2m1", 32, "exponent", 320, 192, 3), 2, jnp.float32),
+    (("e2m1", 16, "fp8", 256, 128, 70), 1, jnp.bfloat16),
+    (Drawn("uint4", "int", 32, 256, 128, 3), 1, jnp.float32),
+]
 GROUPED = [  # rows, outputs, inputs, sizes; whether tiles are of few rows
     (80, 128, 128, [0, 37, 0, 30], True),
     (300, 256, 128, [150, 0, 140, 3], False),
@@ -43,11 +49,14 @@ def interpreted() -> object:
     return interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True))
 
 
-def quantized(c: Drawn, splits: int, dtype) -> float:
+def quantized(c: Drawn | tuple, splits: int, dtype) -> float:
     """Relative to the magnitudes of a row of x and of the weight."""
     r = np.random.default_rng(0)
-    w, full = (floats if c.format in CODES else weight)(c, r)
-    x = jnp.asarray(r.normal(size=(c.rows, c.inputs)), jnp.bfloat16)
+    if isinstance(c, Drawn):
+        w, full = (floats if c.format in CODES else weight)(c, r)
+    else:
+        w, full = floating(*c, r)
+    x = jnp.asarray(r.normal(size=(c.rows if isinstance(c, Drawn) else c[-1], full.shape[1])), jnp.bfloat16)
     exact = np.asarray(x, np.float64)
     how = replace(kernel.tiling(x, w), splits=splits, in_memory=True)
     with interpreted():
@@ -130,7 +139,8 @@ if __name__ == "__main__":
         plant_a_race()
         print(quantized(*WEIGHTS[2]))
     else:
-        run, cases = {"quantized": (quantized, WEIGHTS), "floats": (quantized, FLOATS), "grouped": (grouped, GROUPED),
+        run, cases = {"quantized": (quantized, WEIGHTS), "floats": (quantized, FLOATS),
+                      "narrow": (quantized, NARROW), "grouped": (grouped, GROUPED),
                       "glu": (glu, GROUPED)}[sys.argv[1]]  # fmt: skip
         some = cases[: int(sys.argv[2])] if len(sys.argv) > 2 else cases
         print(*(run(*case) for case in some))

@@ -1,0 +1,292 @@
+"""The program of `quantized_matmul_gpu` and `grouped_quantized_gpu`: outputs by rows, from weights as they are stored.
+
+One group of warps copies chunks of weight and x, `GROUPS` others decode (`decode_gpu`) 64 outputs each and multiply. Groups
+of inputs of 32 bytes or more have chunks of their own, whose float32 sums are scaled. *Narrow* groups lie several
+in a chunk: there decoded numbers are multiplied with scales in bfloat16, exact for the scales of MXFP4 and NVFP4, powers of
+two and e4m3, whose products with e2m1 have six bits.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.kernels.decode_gpu import FORMATS, decoded, scale_of, spread
+from fdel.ops.weights import PACKED, Quantized, scales
+
+GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
+ROWS = (8, 16, 32, 64, 128)  # of x in a program
+NARROW = (8, 16)  # bytes of narrow groups
+COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where there are many rows
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way, parts of the inputs.
+
+    `narrow`: groups in a chunk; 0 if they are wide. `outputs`: of each of several matrices, for whose rows there is a table
+    of tiles. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
+    """
+
+    rows: int
+    chunk: int
+    depth: int
+    splits: int
+    format: str
+    narrow: int = 0
+    outputs: int = 0
+    in_memory: bool = False
+
+    few = property(lambda self: self.rows < ROWS[-1])
+    halves = property(lambda self: 2 if self.format in PACKED else 1)
+
+
+class Stored(NamedTuple):
+    """A weight's arrays as matrices: a row for each output."""
+
+    values: Array
+    scale: Array
+    zero: Array | None
+    outer: Array | None  # of scales that are numbers of fp8 themselves
+    kind: str  # of scales: see `scale_of`
+
+
+def stored(w: Quantized) -> Stored:
+    """Give a weight's arrays. Only scales that are in few bits, but for NVFP4's, are copied, as numbers."""
+    flat: Any = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
+    scale: Any = w.scale
+    outer, kind = None, "float"
+    if isinstance(scale, Quantized):
+        narrow, one = w.values.shape[-1] // scale.shape[-1] in NARROW, scale.scale.shape[-1] == 1
+        if narrow and one and scale.format == "fp8" and scale.zero is None:
+            scale, outer, kind = scale.values, scales(scale), "fp8"
+        else:
+            scale = scales(w)
+    elif scale.dtype == jnp.uint8:
+        kind = "exponent"
+    values = jax.lax.bitcast_convert_type(w.values, jnp.int8) if w.format in ("int8", "uint8") else w.values
+    return Stored(flat(values), flat(scale), flat(w.zero), flat(outer), kind)
+
+
+def laid(x: Float[Array, "M K"], w: Quantized, t: Tiling) -> Float[Array, "M stored"]:
+    """Pad inputs to whole groups; of narrow groups order them as a chunk has its numbers: high bits, then low ones."""
+    lanes = w.values.shape[-1]
+    if not t.narrow:
+        return jnp.pad(x, ((0, 0), (0, lanes * t.halves - x.shape[1])))
+    full = -(-lanes // t.chunk) * t.chunk * t.halves
+    x = jnp.pad(x, ((0, 0), (0, full - x.shape[1]))).reshape(len(x), -1, t.narrow, t.halves, t.chunk // t.narrow)
+    return x.swapaxes(2, 3).reshape(len(x), full)
+
+
+def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[Array, ...] = ()) -> Array:
+    """Run the program: [M N] for many rows or a `table` of tiles and their number, else float32 [parts N M]."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    outputs = t.outputs or len(w.values)
+    turned = bool(table) or not t.few and dtype == jnp.bfloat16  # rows by outputs already
+    tiled = lambda bits, n: (gpu.TilingTransform((8, n)), gpu.SwizzleTransform(n * bits // 8))
+    half, tile = tiled(16, min(64, t.chunk)), math.gcd(t.chunk, w.values.shape[1])
+    scratch: dict[str, Any] = {
+        "w_s": gpu.SMEM((t.depth, GROUPS, EACH, t.chunk), w.values.dtype, transforms=tiled(8, tile)),
+        "x_s": gpu.SMEM((t.depth, t.halves, t.rows, t.chunk), jnp.bfloat16, transforms=half),
+        "full": gpu.Barrier(num_arrivals=GROUPS + t.halves, num_barriers=t.depth),
+        "free": gpu.Barrier(num_arrivals=GROUPS, num_barriers=t.depth),
+    }
+    if turned:
+        how = () if table else tiled(16, 64)  # of a table's tiles some rows are copied out
+        scratch["o_s"] = gpu.SMEM((GROUPS, t.rows, EACH), dtype, transforms=how)
+        out = jax.ShapeDtypeStruct((len(x), outputs), dtype)
+    else:
+        scratch["o_s"] = gpu.SMEM((GROUPS, EACH, t.rows), jnp.float32, transforms=tiled(32, min(32, t.rows)))
+        out = jax.ShapeDtypeStruct((t.splits, outputs, len(x)), jnp.float32)
+    if t.in_memory:
+        scratch["a_s"] = gpu.SMEM((GROUPS, EACH, t.chunk), jnp.bfloat16, transforms=half)
+    given = {"x": x, "values": w.values, "scale": w.scale, "zero": w.zero, "outer": w.outer}
+    given |= dict(zip(("table", "items"), table, strict=False))
+    given = {name: a for name, a in given.items() if a is not None}
+    program = functools.partial(_program, t=t, kind=w.kind, turned=turned, names=(*given, "out"))
+    tiles = len(table[0]) if table else len(x) // t.rows
+    return gpu.kernel(
+        program,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(tiles, -(-outputs // (GROUPS * EACH)), t.splits),
+        grid_names=("row", "output", "split"),
+        num_threads=GROUPS + 1,
+        thread_name="warps",
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(*given.values())
+
+
+def _place(r: Any, t: Tiling) -> SimpleNamespace:
+    """Say which outputs, rows and inputs are the program's."""
+    row, output, split = (jax.lax.axis_index(name) for name in ("row", "output", "split"))
+    every, lanes = r.values.shape
+    chunks, here = -(-lanes // t.chunk), t.outputs or every
+    each = -(-chunks // t.splits)
+    p = SimpleNamespace(split=split, begin=split * each, first=output * (GROUPS * EACH), here=here, every=every)
+    p.count, p.top, p.many, p.there, p.matrix = jnp.clip(chunks - p.begin, 0, each), row * t.rows, None, True, 0
+    p.inner = 1 if t.narrow else lanes // r.scale.shape[1] // t.chunk  # chunks of a group
+    if hasattr(r, "table"):
+        group, p.top, p.many = (r.table[row, i] for i in range(3))
+        p.there = row < r.items[0]
+        p.count = jnp.where(group < every // here, p.count, 0)  # rows of no group become 0
+        p.matrix = jnp.minimum(group, every // here - 1) * here
+    return p
+
+
+def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, ...], **memory: Any) -> None:
+    """Compute outputs by rows from a part of the inputs; `refs` are the arguments and the result of `run`'s kernel."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **memory)
+    p, mine = _place(r, t), jax.lax.axis_index("warps")
+    inner, last = p.inner, p.every - EACH  # the last tile may have half as many outputs
+    part = lambda i: pl.ds(jnp.minimum(p.matrix + p.first + i * EACH, last), EACH)
+
+    def registers(count: int, action: Any) -> None:
+        if not t.few and not t.in_memory:  # the interpreter has none
+            gpu.set_max_registers(count, action=action)
+
+    def fetch(j: Any, _: None) -> None:
+        slot, at = jax.lax.rem(j, jnp.int32(t.depth)), p.begin + j
+        pl.when(j >= t.depth)(lambda: gpu.barrier_wait(r.free.at[slot]))
+        for i in range(GROUPS):
+            some = r.values.at[part(i), pl.ds(at * t.chunk, t.chunk)]
+            gpu.copy_gmem_to_smem(some, r.w_s.at[slot, i], r.full.at[slot])
+        group = jax.lax.div(at, jnp.int32(inner))
+        column = (group * inner * t.halves + jax.lax.rem(at, jnp.int32(inner))) * t.chunk
+        for i in range(t.halves):
+            some = r.x.at[pl.ds(p.top, t.rows), pl.ds(column + i * inner * t.chunk, t.chunk)]
+            gpu.copy_gmem_to_smem(some, r.x_s.at[slot, i], r.full.at[slot])
+
+    @pl.when((mine == GROUPS) & p.there)
+    def copy() -> None:
+        registers(COPYING, "decrease")
+        jax.lax.fori_loop(0, p.count, fetch, None)
+
+    @pl.when((mine < GROUPS) & p.there)
+    def multiply() -> None:
+        registers(MULTIPLYING, "increase")
+        total = _sum(r, t, kind, mine, part(mine), p)
+        if (factor := FORMATS[t.format].factor * (FORMATS["fp8"].factor if kind == "fp8" else 1)) != 1:
+            total = total * factor
+        _store(total, r, t, mine, p, turned)
+
+
+def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> None:
+    """Store sums through shared memory; rows of a table's tile in powers of two."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if turned:
+        total = gpu.layout_cast(total.astype(r.o_s.dtype), gpu.Layout.WGMMA_TRANSPOSED)
+        r.o_s.at[mine].transpose((1, 0))[...] = total
+    else:
+        r.o_s.at[mine][...] = total
+    gpu.commit_smem()
+    rows, outputs = pl.ds(p.top, t.rows), pl.ds(p.first + mine * EACH, EACH)
+
+    @pl.when(p.first + mine * EACH < p.here)
+    def _() -> None:
+        if p.many is None:
+            gpu.copy_smem_to_gmem(r.o_s.at[mine], r.out.at[(rows, outputs) if turned else (p.split, outputs, rows)])
+            return
+        at = jnp.int32(0)
+        for size in (t.rows >> i for i in range(t.rows.bit_length())):
+
+            @pl.when(p.many & size != 0)
+            def _(size: int = size, at: Any = at) -> None:
+                to = r.out.at[pl.ds(p.top + at, size), outputs]
+                gpu.copy_smem_to_gmem(r.o_s.at[mine, pl.ds(at, size)], to)
+
+            at = at + (p.many & size)
+
+    gpu.wait_smem_to_gmem(0)
+
+
+def _all() -> tuple:
+    """Give the index of all of an array, which older versions of jax ask for."""
+    return () if jax.version.__version_info__ >= (0, 12) else ((),)
+
+
+def _multiply(r: Any, t: Tiling, kind: str, mine: Any, acc: Any, j: Any, known: list[list[Array]]) -> None:
+    """Add the product of a chunk, of whose groups scales are known, and zero points if there are any."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    slot = jax.lax.rem(j, jnp.int32(t.depth))
+    gpu.barrier_wait(r.full.at[slot])
+    raw = gpu.load(r.w_s.at[slot, mine], *_all(), layout=gpu.Layout.WGMMA_UPCAST_2X)
+    more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
+    zero = (lambda n: spread([more(x, n) for x in known[1]], raw.shape)) if len(known) == 2 else None
+    numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero)
+    if t.narrow:
+        scale = spread([scale_of(x, kind, jnp.bfloat16) for x in known[0]], raw.shape)
+        numbers = [x * scale for x in numbers]
+    for half, operand in enumerate(numbers):
+        if t.in_memory:
+            r.a_s.at[mine][...] = operand
+            gpu.commit_smem()
+            operand = r.a_s.at[mine]
+        gpu.wgmma(acc, operand, r.x_s.at[slot, half].transpose((1, 0)))
+        if t.in_memory:
+            gpu.wgmma_wait(0)
+    gpu.wgmma_wait(0)
+    gpu.barrier_arrive(r.free.at[slot])
+
+
+def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array:
+    """Multiply chunks: float32 sums of outputs by rows."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    row, shape = gpu.Layout.WGMMA.reduce(1), (EACH, t.rows)
+    columns = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
+    stored = [r.scale, *([r.zero] if hasattr(r, "zero") else [])]
+
+    def of_group(ref: Any, group: Any) -> Array:
+        some = ref.at[outputs, jnp.minimum(group, ref.shape[1] - 1)]
+        return gpu.load(some, *_all(), layout=row, optimized=False)
+
+    def about(at: Any) -> list[list[Array]]:
+        """Read scales, and zero points if there are any, of a chunk's groups."""
+        groups = [at * t.narrow + i for i in range(t.narrow)] or [jax.lax.div(at, jnp.int32(p.inner))]
+        return [[of_group(ref, group) for group in groups] for ref in stored]
+
+    sums, whole = gpu.ACC(shape, jnp.float32), r.scale.shape[1] == 1  # one scale for an output: the result is scaled
+    if whole or t.narrow:
+
+        def all_chunks(acc: Any) -> Array:
+            def step(j: Any, known: Any) -> Any:
+                later = known if whole else about(p.begin + j + 1)  # on its way while this chunk is multiplied
+                _multiply(r, t, kind, mine, acc, j, known)
+                return later
+
+            jax.lax.fori_loop(0, p.count, step, about(p.begin))
+            return acc[...]
+
+        outer = ([r.scale] if whole else []) + ([r.outer] if hasattr(r, "outer") else [])
+        total = pl.run_scoped(all_chunks, sums)
+        for ref in outer:
+            total = total * columns(scale_of(of_group(ref, 0), kind if whole else "float", jnp.float32))
+        return total
+
+    def step(j: Any, carry: tuple) -> tuple:
+        total, known = carry
+        later = about(p.begin + j + 1)
+
+        def one(acc: Any) -> Array:
+            _multiply(r, t, kind, mine, acc, j, known)
+            return acc[...]
+
+        scale = scale_of(known[0][0], kind, jnp.float32)
+        return total + pl.run_scoped(one, sums) * columns(scale), later
+
+    start = gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA)
+    return jax.lax.fori_loop(0, p.count, step, (start, about(p.begin)))[0]
