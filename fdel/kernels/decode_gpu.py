@@ -70,7 +70,7 @@ def scale_of(stored: Array, kind: str, dtype: Any) -> Array:
     return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << jnp.uint32(23), jnp.float32)
 
 
-def spread(parts: list[Array], shape: tuple[int, int]) -> Array:
+def spread(parts: list[Array], shape: tuple[int, ...]) -> Array:
     """Give each of several equal parts of the columns numbers of their own, one for each row."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 

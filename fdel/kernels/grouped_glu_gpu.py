@@ -4,7 +4,7 @@ The kernel of `grouped_matmul_gpu` with two matrices: a tile of rows is copied o
 registers, and what joins them is computed there in float32, so that x gate and x up are not written. A tile has half as
 many outputs of each matrix. For a backward pass both are written instead, as residuals (`moe_gate` and `moe_up` to a
 policy of rematerialization), and XLA joins them, since three results leave too few registers; it is made of that file's
-kernels.
+kernels. Quantized matrices are two products of that file, with biases if there are any, and XLA joins them.
 
 Bytes: each group's matrices for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 4 * rows *
 inputs * outputs. Compiled for H100 and interpreted; it has not run on a GPU yet.
@@ -22,6 +22,8 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import grouped_matmul_gpu
 from fdel.kernels.elementwise import KNOWN, unknown
 from fdel.kernels.grouped_matmul_gpu import gradient_of_matrices, rows_times, tiling
+from fdel.ops.dispatch import TABLES, use
+from fdel.ops.weights import Weight
 
 
 def unsupported(
@@ -33,16 +35,26 @@ def unsupported(
             return why
     if gate.shape != up.shape:
         return f"gate {gate.shape} and up {up.shape} are alike"
+    if not _arrays(gate, up):
+        return None
     if gate_bias is not None or up_bias is not None:
         return "it adds no biases"
     return unknown(product, KNOWN, {"jit", "pjit"})
 
 
+def _arrays(gate: Any, up: Any) -> bool:
+    return isinstance(gate, jax.Array) and isinstance(up, jax.Array)
+
+
 def call(
-    x: Float[Array, "M K"], gate: Float[Array, "E N K"], up: Float[Array, "E N K"], sizes: Int[Array, " E"],
-    product: Callable[[Array, Array], Array], gate_bias: None = None, up_bias: None = None,
+    x: Float[Array, "M K"], gate: Weight, up: Weight, sizes: Int[Array, " E"],
+    product: Callable[[Array, Array], Array], gate_bias: Array | None = None, up_bias: Array | None = None,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """Compute `ops.grouped_glu`; sums are float32. Rows past the sum of `sizes` are what `product` makes of zeros."""
+    if not _arrays(gate, up):  # the reference, which is two products
+        with use(grouped_matmul="hopper"):
+            reference = TABLES["grouped_glu"].implementations["xla"].call
+            return reference(x, gate, up, sizes, product, gate_bias, up_bias)
     return glu(False, product, x, (gate, up), sizes.astype(jnp.int32))
 
 

@@ -16,15 +16,19 @@ outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty 
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import grouped_quantized_gpu
 from fdel.kernels.device import no_hopper
 from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
+from fdel.ops.dispatch import TABLES
 from fdel.ops.platform import context
+from fdel.ops.weights import LowRank, Quantized, Weight, dequantize
 
 FEW = 96  # rows of a group on average, from which on tiles have 128
 
@@ -33,6 +37,12 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     if why := no_hopper():
         return why
+    if isinstance(w, Quantized):
+        return grouped_quantized_gpu.unsupported(x, w, sizes)
+    if isinstance(w, LowRank):
+        if w.ndim != 3 or (w.a.ndim, w.b.ndim) != (3, 3):
+            return f"low-rank factors {w.a.shape} and {w.b.shape}; expected [E R K] and [E N R]"
+        return unsupported(x, w.base, sizes)
     if not isinstance(w, jax.Array):
         return f"weights are arrays; found {type(w).__name__}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -45,8 +55,14 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     return None
 
 
-def call(x: Float[Array, "M K"], w: Float[Array, "E N K"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
-    """Multiply as `ops.grouped_matmul`; sums are float32."""
+def call(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+    """Multiply as `ops.grouped_matmul`; sums are float32. Low-rank factors, which are narrow, are the reference's."""
+    if isinstance(w, Quantized):
+        return frozen(False, x, jax.tree.map(jax.lax.stop_gradient, w), sizes.astype(jnp.int32))
+    if isinstance(w, LowRank):
+        scale = jax.lax.stop_gradient(w.scale).astype(w.b.dtype)[:, None, None]
+        low = _reference(x, w.a.astype(x.dtype), sizes)
+        return call(x, w.base, sizes) + _reference(low, (w.b * scale).astype(x.dtype), sizes)
     return product(False, x, w, sizes.astype(jnp.int32))
 
 
@@ -65,6 +81,29 @@ def _backward(interpreted: bool, saved: tuple, dy: Array) -> tuple[Array, Array,
 product.defvjp(lambda interpreted, *args: (product(interpreted, *args), args), _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def frozen(interpreted: bool, x: Array, w: Quantized, sizes: Array) -> Array:
+    """Multiply with quantized matrices as they are stored; rows alone have a gradient."""
+    how = replace(grouped_quantized_gpu.tiling(x, w), in_memory=interpreted)
+    return grouped_quantized_gpu.product(x, w, how, functools.partial(tiles, sizes))
+
+
+def _frozen_backward(interpreted: bool, saved: tuple[Quantized, Array], dy: Array) -> tuple[Array, None, None]:
+    w, sizes = saved  # expanded anew: as much memory as the matrices of one layer
+    if any(n % WIDTH for n in w.shape[1:]):
+        zeros = jnp.zeros((len(dy), w.shape[2]), dy.dtype)
+        return jax.vjp(lambda x: _reference(x, w, sizes), zeros)[1](dy)[0], None, None
+    full = dequantize(w, dy.dtype)
+    return rows_times(dy, (full,), sizes, tiling(dy, full, False, interpreted))[0], None, None
+
+
+frozen.defvjp(lambda interpreted, x, w, sizes: (frozen(interpreted, x, w, sizes), (w, sizes)), _frozen_backward)
+
+
+def _reference(x: Array, w: Any, sizes: Array) -> Array:
+    return TABLES["grouped_matmul"].implementations["xla"].call(x, w, sizes)
+
+
 def tiling(x: Any, w: Any, turned: bool, interpreted: bool = False, matrices: int = 1) -> Tiling:
     """Choose the tiles for rows [M inputs] and so many matrices [E N K]."""
     outputs = w.shape[1 if turned else 2]
@@ -80,7 +119,7 @@ def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "ti
     """
     sizes = jnp.append(sizes, many - sizes.sum()).astype(jnp.int32)
     ends, last = jnp.cumsum(sizes), jnp.cumsum(-(-sizes // rows))
-    i = jnp.arange(many // rows + len(sizes), dtype=jnp.int32)
+    i = jnp.arange(many // rows + min(len(sizes), many), dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), len(sizes) - 1).astype(jnp.int32)
     first = ends[group] - sizes[group] + (i - last[group] + -(-sizes[group] // rows)) * rows
     return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, rows)], 1), last[-1:]

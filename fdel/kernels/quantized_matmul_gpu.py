@@ -27,7 +27,7 @@ from fdel.kernels.quantized_program_gpu import EACH, GROUPS, NARROW, ROWS, Tilin
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.weights import PACKED, Quantized
 
-CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once; 64 of narrow groups
+CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
 DEPTH = 8  # chunks on their way, at most
 DEVICE, MEMORY = 132, 190 * 2**10  # multiprocessors of an H100 or H200, and bytes of each for chunks
 SHARED = 16  # rows up to which two programs share one
@@ -82,7 +82,7 @@ def cut(rows: int, w: Quantized) -> Tiling:
     lanes, groups = w.values.shape[-1], w.scale.shape[-1]
     each, halves = lanes // groups, 2 if w.format in PACKED else 1
     narrow = groups > 1 and each in NARROW
-    chunk = CHUNKS[1] if narrow else next(n for n in CHUNKS if each % n == 0)
+    chunk = CHUNKS[beside(rows)] if narrow else next(n for n in CHUNKS if each % n == 0)
     depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
     return Tiling(rows, chunk, depth, 1, w.format, chunk // each if narrow else 0)
 

@@ -198,7 +198,7 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
         if p.many is None:
             gpu.copy_smem_to_gmem(r.o_s.at[mine], r.out.at[(rows, outputs) if turned else (p.split, outputs, rows)])
             return
-        at = jnp.int32(0)
+        at: Any = 0
         for size in (t.rows >> i for i in range(t.rows.bit_length())):
 
             @pl.when(p.many & size != 0)

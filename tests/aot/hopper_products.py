@@ -55,6 +55,19 @@ GROUPED = {
     "16,384 rows of 8, gate and up, kept": (16384, 8, 14336, 4096, "kept"),
     "512 rows of 128, gate and up": (512, 128, 768, 2048, "glu"),
 }
+# Rows, matrices, outputs, inputs, format, inputs of a group; zero points or scales as above.
+EXPERTS = {
+    "gpt_oss, 64 tokens, MXFP4": (256, 32, 2880, 2880, "e2m1", 32, "exponent"),
+    "gpt_oss, 4 tokens, MXFP4": (16, 128, 2880, 2880, "e2m1", 32, "exponent"),
+    "gpt_oss, 4,096 tokens, MXFP4": (16384, 32, 2880, 2880, "e2m1", 32, "exponent"),
+    "16 rows of 64, int8": (16, 64, 1408, 2048, "int8", 2048, False),
+    "16 rows of 64, GPTQ": (16, 64, 1408, 2048, "uint4", 128, True),
+    "16 rows of 64, nf4 by 64": (16, 64, 1408, 2048, "nf4", 64, False),
+    "16 rows of 64, fp8 by 128": (16, 64, 1408, 2048, "fp8", 128, False),
+    "512 rows of 128, int4 by 128": (512, 128, 768, 2048, "int4", 128, False),
+    "16,384 rows of 8, int4 by 128": (16384, 8, 14336, 4096, "int4", 128, False),
+    "16,384 rows of 8, fp8": (16384, 8, 14336, 4096, "fp8", 4096, False),
+}
 # Blocks, tokens of each, tokens of a sequence, query heads over latents of 512 + 64.
 LATENTS = {
     "latents, decode, 64 x 8,192 tokens, 128 heads": (64, 1, 8192, 128),
@@ -100,6 +113,11 @@ def lower(name: str) -> aot.Compiled:
             put(jnp.bfloat16, blocks * block, heads, 576),
         )
         return aot.compile(target, jax.jit(call), *args, mesh=mesh)
+    if name in EXPERTS:
+        rows, groups, outputs, *how = EXPERTS[name]
+        args = put(jnp.bfloat16, rows, how[0]), weight(put, (groups, outputs), *how), put(jnp.int32, groups)
+        call = ops.use(grouped_matmul="hopper")(lambda x, w, sizes: ops.grouped_matmul(x, w, sizes))
+        return aot.compile(target, jax.jit(call), *args, mesh=mesh)
     rows, groups, outputs, inputs, which = GROUPED[name]
 
     @ops.use(grouped_matmul="hopper")
@@ -121,7 +139,7 @@ def lower(name: str) -> aot.Compiled:
 
 def main(*some: str) -> None:
     """Compile the calls, or those that have some text in their names; ptxas writes what it found beside."""
-    for name in [*QUANTIZED, *GROUPED, *LATENTS]:
+    for name in [*QUANTIZED, *GROUPED, *EXPERTS, *LATENTS]:
         if some and not any(text in name for text in some):
             continue
         print("call:", name, flush=True)

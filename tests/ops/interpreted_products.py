@@ -1,6 +1,6 @@
 """A process that interprets the Hopper kernels for products: prints the largest errors against float64.
 
-`quantized`, `floats`, `narrow`, `grouped` or `glu`, with a detector of races, of which `race` plants one: see
+`quantized`, `floats`, `narrow`, `grouped`, `experts` or `glu`, with a detector of races, of which `race` plants one: see
 `interpreted_pages`.
 """
 
@@ -35,13 +35,23 @@ FLOATS = [  # the same, of formats of floating point, and a table
 ]
 NARROW = [  # the same, with groups of 8 and 16 bytes: MXFP4 in rows of 160 bytes, NVFP4, GPTQ
     (("e2m1", 32, "exponent", 320, 192, 3), 2, jnp.float32),
-    (("e2m1", 16, "fp8", 256, 128, 70), 1, jnp.bfloat16),
+    (("e2m1", 16, "fp8", 320, 128, 70), 1, jnp.bfloat16),
     (Drawn("uint4", "int", 32, 256, 128, 3), 1, jnp.float32),
 ]
 GROUPED = [  # rows, outputs, inputs, sizes; whether tiles are of few rows
     (80, 128, 128, [0, 37, 0, 30], True),
     (300, 256, 128, [150, 0, 140, 3], False),
     (16, 128, 256, [0, 16, 0], True),
+]
+
+
+EXPERTS = [  # matrices, outputs of each, and sizes; two more rows are of no group
+    (("e2m1", 32, "exponent", 320, 192, 0), [2, 0, 9, 0, 1]),
+    (Drawn("uint4", "int", 128, 256, 128, 0), [0, 5, 0, 1]),
+    (Drawn("int8", None, 128, 128, 128, 0), [150, 0, 40]),
+    (("nf4", 64, "float", 128, 128, 0), [0, 21, 30]),
+    (("fp8", 128, "float", 128, 128, 0), [1, 0, 0, 1]),
+    (Drawn("int4", None, 64, 128, 128, 0), [3]),
 ]
 
 
@@ -97,6 +107,33 @@ def grouped(rows: int, outputs: int, inputs: int, sizes: list[int], few: bool) -
     )
 
 
+def experts(c: Drawn | tuple, sizes: list[int]) -> float:
+    """Of quantized matrices and of the gradient in rows, relative to the magnitudes of a row and of a matrix's."""
+    r, count, inside = np.random.default_rng(0), len(sizes), sum(sizes)
+    if isinstance(c, Drawn):
+        w, full = (floats if c.format in CODES else weight)(c._replace(outputs=count * c.outputs), r)
+    else:
+        w, full = floating(*c[:4], count * c[4], 0, r)
+    w, full = jax.tree.map(lambda a: a.reshape(count, -1, a.shape[-1]), w), full.reshape(count, -1, full.shape[-1])
+    draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), jnp.bfloat16), np.float64)
+    x, dy = draw(inside + 2, full.shape[2]), draw(inside + 2, full.shape[1])
+    group = np.repeat(np.arange(count), sizes)
+    want = np.einsum("mk,mnk->mn", x[:inside], full[group]), np.einsum("mn,mnk->mk", dy[:inside], full[group])
+    size = [
+        np.linalg.norm(a[:inside], axis=1)[:, None] * np.linalg.norm(full[group], axis=b) for a, b in ((x, 2), (dy, 1))
+    ]
+    x[inside:] = dy[inside:] = np.nan
+    grouped_program_gpu.PROGRAMS = 2
+    half = lambda a: jnp.asarray(a, jnp.bfloat16)
+    with interpreted():
+        got, vjp = jax.vjp(lambda x: grouped_matmul_gpu.frozen(True, x, w, jnp.asarray(sizes, jnp.int32)), half(x))
+        got = np.asarray(got, np.float64), np.asarray(vjp(half(dy))[0], np.float64)
+    if any(np.any(a[inside:]) for a in got):
+        return np.nan  # rows of no group give 0
+    off = [np.abs(a[:inside] - b) / (s + 1e-30) for a, b, s in zip(got, want, size, strict=True)]
+    return float(np.max([a.max() for a in off]))
+
+
 def glu(rows: int, outputs: int, inputs: int, sizes: list[int], few: bool) -> float:
     """Of silu(x gate) * (x up) and its gradients, relative to the largest number. Rows of no group are NaN."""
     r, inside = np.random.default_rng(0), sum(sizes)
@@ -137,10 +174,10 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     if sys.argv[1] == "race":
         plant_a_race()
-        print(quantized(*WEIGHTS[2]))
+        print(experts(*EXPERTS[-1]) if "experts" in sys.argv else quantized(*WEIGHTS[2]))
     else:
         run, cases = {"quantized": (quantized, WEIGHTS), "floats": (quantized, FLOATS),
                       "narrow": (quantized, NARROW), "grouped": (grouped, GROUPED),
-                      "glu": (glu, GROUPED)}[sys.argv[1]]  # fmt: skip
+                      "experts": (experts, EXPERTS), "glu": (glu, GROUPED)}[sys.argv[1]]  # fmt: skip
         some = cases[: int(sys.argv[2])] if len(sys.argv) > 2 else cases
         print(*(run(*case) for case in some))

@@ -139,6 +139,7 @@ PRODUCTS = [  # of what; with how many cases, all if none are named; the most th
     (("grouped", "1"), [5e-3]),
     pytest.param(("grouped",), [5e-3] * 3, marks=pytest.mark.matrix),
     pytest.param(("glu",), [2e-2] * 3, marks=pytest.mark.matrix),
+    pytest.param(("experts",), [4e-3] * 6, marks=pytest.mark.matrix),
 ]
 
 
@@ -158,8 +159,9 @@ def test_products_on_hopper_equal_float64(arguments, tolerances):
 
 
 @pytest.mark.slow
-def test_a_race_planted_in_a_product_is_found():
-    done = interpret("products", "race")
+@pytest.mark.parametrize("kind", [(), pytest.param(("experts",), marks=pytest.mark.matrix)])
+def test_a_race_planted_in_a_product_is_found(kind):
+    done = interpret("products", "race", *kind)
     assert "RACE DETECTED" in done.stdout + done.stderr
 
 
@@ -227,8 +229,17 @@ def test_the_kernels_for_products_on_hopper_say_what_they_cannot_serve(call, qua
     w = Quantized(values, scale, zero, format, (256,), np.dtype(np.float32), None, bits)
     product = lambda x, w: ops.einsum("td,fd->tf", x, w)
     of_groups = lambda x, w, sizes: ops.grouped_matmul(x, w, sizes)
-    several = shape(x.dtype, 2, outputs, 256), shape(jnp.int32, 2)
-    calls = [("quantized_matmul", quantized, product, (x, w)), ("grouped_matmul", grouped, of_groups, (x, *several))]
+    glu = lambda x, w, sizes: ops.grouped_glu(x, w, w, sizes, lambda gate, up: jax.nn.silu(gate) * up)
+    several, sizes = shape(x.dtype, 2, outputs, 256), shape(jnp.int32, 2)
+    experts = jax.tree.map(lambda a: shape(a.dtype, 2, *a.shape), w)
+    calls = [
+        ("quantized_matmul", quantized, product, (x, w)),
+        ("grouped_matmul", grouped, of_groups, (x, several, sizes)),
+    ]
+    calls += [
+        ("grouped_matmul", quantized, of_groups, (x, experts, sizes)),
+        ("grouped_glu", quantized, glu, (x, experts, sizes)),
+    ]
     for op, reason, f, args in calls:
         with tracing_for(call.get("platform", "gpu")):
             assert "hopper: chosen" not in ops.explain(f, *args)

@@ -1,0 +1,48 @@
+"""Products of groups of rows with a quantized matrix each, on NVIDIA Hopper: `quantized_matmul_gpu`'s program for experts.
+
+A tile has rows of one group alone, from the group's first row on (`grouped_matmul_gpu` lists them), and about twice as many
+as a group has on average: 8 to 128. Matrices of groups with rows are read as they are stored, once for each tile; no other
+is read, and none is written to memory in bfloat16. The rows of a last tile are stored in powers of two.
+
+Bytes: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
+Compiled for H100 and interpreted; it has not run on a GPU yet.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdel.kernels import quantized_matmul_gpu
+from fdel.kernels import quantized_program_gpu as program
+from fdel.kernels.quantized_program_gpu import ROWS, Tiling
+from fdel.ops.platform import context
+from fdel.ops.weights import Quantized
+
+
+def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
+    """Say why the kernel cannot serve this call, or None."""
+    if axes := context("tp"):
+        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
+    if w.order is not None:
+        return "a weight whose inputs have an order of their own"
+    if w.ndim != 3 or len(w.inputs) != 1 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
+        return f"x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]"
+    return quantized_matmul_gpu.unreadable(x, w, w.shape[1])
+
+
+def product(
+    x: Float[Array, "M K"], w: Quantized, t: Tiling, tiles: Callable[[int, int], tuple[Array, Array]]
+) -> Float[Array, "M N"]:
+    """Multiply as `ops.grouped_matmul`; sums are float32. tiles(M, rows of one) lists tiles; those of no group give 0."""
+    many = len(x)
+    x = jnp.pad(program.laid(x, w, t), ((0, max(0, t.rows - many)), (0, 0)))
+    return program.run(x, program.stored(w), x.dtype, t, tiles(len(x), t.rows))[:many]
+
+
+def tiling(x: Any, w: Quantized) -> Tiling:
+    """Choose the tiles for rows [M K] and matrices [E N K]."""
+    rows = next((n for n in ROWS if 2 * len(x) <= n * len(w.values)), ROWS[-1])
+    return replace(quantized_matmul_gpu.cut(rows, w), outputs=w.values.shape[1])
