@@ -193,6 +193,7 @@ class Serving:
     length: int
     budget: int = 512
     dtype: str = "bfloat16"
+    format: str | None = None  # of quantized matrices: see `params.quantize`
 
 
 def serving(target: Target, family: ModuleType, cfg: Any, s: Serving, name: str) -> tuple[Compiled, int]:
@@ -206,6 +207,11 @@ def serving(target: Target, family: ModuleType, cfg: Any, s: Serving, name: str)
     with platform.tracing_for(target.facts.platform):
         spec = params.unstack(family.spec(cfg))
         weights = params.abstract(spec, jnp.dtype(s.dtype), params.shardings(spec, mesh, params.SERVE))
+        if form := s.format:
+            put = lambda w, at: jax.tree.map(lambda x, a: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=a), w, at)
+            plain = params.abstract(spec, jnp.dtype(s.dtype))
+            few = jax.eval_shape(lambda p: params.quantize(p, form, spec=spec), plain)
+            weights = params.reshard(few, spec, mesh, params.SERVE, put)
         width = -(-s.length // PAGE)
         engine = programs(family, cfg, mesh)
         sizes = dict(rows=s.rows, length=width * PAGE, pages=s.rows * width, dtypes=(jnp.dtype(s.dtype),))

@@ -8,12 +8,30 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel import aot, ops, params
+from fdel import aot, models, ops, params
 from fdel.ops.weights import PACKED, Quantized
 
 GROUPS = {"int8": 0, "int4": 128, "e2m1": 32}  # inputs of a scale; 0: all of them
 EXPERTS, EMBED, FFN, TOKENS, CHOSEN = 8, 2048, 4096, 64, 2
 TARGETS = {"v5p": "v5p:2x2x1", "h100": "h100:1x1x8"}
+
+
+HOPPER = dict.fromkeys(("quantized_matmul", "grouped_matmul", "grouped_glu"), "hopper")
+# Mixtures whose matrices are quantized, in two layers: sizes as published, the format, whether biases are added.
+MIXTURES = {
+    "gpt_oss": (dict(num_local_experts=32, num_hidden_layers=2, vocab_size=32768), "mxfp4"),
+    "mixtral": (dict(num_hidden_layers=2, num_key_value_heads=8, hidden_size=4096, intermediate_size=14336,
+                     num_attention_heads=32), "int4"),
+}  # fmt: skip
+
+
+def step(name: str, what: str, **chosen: str) -> aot.Compiled:
+    """Compile an engine's program "decode" or "prefill" of such a mixture for one H100: 64 rows of 1,024 tokens."""
+    family, (sizes, form) = models.family(name), MIXTURES[name]
+    cfg = family.Config.from_hf(sizes | {"model_type": name})
+    with ops.use(**chosen):
+        how = aot.Serving("", 64, 1024, format=form)
+        return aot.serving(aot.parse_target("h100:1x1x1"), family, cfg, how, what)[0]
 
 
 def mesh_of(chip: str) -> tuple[aot.Target, Mesh]:
