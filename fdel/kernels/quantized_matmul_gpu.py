@@ -82,6 +82,7 @@ def cut(rows: int, w: Quantized) -> Tiling:
     lanes, groups = w.values.shape[-1], w.scale.shape[-1]
     each, halves = lanes // groups, 2 if w.format in PACKED else 1
     narrow = groups > 1 and each in NARROW
+    # Of narrow groups: 32 bytes where two programs share the registers, else 64.
     chunk = CHUNKS[beside(rows)] if narrow else next(n for n in CHUNKS if each % n == 0)
     depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
     return Tiling(rows, chunk, depth, 1, w.format, chunk // each if narrow else 0)
