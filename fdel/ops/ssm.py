@@ -39,7 +39,7 @@ def causal_conv(
 
 @operation(
     TOKENS, SLOTS, "", HEADS, HEADS, "heads", TOKENS, TOKENS, out=(HEADS, SLOTS), named={"d": "heads"},
-    mosaic=kernel("selective_scan_tpu"),
+    hopper=kernel("selective_scan_gpu", on_request=True), mosaic=kernel("selective_scan_tpu"),
 )  # fmt: skip
 def selective_scan(
     batch: Batch, carry: Carry | None, layer: Layer,
