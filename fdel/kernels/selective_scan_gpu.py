@@ -13,25 +13,20 @@ tokens are written for `selective_scan_backward_gpu`.
 Interpreted on CPU and compiled for H100; it has not run on a GPU yet.
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
+from fdel.kernels import selective_scan_backward_gpu as backward
 from fdel.kernels.device import no_hopper
+from fdel.kernels.scan_tokens_gpu import (
+    CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, TILE, UNROLL, advance, nothing, parameters, prepared, token,
+)  # fmt: skip
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
-
-CHANNELS, STATES = 128, 16  # of a program; with more states the gradient's do not fit in registers
-CHUNK, TILE, UNROLL = 64, 32, 8  # tokens between kept states, of a copy, and of a round of the loop
-DEPTH = 2  # tiles on their way, and of results
-FLOOR, VALID, NUMBERS = 2 * STATES, 2 * STATES + 1, 2 * STATES + 4  # what a token's numbers are beside b and c
-ENDLESS = 3e38  # a step after which nothing is left
-
 
 def unsupported(
     batch: Batch, carry: Carry | None, layer: Any, x: Array, dt: Array, a: Array, b: Array, c: Array, *,
@@ -58,25 +53,30 @@ def call(
     b: Float[Array, "B T S"], c: Float[Array, "B T S"], *, d: Float[Array, " C"] | None = None, chunk: int = 16,
 ) -> tuple[Float[Array, "B T C"], Carry]:  # fmt: skip
     """Compute as `selective_scan`, token by token; see `unsupported` for what it can serve."""
-    return _run(batch, x, dt, a, b, c, jnp.zeros_like(a[:, 0]) if d is None else d, keep=False)[0], carry or Carry()
+    return _scan(batch, x, dt, a, b, c, jnp.zeros_like(a[:, 0]) if d is None else d), carry or Carry()
 
 
-def prepared(batch: Packed, inputs: tuple[Array, ...]) -> list[Array]:
-    """Lay out x and dt in whole chunks, exponents to the base 2 [S C], the numbers of each token, and d, in float32.
+@jax.custom_vjp
+def _scan(batch: Packed, *inputs: Array) -> Array:
+    return _run(batch, *inputs, keep=False)[0]
 
-    A token's numbers [NUMBERS] are b, c, the least step of its decay, and whether it is one: b and c of padding are 0.
-    """
-    x, dt, a, b, c, d = inputs
-    fill = -x.shape[1] % CHUNK
-    padded = lambda y: jnp.pad(y, ((0, 0), (0, fill), (0, 0))) if fill else y
-    segments = jnp.pad(batch.segment_ids, ((0, 0), (0, fill)), constant_values=-1)
-    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    valid = (segments >= 0)[..., None]
-    floor = jnp.where(starts, ENDLESS, -ENDLESS)[..., None]
-    shared = jnp.concatenate([padded(y).astype(jnp.float32) for y in (b, c)], -1)
-    rest = jnp.pad(jnp.concatenate([floor, valid], -1), ((0, 0), (0, 0), (0, NUMBERS - FLOOR - 2)))
-    numbers = jnp.concatenate([jnp.where(valid, shared, 0), rest], -1)
-    return [padded(x), padded(dt), a.T.astype(jnp.float32) * np.log2(np.e), numbers, d.astype(jnp.float32)]
+
+def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
+    y, kept = _run(batch, *inputs, keep=True)
+    return y, (batch, inputs, kept)
+
+
+def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
+    batch, inputs, kept = saved
+    x, t = inputs[0], inputs[0].shape[1]
+    fill = ((0, 0), (0, -t % CHUNK), (0, 0))
+    dx, ddt, da, dd, sums = backward.run(prepared(batch, inputs), jnp.pad(dy.astype(x.dtype), fill), kept)
+    db, dc = jnp.moveaxis(sums.sum(1).reshape(len(x), -1, 2, STATES), 2, 0)
+    found = dx[:, :t], ddt[:, :t], da.sum(0).T, db[:, :t], dc[:, :t], dd.sum(0)
+    return None, *(y.astype(z.dtype) for y, z in zip(found, inputs, strict=True))
+
+
+_scan.defvjp(_forward, _backward)
 
 
 def _run(batch: Packed, *inputs: Array, keep: bool) -> list[Array]:
@@ -103,14 +103,6 @@ def _run(batch: Packed, *inputs: Array, keep: bool) -> list[Array]:
     )  # fmt: skip
     y, *kept = run(*laid)
     return [y[:, :t], *kept]
-
-
-def parameters() -> Any:
-    """Give the compiler's: a thread reads what it wrote itself, and what others read is committed by the programs."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    lane = gpu.LoweringSemantics.Lane
-    return gpu.CompilerParams(lowering_semantics=lane, approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def _program(*refs: Any, **memory: Any) -> None:
@@ -164,23 +156,3 @@ def _program(*refs: Any, **memory: Any) -> None:
         fetch(jnp.int32(i))
     jax.lax.fori_loop(0, tiles, tile, tuple(nothing() for _ in range(STATES)))
     gpu.wait_smem_to_gmem(0)
-
-
-def nothing() -> Array:
-    """Give a zero for each channel."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    return gpu.layout_cast(jnp.zeros(CHANNELS, jnp.float32), gpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1))
-
-
-def token(r: SimpleNamespace, slot: Any, at: Any) -> tuple[Array, Array, Array, Array]:
-    """Read x of a token, whether it is one, its step, and that of its decay, in float32; padding may hold anything."""
-    valid = r.n_s[slot, at, VALID] > 0
-    x = jnp.where(valid, r.x_s[slot, at].astype(jnp.float32), 0.0)
-    step = jnp.where(valid, r.dt_s[slot, at], 0.0)
-    return x, valid, step, jnp.maximum(step, r.n_s[slot, at, FLOOR])
-
-
-def advance(numbers: Any, a: list[Array], decay: Array, add: Array, states: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Give the states after a token: `decay` is its step for them, `add` what b of its numbers is multiplied with."""
-    return tuple(jnp.exp2(decay * a[n]) * states[n] + add * numbers[n] for n in range(STATES))

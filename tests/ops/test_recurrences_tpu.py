@@ -320,7 +320,9 @@ def scan_gradients(inputs, weights, segments):
     return back(weights.astype(y.dtype))
 
 
-def scan_gradient_errors(segments, dtype, seed: int = 0, size: float | None = None) -> list[float]:
+def scan_gradient_errors(
+    segments, dtype, seed: int = 0, size: float | None = None, impl: str = "mosaic", platform: str = "tpu"
+) -> list[float]:
     """Compare with float64's; steps are those of `scan_inputs`, or of any `size`, padding is NaN."""
     r = np.random.default_rng(seed)
     x, dt, b, c, weights = (r.normal(size=(2, T, n)) for n in (WIDE, WIDE, STATES, STATES, WIDE))
@@ -332,7 +334,7 @@ def scan_gradient_errors(segments, dtype, seed: int = 0, size: float | None = No
         want = [np.asarray(y) for y in jax.jit(jax.grad(scan_loss, range(6)))(*exact, segments)]
     pad = lambda y: jnp.where((segments < 0)[..., None], jnp.nan, y).astype(y.dtype)
     inputs = [pad(y) if y.ndim == 3 else y for y in inputs]
-    with tracing_for("tpu"), ops.use(selective_scan="mosaic"):
+    with tracing_for(platform), ops.use(selective_scan=impl):
         got = scan_gradients(inputs, pad(weights), jnp.asarray(segments))
     return [error(a, b) for a, b in zip(got, want, strict=True)]
 
