@@ -146,9 +146,9 @@ def main(*some: str) -> None:
         print("temporaries:", lower(name).temporaries, flush=True)
 
 
-def table(*some: str) -> list[dict]:
+def table(*some: str, module: str = "hopper_products") -> list[dict]:
     """Run `main` in a process and read what it says: one row for each call."""
-    command, root = [sys.executable, "-m", "tests.aot.hopper_products", *some], Path(__file__).parents[2]
+    command, root = [sys.executable, "-m", f"tests.aot.{module}", *some], Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=root, env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False, timeout=1500,

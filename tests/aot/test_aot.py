@@ -29,7 +29,7 @@ from aot_programs import (
 from tiny import TINY
 
 from fdel import aot, ops, params, plan
-from tests.aot import expert_parts, hopper_products
+from tests.aot import expert_parts, hopper_products, hopper_scans
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -310,6 +310,30 @@ def test_a_mixture_in_few_bits_is_read_as_it_is_stored_on_hopper(name, what, rec
         note(record_property, f"{name}, two layers", what, "h100", 1, about, 0)
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) == 2 * 7
     assert 4 * c.temporaries < plain.temporaries and c.loops < plain.loops
+
+
+@pytest.mark.aot
+def test_the_hopper_kernels_for_scans_keep_states_in_registers():
+    """No spill; beside the results little but the states before chunks, and sums of programs: 3 bytes a channel."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    for x in hopper_products.table(module="hopper_scans"):
+        print(x)
+        rows, t, channels, _, backward = hopper_scans.SCANS[x["call"]]
+        assert x["registers"] and not x["spills"]
+        assert "float32" in x["call"] or x["temporaries"] <= rows * t * channels * 3 * backward + 2**22
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["mamba", pytest.param("falcon_mamba", marks=pytest.mark.matrix)])
+def test_a_training_step_with_the_kernel_for_scans_needs_less_memory(name, record_property):
+    """For H100, as machine code; the loops over chunks, there and back, are gone."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    plain, _ = row(record_property, f"{name}-wide", "train", "h100", 1)
+    c, _ = row(record_property, f"{name}-wide", "train", "h100", 1, selective_scan="hopper")
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 2
+    assert c.temporaries < plain.temporaries and c.loops < plain.loops
 
 
 @pytest.mark.aot
