@@ -167,16 +167,18 @@ def _back(r: SimpleNamespace, group: Any, at: Any, slot: Any, carry: tuple) -> t
 def _token(r: SimpleNamespace, slot: Any, k: int, past: tuple, states: tuple, carry: tuple) -> tuple:
     """Walk back over one token, with the states before and after it, and leave its rows of numbers to be added up."""
     now, da, dd = carry
-    now, da, numbers = list(now), list(da), r.n_s.at[slot, k]
+    now, da = list(now), list(da)
+    b, c = ([r.n_s[slot, k, first + n] for n in range(STATES)] for first in (0, STATES))  # before anything is written
     x, valid, step, decay = token(r, slot, k)
     dy = jnp.where(valid, r.dy_s[slot, k].astype(jnp.float32), 0.0)
     add, of_add, of_step = step * x, nothing(), nothing()
     for n in range(STATES):
-        grad = now[n] + dy * numbers[STATES + n]
+        grad = now[n] + dy * c[n]
         kept = jnp.exp2(decay * r.rates[n])
-        through = grad * (kept * past[n])
-        of_add, of_step = of_add + grad * numbers[n], of_step + through * r.rates[n]
-        now[n], da[n] = kept * grad, da[n] + step * through
+        now[n] = kept * grad
+        through = now[n] * past[n]
+        of_add, of_step = of_add + grad * b[n], of_step + through * r.rates[n]
+        da[n] = da[n] + step * through
         at = k % PAIR * 2 * STATES + n
         r.rows_s[at, :CHANNELS] = grad * add
         r.rows_s[at + STATES, :CHANNELS] = states[n] * dy
