@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -11,8 +10,8 @@ from jaxtyping import Array
 from fdel.ops.batch import Packed
 
 CHANNELS, STATES = 128, 16  # of a program; with more states the gradient's do not fit in registers
-CHUNK, TILE, UNROLL = 32, 32, 8  # tokens between kept states, of a copy, and of a round of the loop
-DEPTH = 2  # tiles on their way, and of results
+CHUNK, UNROLL = 32, 8  # tokens of a copy and between kept states, and of a round of the loop
+DEPTH = 2  # copies on their way, and results
 FLOOR, VALID, NUMBERS = 2 * STATES, 2 * STATES + 1, 2 * STATES + 4  # what a token's numbers are beside b and c
 ENDLESS = 3e38  # a step after which nothing is left
 

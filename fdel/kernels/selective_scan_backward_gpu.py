@@ -1,14 +1,14 @@
 """The gradient of Mamba's selective scan on Hopper, for `selective_scan_gpu`: chunks from the last to the first.
 
-Algorithm: that of `selective_scan_backward_tpu`. The states before each chunk of `CHUNK` tokens were kept by the forward pass.
-A program, of 128 channels of a row, first walks over the chunk and leaves the states before each group of `GROUP` tokens in
-shared memory; then, from the last group to the first, it computes the states of a group again, which stay in registers, and
-walks back. What db and dc are sums of over channels is laid in shared memory as rows, two tokens at a time, and added up
-there in float32; XLA adds the sums of the programs.
+Algorithm: that of `selective_scan_backward_tpu`. The states before each chunk of `CHUNK` tokens were kept by the forward
+pass. A program, of 128 channels of a row, first walks over the chunk and leaves the states before each group of `GROUP`
+tokens in shared memory; then, from the last group to the first, it computes the states of a group again, which stay in
+registers, and walks back. What db and dc are sums of over channels is laid in shared memory as rows, two tokens at a time,
+and added up there in float32; XLA adds the sums of the programs.
 
-Bytes: x, dt, dy, dx, ddt once (x and dt twice, from the second-level cache the second time), the kept states, 4 * 16 /
-CHUNK for each token and channel, and 128 for each token and 128 channels: sums for db and dc. For each token, channel and
-state 2.75 exponentials, 18 products and sums in registers, and two numbers written to shared memory and read.
+Bytes: x, dt, dy, dx, ddt once (x, dt and dy are copied again from the second-level cache), the kept states, 4 * 16 / CHUNK
+for each token and channel, and 128 for each token and 128 channels: sums for db and dc. For each token, channel and state
+2.75 exponentials, 22 products and sums, and two numbers written to shared memory and read.
 Interpreted on CPU and compiled for H100; it has not run on a GPU yet.
 """
 
@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, advance, nothing, parameters, token
+from fdel.kernels import scan_tokens_gpu as scans
+from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES
 
 GROUP, PAIR = 8, 2  # tokens whose states are in registers, and whose rows are added up at once
 GROUPS = CHUNK // GROUP
@@ -53,7 +54,7 @@ def run(laid: list[Array], dy: Float[Array, "B T C"], kept: Float[Array, "B chun
         },
         grid=(channels // CHANNELS, rows),
         grid_names=("block", "row"),
-        compiler_params=parameters(),
+        compiler_params=scans.parameters(),
     )  # fmt: skip
     return call(*laid, dy, kept)
 
@@ -124,8 +125,8 @@ def _program(*refs: Any, **memory: Any) -> None:
     for i in range(DEPTH):
         fetch(jnp.int32(i))
     begin(jnp.int32(0))
-    zeros = lambda: tuple(nothing() for _ in range(STATES))
-    _, da, dd = jax.lax.fori_loop(0, chunks, chunk, (zeros(), zeros(), nothing()))
+    zeros = lambda: tuple(scans.nothing() for _ in range(STATES))
+    _, da, dd = jax.lax.fori_loop(0, chunks, chunk, (zeros(), zeros(), scans.nothing()))
     for n in range(STATES):
         r.da.at[row, n, r.channels][...] = da[n]
     r.dd.at[row, r.channels][...] = dd
@@ -135,8 +136,8 @@ def _program(*refs: Any, **memory: Any) -> None:
 def _onward(r: SimpleNamespace, slot: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
     """Walk over a group of tokens."""
     for k in range(GROUP):
-        x, _, step, decay = token(r, slot, k)
-        states = advance(r.n_s.at[slot, k], r.rates, decay, step * x, states)
+        x, _, step, decay = scans.token(r, slot, k)
+        states = scans.advance(r.n_s.at[slot, k], r.rates, decay, step * x, states)
     return states
 
 
@@ -145,33 +146,34 @@ def _back(r: SimpleNamespace, group: Any, at: Any, slot: Any, carry: tuple) -> t
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
+    out = jax.lax.rem(at, jnp.int32(DEPTH))
     before = lambda: tuple(r.states_s[group, n] for n in range(STATES))
     states = [before()]
     for k in range(GROUP):
-        x, _, step, decay = token(r, slot, k)
-        states.append(advance(r.n_s.at[slot, k], r.rates, decay, step * x, states[-1]))
+        x, _, step, decay = scans.token(r, slot, k)
+        states.append(scans.advance(r.n_s.at[slot, k], r.rates, decay, step * x, states[-1]))
     gpu.wait_smem_to_gmem(2 * (DEPTH - 1), wait_read_only=True)
     for k in reversed(range(GROUP)):
-        carry = _token(r, slot, k, states[k] if k else before(), states[k + 1], carry)
+        carry = _token(r, slot, out, k, states[k] if k else before(), states[k + 1], carry)
         if k % PAIR == 0:
             gpu.commit_smem()
             some = gpu.load(r.rows_s.at[:, pl.ds(0, CHANNELS)], *ALL, layout=gpu.Layout.WGMMA, optimized=False)
             r.sums.at[r.row, r.block, at * (GROUP // PAIR) + k // PAIR][...] = some.sum(axis=1)
             gpu.commit_smem()
     tokens = pl.ds(at * GROUP, GROUP)
-    for source, out in ((r.dx_s, r.dx), (r.ddt_s, r.ddt)):
-        gpu.copy_smem_to_gmem(source.at[slot], out.at[r.row, tokens, r.channels])
+    for source, into in ((r.dx_s, r.dx), (r.ddt_s, r.ddt)):
+        gpu.copy_smem_to_gmem(source.at[out], into.at[r.row, tokens, r.channels])
     return carry
 
 
-def _token(r: SimpleNamespace, slot: Any, k: int, past: tuple, states: tuple, carry: tuple) -> tuple:
-    """Walk back over one token, with the states before and after it, and leave its rows of numbers to be added up."""
+def _token(r: SimpleNamespace, slot: Any, out: Any, k: int, past: tuple, states: tuple, carry: tuple) -> tuple:
+    """Walk back over one token, with the states before and after it; leave results, and rows of numbers to be added up."""
     now, da, dd = carry
     now, da = list(now), list(da)
     b, c = ([r.n_s[slot, k, first + n] for n in range(STATES)] for first in (0, STATES))  # before anything is written
-    x, valid, step, decay = token(r, slot, k)
+    x, valid, step, decay = scans.token(r, slot, k)
     dy = jnp.where(valid, r.dy_s[slot, k].astype(jnp.float32), 0.0)
-    add, of_add, of_step = step * x, nothing(), nothing()
+    add, of_add, of_step = step * x, scans.nothing(), scans.nothing()
     for n in range(STATES):
         grad = now[n] + dy * c[n]
         kept = jnp.exp2(decay * r.rates[n])
@@ -182,6 +184,6 @@ def _token(r: SimpleNamespace, slot: Any, k: int, past: tuple, states: tuple, ca
         at = k % PAIR * 2 * STATES + n
         r.rows_s[at, :CHANNELS] = grad * add
         r.rows_s[at + STATES, :CHANNELS] = states[n] * dy
-    r.dx_s.at[slot, k][...] = (step * of_add + r.skip * dy).astype(r.dx_s.dtype)
-    r.ddt_s.at[slot, k][...] = x * of_add + of_step * np.log(2)
+    r.dx_s.at[out, k][...] = (step * of_add + r.skip * dy).astype(r.dx_s.dtype)
+    r.ddt_s.at[out, k][...] = x * of_add + of_step * np.log(2)
     return tuple(now), tuple(da), dd + x * dy

@@ -2,14 +2,15 @@
 
 Algorithm: the recurrence itself (arXiv 2312.00752, eq. 2), token by token: h <- exp(dt a) h + dt x b^T; y = h c + d x, in
 float32. A program is one group of warps and serves 128 channels of one row, one in each thread, whose 16 states stay in
-registers from the first token to the last. Tiles of x and dt, and what all channels share (b, c, where sequences begin),
-are copied to shared memory while the tile before is computed; numbers of b and c are read there as scalars. A token that
-begins a sequence has an endless step in its decay alone, which so is 0: a finite state leaves nothing.
+registers from the first token to the last. Chunks of x and dt, and what all channels share (b, c, where sequences begin),
+are copied to shared memory while the chunk before is computed; numbers of b and c are read there as scalars. A token that
+begins a sequence has an endless step in its decay alone, which so is 0: a finite state leaves nothing. What is not finite
+reaches the row's later sequences, as in the reference.
 
-Bytes: x, dt and y once; b and c once for each 128 channels, 144 for each token, which other programs of the row find in the
-second-level cache. For each token, channel and state: one exponential, of which a multiprocessor computes 16 in a cycle, two
-products and two products with sums, of 128 each. Where gradients are wanted, the states before each chunk of `CHUNK`
-tokens are written for `selective_scan_backward_gpu`.
+Bytes: x, dt and y once; b and c, 144 for each token, for each 128 channels, found in the second-level cache by all programs
+but one. For each token, channel and state: one exponential, of which a multiprocessor computes 16 in a cycle, and four
+products, two of them with sums, of 128 each. Where gradients are wanted, the states before each chunk of `CHUNK` tokens are
+written for `selective_scan_backward_gpu`.
 Interpreted on CPU and compiled for H100; it has not run on a GPU yet.
 """
 
@@ -20,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import selective_scan_backward_gpu as backward
 from fdel.kernels.device import no_hopper
-from fdel.kernels.scan_tokens_gpu import (
-    CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, TILE, UNROLL, advance, nothing, parameters, prepared, token,
-)  # fmt: skip
+from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, UNROLL
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
+
 
 def unsupported(
     batch: Batch, carry: Carry | None, layer: Any, x: Array, dt: Array, a: Array, b: Array, c: Array, *,
@@ -70,7 +71,7 @@ def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
     batch, inputs, kept = saved
     x, t = inputs[0], inputs[0].shape[1]
     fill = ((0, 0), (0, -t % CHUNK), (0, 0))
-    dx, ddt, da, dd, sums = backward.run(prepared(batch, inputs), jnp.pad(dy.astype(x.dtype), fill), kept)
+    dx, ddt, da, dd, sums = backward.run(scans.prepared(batch, inputs), jnp.pad(dy.astype(x.dtype), fill), kept)
     db, dc = jnp.moveaxis(sums.sum(1).reshape(len(x), -1, 2, STATES), 2, 0)
     found = dx[:, :t], ddt[:, :t], da.sum(0).T, db[:, :t], dc[:, :t], dd.sum(0)
     return None, *(y.astype(z.dtype) for y, z in zip(found, inputs, strict=True))
@@ -83,23 +84,23 @@ def _run(batch: Packed, *inputs: Array, keep: bool) -> list[Array]:
     """Give y [B T C]; with `keep` also the states before each chunk [B chunks S C], in float32."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    (rows, t, channels), laid = inputs[0].shape, prepared(batch, inputs)
+    (rows, t, channels), laid = inputs[0].shape, scans.prepared(batch, inputs)
     x, length = laid[0], laid[0].shape[1]
     out = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((rows, length // CHUNK, STATES, channels), jnp.float32),
     ]
-    tile = (DEPTH, TILE, CHANNELS)
+    tile = (DEPTH, CHUNK, CHANNELS)
     run = gpu.kernel(
         _program,
         out_type=out[: 1 + keep],
         scratch_types={
             "x_s": gpu.SMEM(tile, x.dtype), "dt_s": gpu.SMEM(tile, jnp.float32), "y_s": gpu.SMEM(tile, x.dtype),
-            "n_s": gpu.SMEM((DEPTH, TILE, NUMBERS), jnp.float32), "full": gpu.Barrier(num_arrivals=3, num_barriers=DEPTH),
+            "n_s": gpu.SMEM((DEPTH, CHUNK, NUMBERS), jnp.float32), "full": gpu.Barrier(num_arrivals=3, num_barriers=DEPTH),
         },
         grid=(channels // CHANNELS, rows),
         grid_names=("block", "row"),
-        compiler_params=parameters(),
+        compiler_params=scans.parameters(),
     )  # fmt: skip
     y, *kept = run(*laid)
     return [y[:, :t], *kept]
@@ -112,47 +113,44 @@ def _program(*refs: Any, **memory: Any) -> None:
 
     names = ["x", "dt", "a", "numbers", "d", "out", "kept"]
     r = SimpleNamespace(**dict(zip(names, refs, strict=False)), **memory)
-    row, tiles = jax.lax.axis_index("row"), r.x.shape[1] // TILE
+    row, chunks = jax.lax.axis_index("row"), r.x.shape[1] // CHUNK
     channels = pl.ds(jax.lax.axis_index("block") * CHANNELS, CHANNELS)
     a, d = [r.a[n, channels] for n in range(STATES)], r.d[channels]
 
     def fetch(i: Any) -> None:
-        slot, tokens = jax.lax.rem(i, jnp.int32(DEPTH)), pl.ds(i * TILE, TILE)
+        slot, tokens = jax.lax.rem(i, jnp.int32(DEPTH)), pl.ds(i * CHUNK, CHUNK)
         gpu.copy_gmem_to_smem(r.x.at[row, tokens, channels], r.x_s.at[slot], r.full.at[slot])
         gpu.copy_gmem_to_smem(r.dt.at[row, tokens, channels], r.dt_s.at[slot], r.full.at[slot])
         gpu.copy_gmem_to_smem(r.numbers.at[row, tokens], r.n_s.at[slot], r.full.at[slot])
 
-    def tile(i: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
+    def chunk(i: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
         slot = jax.lax.rem(i, jnp.int32(DEPTH))
         gpu.barrier_wait(r.full.at[slot])
 
         if hasattr(r, "kept"):
-
-            @pl.when(jax.lax.rem(i, jnp.int32(CHUNK // TILE)) == 0)
-            def _() -> None:
-                for n in range(STATES):
-                    r.kept.at[row, jax.lax.div(i, jnp.int32(CHUNK // TILE)), n, channels][...] = states[n]
+            for n in range(STATES):
+                r.kept.at[row, i, n, channels][...] = states[n]
 
         gpu.wait_smem_to_gmem(DEPTH - 1, wait_read_only=True)
 
         def several(j: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
             for k in range(UNROLL):
                 at = j * UNROLL + k
-                x, _, step, decay = token(r, slot, at)
-                states = advance(r.n_s.at[slot, at], a, decay, step * x, states)
+                x, _, step, decay = scans.token(r, slot, at)
+                states = scans.advance(r.n_s.at[slot, at], a, decay, step * x, states)
                 y = [d * x, jnp.zeros_like(x)]
                 for n in range(STATES):
                     y[n % 2] = y[n % 2] + states[n] * r.n_s[slot, at, STATES + n]
                 r.y_s.at[slot, at][...] = (y[0] + y[1]).astype(r.y_s.dtype)
             return states
 
-        states = jax.lax.fori_loop(0, TILE // UNROLL, several, states)
+        states = jax.lax.fori_loop(0, CHUNK // UNROLL, several, states)
         gpu.commit_smem()
-        gpu.copy_smem_to_gmem(r.y_s.at[slot], r.out.at[row, pl.ds(i * TILE, TILE), channels])
-        pl.when(i + DEPTH < tiles)(lambda: fetch(i + DEPTH))
+        gpu.copy_smem_to_gmem(r.y_s.at[slot], r.out.at[row, pl.ds(i * CHUNK, CHUNK), channels])
+        pl.when(i + DEPTH < chunks)(lambda: fetch(i + DEPTH))
         return states
 
-    for i in range(min(DEPTH, tiles)):
+    for i in range(min(DEPTH, chunks)):
         fetch(jnp.int32(i))
-    jax.lax.fori_loop(0, tiles, tile, tuple(nothing() for _ in range(STATES)))
+    jax.lax.fori_loop(0, chunks, chunk, tuple(scans.nothing() for _ in range(STATES)))
     gpu.wait_smem_to_gmem(0)

@@ -7,14 +7,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu
 
 from fdel.kernels import selective_scan_gpu as kernel
 from fdel.ops.batch import Packed
 from tests.ops import test_recurrences_tpu as cases
 from tests.ops.interpreted_products import interpreted
-
 
 # Sequences that end inside of chunks, one that goes on in the next; the second row is one of extreme steps.
 cases.T, cases.SEGMENTS = 50, cases.SEGMENTS[:, 45:95]

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fdel import ops
-from fdel.kernels import chunks_tpu, gated_delta_rule_tpu, selective_scan_tpu, ssd_tpu
+from fdel.kernels import chunks_tpu, gated_delta_rule_tpu, selective_scan_gpu, selective_scan_tpu, ssd_tpu
 from fdel.ops.batch import Packed
 from fdel.ops.platform import tracing_for
 
@@ -516,3 +516,34 @@ def test_the_kernel_for_selective_scans_says_what_it_cannot_serve(call, reason):
             assert "mosaic: chosen" in ops.explain(ops.selective_scan, *args)
         else:
             assert reason in selective_scan_tpu.unsupported(*args)
+
+
+HOPPER_REASONS = [
+    ({"channels": 192}, "192 channels of 16 states"),
+    ({"states": 32}, "128 channels of 32 states"),
+    ({"dtype": jnp.float16}, "all bfloat16 or all float32"),
+    ({"dt": BF16}, "dt is float32"),
+    ({"paged": True}, "Packed batches"),
+    ({"platform": "tpu"}, "written for NVIDIA GPUs"),
+    ({}, None),
+]
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(("call", "reason"), HOPPER_REASONS, ids=str)
+def test_the_kernel_for_selective_scans_on_hopper_says_what_it_cannot_serve(call, reason):
+    """It has not run on a GPU, so it is taken only where it is named."""
+    channels, states = call.get("channels", 128), call.get("states", 16)
+    shape = lambda n, dtype=None: jax.ShapeDtypeStruct((1, 256, n), dtype or call.get("dtype", BF16))
+    x, dt, b = shape(channels), shape(channels, call.get("dt", F32)), shape(states)
+    batch = ops.packed(jnp.zeros((1, 256), int))
+    if "paged" in call:
+        batch = ops.paged([(0, 0, [0])], np.zeros((1, 1), int))[1]
+    args = batch, None, 0, x, dt, jax.ShapeDtypeStruct((channels, states), F32), b, b
+    with tracing_for(call.get("platform", "gpu")):
+        if reason is None:
+            assert "hopper: supported, where `use` names it" in ops.explain(ops.selective_scan, *args)
+            with ops.use(selective_scan="hopper"):
+                assert "hopper: chosen" in ops.explain(ops.selective_scan, *args)
+        else:
+            assert reason in selective_scan_gpu.unsupported(*args)
