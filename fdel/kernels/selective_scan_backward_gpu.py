@@ -70,27 +70,6 @@ def _program(*refs: Any, **memory: Any) -> None:
     r.block, r.row, r.channels = block, row, pl.ds(block * CHANNELS, CHANNELS)
     r.rates, r.skip = [r.a[n, r.channels] for n in range(STATES)], r.d[r.channels]
     chunks = r.kept.shape[1]
-    total = chunks * STEPS
-
-    def fetch(i: Any) -> None:
-        """Copy the group of step i of all, if there is one."""
-        step, slot = jax.lax.rem(i, jnp.int32(STEPS)), jax.lax.rem(i, jnp.int32(DEPTH))
-        group = jnp.minimum(step, STEPS - 1 - step) + (chunks - 1 - jax.lax.div(i, jnp.int32(STEPS))) * GROUPS
-        tokens = pl.ds(group * GROUP, GROUP)
-
-        @pl.when(i < total)
-        def _() -> None:
-            for name in ("x", "dt", "dy"):
-                some = getattr(r, name).at[row, tokens, r.channels]
-                gpu.copy_gmem_to_smem(some, getattr(r, name + "_s").at[slot], r.full.at[slot])
-            gpu.copy_gmem_to_smem(r.numbers.at[row, tokens], r.n_s.at[slot], r.full.at[slot])
-
-    def begin(i: Any) -> None:
-        """Copy the states before the chunk that is the i-th from the end, if there is one."""
-
-        @pl.when(i < chunks)
-        def _() -> None:
-            gpu.copy_gmem_to_smem(r.kept.at[row, chunks - 1 - i, :, r.channels], r.first_s, r.first)
 
     def step(work: Any, i: Any, carry: Any) -> Any:
         """Give work(slot, carry) the group of step i, then fetch another into its place."""
@@ -98,7 +77,7 @@ def _program(*refs: Any, **memory: Any) -> None:
         gpu.barrier_wait(r.full.at[slot])
         carry = work(slot, carry)
         gpu.commit_smem()
-        fetch(i + DEPTH)
+        _fetch(r, i + DEPTH)
         return carry
 
     def chunk(i: Any, carry: tuple) -> tuple:
@@ -106,7 +85,7 @@ def _program(*refs: Any, **memory: Any) -> None:
         for n in range(STATES):
             r.states_s.at[0, n][...] = r.first_s[n]
         gpu.commit_smem()
-        begin(i + 1)
+        _begin(r, i + 1)
 
         def onward(g: Any, states: tuple) -> tuple:
             states = step(functools.partial(_onward, r), i * STEPS + g, states)
@@ -123,14 +102,41 @@ def _program(*refs: Any, **memory: Any) -> None:
         return jax.lax.fori_loop(0, GROUPS, back, carry)
 
     for i in range(DEPTH):
-        fetch(jnp.int32(i))
-    begin(jnp.int32(0))
+        _fetch(r, jnp.int32(i))
+    _begin(r, jnp.int32(0))
     zeros = lambda: tuple(scans.nothing() for _ in range(STATES))
     _, da, dd = jax.lax.fori_loop(0, chunks, chunk, (zeros(), zeros(), scans.nothing()))
     for n in range(STATES):
         r.da.at[row, n, r.channels][...] = da[n]
     r.dd.at[row, r.channels][...] = dd
     gpu.wait_smem_to_gmem(0)
+
+
+def _fetch(r: SimpleNamespace, i: Any) -> None:
+    """Copy the group of step i of all, if there is one."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    step, slot = jax.lax.rem(i, jnp.int32(STEPS)), jax.lax.rem(i, jnp.int32(DEPTH))
+    group = jnp.minimum(step, STEPS - 1 - step) + (r.kept.shape[1] - 1 - jax.lax.div(i, jnp.int32(STEPS))) * GROUPS
+    tokens = pl.ds(group * GROUP, GROUP)
+
+    @pl.when(i < r.kept.shape[1] * STEPS)
+    def _() -> None:
+        for name in ("x", "dt", "dy"):
+            some = getattr(r, name).at[r.row, tokens, r.channels]
+            gpu.copy_gmem_to_smem(some, getattr(r, name + "_s").at[slot], r.full.at[slot])
+        gpu.copy_gmem_to_smem(r.numbers.at[r.row, tokens], r.n_s.at[slot], r.full.at[slot])
+
+
+def _begin(r: SimpleNamespace, i: Any) -> None:
+    """Copy the states before the chunk that is the i-th from the end, if there is one."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    @pl.when(i < r.kept.shape[1])
+    def _() -> None:
+        gpu.copy_gmem_to_smem(r.kept.at[r.row, r.kept.shape[1] - 1 - i, :, r.channels], r.first_s, r.first)
 
 
 def _onward(r: SimpleNamespace, slot: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
