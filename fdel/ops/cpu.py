@@ -46,15 +46,17 @@ def sizes_between(sizes: Sequence[int], weights: int) -> list[int]:
     return [n for low, high in pairs for n in range(low + step(high), high, step(high))]
 
 
-def each_row(f: Callable, *arrays: Array, loop: bool) -> Any:
+def each_row(f: Callable, *arrays: Array, loop: bool, together: int = 1) -> Any:
     """Compute f(*arrays) for arrays [B ...], here with a `loop` over the rows: what a row needs stays in cache.
 
-    Not where a mesh divides the rows: a loop over them would gather them first.
+    At most `together` rows at a time, all steps alike: a divisor of B. Not where a mesh divides the rows: a loop over them
+    would gather them first.
     """
-    if not alone() or not loop or len(arrays[0]) == 1:
+    size = math.gcd(len(arrays[0]), together)
+    if not alone() or not loop or len(arrays[0]) == size:
         return f(*arrays)
-    row = lambda xs: jax.tree.map(lambda x: x[0], f(*(x[None] for x in xs)))
-    return lax.map(row, arrays)
+    out = lax.map(lambda xs: f(*xs), tuple(x.reshape(-1, size, *x.shape[1:]) for x in arrays))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
 
 def backward_block(block: int, length: int) -> int:

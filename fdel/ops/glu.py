@@ -45,7 +45,9 @@ def glu(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Floa
     """
     gate = checkpoint_name(linear("...d,fd->...f", x, p["gate"], p.get("gate_bias")), "mlp_gate")
     up = checkpoint_name(linear("...d,fd->...f", x, p["up"], p.get("up_bias")), "mlp_up")
-    return checkpoint_name(linear("...f,df->...d", act(gate) * up, p["down"], p.get("down_bias")), "mlp_down")
+    # A backward pass keeps these two and what is multiplied by down; what lies between it computes again.
+    hidden = jax.checkpoint(lambda gate, up: act(gate) * up, prevent_cse=False)(gate, up)
+    return checkpoint_name(linear("...f,df->...d", hidden, p["down"], p.get("down_bias")), "mlp_down")
 
 
 def mlp(x: Float[Array, "... D"], p: Mapping[str, Any], act: Activation) -> Float[Array, "... E"]:

@@ -21,6 +21,7 @@ from fdel.ops.mask import Mask, PerHead, begin, finish, online, scores
 
 LANES = 128  # numbers in a row of a TPU's registers
 GROUP = {"cpu": 64, "gpu": 512, "tpu": 512}  # keys per step of the loop
+FEW, TOGETHER = 512, 32  # where no sequence has more keys than that, a CPU takes so many that decode at a time
 
 _CACHE, _PER_HEAD = "layers pages heads", {"sinks": "heads", "alibi": "heads"}
 _RAGGED = Implementation(
@@ -133,8 +134,9 @@ def paged_attention(
     """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
 
     The loop runs from the first group that any query's window reaches to the longest context in the batch. On CPU each
-    block has a loop of its own, which ends at its last token: what it gathers stays in the nearest cache. Without `v`
-    pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    block has a loop of its own, which ends at its last token: what it gathers stays in the nearest cache. One query is too
+    little work there for a second core: where no sequence is long, those that decode share a loop. Without `v` pages,
+    values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
     """
     _, total_pages, kv_heads, size, channels = state.k.shape
     blocks, width = batch.page_table.shape
@@ -174,6 +176,7 @@ def paged_attention(
             carry = jax.lax.fori_loop(first, jnp.max(last) // keys + 1, step, carry)
         return finish(carry)[0].astype(q.dtype)
 
-    out = each_row(some, q, qi, ends, table, loop=steps > 1)
+    together = TOGETHER if batch.block == 1 and width * size <= FEW else 1
+    out = each_row(some, q, qi, ends, table, loop=steps > 1, together=together)
     out = out if side == 1 else gathered(out, side)
     return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, out.shape[-1])

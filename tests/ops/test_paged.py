@@ -7,8 +7,9 @@ import pytest
 
 from fdel import ops, params
 from fdel.models import builders
+from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import Mask
-from fdel.ops.paged import heads_per_row
+from fdel.ops.paged import heads_per_row, paged_attention
 from fdel.ops.platform import tracing_for
 from fdel.serve.engine.step import quantized
 
@@ -69,3 +70,28 @@ def test_short_heads_fill_the_rows_of_a_tpu():
         assert shape(8, 64) == (2, 3, 4, PAGE, 128)
     with tracing_for("gpu"):
         assert shape(8, 64) == (2, 3, 8, PAGE, 64)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("count", [3, 64])  # in one loop; in two, each of half of them
+def test_sequences_that_share_a_loop_see_their_own_keys(count, window):
+    """Lengths from a key to all of 9 pages of 16, three steps of the loop; against softmax in float64."""
+    rng, width, page, dim = np.random.default_rng(1), 9, 16, 8
+    length = np.concatenate([[1, width * page, 65], rng.integers(1, width * page, 64)])[:count]
+    table = rng.permutation(count * width).reshape(count, width)
+    q, k, v = (rng.normal(size=(count, n, *s, dim)) for n, s in ((4, ()), (2, (width * page,)), (2, (width * page,))))
+    place = np.arange(width * page)
+    used = place < length[:, None]
+    seen = used & (place >= length[:, None] - (window or width * page))
+    in_pages = lambda x: x.reshape(count, 2, width, page, dim).swapaxes(1, 2)
+    pools = [np.full((1, count * width, 2, page, dim), np.nan, np.float32) for _ in "kv"]
+    for pool, x in zip(pools, (k, v), strict=True):
+        pool[0, table] = in_pages(np.where(used[:, None, :, None], x, np.nan))
+    batch = Paged(jnp.asarray(length - 1), jnp.asarray(table), jnp.arange(count), 1)
+    state = Pages(*map(jnp.asarray, pools))
+    attend = jax.jit(lambda batch, state, q: paged_attention(batch, state, 0, q, mask=Mask(0.5, window=window)))
+    got = attend(batch, state, q.astype(np.float32))
+    s = np.where(seen[:, None, None], 0.5 * np.einsum("bkgh,bksh->bkgs", q.reshape(count, 2, 2, dim), k), -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    want = np.einsum("bkgs,bksh->bkgh", p / p.sum(-1, keepdims=True), v).reshape(count, 4, dim)
+    np.testing.assert_allclose(got, want, atol=2e-6)  # seen: 8e-7
