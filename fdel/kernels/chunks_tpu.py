@@ -32,8 +32,8 @@ def unsupported(batch: Batch, *inputs: Array) -> str | None:
     """Say why no such kernel can serve a call with this batch, and inputs that are multiplied, or None."""
     if why := no_tpu():
         return why
-    if not isinstance(batch, Packed) or batch.key_segment_ids is not None or batch.prefix_ids is not None:
-        return "it serves Packed batches, without key_segment_ids and prefix_ids"
+    if isinstance(batch, Packed) and (batch.key_segment_ids is not None or batch.prefix_ids is not None):
+        return "it serves Packed batches without key_segment_ids and prefix_ids"
     if len(found := {x.dtype for x in inputs}) > 1 or not found <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:
         return f"inputs are all bfloat16 or all float32; found {', '.join(sorted(map(str, found)))}"
     return None
@@ -102,17 +102,24 @@ def decay_gradient(pairs: Array, first: Array, last: Array) -> Float[Array, "B g
     return pairs + jnp.flip(jnp.cumsum(jnp.flip(first, -1), -1), -1) + before
 
 
-def begin(r: SimpleNamespace, valid: Bool[Array, "C 1"], names: Iterable[str]) -> None:
-    """Empty the state in the first chunk of a row; write zeros over padding in the inputs of these names."""
+def number(r: SimpleNamespace) -> Array:
+    """Count a step's chunk among those of all rows; what asks under a condition finds it in r, as `program_id` cannot."""
     from jax.experimental import pallas as pl
 
-    at = pl.program_id(2)
+    return r.number if hasattr(r, "number") else pl.program_id(0) * pl.num_programs(2) + pl.program_id(2)
 
-    @pl.when(at == 0)
-    def _() -> None:
-        r.state[...] = jnp.zeros_like(r.state)
 
-    @pl.when(r.whole[pl.program_id(0) * pl.num_programs(2) + at] == 0)
+def begin(r: SimpleNamespace, valid: Bool[Array, "C 1"], names: Iterable[str]) -> None:
+    """Empty the state in the first chunk of a Packed row; write zeros over padding in the inputs of these names."""
+    from jax.experimental import pallas as pl
+
+    if not hasattr(r, "slot"):
+
+        @pl.when(pl.program_id(2) == 0)
+        def _() -> None:
+            r.state[...] = jnp.zeros_like(r.state)
+
+    @pl.when(r.whole[number(r)] == 0)
     def _() -> None:
         for name in names:
             x = getattr(r, name)

@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fdel.kernels.chunks_tpu import CHUNK, NEVER, NN, NT, VMEM, begin, decay_pairs, dot, places
+from fdel.kernels import slots_tpu as slots
+from fdel.kernels.chunks_tpu import CHUNK, NEVER, NN, NT, begin, decay_pairs, dot, places
 
 SMALL = 8  # rows of a diagonal block that is inverted by substitution
 
@@ -53,9 +54,9 @@ class About(NamedTuple):
 
 def run(
     about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array],
-    *, keep: bool,
+    *, keep: bool, served: slots.Served | None = None,
 ) -> list[Array]:  # fmt: skip
-    """Run over q, k, v [B T N*H], and decays of channels: o [B T N*Hv].
+    """Run over q, k, v [B T N*H], and decays of channels: o [B T N*Hv], and the states where a Paged batch is served.
 
     `rows`: beta, two sums of decays, valid, starts; see `_program`. `whole` tells which chunks have no padding. Inputs may
     end inside of the last chunk. With `keep` also the states before each chunk [B chunks Hk N*Hv] and the inverses of
@@ -66,36 +67,25 @@ def run(
 
     b, groups, numbers, t = rows.shape
     steps = t // CHUNK
-    block = lambda width: pl.BlockSpec((None, CHUNK, about.heads * width), lambda b, n, c, _: (b, c, n))
-    widths = [about.keys, about.keys, about.values] + [about.keys] * about.channels
-    of_rows = pl.BlockSpec((None, None, numbers, CHUNK), lambda b, n, c, _: (b, n, 0, c))
-    of_states = pl.BlockSpec((None, None, about.keys, about.heads * about.values), lambda b, n, c, _: (b, c, 0, n))
+    block = lambda width: pl.BlockSpec((None, CHUNK, about.heads * width), lambda b, n, c, *_: (b, c, n))
+    of_rows = pl.BlockSpec((None, None, numbers, CHUNK), lambda b, n, c, *_: (b, n, 0, c))
+    of_states = pl.BlockSpec((None, None, about.keys, about.heads * about.values), lambda b, n, c, *_: (b, c, 0, n))
     heads = groups * about.heads
-    shapes = [inputs[2].shape, (b, steps, about.keys, heads * about.values), (b, t, heads * CHUNK)]
-    outs = 3 if keep else 1
-    call = pl.pallas_call(
-        functools.partial(_program, about),
-        out_shape=[jax.ShapeDtypeStruct(shape, inputs[0].dtype) for shape in shapes[:outs]],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(b, groups, steps),
-            in_specs=[of_rows, *map(block, widths)],
-            out_specs=[block(about.values), of_states, block(CHUNK)][:outs],
-            scratch_shapes=[pltpu.VMEM((about.heads, about.keys, about.values), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
-        ),
-        name="gated_delta_rule",
-    )
-    return call(whole, rows, *inputs)
+    put = lambda *shape: jax.ShapeDtypeStruct(shape, inputs[0].dtype)
+    outs = {"out": (put(b, t if served else inputs[2].shape[1], heads * about.values), block(about.values))}
+    if keep:
+        outs["kept"] = put(b, steps, about.keys, heads * about.values), of_states
+        outs["inverse"] = put(b, t, heads * CHUNK), block(CHUNK)
+    widths = zip("qkvg", (about.keys, about.keys, about.values, about.keys), strict=True)
+    ins = {name: (x, block(width)) for (name, width), x in zip(widths, inputs, strict=False)}
+    scratch = {"state": pltpu.VMEM((about.heads, about.keys, about.values), jnp.float32)}
+    run = functools.partial(_program, about)
+    scalars, ins = {"whole": whole}, {"rows": (rows, of_rows)} | ins
+    return slots.call(run, "gated_delta_rule", (b, groups, steps), scalars, ins, outs, scratch, served)
 
 
-def _program(about: About, *refs: Any) -> None:
+def _program(about: About, r: SimpleNamespace) -> None:
     """Compute a chunk of some heads."""
-    names = ["whole", "rows", "q", "k", "v", *["g"] * about.channels, "out"]
-    names += ["kept", "inverse"] * (len(refs) == len(names) + 3) + ["state"]
-    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     dtype, c, n, rows = r.q.dtype, CHUNK, about.heads, r.rows[...]
     numbers = (1 if about.channels else 3) * n
     columns = jnp.transpose(rows)  # [C numbers]
@@ -110,7 +100,7 @@ def _program(about: About, *refs: Any) -> None:
     else:
         pairs = [head_pairs(q, k, rows, columns, n, i) for i, (q, k) in enumerate(zip(queries, keys, strict=True))]
     inverses = _inverses([pairs[i].kk * beta[i] for i in range(n)], dtype)
-    for i in range(n if "kept" in names else 0):
+    for i in range(n if hasattr(r, "kept") else 0):
         r.kept[:, i * about.values : (i + 1) * about.values] = r.state[i].astype(dtype)
         r.inverse[:, i * c : (i + 1) * c] = inverses[i].astype(dtype)
     values = [cut(r.v, i, about.values).astype(jnp.float32) for i in range(n)]

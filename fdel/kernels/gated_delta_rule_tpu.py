@@ -1,8 +1,8 @@
-"""The gated delta rule on TPUs, with decays of heads and of key channels: a Pallas Mosaic TPU kernel for Packed batches.
+"""The gated delta rule on TPUs, with decays of heads and of key channels: a Pallas Mosaic TPU kernel.
 
 The program is `delta_program_tpu`; here arguments are laid out for it. Inputs are read as [B T N*H], a head beside the
 other, once; see `chunks_tpu` for the decays and the precision. The backward pass is in `delta_backward_tpu`: it reads
-the states before each chunk and the inverses, which are kept where gradients are wanted.
+the states before each chunk and the inverses, which are kept where gradients are wanted. Paged batches: see `slots_tpu`.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU.
 """
 
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import delta_backward_tpu as backward
 from fdel.kernels import delta_program_tpu as program
+from fdel.kernels import slots_tpu as slots
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
 
@@ -30,28 +31,39 @@ def unsupported(
         return why
     if q.shape[-1] % chunks.LANES or v.shape[-1] % chunks.LANES:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} channels; expected multiples of {chunks.LANES}"
-    return None
+    return slots.unsupported(batch, carry, (*k.shape[-2:], v.shape[-1]))
 
 
 def call(
-    batch: Packed, carry: Carry | None, layer: Any,
-    q: Float[Array, "B T N Hk"], k: Float[Array, "B T N Hk"], v: Float[Array, "B T N Hv"],
-    g: Float[Array, "B T N"] | Float[Array, "B T N Hk"], beta: Float[Array, "B T N"], *, chunk: int = 64,
-) -> tuple[Float[Array, "B T N Hv"], Carry]:  # fmt: skip
+    batch: Batch, carry: Carry | None, layer: Any,
+    q: Float[Array, "... T N Hk"], k: Float[Array, "... T N Hk"], v: Float[Array, "... T N Hv"],
+    g: Float[Array, "... T N"] | Float[Array, "... T N Hk"], beta: Float[Array, "... T N"], *, chunk: int = 64,
+) -> tuple[Float[Array, "... T N Hv"], Carry]:  # fmt: skip
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
-    return _rule(batch, q, k, v, g, beta), carry or Carry()
+    if carry is None or isinstance(batch, Packed):
+        return _rule(batch, q, k, v, g, beta), carry or Carry()
+    states = carry.slots.ssm
+    plan = slots.plan(batch, states.shape[1], layer)
+    wide = [x[None] for x in (q, k, v, *[g] * (g.ndim == 3))]
+    small = [slots.laid(plan, x) for x in ([beta] if g.ndim == 3 else [g, beta])]
+    about, *laid = _prepared(plan.valid, jnp.zeros_like(plan.valid), *wide, *small)
+    shape = about.heads, about.keys, about.values
+    served = slots.Served(plan, tuple("qkvg"[: len(wide)]), states, shape, lambda n: (n, 0, 0))
+    out, states = program.run(about, *laid, keep=False, served=served)
+    return slots.taken(plan, out).reshape(v.shape), slots.remembered(carry, states)
 
 
 @jax.custom_vjp
 def _rule(batch: Packed, *inputs: Array) -> Array:
     v = inputs[2]
-    return program.run(*_prepared(batch, *inputs), keep=False)[0][:, : v.shape[1]].reshape(v.shape)
+    return program.run(*_prepared(*chunks.tokens(batch), *inputs), keep=False)[0][:, : v.shape[1]].reshape(v.shape)
 
 
-def _prepared(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Any, ...]:
+def _prepared(
+    valid: Array, starts: Array, q: Array, k: Array, v: Array, g: Array, beta: Array
+) -> tuple[Any, ...]:  # fmt: skip
     of_channels = g.ndim == 4
     heads = next(n for n in range(HEADS[not of_channels], 0, -1) if q.shape[2] % n == 0)
-    valid, starts = chunks.tokens(batch)
     numbers = [chunks.cleared(beta, valid)]
     if not of_channels:
         numbers += chunks.sums(chunks.cleared(g, valid), starts)
@@ -63,14 +75,14 @@ def _prepared(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array
 
 def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
     v = inputs[2]
-    out, *kept = program.run(*_prepared(batch, *inputs), keep=True)
+    out, *kept = program.run(*_prepared(*chunks.tokens(batch), *inputs), keep=True)
     return out[:, : v.shape[1]].reshape(v.shape), (batch, inputs, kept)
 
 
 def _backward(saved: tuple[Packed, tuple, list[Array]], dy: Array) -> tuple[Any, ...]:
     batch, inputs, kept = saved
     q, k, v, g, beta = inputs
-    about, whole, rows, laid = _prepared(batch, *inputs)
+    about, whole, rows, laid = _prepared(*chunks.tokens(batch), *inputs)
     laid.insert(3, chunks.flat(dy.astype(v.dtype)))
     dq, dk, dv, *of_channels, numbers = backward.run(about, whole, rows, kept, laid)
     of_beta, *parts = chunks.of_heads(numbers, backward.NUMBERS[about.channels], about.heads)

@@ -1,4 +1,4 @@
-"""Mamba's selective scan on TPUs: a Pallas Mosaic TPU kernel for Packed batches.
+"""Mamba's selective scan on TPUs: a Pallas Mosaic TPU kernel.
 
 Algorithm: the recurrence itself (arXiv 2312.00752, eq. 2), token by token: h <- exp(dt a) h + dt x b^T; y = h c + d x.
 Channels lie in lanes, a channel's states in sublanes. A step of the grid takes a chunk of tokens of some channels; steps
@@ -10,7 +10,7 @@ not finite reaches the tokens of its sequence and those of its blocks, and no mo
 
 Bytes: x, dt and y once, b and c once for each step's channels. For each token, channel and state: one exponential, three
 products and a sum, and the product with c. The backward pass is in `selective_scan_backward_tpu`: it reads the states
-before each chunk, which are kept where gradients are wanted.
+before each chunk, which are kept where gradients are wanted. Paged batches: see `slots_tpu`.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU.
 """
 
@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import selective_scan_backward_tpu as backward
+from fdel.kernels import slots_tpu as slots
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, dot, padded
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
@@ -44,25 +45,35 @@ def unsupported(
     channels, states = a.shape
     if channels % LANES or states % BLOCK or states > LANES:
         return f"{channels} channels of {states} states; expected multiples of {LANES} and of {BLOCK}, at most {LANES}"
-    return None
+    return slots.unsupported(batch, carry, a.shape)
 
 
 def call(
-    batch: Packed, carry: Carry | None, layer: Any,
-    x: Float[Array, "B T C"], dt: Float[Array, "B T C"], a: Float[Array, "C S"],
-    b: Float[Array, "B T S"], c: Float[Array, "B T S"], *, d: Float[Array, " C"] | None = None, chunk: int = 16,
-) -> tuple[Float[Array, "B T C"], Carry]:  # fmt: skip
+    batch: Batch, carry: Carry | None, layer: Any,
+    x: Float[Array, "... T C"], dt: Float[Array, "... T C"], a: Float[Array, "C S"],
+    b: Float[Array, "... T S"], c: Float[Array, "... T S"], *, d: Float[Array, " C"] | None = None, chunk: int = 16,
+) -> tuple[Float[Array, "... T C"], Carry]:  # fmt: skip
     """Compute as `selective_scan`, in chunks of its own size; see `unsupported` for what it can serve."""
-    return _scan(batch, x, dt, a, b, c, jnp.zeros_like(a[:, 0]) if d is None else d), carry or Carry()
+    d = jnp.zeros_like(a[:, 0]) if d is None else d
+    if carry is None or isinstance(batch, Packed):
+        return _scan(batch, x, dt, a, b, c, d), carry or Carry()
+    states = jnp.swapaxes(carry.slots.ssm, 2, 3)  # as XLA:TPU lays them out: nothing moves
+    plan = slots.plan(batch, states.shape[1], layer)
+    shape = states.shape[2], _widest(x.shape[1], CHANNELS)
+    served = slots.Served(plan, ("x", "dt"), states, shape, lambda n: (0, n))
+    b, c = (slots.laid(plan, y) for y in (b, c))
+    tokens = plan.valid, jnp.zeros_like(plan.valid)
+    y, states = _run(tokens, x[None], dt[None], a, b, c, d, keep=False, served=served)
+    return slots.taken(plan, y), slots.remembered(carry, jnp.swapaxes(states, 2, 3))
 
 
 @jax.custom_vjp
 def _scan(batch: Packed, *inputs: Array) -> Array:
-    return _run(batch, *inputs, keep=False)[0]
+    return _run(chunks.tokens(batch), *inputs, keep=False)[0]
 
 
 def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
-    y, *kept = _run(batch, *inputs, keep=inputs[2].shape[1] <= STATES)
+    y, *kept = _run(chunks.tokens(batch), *inputs, keep=inputs[2].shape[1] <= STATES)
     return y, (batch, inputs, kept)
 
 
@@ -73,9 +84,9 @@ def _backward(saved: tuple[Packed, tuple, list[Array]], dy: Array) -> tuple[Any,
     if not kept:
         reference = TABLES["selective_scan"].implementations["xla"].call
         return None, *jax.vjp(lambda *x: reference(batch, None, 0, *x[:-1], d=x[-1])[0], *inputs)[1](dy)
-    x, dt, _, b, c, d = inputs
+    x, dt, a, b, c, d = inputs
     t = x.shape[1]
-    whole, begins, of_tokens, exponents, valid = _prepared(batch, *inputs)
+    whole, begins, of_tokens, exponents, valid = _prepared(*chunks.tokens(batch), a)
     keys, queries = (chunks.cleared(y, valid) for y in (b, c))
     laid = [padded(y, max(0, CHUNK - t)) for y in (x, dt, dy.astype(x.dtype))]
     turned = [jnp.swapaxes(y, 1, 2) for y in (keys, queries)]
@@ -89,9 +100,8 @@ def _backward(saved: tuple[Packed, tuple, list[Array]], dy: Array) -> tuple[Any,
 _scan.defvjp(_forward, _backward)
 
 
-def _prepared(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ...]:
+def _prepared(valid: Array, starts: Array, a: Array) -> tuple[Array, ...]:
     """Give which chunks have no padding, a bit for each token that begins a sequence, which are none, a, which are none."""
-    valid, starts = chunks.tokens(batch)
     whole = valid.reshape(-1, CHUNK).all(1).astype(jnp.int32)
     begins = (starts.reshape(-1, BLOCK) << np.arange(BLOCK)).sum(1).astype(jnp.int32)
     of_tokens = jnp.broadcast_to(valid[:, None].astype(jnp.float32), (len(valid), 8, valid.shape[1]))
@@ -103,77 +113,63 @@ def _widest(channels: int, most: int) -> int:
     return next(n for n in range(most, 0, -LANES) if channels % n == 0)
 
 
-def _run(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, *, keep: bool) -> list[Array]:
-    """Give y [B T C]; with `keep` also the states before each chunk [B chunks S C], in float32."""
+def _run(
+    tokens: tuple[Array, Array], x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, *, keep: bool,
+    served: slots.Served | None = None,
+) -> list[Array]:  # fmt: skip
+    """Give y [B T C]; with `keep` also the states before each chunk [B chunks S C], in float32, or those in slots."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (rows, t, channels), states = x.shape, b.shape[-1]
-    whole, begins, of_tokens, exponents, valid = _prepared(batch, x, dt, a, b, c, d)
+    (rows, t, channels), states, dtype = x.shape, b.shape[-1], x.dtype
+    whole, begins, of_tokens, exponents, valid = _prepared(*tokens, a)
     length = valid.shape[1]
     keys, c = jnp.swapaxes(chunks.cleared(b, valid), 1, 2), chunks.cleared(c, valid).astype(c.dtype)
     x, dt = (padded(y, max(0, CHUNK - t)) for y in (x, dt))
 
     width = _widest(channels, CHANNELS)
     tile = _widest(width, TILE)
-    block = pl.BlockSpec((None, CHUNK, width), lambda b, n, c, *_: (b, c, n))
-    call = pl.pallas_call(
-        functools.partial(_program, tile),
-        out_shape=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((rows, length // CHUNK, states, channels), jnp.float32),
-        ][: 1 + keep],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(rows, channels // width, length // CHUNK),
-            in_specs=[
-                pl.BlockSpec((None, 8, CHUNK), lambda b, n, c, *_: (b, 0, c)),
-                block,
-                block,
-                pl.BlockSpec((states, width), lambda b, n, c, *_: (0, n)),
-                pl.BlockSpec((None, states, CHUNK), lambda b, n, c, *_: (b, 0, c)),
-                pl.BlockSpec((None, CHUNK, states), lambda b, n, c, *_: (b, c, 0)),
-                pl.BlockSpec((1, width), lambda b, n, c, *_: (0, n)),
-            ],
-            out_specs=[block, pl.BlockSpec((None, None, states, width), lambda b, n, c, *_: (b, c, 0, n))][: 1 + keep],
-            scratch_shapes=[
-                pltpu.VMEM((states, width), jnp.float32),
-                pltpu.VMEM((CHUNK // BLOCK, BLOCK * states, LANES), jnp.float32),
-                pltpu.VMEM((CHUNK // BLOCK, BLOCK, BLOCK * states), x.dtype),
-                pltpu.VMEM((BLOCK, tile), jnp.float32),
-                pltpu.VMEM((BLOCK, tile), jnp.float32),
-                pltpu.VMEM((CHUNK // BLOCK, tile // LANES, BLOCK * states, LANES), x.dtype),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=chunks.VMEM
-        ),
-        name="selective_scan",
-    )
-    y, *kept = call(whole, begins, of_tokens, x, dt, exponents, keys, c, d.astype(jnp.float32)[None])
-    return [y[:, :t], *kept]
+    of = lambda *shape, place: pl.BlockSpec(shape, place)
+    block = of(None, CHUNK, width, place=lambda b, n, c, *_: (b, c, n))
+    lanes = lambda n: of(None, n, CHUNK, place=lambda b, n, c, *_: (b, 0, c))
+    ins = {
+        "valid": (of_tokens, lanes(8)), "x": (x, block), "dt": (dt, block),
+        "a": (exponents, of(states, width, place=lambda b, n, c, *_: (0, n))), "b": (keys, lanes(states)),
+        "c": (c, of(None, CHUNK, states, place=lambda b, n, c, *_: (b, c, 0))),
+        "d": (d.astype(jnp.float32)[None], of(1, width, place=lambda b, n, c, *_: (0, n))),
+    }  # fmt: skip
+    put = jax.ShapeDtypeStruct
+    outs = {"out": (put((rows, length if served else x.shape[1], channels), dtype), block)}
+    if keep:
+        kept = of(None, None, states, width, place=lambda b, n, c, *_: (b, c, 0, n))
+        outs["kept"] = put((rows, length // CHUNK, states, channels), jnp.float32), kept
+    scratch = {
+        "state": pltpu.VMEM((states, width), jnp.float32),
+        "keys": pltpu.VMEM((CHUNK // BLOCK, BLOCK * states, LANES), jnp.float32),
+        "reads": pltpu.VMEM((CHUNK // BLOCK, BLOCK, BLOCK * states), dtype),
+        "step": pltpu.VMEM((BLOCK, tile), jnp.float32),
+        "add": pltpu.VMEM((BLOCK, tile), jnp.float32),
+        "states": pltpu.VMEM((CHUNK // BLOCK, tile // LANES, BLOCK * states, LANES), dtype),
+    }
+    run, grid = functools.partial(_program, tile), (rows, channels // width, length // CHUNK)
+    scalars = {"whole": whole, "begins": begins}
+    y, *more = slots.call(run, "selective_scan", grid, scalars, ins, outs, scratch, served)
+    return [y if served else y[:, :t], *more]
 
 
-NAMES = "whole begins valid x dt a b c d out"
-SCRATCH = "state keys reads step add states"
-
-
-def _program(tile: int, *refs: Any) -> None:
+def _program(tile: int, r: SimpleNamespace) -> None:
     """Compute a chunk of some channels, tile by tile."""
     from jax.experimental import pallas as pl
 
-    names = NAMES.split()
-    names += [*["kept"] * (len(refs) == len(names) + 7), *SCRATCH.split()]
-    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     dtype, width = r.x.dtype, r.state.shape[1]
     chunks.begin(r, jnp.transpose(r.valid[...])[:, :1] > 0, ["x", "dt"])
     blocks = CHUNK // BLOCK
 
-    if "kept" in names:
+    if hasattr(r, "kept"):
         r.kept[...] = r.state[...]
     backward.spread(r.b, r.keys, dtype)
     r.reads[...] = backward.diagonal(r.c[...], dtype)
-    first = (pl.program_id(0) * pl.num_programs(2) + pl.program_id(2)) * blocks
+    first = chunks.number(r) * blocks
 
     def tiles(i: Array, _: None) -> None:
         here = pl.ds(pl.multiple_of(i * tile, tile), tile)

@@ -1,4 +1,4 @@
-"""State-space duality (Mamba-2) on TPUs: a Pallas Mosaic TPU kernel for Packed batches.
+"""State-space duality (Mamba-2) on TPUs: a Pallas Mosaic TPU kernel.
 
 Algorithm: the chunked form of arXiv 2405.21060, section 6. A step of the grid takes a chunk of C tokens of some heads that
 share B and C; steps of a row follow each other, with each head's state in fast memory, as [S H]. With D_ij the decay from
@@ -10,7 +10,7 @@ out. See `chunks_tpu` for the decays and the precision.
 
 Bytes: x and y once, b and c once for each step's heads. FLOPs, for each token: 2 C S for each step's heads, for each head
 2 C max(H, 128) of outputs and 4 S H of the state. The backward pass is in `ssd_backward_tpu`: it reads the states before
-each chunk, which are kept where gradients are wanted.
+each chunk, which are kept where gradients are wanted. Paged batches: see `slots_tpu`.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU.
 """
 
@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import chunks_tpu as chunks
+from fdel.kernels import slots_tpu as slots
 from fdel.kernels import ssd_backward_tpu
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, NT, dot, places
-from fdel.ops.batch import Batch, Packed
+from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
 HEADS = 16  # of a step at most
@@ -54,16 +55,29 @@ def unsupported(
         )
     if heads % b.shape[-2] or not _heads(x, b):
         return f"{heads} heads of {channels} channels in {b.shape[-2]} groups, which fill no tile of {LANES}"
-    return None
+    if isinstance(batch, Paged) and channels % 8:
+        return f"{channels} channels; expected a multiple of 8 where states are read from slots"
+    return slots.unsupported(batch, carry, (heads, channels, b.shape[-1]))
 
 
 def call(
-    batch: Packed, carry: Carry | None, layer: Any,
-    x: Float[Array, "B T N H"], dt: Float[Array, "B T N"], a: Float[Array, " N"],
-    b: Float[Array, "B T G S"], c: Float[Array, "B T G S"], *, d: Float[Array, " N"] | None = None, chunk: int = 128,
-) -> tuple[Float[Array, "B T N H"], Carry]:  # fmt: skip
+    batch: Batch, carry: Carry | None, layer: Any,
+    x: Float[Array, "... T N H"], dt: Float[Array, "... T N"], a: Float[Array, " N"],
+    b: Float[Array, "... T G S"], c: Float[Array, "... T G S"], *, d: Float[Array, " N"] | None = None, chunk: int = 128,
+) -> tuple[Float[Array, "... T N H"], Carry]:  # fmt: skip
     """Compute as `ssd`, in chunks of its own size; see `unsupported` for what it can serve."""
-    return _ssd(batch, x, dt, a, b, c, jnp.zeros_like(a) if d is None else d), carry or Carry()
+    d = jnp.zeros_like(a) if d is None else d
+    if carry is None or isinstance(batch, Packed):
+        return _ssd(batch, x, dt, a, b, c, d), carry or Carry()
+    states = carry.slots.ssm
+    plan = slots.plan(batch, states.shape[1], layer)
+    starts, dt = jnp.zeros_like(plan.valid), slots.laid(plan, dt)
+    about, *laid = _prepared(plan.valid, starts, x[None], dt, a, b[None], c[None], d)
+    shape, tall = (about.heads, about.channels, about.states), (about.heads * about.channels, about.states)
+    load, store = lambda slot: jnp.transpose(slot.reshape(tall)), lambda state: jnp.transpose(state).reshape(shape)
+    served = slots.Served(plan, ("x", "b", "c"), states, shape, lambda n: (n, 0, 0), load, store)
+    y, states = _run(about, *laid, keep=False, served=served)
+    return slots.taken(plan, y).reshape(x.shape), slots.remembered(carry, states)
 
 
 def _heads(x: Any, b: Any) -> int:
@@ -76,12 +90,13 @@ def _heads(x: Any, b: Any) -> int:
 @jax.custom_vjp
 def _ssd(batch: Packed, *inputs: Array) -> Array:
     x = inputs[0]
-    return _run(*_prepared(batch, *inputs), keep=False)[0][:, : x.shape[1]].reshape(x.shape)
+    return _run(*_prepared(*chunks.tokens(batch), *inputs), keep=False)[0][:, : x.shape[1]].reshape(x.shape)
 
 
-def _prepared(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Any, ...]:
+def _prepared(
+    valid: Array, starts: Array, x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array
+) -> tuple[Any, ...]:  # fmt: skip
     heads, states = _heads(x, b), b.shape[-1]
-    valid, starts = chunks.tokens(batch)
     step = chunks.cleared(dt, valid)
     decays = chunks.sums(step * a.astype(jnp.float32), starts)
     skip = jnp.broadcast_to(d.astype(jnp.float32), step.shape)
@@ -92,7 +107,7 @@ def _prepared(batch: Packed, x: Array, dt: Array, a: Array, b: Array, c: Array, 
 
 def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
     x = inputs[0]
-    y, kept = _run(*_prepared(batch, *inputs), keep=True)
+    y, kept = _run(*_prepared(*chunks.tokens(batch), *inputs), keep=True)
     return y[:, : x.shape[1]].reshape(x.shape), (batch, inputs, kept)
 
 
@@ -100,7 +115,7 @@ def _backward(saved: tuple[Packed, tuple, Array], dy: Array) -> tuple[Any, ...]:
     batch, inputs, kept = saved
     x, dt, a, b, c, d = inputs
     t, groups = x.shape[1], b.shape[2]
-    about, whole, rows, (x_flat, *shared) = _prepared(batch, *inputs)
+    about, whole, rows, (x_flat, *shared) = _prepared(*chunks.tokens(batch), *inputs)
     dy_flat = chunks.flat(dy.astype(x.dtype))
     dx, db, dc, numbers = ssd_backward_tpu.run(about, whole, rows, kept, [x_flat, dy_flat, *shared])
     of_step, *parts, skip = chunks.of_heads(numbers, ssd_backward_tpu.NUMBERS, about.heads)
@@ -119,53 +134,37 @@ _ssd.defvjp(_forward, _backward)
 
 def _run(
     about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array],
-    *, keep: bool,
+    *, keep: bool, served: slots.Served | None = None,
 ) -> list[Array]:  # fmt: skip
     """Run over x [B T N*H], b and c [B T G*S], whose groups serve `share` steps' heads: y [B T N*H].
 
-    With `keep` also the states before each chunk [B chunks S N*H], in the inputs' dtype.
+    With `keep` also the states before each chunk [B chunks S N*H], in the inputs' dtype; with `served` those in slots.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     rows_b, groups, numbers, t = rows.shape
     width, states = about.heads * about.channels, about.states
-    block = pl.BlockSpec((None, CHUNK, width), lambda b, n, c, _: (b, c, n))
-    shared = pl.BlockSpec((None, CHUNK, states), lambda b, n, c, _: (b, c, n // about.share))
-    shapes = [inputs[0].shape, (rows_b, t // CHUNK, states, inputs[0].shape[-1])][: 1 + keep]
-    call = pl.pallas_call(
-        functools.partial(_program, about),
-        out_shape=[jax.ShapeDtypeStruct(shape, inputs[0].dtype) for shape in shapes],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows_b, groups, t // CHUNK),
-            in_specs=[
-                pl.BlockSpec((None, None, numbers, CHUNK), lambda b, n, c, _: (b, n, 0, c)),
-                block,
-                shared,
-                shared,
-            ],
-            out_specs=[block, pl.BlockSpec((None, None, states, width), lambda b, n, c, _: (b, c, 0, n))][
-                : len(shapes)
-            ],
-            scratch_shapes=[pltpu.VMEM((states, width), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=chunks.VMEM
-        ),
-        name="ssd",
-    )
-    return call(whole, rows, *inputs)
+    of_rows = pl.BlockSpec((None, None, numbers, CHUNK), lambda b, n, c, *_: (b, n, 0, c))
+    block = pl.BlockSpec((None, CHUNK, width), lambda b, n, c, *_: (b, c, n))
+    shared = pl.BlockSpec((None, CHUNK, states), lambda b, n, c, *_: (b, c, n // about.share))
+    put = lambda *shape: jax.ShapeDtypeStruct(shape, inputs[0].dtype)
+    outs = {"out": (put(rows_b, t if served else inputs[0].shape[1], groups * width), block)}
+    if keep:
+        kept = pl.BlockSpec((None, None, states, width), lambda b, n, c, *_: (b, c, 0, n))
+        outs["kept"] = put(rows_b, t // CHUNK, states, groups * width), kept
+    ins = dict(zip("xbc", zip(inputs, (block, shared, shared), strict=True), strict=True))
+    scratch = {"state": pltpu.VMEM((states, width), jnp.float32)}
+    grid, run = (rows_b, groups, t // CHUNK), functools.partial(_program, about)
+    return slots.call(run, "ssd", grid, {"whole": whole}, {"rows": (rows, of_rows)} | ins, outs, scratch, served)
 
 
-def _program(about: About, *refs: Any) -> None:
+def _program(about: About, r: SimpleNamespace) -> None:
     """Compute a chunk of some heads, tile by tile."""
-    names = ["whole", "rows", "x", "b", "c", "out", *["kept"] * (len(refs) == 8), "state"]
-    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     n, channels, dtype, rows = about.heads, about.channels, r.x.dtype, r.rows[...]
     columns = jnp.transpose(rows)  # [C numbers]
     chunks.begin(r, columns[:, 4 * n : 4 * n + 1] > 0, "xbc")
-    if len(refs) == 8:
+    if hasattr(r, "kept"):
         r.kept[...] = r.state[...].astype(dtype)
     scores = dot(r.c[...], r.b[...], NT, dtype)
     keys = jnp.transpose(r.b[...].astype(jnp.float32))  # [S C]
