@@ -15,8 +15,9 @@ from jaxtyping import Array, Float
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import delta_backward_tpu as backward
 from fdel.kernels import delta_program_tpu as program
+from fdel.kernels import recurrent_decode_tpu as decode
 from fdel.kernels import slots_tpu as slots
-from fdel.ops.batch import Batch, Packed
+from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
 HEADS = {True: 8, False: 4}  # of a step at most, of one decay each and of a decay for each channel
@@ -31,6 +32,8 @@ def unsupported(
         return why
     if q.shape[-1] % chunks.LANES or v.shape[-1] % chunks.LANES:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} channels; expected multiples of {chunks.LANES}"
+    if isinstance(batch, Paged) and batch.block == 1 and not decode.heads_of(k.shape[1]):
+        return f"{k.shape[1]} heads, of one token each; expected a multiple of 8"
     return slots.unsupported(batch, carry, (*k.shape[-2:], v.shape[-1]))
 
 
@@ -42,6 +45,8 @@ def call(
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
     if carry is None or isinstance(batch, Packed):
         return _rule(batch, q, k, v, g, beta), carry or Carry()
+    if batch.block == 1:
+        return decode.delta(batch, carry, layer, q, k, v, g, beta)
     states = carry.slots.ssm
     plan = slots.plan(batch, states.shape[1], layer)
     wide = [x[None] for x in (q, k, v, *[g] * (g.ndim == 3))]

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
+from fdel.kernels import recurrent_decode_tpu as decode
 from fdel.kernels import selective_scan_backward_tpu as backward
 from fdel.kernels import slots_tpu as slots
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, dot, padded
@@ -57,6 +58,8 @@ def call(
     d = jnp.zeros_like(a[:, 0]) if d is None else d
     if carry is None or isinstance(batch, Packed):
         return _scan(batch, x, dt, a, b, c, d), carry or Carry()
+    if batch.block == 1:
+        return decode.scan(batch, carry, layer, x, dt, a, b, c, d, _widest(x.shape[1], CHANNELS))
     states = jnp.swapaxes(carry.slots.ssm, 2, 3)  # as XLA:TPU lays them out: nothing moves
     plan = slots.plan(batch, states.shape[1], layer)
     shape = states.shape[2], _widest(x.shape[1], CHANNELS)

@@ -21,7 +21,8 @@ from fdel.ops.batch import Batch, Paged
 from fdel.ops.carry import Carry
 
 ROWS = 16  # of a tile of bfloat16
-LIVE, OPENS, FRESH, ENDS = 1, 2, 4, 8  # a chunk has blocks, is a sequence's first, of a new one, its last
+# Of a chunk: it has blocks, is a sequence's first, of a new one, its last; there are none, and it leaves a slot as it is.
+LIVE, OPENS, FRESH, ENDS, KEEPS = 1, 2, 4, 8, 16
 
 
 class Plan(NamedTuple):
@@ -55,8 +56,8 @@ def unsupported(batch: Batch, carry: Carry | None, shape: tuple[int, ...]) -> st
     """Say why blocks cannot be served with states of this shape, or None; of Packed batches None."""
     if not isinstance(batch, Paged):
         return None
-    if batch.block == 1 or batch.block % ROWS or (CHUNK % batch.block and batch.block % CHUNK):
-        return f"blocks of {batch.block} tokens; expected {ROWS} or more that divide {CHUNK}, or a multiple of it"
+    if batch.block > 1 and (batch.block % ROWS or (CHUNK % batch.block and batch.block % CHUNK)):
+        return f"blocks of {batch.block} tokens; expected 1, {ROWS} or more that divide {CHUNK}, or a multiple of it"
     slots = carry and carry.slots
     if not slots or slots.ssm is None or slots.ssm.shape[2:] != shape:
         return f"it serves Paged batches with slots.ssm of shape (layers, slots, {str(shape)[1:-1]})"
@@ -78,15 +79,31 @@ def plan(batch: Paged, slots: int, layer: Any) -> Plan:
     here = used & (chunk == index[:, None, None]) & (part == jnp.arange(parts)[:, None])  # [chunks parts blocks]
     present, head, last = here.any(-1), here[:, 0], jnp.maximum(chunk[-1], 0)
     found, slot = jnp.where(here, block, 0).sum(-1), jnp.where(head, row, 0).sum(-1)
-    opens = (head & opens).any(-1) | (~used[0] & (index == 0))  # without any block the first chunk keeps a state
-    kind = jnp.where(index <= last, LIVE, 0) + jnp.where(opens, OPENS, 0)
-    kind += jnp.where((head & (first == 0)).any(-1), FRESH, 0)
+    opens = (head & opens).any(-1)
+    kind = jnp.where(opens, OPENS, 0) + jnp.where((head & (first == 0)).any(-1), FRESH, 0)
     kind += jnp.where(jnp.append(opens[1:], False) | (index == last), ENDS, 0)
+    kind = _kinds(kind + LIVE, index <= last, used)
     valid = (positions >= 0)[found] & present[..., None]
     at = jnp.arange(found.size).reshape(found.shape)
     places = jnp.where(present & (found == index[:, None, None]), at, -1).max((1, 2))
     numbers = [jnp.minimum(index, last), kind, slot, *found.T, jnp.asarray(layer)[None]]
     return Plan(found, valid.reshape(1, -1), places, jnp.concatenate([x.astype(jnp.int32) for x in numbers]))
+
+
+def tokens(batch: Paged, slots: int, layer: Any) -> Plan:
+    """Give each token of a decode step a chunk of its own; what is no token is passed over after the one before it."""
+    index = jnp.arange(len(batch.positions))
+    used = (batch.positions >= 0) & (batch.rows >= 0) & (batch.rows < slots)
+    last = jax.lax.cummax(jnp.where(used, index, -1))
+    at = jnp.where(last < 0, jnp.argmax(used), last)
+    kind = _kinds(LIVE + OPENS + ENDS + jnp.where(batch.positions == 0, FRESH, 0), used, used)
+    numbers = [at, kind, jnp.where(used, batch.rows, 0), jnp.asarray(layer)[None]]
+    numbers = jnp.concatenate([x.astype(jnp.int32) for x in numbers])
+    return Plan(jnp.zeros((len(index), 0), jnp.int32), used[None], index, numbers)
+
+
+def _kinds(kind: Int[Array, " chunks"], live: Bool[Array, " chunks"], used: Bool[Array, " any"]) -> Int[Array, " chunks"]:
+    return jnp.where(used.any(), jnp.where(live, kind, 0), jnp.where(jnp.arange(len(live)) == 0, KEEPS, 0))
 
 
 def laid(plan: Plan, x: Float[Array, "T ..."]) -> Float[Array, "1 chunks*C ..."]:
@@ -151,7 +168,7 @@ def _served(
     from jax.experimental.pallas import tpu as pltpu
 
     parts = served.plan.blocks.shape[1]
-    size = CHUNK // parts
+    size = CHUNK // max(1, parts)
     about = lambda numbers, kind, c: numbers[kind * chunks + numbers[c]]  # of the chunk, or of the last that has blocks
 
     def moved(spec: Any) -> Any:
@@ -191,7 +208,12 @@ def _served(
 
     def body(r: SimpleNamespace) -> None:
         r.number = pl.program_id(2)
-        pl.when(r.numbers[chunks + r.number] > 0)(lambda: chunk(r))
+        kind = r.numbers[chunks + r.number]
+        pl.when(kind & LIVE > 0)(lambda: chunk(r))
+
+        @pl.when(kind == KEEPS)
+        def _() -> None:
+            r.new[...] = r.slot[...]
 
     scalars = {"numbers": served.plan.numbers} | scalars
     return body, scalars, given | {"slot": (served.states, slot)}, outs | {"new": (states, slot)}, scratch

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import chunks_tpu as chunks
+from fdel.kernels import recurrent_decode_tpu as decode
 from fdel.kernels import slots_tpu as slots
 from fdel.kernels import ssd_backward_tpu
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, NT, dot, places
@@ -55,8 +56,8 @@ def unsupported(
         )
     if heads % b.shape[-2] or not _heads(x, b):
         return f"{heads} heads of {channels} channels in {b.shape[-2]} groups, which fill no tile of {LANES}"
-    if isinstance(batch, Paged) and channels % 8:
-        return f"{channels} channels; expected a multiple of 8 where states are read from slots"
+    if isinstance(batch, Paged) and (channels % 8 or (batch.block == 1 and not decode.heads_of(heads))):
+        return f"{heads} heads of {channels} channels; expected multiples of 8 where states are read from slots"
     return slots.unsupported(batch, carry, (heads, channels, b.shape[-1]))
 
 
@@ -69,6 +70,8 @@ def call(
     d = jnp.zeros_like(a) if d is None else d
     if carry is None or isinstance(batch, Packed):
         return _ssd(batch, x, dt, a, b, c, d), carry or Carry()
+    if batch.block == 1:
+        return decode.ssd(batch, carry, layer, x, dt, a, b, c, d)
     states = carry.slots.ssm
     plan = slots.plan(batch, states.shape[1], layer)
     starts, dt = jnp.zeros_like(plan.valid), slots.laid(plan, dt)

@@ -17,7 +17,7 @@ from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
 from fdel.ops.platform import tracing_for
 
-N, H, CHANNELS, STATES = 2, 128, 64, 16  # heads; channels of a delta rule's and states of ssd; of ssd; states of a scan
+N, H, CHANNELS, STATES = 8, 128, 64, 16  # heads; channels of a delta rule's and states of ssd; of ssd; states of a scan
 R = np.random.default_rng(5)
 A, D, RATES, SKIP = -R.uniform(0.1, 4, N), R.normal(size=N), -np.exp(R.normal(size=(H, STATES))), R.normal(size=H)
 F32, BF16, MATRIX = jnp.float32, jnp.bfloat16, pytest.mark.matrix
@@ -109,10 +109,12 @@ def serve(case: str, calls: list, sequences: list, dtype, impl: str = "mosaic") 
         batch = Paged(positions, batch.page_table, batch.rows, block)
         flat = tuple(jnp.asarray(x, F32 if j in about.floats else dtype) for j, x in enumerate(inputs))
         y, states = run(case, impl, batch, states, flat)
-        y = np.asarray(y, np.float64)
+        y = np.array(y, np.float64)
         assert np.isfinite(y).all()
         for i, here in places:
-            found[i].append(y[here])
+            found[i].append(y[here].copy())
+            y[here] = 0
+        assert (y[np.repeat(batch.rows, block) > len(sequences)] == 0).all()
     return [np.concatenate(x) for x in found], np.asarray(states, np.float64)
 
 
@@ -140,7 +142,8 @@ def interpreted(monkeypatch):
 
 # Blocks of 32: a chunk has four of one sequence. Pieces shorter than a block, of several chunks, and one between others'.
 PIECES = [(32, 512, [(0, 150), (1, 5), (2, 64)]), (32, 512, [(1, 40), (0, 33), (2, 1), (0, 20)]), (64, 256, [(2, 66)])]
-LENGTHS = 203, 45, 131
+DECODED = [(1, 5, []), (1, 5, [(2, 1), (0, 1)]), (1, 5, [(0, 1), (1, 1), (2, 1)])]
+LENGTHS = 205, 46, 133
 
 
 @pytest.mark.slow
@@ -154,11 +157,11 @@ LENGTHS = 203, 45, 131
         *[pytest.param(case, BF16, 1e-2, marks=MATRIX) for case in CASES],
     ],
 )
-def test_prefill_in_pieces_equals_float64(case, dtype, most, interpreted):
+def test_prefill_in_pieces_and_decoding_equal_float64(case, dtype, most, interpreted):
     """NaN in padding, in slots before a sequence begins, and in those of nobody, which stay what they are."""
     r = np.random.default_rng(0)
     sequences = [CASES[case].inputs(r, n) for n in LENGTHS]
-    got, states = serve(case, PIECES, sequences, dtype)
+    got, states = serve(case, PIECES + DECODED, sequences, dtype)
     for i, sequence in enumerate(sequences):
         want, state = recurrence(case, sequence, dtype)
         print(case, i, error(got[i], want), error(states[1, i + 1], state))
