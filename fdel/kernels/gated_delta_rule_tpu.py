@@ -46,7 +46,8 @@ def call(
     if carry is None or isinstance(batch, Packed):
         return _rule(batch, q, k, v, g, beta), carry or Carry()
     if batch.block == 1:
-        return decode.delta(batch, carry, layer, q, k, v, g, beta)
+        few = not decode.heads_of(k.shape[1])
+        return (slots.reference("gated_delta_rule") if few else decode.delta)(batch, carry, layer, q, k, v, g, beta)
     states = carry.slots.ssm
     plan = slots.plan(batch, states.shape[1], layer)
     wide = [x[None] for x in (q, k, v, *[g] * (g.ndim == 3))]

@@ -23,7 +23,7 @@ HEADS = 16  # of a step, where they divide all
 
 
 def heads_of(n: int) -> int:
-    """Give the heads of a step, in whole sublanes; 0 if there are none."""
+    """Give the heads of a step, in whole sublanes; 0 if there are none: a device's part of heads may be so few."""
     return next((size for size in (HEADS, 8) if n % size == 0), 0)
 
 
@@ -101,7 +101,9 @@ def scan(
     states = jnp.swapaxes(carry.slots.ssm, 2, 3)  # as XLA:TPU lays them out: nothing moves
     plan = slots.tokens(batch, states.shape[1], layer)
     served = slots.Served(plan, (), states, (a.shape[1], width), lambda n: (0, n))
-    y, states = _call(program, "selective_scan_decode", served, ins, (len(x), 1, x.shape[1]), lanes, x.shape[1] // width)
+    y, states = _call(
+        program, "selective_scan_decode", served, ins, (len(x), 1, x.shape[1]), lanes, x.shape[1] // width
+    )
     skip = jnp.where((batch.positions >= 0)[:, None], d.astype(jnp.float32) * x.astype(jnp.float32), 0)
     return (y[:, 0] + skip).astype(x.dtype), slots.remembered(carry, jnp.swapaxes(states, 2, 3))
 

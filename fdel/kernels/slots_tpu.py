@@ -28,7 +28,7 @@ LIVE, OPENS, FRESH, ENDS, KEEPS = 1, 2, 4, 8, 16
 class Plan(NamedTuple):
     """Where blocks lie: of each chunk and part its block, which tokens of chunks are some, each block's place or -1.
 
-    `numbers` go to the kernel: for each chunk itself or the last that has blocks, its kind, its slot, its blocks; the layer.
+    `numbers` go to the kernel: of each chunk itself or the last that has blocks, kind, slot, blocks; the layer.
     """
 
     blocks: Int[Array, "chunks parts"]
@@ -62,6 +62,13 @@ def unsupported(batch: Batch, carry: Carry | None, shape: tuple[int, ...]) -> st
     if not slots or slots.ssm is None or slots.ssm.shape[2:] != shape:
         return f"it serves Paged batches with slots.ssm of shape (layers, slots, {str(shape)[1:-1]})"
     return None
+
+
+def reference(op: str) -> Callable[..., Any]:
+    """Give what serves a device's part of a call where the kernel cannot."""
+    from fdel.ops.dispatch import TABLES
+
+    return TABLES[op].implementations["xla"].call
 
 
 def plan(batch: Paged, slots: int, layer: Any) -> Plan:
@@ -102,7 +109,9 @@ def tokens(batch: Paged, slots: int, layer: Any) -> Plan:
     return Plan(jnp.zeros((len(index), 0), jnp.int32), used[None], index, numbers)
 
 
-def _kinds(kind: Int[Array, " chunks"], live: Bool[Array, " chunks"], used: Bool[Array, " any"]) -> Int[Array, " chunks"]:
+def _kinds(
+    kind: Int[Array, " chunks"], live: Bool[Array, " chunks"], used: Bool[Array, " any"]
+) -> Int[Array, " chunks"]:
     return jnp.where(used.any(), jnp.where(live, kind, 0), jnp.where(jnp.arange(len(live)) == 0, KEEPS, 0))
 
 

@@ -18,7 +18,9 @@ PENALTIES = dict(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.2, r
 ROUTES = dict(jitter=0.1, capacity=1.25)
 
 
-def step(target: aot.Target, mesh: str, route: dict[str, float], packed: bool = False, **penalties: float) -> aot.Compiled:
+def step(
+    target: aot.Target, mesh: str, route: dict[str, float], packed: bool = False, **penalties: float
+) -> aot.Compiled:
     """Compile a step of a policy loss for a mixture of experts; `packed` rows hold several samples."""
     family = models.family("mixtral")
     cfg = family.Config.from_hf(EXPERTS)

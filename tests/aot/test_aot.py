@@ -47,8 +47,7 @@ TOYS = [
 ]  # fmt: skip
 CAUSAL = [name for name in FAMILIES if TINY[name].causal]
 # Families whose programs of heads of 128 have no kernel on TPUs: recurrences, slopes of alibi, latents of other sizes.
-SCANS = ("mamba", "falcon_mamba", "rwkv")  # whose states are carried from token to token
-PLAIN = {"train": ("rwkv", "mpt"), "decode": (*SCANS, "mamba2", "mpt", "xerxes2")}
+PLAIN = {"train": ("rwkv", "mpt"), "decode": ("rwkv", "mpt", "xerxes2")}
 # Latent attention: DeepSeek-V3's heads, all and a part of eight; and toys whose latents the kernel for Hopper takes.
 NARROWS = [pytest.param("deepseek_v3-narrow", n, marks=pytest.mark.matrix) for n in (1, 8)]
 LATENT_TOYS = [
@@ -202,22 +201,24 @@ def test_the_tpu_kernel_for_quantized_products_reads_at_the_floor_s_speed(chip):
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernels_for_recurrences_keep_what_a_chunk_prepares_in_fast_memory(chip):
-    """Few temporaries beside inputs and outputs. Bound by products and vector operations: 4 times the floor of bytes, with
-    decays of channels and in a selective scan 5.5 times, gradients 9 times."""
+    """Few temporaries beside inputs and outputs, of an engine's prefill a block's chunks. Bound by products and vector
+    operations: 4 times the floor of bytes, with decays of channels and in a selective scan 5.7 times, gradients 9 times.
+    Decoding is bound by bytes, but for scans, whose steps are short: 1.5 times."""
     command = [sys.executable, "-m", "tests.aot.recurrence_bundles", chip]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     calls = list(map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))))
-    assert len(calls) == 8
+    assert len(calls) == 16
     for x in calls:
         print(x)
-        assert x["temporaries"] <= (2**27 if "backward" in x["call"] else 2**23)
-        assert (
-            x["estimate"]
-            <= (4 if x["call"] in ("gated_delta_rule", "ssd") else 9 if "backward" in x["call"] else 5.5) * x["floor"]
+        name, _, kind = x["call"].replace(", channels", " of channels").partition(", ")
+        assert x["temporaries"] <= {"": 2**23, "backward": 2**27}.get(kind, 2**25)
+        most = (
+            9 if kind == "backward" else 1.5 if kind == "decode" else 4 if name in ("gated_delta_rule", "ssd") else 5.7
         )
+        assert x["estimate"] <= most * x["floor"]
 
 
 @pytest.mark.aot

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from fdel import ops
-from fdel.kernels import gated_delta_rule_tpu, selective_scan_tpu, ssd_tpu
+from fdel.kernels import gated_delta_rule_tpu
 from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
 from fdel.ops.platform import tracing_for
@@ -96,8 +95,10 @@ def serve(case: str, calls: list, sequences: list, dtype, impl: str = "mosaic") 
     states, at = jnp.full((2, len(sequences) + 2, *about.state), jnp.nan), [0] * len(sequences)
     found: list[list[np.ndarray]] = [[] for _ in sequences]
     for block, size, pieces in calls:
-        _, batch = ops.paged([(i + 1, 0, [0] * n) for i, n in pieces], np.zeros((len(sequences) + 2, 1)), block=block, size=size)
-        positions, flat, places, first = batch.positions.copy(), [], [], 0
+        _, batch = ops.paged(
+            [(i + 1, 0, [0] * n) for i, n in pieces], np.zeros((len(sequences) + 2, 1)), block=block, size=size
+        )
+        positions, places, first = batch.positions.copy(), [], 0
         inputs = [np.full((size, *x.shape[1:]), np.nan) for x in sequences[0]]
         for i, n in pieces:
             here, there = slice(first, first + n), slice(at[i], at[i] + n)
@@ -121,7 +122,9 @@ def serve(case: str, calls: list, sequences: list, dtype, impl: str = "mosaic") 
 def recurrence(case: str, sequence: tuple, dtype) -> tuple[np.ndarray, np.ndarray]:
     """Run one sequence in float64, from rounded inputs: outputs and the state at its end."""
     about, out = CASES[case], []
-    rounded = [np.asarray(jnp.asarray(x, F32 if j in about.floats else dtype), np.float64) for j, x in enumerate(sequence)]
+    rounded = [
+        np.asarray(jnp.asarray(x, F32 if j in about.floats else dtype), np.float64) for j, x in enumerate(sequence)
+    ]
     state = np.zeros(about.state)
     for token in zip(*rounded, strict=True):
         state, y = about.step(state, *token)

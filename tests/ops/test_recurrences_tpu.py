@@ -446,7 +446,7 @@ REASONS = [
     ({"platform": "gpu"}, "written for TPUs"),
     ({"dtype": jnp.float16}, "all bfloat16 or all float32"),
     ({"dim": 64}, "heads of 64 and 64 channels"),
-    ({"paged": True}, "Packed batches"),
+    ({"paged": True}, "4 heads, of one token each"),
     pytest.param({}, None, marks=pytest.mark.of_cpu("with --target the references are named")),
 ]
 
