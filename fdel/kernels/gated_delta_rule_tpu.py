@@ -32,8 +32,8 @@ def unsupported(
         return why
     if q.shape[-1] % chunks.LANES or v.shape[-1] % chunks.LANES:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} channels; expected multiples of {chunks.LANES}"
-    if isinstance(batch, Paged) and batch.block == 1 and not decode.heads_of(k.shape[1]):
-        return f"{k.shape[1]} heads, of one token each; expected a multiple of 8"
+    if isinstance(batch, Paged) and batch.block == 1 and not decode.heads_of(k.shape[-2]):
+        return f"{k.shape[-2]} heads, of one token each; expected a multiple of 8"
     return slots.unsupported(batch, carry, (*k.shape[-2:], v.shape[-1]))
 
 

@@ -66,17 +66,17 @@ def call(
     served = slots.Served(plan, ("x", "dt"), states, shape, lambda n: (0, n))
     b, c = (slots.laid(plan, y) for y in (b, c))
     tokens = plan.valid, jnp.zeros_like(plan.valid)
-    y, states = _run(tokens, x[None], dt[None], a, b, c, d, keep=False, served=served)
+    y, states = _run(tokens, (x[None], dt[None], a, b, c, d), keep=False, served=served)
     return slots.taken(plan, y), slots.remembered(carry, jnp.swapaxes(states, 2, 3))
 
 
 @jax.custom_vjp
 def _scan(batch: Packed, *inputs: Array) -> Array:
-    return _run(chunks.tokens(batch), *inputs, keep=False)[0]
+    return _run(chunks.tokens(batch), inputs, keep=False)[0]
 
 
 def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple]:
-    y, *kept = _run(chunks.tokens(batch), *inputs, keep=inputs[2].shape[1] <= STATES)
+    y, *kept = _run(chunks.tokens(batch), inputs, keep=inputs[2].shape[1] <= STATES)
     return y, (batch, inputs, kept)
 
 
@@ -117,13 +117,13 @@ def _widest(channels: int, most: int) -> int:
 
 
 def _run(
-    tokens: tuple[Array, Array], x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, *, keep: bool,
-    served: slots.Served | None = None,
-) -> list[Array]:  # fmt: skip
+    tokens: tuple[Array, Array], inputs: tuple[Array, ...], *, keep: bool, served: slots.Served | None = None
+) -> list[Array]:
     """Give y [B T C]; with `keep` also the states before each chunk [B chunks S C], in float32, or those in slots."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    x, dt, a, b, c, d = inputs
     (rows, t, channels), states, dtype = x.shape, b.shape[-1], x.dtype
     whole, begins, of_tokens, exponents, valid = _prepared(*tokens, a)
     length = valid.shape[1]
