@@ -113,11 +113,11 @@ def begin(r: SimpleNamespace, valid: Bool[Array, "C 1"], names: Iterable[str]) -
     """Empty the state in the first chunk of a Packed row; write zeros over padding in the inputs of these names."""
     from jax.experimental import pallas as pl
 
-    if not hasattr(r, "slot"):
+    def empty() -> None:
+        r.state[...] = jnp.zeros_like(r.state)
 
-        @pl.when(pl.program_id(2) == 0)
-        def _() -> None:
-            r.state[...] = jnp.zeros_like(r.state)
+    if not hasattr(r, "slot"):
+        pl.when(pl.program_id(2) == 0)(empty)
 
     @pl.when(r.whole[number(r)] == 0)
     def _() -> None:

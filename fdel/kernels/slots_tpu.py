@@ -104,8 +104,8 @@ def tokens(batch: Paged, slots: int, layer: Any) -> Plan:
     last = jax.lax.cummax(jnp.where(used, index, -1))
     at = jnp.where(last < 0, jnp.argmax(used), last)
     kind = _kinds(LIVE + OPENS + ENDS + jnp.where(batch.positions == 0, FRESH, 0), used, used)
-    numbers = [at, kind, jnp.where(used, batch.rows, 0), jnp.asarray(layer)[None]]
-    numbers = jnp.concatenate([x.astype(jnp.int32) for x in numbers])
+    each = [at, kind, jnp.where(used, batch.rows, 0), jnp.asarray(layer)[None]]
+    numbers = jnp.concatenate([x.astype(jnp.int32) for x in each])
     return Plan(jnp.zeros((len(index), 0), jnp.int32), used[None], index, numbers)
 
 
