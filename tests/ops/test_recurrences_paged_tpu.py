@@ -89,7 +89,7 @@ def run(case: str, impl: str, batch: Paged, states: jax.Array, inputs: tuple) ->
 def serve(case: str, calls: list, sequences: list, dtype, impl: str = "mosaic") -> tuple[list[np.ndarray], np.ndarray]:
     """Run calls (block, size, pieces of sequences in order): all outputs of each sequence, and the states after all.
 
-    Sequence i has slot i + 1. Padding and slots hold NaN at first.
+    Sequence i has slot i. Padding and slots hold NaN at first.
     """
     about = CASES[case]
     states, at = jnp.full((2, len(sequences) + 2, *about.state), jnp.nan), [0] * len(sequences)
@@ -115,7 +115,7 @@ def serve(case: str, calls: list, sequences: list, dtype, impl: str = "mosaic") 
         for i, here in places:
             found[i].append(y[here].copy())
             y[here] = 0
-        assert (y[np.repeat(batch.rows, block) > len(sequences)] == 0).all()
+        assert (y[np.repeat(batch.rows, block) >= len(sequences)] == 0).all()
     return [np.concatenate(x) for x in found], np.asarray(states, np.float64)
 
 
@@ -143,8 +143,14 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
 
 
-# Blocks of 32: a chunk has four of one sequence. Pieces shorter than a block, of several chunks, and one between others'.
-PIECES = [(32, 512, [(0, 150), (1, 5), (2, 64)]), (32, 512, [(1, 40), (0, 33), (2, 1), (0, 20)]), (64, 256, [(2, 66)])]
+# Blocks of 32: a chunk has four of one sequence. Pieces shorter than a block, of several chunks, none at
+# all, and one between others'.
+PIECES = [
+    (32, 512, [(0, 150), (1, 5), (2, 64)]),
+    (32, 512, []),
+    (32, 512, [(1, 40), (0, 33), (2, 1), (0, 20)]),
+    (64, 256, [(2, 66)]),
+]
 DECODED = [(1, 5, []), (1, 5, [(2, 1), (0, 1)]), (1, 5, [(0, 1), (1, 1), (2, 1)])]
 LENGTHS = 205, 46, 133
 
@@ -153,20 +159,17 @@ LENGTHS = 205, 46, 133
 @pytest.mark.parametrize(
     ("case", "dtype", "most"),
     [
-        ("head", F32, 2e-6),
         ("ssd", F32, 2e-6),
-        ("scan", F32, 1e-6),
-        pytest.param("channel", F32, 2e-6, marks=MATRIX),
+        *[pytest.param(case, F32, 2e-6, marks=MATRIX) for case in ("head", "channel", "scan")],
         *[pytest.param(case, BF16, 1e-2, marks=MATRIX) for case in CASES],
     ],
 )
 def test_prefill_in_pieces_and_decoding_equal_float64(case, dtype, most, interpreted):
-    """NaN in padding, in slots before a sequence begins, and in those of nobody, which stay what they are."""
+    """NaN in padding, in slots before a sequence begins, and in those of nobody (seen: 5e-7)."""
     r = np.random.default_rng(0)
     sequences = [CASES[case].inputs(r, n) for n in LENGTHS]
     got, states = serve(case, PIECES + DECODED, sequences, dtype)
     for i, sequence in enumerate(sequences):
         want, state = recurrence(case, sequence, dtype)
-        print(case, i, error(got[i], want), error(states[1, i + 1], state))
-        assert error(got[i], want) < most and error(states[1, i + 1], state) < most
-    assert np.isnan(states[0]).all() and np.isnan(states[1, [0, -1]]).all()
+        assert error(got[i], want) < most and error(states[1, i], state) < most
+    assert np.isnan(states[0]).all() and np.isnan(states[1, len(LENGTHS) :]).all()
