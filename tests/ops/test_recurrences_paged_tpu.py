@@ -96,7 +96,7 @@ def serve(case: str, calls: list, sequences: list, dtype, impl: str = "mosaic") 
     found: list[list[np.ndarray]] = [[] for _ in sequences]
     for block, size, pieces in calls:
         _, batch = ops.paged(
-            [(i + 1, 0, [0] * n) for i, n in pieces], np.zeros((len(sequences) + 2, 1)), block=block, size=size
+            [(i, 0, [0] * n) for i, n in pieces], np.zeros((len(sequences) + 2, 1)), block=block, size=size
         )
         positions, places, first = batch.positions.copy(), [], 0
         inputs = [np.full((size, *x.shape[1:]), np.nan) for x in sequences[0]]
