@@ -456,6 +456,7 @@ def test_only_what_the_assistant_says_is_learnt_beside_written_images(seeing, tm
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tmp_path):
     """What the engine says of its tokens, training says of them too, 1e-4, and transformers; also over two turns."""
     path, oracle, *_ = seeing("llava")
@@ -480,7 +481,7 @@ def test_samples_of_prompts_with_images_are_learnt_as_they_were_drawn(seeing, tm
             logp = torch.log_softmax(oracle(**inputs).logits[0], -1).numpy()
         at = np.flatnonzero(samples[row].drawn)
         np.testing.assert_allclose(logp[at - 1, samples[row].tokens[at]], samples[row].logps[at], atol=1e-4)
-    with pytest.raises(ValueError, match="tasks show pictures; give media="):
+    with pytest.raises(ValueError, match="samples show pictures; give media="):
         rollout.collate(samples, np.ones(8), length=96)
 
 

@@ -48,14 +48,15 @@ def processor_files(recipe: Recipe) -> list[Path]:
     return [f for name in PROCESSORS if (f := folder / name).is_file()]
 
 
-def media(recipe: Recipe, tasks: data.Tasks) -> Callable[..., Mapping[str, Any]]:
+def media(recipe: Recipe, tasks: data.Tasks, *, more: bool = False) -> Callable[..., Mapping[str, Any]]:
     """Give what makes the images of these tasks' samples a part of their batch, for `rollout.collate`.
 
-    If any task shows or plays something, the batches of several processes have one shape: all of them call it at the same
-    time.
+    If any task shows or plays something, or an environment may (`more`), the batches of several processes have one shape:
+    all of them call it at the same time.
     """
-    several = jax.process_count() > 1 and any(task.images for task in tasks.rows)
-    return partial(shown, sight=seeing(recipe), agree=processes.most if several else None)
+    see = seeing(recipe)
+    may = any(task.images for task in tasks.rows) or (more and see is not None)
+    return partial(shown, sight=see, agree=processes.most if jax.process_count() > 1 and may else None)
 
 
 def checked(s: Settled, tasks: data.Tasks) -> data.Tasks:

@@ -232,6 +232,7 @@ def _after(s: Sample, prompt: np.ndarray | None, shown: tuple[Shown, ...]) -> Sa
         tokens=np.concatenate([prompt, s.tokens[start:]]),
         drawn=moved(s.drawn), logps=moved(s.logps), kept=moved(s.kept), versions=moved(s.versions),
         asked=None if s.asked is None else tuple(at - start + len(prompt) for at in s.asked),
+        images=tuple(replace(x, start=x.start - start + len(prompt)) for x in s.images),
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def taken(
     columns = {k: _column(row, names) for k, names in COLUMNS.items()}
     said = [v if isinstance(v, list) else [v] for v in map(row.get, CHATS) if isinstance(v, list | Mapping)]
     chats = [m for chat in said for m in chat if isinstance(m, Mapping)]
-    there = [k for k in KINDS if columns[k] or any(_kind(p) == k for m in chats for p in _parts(m))]
+    there = [k for k in KINDS if columns[k] or any(kind_of(p) == k for m in chats for p in _parts(m))]
     if not there and not (listed and chats and kind in TAKING):
         return row, ()
     for k in there:
@@ -133,7 +133,8 @@ def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
     return content if isinstance(content, list | tuple) else ()
 
 
-def _kind(part: Any) -> str | None:
+def kind_of(part: Any) -> str | None:
+    """Say which of `KINDS` a part of a message's content is; None of a text."""
     return TYPES.get(str(part.get("type"))) if isinstance(part, Mapping) else None
 
 
@@ -145,13 +146,13 @@ def _side(
         return {}, [(k, x) for k, column in columns.items() for x in column]
     chats = {n: [v] if isinstance(v, Mapping) else list(v) for n, v in said.items()}
     rest, found = {k: list(column) for k, column in columns.items()}, list[tuple[str, Any]]()
-    placed = {_kind(p) for chat in chats.values() for m in chat for p in _parts(m)}
+    placed = {kind_of(p) for chat in chats.values() for m in chat for p in _parts(m)}
 
     def plain(part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
         part = {k: v for k, v in part.items() if v is not None}  # as a table has absent keys
-        if (kind := _kind(part)) is None:
+        if (kind := kind_of(part)) is None:
             return part
         named = next((part[k] if k not in ("path", "base64") else {k: part[k]} for k in KEYS if k in part), None)
         if named is None and not rest[kind]:

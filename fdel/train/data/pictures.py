@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -197,25 +197,39 @@ def columns(sight: Sight, tokens: np.ndarray, shown: Sequence[Shown]) -> dict[st
     return {"index": np.array(out.index, np.int32), "rotary": rotary, "pictures": pictures}
 
 
-def longer(found: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Give the columns of a sequence that went on to `length` tokens."""
-    n = length - len(found["index"])
-    rotary = np.arange(n, dtype=np.int32)[:, None] + found["rotary"].max(initial=-1) + 1
-    return {
-        "index": np.pad(found["index"], (0, n), constant_values=-1), "pictures": found["pictures"],
-        "rotary": np.concatenate([found["rotary"], np.repeat(rotary, 3, 1)]),
-    }  # fmt: skip
+def following(found: Mapping[str, Any], tokens: np.ndarray, shown: Sequence[Shown], sight: Sight) -> dict[str, Any]:
+    """Give the columns of a sequence that went on: `tokens` are all of it, `shown` is what stands behind its first part.
+
+    ValueError for what is shown where its own tokens do not stand.
+    """
+    parts, at = [found], len(found["index"])
+    between = lambda n: none(np.arange(n, dtype=np.int32))
+    for s in shown:
+        here = tokens[s.start : s.start + len(s.run)]
+        if s.start < at or tuple(here.tolist()) != s.run:
+            raise ValueError(f"{s.name}: the {len(s.run)} tokens that stand for it are not those from {s.start} on")
+        parts += [between(s.start - at), columns(sight, here, [replace(s, start=0)])]
+        at = s.start + len(s.run)
+    return join([*parts, between(len(tokens) - at)], sight, one=True)
 
 
-def part(found: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
-    """Give the columns of the tokens from first to end of a sequence; ValueError for a part of what is shown."""
-    index = found["index"][first:end]
-    here = int((index >= 0).sum())
-    if here not in (0, int((found["index"] >= 0).sum())):
+def part(found: Mapping[str, Any], first: int, end: int, sight: Sight) -> dict[str, Any]:
+    """Give the columns of the tokens from first to end of a sequence; ValueError if one of what is shown is cut."""
+    index, counts = found["index"][first:end], _entries(found["pictures"], sight)
+    used = index[index >= 0]
+    here = np.bincount(np.repeat(np.arange(len(counts)), counts)[used], minlength=len(counts))
+    if ((here > 0) & (here < counts)).any():
         raise ValueError(
             "the end of a prompt is an image, a video or a sound; let a text follow it, or share no prompts"
         )
-    return {"index": index, "rotary": found["rotary"][first:end], "pictures": found["pictures"] if here else []}
+    kept = [x for x, n in zip(found["pictures"], here, strict=True) if n]
+    index = np.where(index < 0, index, index - used.min(initial=len(found["index"])))
+    return {"index": index, "rotary": found["rotary"][first:end], "pictures": kept}
+
+
+def _entries(items: Sequence[Item], sight: Sight) -> np.ndarray:
+    """Count the entries of each of what is shown."""
+    return np.array([sum(t in sight.entries for t in x.run) for x in items], np.int64)
 
 
 def none(positions: np.ndarray) -> dict[str, Any]:
@@ -229,8 +243,7 @@ def none(positions: np.ndarray) -> dict[str, Any]:
 
 def join(parts: Sequence[Mapping[str, Any]], sight: Sight, one: bool = False) -> dict[str, Any]:
     """Put the columns of sequences that share a row one after the other; of `one` in parts, turns go on."""
-    entries = [sum(t in sight.entries for x in p["pictures"] for t in x.run) for p in parts]
-    before = np.cumsum([0, *entries])
+    before = np.cumsum([0, *(int(_entries(p["pictures"], sight).sum()) for p in parts)])
     index = [np.where(p["index"] < 0, -1, p["index"] + n) for p, n in zip(parts, before[:-1], strict=True)]
     ends = np.cumsum([0, *(one * (p["rotary"].max(initial=-1) + 1) for p in parts)]).astype(np.int32)
     rotary = np.concatenate([p["rotary"] + n for p, n in zip(parts, ends[:-1], strict=True)])

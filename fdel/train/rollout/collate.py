@@ -34,7 +34,7 @@ def collate(
     multiple of `rows`, and with `packed` that times a power of two: empty rows fill up, so that few shapes are compiled.
     `shared`: packed, and samples of one prompt in a row have it there once, so that it is computed once for all of them.
     With `most`, the tokens of a sample that are learnt at most, T is `length` and the shapes do not depend on the samples.
-    `media(rows, shape)` gives what tasks show (`shown`), where rows have parts of samples. `learn` tells which samples are
+    `media(rows, shape)` gives what samples show (`shown`); rows have parts of samples. `learn` tells which samples are
     learnt: of the others the mask is False. Samples that ended with an error are not. One of more than `length` tokens
     loses its end.
     """
@@ -69,8 +69,8 @@ def collate(
     segments, positions = full["segments"], full["positions"]
     where = Packed(positions, segments, prefix_ids=full["prefixes"] if shared else None)
     found |= {"packed": where} if packed else {"lengths": (segments >= 0).sum(1, dtype=np.int32)}
-    if media is None and any(s.task.images for s in samples):
-        raise ValueError("tasks show pictures; give media=partial(shown, sight=...), which puts them into the batch")
+    if media is None and any(s.task.images or s.images for s in samples):
+        raise ValueError("samples show pictures; give media=partial(shown, sight=...), which puts them into the batch")
     if media is not None:
         found |= media([[(samples[i], a, b) for i, a, b, _ in _segments(x, sizes)] for x in grouped], (height, width))
     places = power(max(1, most or int(found["mask"].sum(1).max())))
@@ -100,14 +100,14 @@ def _of_one_prompt(samples: Sequence[Sample], sizes: np.ndarray, length: int) ->
     The prompt's last token is each sample's own: what it computes predicts the first one that was drawn.
     """
     found: list[tuple[int, list[int]]] = []
-    latest: dict[tuple[int, ...], int] = {}  # the last of `found` of each prompt
+    latest: dict[tuple[Any, ...], int] = {}  # the last of `found` of each prompt and what it shows
     room: list[int] = []
     for i, s in enumerate(samples):
         prompt = tuple(s.tokens[: int(np.argmax(s.drawn))]) if s.drawn.any() else tuple(s.tokens)
         before = max(0, min(len(prompt), int(sizes[i])) - 1)
-        own, at = int(sizes[i]) - before, latest.get(prompt)
+        own, at = int(sizes[i]) - before, latest.get((prompt, s.task.images))
         if at is None or own > room[at]:
-            latest[prompt] = at = len(found)
+            latest[prompt, s.task.images] = at = len(found)
             found.append((before, []))
             room.append(length - before)
         found[at][1].append(i)

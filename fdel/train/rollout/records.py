@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from fdel.train.data.images import Shown
 from fdel.train.data.prompts import Task
 
 FINISHES = ("stop", "length", "deadline", "turns", "error")
@@ -33,6 +34,7 @@ class Sample:
     reward: float | None = None  # what an environment gave
     info: Mapping[str, float] = field(default_factory=dict)  # turns, seconds, what an environment counted
     asked: tuple[int, ...] | None = None  # how many tokens stood there each time that the sampler was asked
+    images: tuple[Shown, ...] = ()  # what an environment showed and played, by its places in `tokens`
 
     @property
     def prompt(self) -> Sequence[int]:

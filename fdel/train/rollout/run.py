@@ -12,9 +12,10 @@ import numpy as np
 from fdel.serve import Engine, SamplingParams
 from fdel.serve.engine.reply import Job
 from fdel.serve.engine.schedule import QueueFull
+from fdel.train.data.images import Shown
 from fdel.train.rollout.aside import aside
 from fdel.train.rollout.records import Sample, Task
-from fdel.train.rollout.sight import prompt_media
+from fdel.train.rollout.sight import Columns, begun, prompt_media, went_on
 from fdel.train.rollout.turns import Said, Turn
 
 POLL = 0.02  # seconds between two looks at environments that run beside the engine's thread
@@ -29,6 +30,8 @@ class _Trajectory:
     tokens: list[int]
     columns: dict[str, list] = field(default_factory=lambda: {"drawn": [], "logps": [], "kept": [], "versions": []})
     asked: list[int] = field(default_factory=list)
+    images: list[Shown] = field(default_factory=list)  # the environment's
+    seen: Columns | None = None  # what all tokens show, when the sampler is asked
     finish: str = ""
     error: str | None = None
     reward: float | None = None
@@ -57,6 +60,13 @@ class _Trajectory:
         self.error = g.error
         return g.finish_reason
 
+    def take_said(self, said: Said, sight: Any) -> None:
+        """Append what an environment said and showed; ValueError for what cannot be shown."""
+        new = [replace(x, start=x.start + len(self.tokens)) for x in said.images]
+        self.take(list(map(int, said.tokens)))
+        self.seen = went_on(sight, self.seen, self.tokens, new)
+        self.images += new
+
     def sample(self) -> Sample:
         """What it is so far."""
         n = len(self.task.prompt)
@@ -70,6 +80,7 @@ class _Trajectory:
         return Sample(
             self.task, self.index, tokens, **arrays,
             finish=self.finish, error=self.error, reward=self.reward, info=found, asked=tuple(self.asked),
+            images=tuple(self.images),
         )  # fmt: skip
 
 
@@ -175,21 +186,27 @@ class _Rollout:
                 room = self.ask.max_tokens - t.drawn
                 asked = replace(self.ask, max_tokens=room, min_tokens=min(self.ask.min_tokens, room))
                 seed = _fold(self.seed, t.task.number, len(t.asked), t.index)
-                (self.drawing[t],) = self._submit(t.task, t.tokens, replace(asked, seed=seed))
+                try:
+                    (self.drawing[t],) = self._submit(t.tokens, t.seen, replace(asked, seed=seed))
+                except ValueError as e:  # of what the environment said: more than there is room for
+                    t.end("error", f"after what the environment said: {e}")
                 self.next.popleft()
             while waiting:
                 task, group = waiting[0][0].task, waiting[0]
                 asked = replace(self.ask, n=len(group), seed=_fold(self.seed, task.number, 0))
-                self.drawing.update(zip(group, self._submit(task, task.prompt, asked), strict=True))
+                seen = group[0].seen = group[0].seen or begun(self.engine.sight, task)
+                self.drawing.update(zip(group, self._submit(task.prompt, seen, asked), strict=True))
+                for t in group:
+                    t.seen = seen
                 waiting.popleft()
         except QueueFull:
             if not self.drawing:
                 raise
 
-    def _submit(self, task: Task, prompt: Sequence[int], asked: SamplingParams) -> list[Job]:
-        if not task.images:
+    def _submit(self, prompt: Sequence[int], seen: Columns | None, asked: SamplingParams) -> list[Job]:
+        if seen is None:
             return self.engine.submit_all([prompt], asked)
-        return self.engine.submit_all([prompt], asked, media=[prompt_media(self.engine.sight, task, len(prompt))])
+        return self.engine.submit_all([prompt], asked, media=[prompt_media(self.engine.sight, seen)])
 
     def go_on(self) -> None:
         """Take what was drawn and said."""
@@ -212,7 +229,11 @@ class _Rollout:
             t.end("error", f"the environment raised {type(error).__name__}: {error}")
             return
         said: Said = told.result()
-        t.take(list(map(int, said.tokens)))
+        try:
+            t.take_said(said, self.engine.sight)
+        except ValueError as e:
+            t.end("error", f"what the environment showed: {e}")
+            return
         t.reward = t.reward if said.reward is None else float(said.reward)
         for name, value in said.info.items():
             t.info[name] = t.info.get(name, 0.0) + value
