@@ -1,10 +1,12 @@
-"""Prompts with an image: time to the first token against transformers, images seen before, memory over many requests.
+"""Prompts with an image against transformers: one at a time, eight at once, images seen before; memory of a server.
 
-    python benchmarks/see.py [--shape tiny] [--requests 2000] [--rounds 10] [--out benchmarks/results/FILE.md]
+    python benchmarks/see.py [--family llava] [--shape tiny] [--requests 2000] [--rounds 10] [--side 336] [--out FILE.md]
 
-The model is a random LLaVA, saved by transformers: no weights can be had here. Both sides get the same prepared images (one
-of another content in each round) and the same prompt, and give its first token in float32. "Seen before" asks about an
-image that the engine holds, behind other words, so that no page of the prompt's is shared. Memory is that of `fdel serve`
+The models are random ones (seers.py), saved by transformers: no weights can be had here. Both sides get the same prepared
+images (one of another content in each round) and the same prompt, and give its first token in float32. "Seen before" asks
+about an image that the engine holds, behind other words, so that no page of the prompt's is shared. Eight chats have images
+of different sizes and texts of different lengths; transformers has them one by one, or as one batch, padded on the left.
+Set OMP_WAIT_POLICY=passive where processor time is to count: torch's idle threads spin. Memory is that of `fdel serve`
 and of the process that forks its children, after a tenth of the requests and after all; each shows one of 64 images.
 """
 
@@ -17,102 +19,166 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import seers
 from client import answer, exchange, free_port, post, process, resident
 from model import publish
+from seers import CONTEXT, WORDS
 
 from fdel import serve, text
 from fdel.media import sight
 from fdel.serve.engine import weights
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(text=(64, 2, 4, 96), vision=(32, 2, 2, 48), image=32, patch=8),
-    "125m": dict(text=(768, 12, 12, 2048), vision=(384, 12, 6, 1536), image=224, patch=16),
-}  # width, layers, heads, ffn
-VOCAB, CONTEXT = 512, 512
-SHOWN = "{{ '<image>' if p.type == 'image' else p.text }}"
-TEMPLATE = "{% for m in messages %}{% for p in m.content %}" + SHOWN + "{% endfor %}{% endfor %}"
-WORDS = "the weather in Paris is fine, the music is not; a b c d e f g h i j k l m n o p q r s t u v w x y z"
+
+class Chat(NamedTuple):
+    """A prompt with an image: tokens, what stands beside them for an engine, and what transformers' processor gave."""
+
+    tokens: list[int]
+    media: Any
+    seen: Any
 
 
-def make(directory: str, shape: str) -> Any:
-    """Save a random LLaVA with its processor and a tokenizer, and return it."""
-    import torch
-    from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration
-
-    sizes, names = SHAPES[shape], ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    tok = text.train_bpe([WORDS], 290, ["<image>"])
-    token, side = tok.backend.token_to_id("<image>"), sizes["image"]
-    vision = dict(zip(names, sizes["vision"], strict=True), model_type="clip_vision_model", image_size=side,
-                  patch_size=sizes["patch"], projection_dim=64)  # fmt: skip
-    inner = dict(zip(names, sizes["text"], strict=True), model_type="llama", vocab_size=VOCAB,
-                 max_position_embeddings=CONTEXT, eos_token_id=VOCAB - 1)  # fmt: skip
-    cfg = LlavaConfig(vision_config=vision, text_config=inner, image_token_index=token,
-                      image_seq_length=(side // sizes["patch"]) ** 2)  # fmt: skip
-    torch.manual_seed(0)
-    oracle = LlavaForConditionalGeneration._from_config(cfg, dtype=torch.float32).eval()
-    oracle.save_pretrained(directory)
-    fields = {"templates": {"default": TEMPLATE}, "eos_ids": (VOCAB - 1,)}
-    text.save(text.Tokenizer(**{**vars(tok), **fields}), directory)
-    edge = dict(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    CLIPImageProcessor(**edge).save_pretrained(directory)
-    return oracle
-
-
-def median(work: Callable[[int], Any], rounds: int) -> tuple[float, list[Any]]:
-    """Milliseconds of the middle one of some rounds, after one that compiles, and what each gave."""
-    work(rounds)
+def median(work: Callable[[int], Any], rounds: int) -> tuple[float, float, list[Any]]:
+    """Milliseconds of the middle one of some rounds, by the clock and of processors, and what each gave."""
     took, gave = [], []
     for i in range(rounds):
-        begin = time.perf_counter()
+        begin = np.array([time.perf_counter(), time.process_time()])
         gave.append(work(i))
-        took.append(time.perf_counter() - begin)
-    return sorted(took)[rounds // 2] * 1e3, gave
+        took.append(np.array([time.perf_counter(), time.process_time()]) - begin)
+    clock, used = np.median(took, 0) * 1e3
+    return float(clock), float(used), gave
 
 
-def prefill(directory: str, oracle: Any, rounds: int) -> list[str]:
-    """Time the first token of a prompt with an image."""
-    import torch
+class Sides:
+    """A family's model in transformers and in an engine, and how either gives first tokens of the same prompts."""
 
-    see, tok = sight.read(directory), text.load(directory)
-    assert see is not None
-    engine = serve.Engine(weights.load(directory), serve.Settings(rows=2, max_length=CONTEXT), tokenizer=tok, sight=see)
-    engine.start(wait=True)
-    rng = np.random.default_rng(0)
-    side = int(oracle.config.vision_config.image_size)
-    rgbs = [rng.integers(0, 256, (side, side, 3), np.uint8) for _ in range(rounds + 1)]
-    pictures = [sight.prepare(see, x) for x in rgbs]
-    pixels = [torch.tensor(sight.clip.pixels(see.settings, x).transpose(2, 0, 1))[None] for x in rgbs]
-    before, behind = (text.encode(tok, WORDS[:n], special=False) for n in (48, 12))
+    def __init__(self, directory: str, family: str, oracle: Any):
+        self.family, self.oracle, self.tok = family, oracle, text.load(directory)
+        found = sight.read(directory)
+        assert found is not None
+        self.sight, self.theirs = found, seers.processor(directory, family)
+        settings = serve.Settings(rows=8, max_length=CONTEXT)
+        self.engine = serve.Engine(weights.load(directory), settings, tokenizer=self.tok, sight=self.sight)
+        self.engine.start(wait=True)
+        while self.engine.stats()["to compile"]:
+            time.sleep(0.1)
 
-    def prompt(i: int, shift: int = 0) -> tuple[list[int], Any]:
-        turned = before[shift:] + before[:shift]
-        return serve.prompt_media(see, [*turned, see.placeholder, *behind], [pictures[i]])
+    def prompt(self, rng: np.random.Generator, rgb: np.ndarray, words: int) -> Chat:
+        """Make a prompt of an image and some tokens of text, of which the last stand behind the image; all are prepared."""
+        picture, known = sight.prepare(self.sight, rgb), self.spell(WORDS)
+        said = rng.choice(known, words).tolist()  # so that no page of two prompts is the same
+        tokens = [*said[:-12], *self.spell(self.placed()), *said[-12:]]
+        tokens, media = serve.prompt_media(self.sight, tokens, [picture])
+        return Chat(tokens, media, self.theirs([rgb], return_tensors="np", input_data_format="channels_last"))
 
-    def ours(i: int, shift: int = 0) -> int:
-        tokens, media = prompt(i, shift)
-        (found,) = engine.generate([tokens], serve.SamplingParams(max_tokens=1, temperature=0), media=[media])
-        return int(found.tokens[0])
+    def spell(self, said: str) -> list[int]:
+        return text.encode(self.tok, said, special=False)
 
-    def theirs(i: int) -> int:
-        ids = torch.tensor([prompt(i)[0]])
+    def placed(self) -> str:
+        """Write an image's place as a processor does."""
+        around = "<start><image><end>" if self.family.startswith("qwen") else "<image>"
+        return sight.written(self.sight, "<start>" if self.family == "gemma3" else around)
+
+    def ours(self, chats: list[Chat]) -> tuple[list[int], list[float], list[float]]:
+        """First tokens of chats that are asked at once, and when each was there: by the clock, and of processors."""
+        begin, used = time.perf_counter(), time.process_time()
+        ask = serve.SamplingParams(max_tokens=1, temperature=0)
+        jobs = [self.engine.submit_all([c.tokens], ask, media=[c.media])[0] for c in chats]
+        there: dict[int, tuple[float, float]] = {}
+
+        def all_there() -> bool:
+            for i, job in enumerate(jobs):
+                if job.reply.finish_reason and i not in there:
+                    there[i] = time.perf_counter() - begin, time.process_time() - used
+            return len(there) == len(jobs)
+
+        self.engine.wait(all_there)
+        when = [there[i] for i in range(len(jobs))]
+        return [job.reply.generation().tokens[0] for job in jobs], [a for a, _ in when], [b for _, b in when]
+
+    def one_by_one(self, chats: list[Chat]) -> tuple[list[int], list[float], list[float]]:
+        """The same of transformers, one chat after the other."""
+        begin, used, out = time.perf_counter(), time.process_time(), list[tuple[int, float, float]]()
+        for c in chats:
+            (token,) = self.batch([c])[0]
+            out.append((token, time.perf_counter() - begin, time.process_time() - used))
+        return [x[0] for x in out], [x[1] for x in out], [x[2] for x in out]
+
+    def batch(self, chats: list[Chat]) -> tuple[list[int], list[float], list[float]]:
+        """The same of transformers, as one padded batch."""
+        import torch
+
+        begin, used = time.perf_counter(), time.process_time()
+        given = seers.inputs(self.family, [c.tokens for c in chats], [c.seen for c in chats], self.sight.entries[0])
         with torch.no_grad():
-            return int(oracle(input_ids=ids, pixel_values=pixels[i], logits_to_keep=1).logits[0, -1].argmax())
+            logits = self.oracle(**given, logits_to_keep=1).logits[:, -1]
+        n = len(chats)
+        return logits.argmax(-1).tolist(), [time.perf_counter() - begin] * n, [time.process_time() - used] * n
 
-    torch_ms, want = median(theirs, rounds)
-    new_ms, got = median(ours, rounds)
-    known_ms, _ = median(lambda i: ours(i, 1 + i % 7), rounds)
-    stats = engine.stats()
-    engine.close()
-    tokens, same = len(prompt(0)[0]), sum(a == b for a, b in zip(want, got, strict=True))
+
+def prefill(sides: Sides, side: int, rounds: int) -> list[str]:
+    """Time the first token of a prompt with an image."""
+    rng, words = np.random.default_rng(0), 60
+    chats = [sides.prompt(rng, rng.integers(0, 256, (side, side, 3), np.uint8), words) for _ in range(rounds + 1)]
+    sides.ours(chats[-1:]), sides.one_by_one(chats[-1:])
+    first = sides.engine.stats()
+    torch_ms, torch_used, want = median(lambda i: sides.one_by_one([chats[i]])[0][0], rounds)
+    new_ms, new_used, got = median(lambda i: sides.ours([chats[i]])[0][0], rounds)
+    other = lambda i: Chat(chats[i].tokens[1 + i % 7 :], cut(chats[i].media, 1 + i % 7), None)
+    known_ms, known_used, _ = median(lambda i: sides.ours([other(i)])[0][0], rounds)
+    stats = {k: v - first[k] for k, v in sides.engine.stats().items() if k.startswith("pictures")}
+    same = sum(a == b for a, b in zip(want, got, strict=True))
     return [
-        f"| the first token of {tokens}, ms | transformers | fdel | fdel, image seen before |", "|---|---|---|---|",
-        f"| median of {rounds} | {torch_ms:.2f} | {new_ms:.2f} | {known_ms:.2f} |",
-        f"| times as fast as transformers | 1 | {torch_ms / new_ms:.2f} | {torch_ms / known_ms:.2f} |", "",
-        f"Same token in {same} of {rounds}; images encoded {stats['pictures encoded']}, found {stats['pictures found']}; "
-        f"an image that was seen before saves {1 - known_ms / new_ms:.0%}.",
+        f"| the first token of {len(chats[0].tokens)}, ms | transformers | fdel | fdel, image seen before |",
+        "|---|---|---|---|",
+        f"| by the clock, median of {rounds} | {torch_ms:.2f} | {new_ms:.2f} | {known_ms:.2f} |",
+        f"| of processors | {torch_used:.2f} | {new_used:.2f} | {known_used:.2f} |",
+        f"| times as fast as transformers, clock | 1 | {torch_ms / new_ms:.2f} | {torch_ms / known_ms:.2f} |",
+        f"| times as fast, processors | 1 | {torch_used / new_used:.2f} | {torch_used / known_used:.2f} |", "",
+        f"Same token in {same} of {rounds}; images encoded {stats['pictures encoded']}, found {stats['pictures found']}.",
+    ]  # fmt: skip
+
+
+def cut(media: Any, n: int) -> Any:
+    """What stands beside a prompt that lost its first n tokens, which were text."""
+    rotary = None if media.rotary is None else media.rotary[n:] - n
+    return serve.PromptMedia(media.items, media.index[n:], rotary)
+
+
+SIZES = ((224, 224), (336, 252), (448, 336), (280, 420), (336, 336), (196, 392), (504, 280), (252, 252))
+TEXTS = (24, 120, 60, 200, 40, 90, 160, 30)
+
+
+def several(sides: Sides, side: int, rounds: int) -> list[str]:
+    """Eight chats at once, of images and texts of different sizes, each round with images of another content."""
+    rng, scale = np.random.default_rng(2), side / 336
+    image = lambda h, w: rng.integers(0, 256, (max(8, int(h * scale)), max(8, int(w * scale)), 3), np.uint8)
+    asked = lambda: [sides.prompt(rng, image(*size), n) for size, n in zip(SIZES, TEXTS, strict=True)]
+    every = [asked() for _ in range(rounds + 1)]
+    ways = {"one by one": sides.one_by_one, "one padded batch": sides.batch, "fdel": sides.ours}
+    took: dict[str, list[np.ndarray]] = {name: [] for name in ways}
+    wrong = dict.fromkeys(ways, 0)
+    for chats in every:  # sides take turns; the first round compiles
+        found = {name: work(chats) for name, work in ways.items()}
+        for name, (tokens, clock, used) in found.items():
+            wrong[name] += sum(a != b for a, b in zip(tokens, found["one by one"][0], strict=True))
+            took[name].append(np.array([max(clock), np.mean(clock), max(used), np.mean(used)]))
+    total = sum(len(c.tokens) for c in every[0])
+    middle = {name: np.median(x[1:], 0) for name, x in took.items()}
+    best = np.min([middle[n] for n in ("one by one", "one padded batch")], 0)
+    row = lambda name, i: f"| {name} | " + " | ".join(f"{x[i] * 1e3:.0f}" for x in middle.values()) + " |"
+    speed = lambda i: " | ".join(f"{total / x[i]:.0f}" for x in middle.values())
+    times = lambda i: f"{best[i] / middle['fdel'][i]:.2f}"
+    return [
+        f"| eight chats of {total} tokens at once | transformers, one by one | transformers, one batch | fdel |",
+        "|---|---|---|---|",
+        f"| tokens a second | {speed(0)} |", f"| tokens a second of a processor | {speed(2)} |",
+        row("mean time to the first token, ms", 1), row("the same, of processors", 3), "",
+        f"{times(0)} times as many tokens a second as the better of the two, {times(2)} of a processor's; first tokens "
+        f"{times(1)} times as soon ({times(3)} of processors). Medians of {rounds}. Other first tokens than one by one: "
+        f"batch {wrong['one padded batch']}, fdel {wrong['fdel']} of {8 * len(every)}.",
     ]  # fmt: skip
 
 
@@ -175,15 +241,25 @@ def memory(directory: str, requests: int) -> list[str]:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--shape", choices=SHAPES, default="tiny")
-    cli.add_argument("--requests", type=int, default=2000, help="chats with an image; 0: none")
+    cli.add_argument("--family", choices=seers.SHAPES, default="llava")
+    cli.add_argument("--shape", choices=("tiny", "125m"), default="tiny")
+    cli.add_argument("--requests", type=int, default=2000, help="chats with an image, for memory; 0: none")
     cli.add_argument("--rounds", type=int, default=10, help="prompts to time")
+    cli.add_argument("--side", type=int, help="pixels along a side of the images; default: the family's")
     cli.add_argument("--out", type=Path, help="also write the table here")
     args = cli.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        lines = prefill(directory, make(directory, args.shape), args.rounds)
+        oracle = seers.make(directory, args.family, args.shape)
+        side = args.side or seers.SHAPES[args.family][args.shape].image
+        sides = Sides(directory, args.family, oracle)
+        lines = prefill(sides, side, args.rounds)
+        print(*lines, sep="\n", flush=True)
+        lines += ["", *several(sides, side, args.rounds)]
+        sides.engine.close()
         lines += ["", *memory(directory, args.requests)] if args.requests else []
-    publish(f"a random LLaVA ({args.shape}), `benchmarks/see.py`, 2 CPU cores", "\n".join(lines), args.out)
+    size = sum(p.numel() for p in oracle.parameters()) / 1e6
+    title = f"a random {args.family} ({args.shape}, {size:.0f}M parameters), images of {side} pixels"
+    publish(f"{title}, `benchmarks/see.py`, 2 CPU cores", "\n".join(lines), args.out)
 
 
 if __name__ == "__main__":

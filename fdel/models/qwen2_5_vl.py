@@ -91,8 +91,11 @@ def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*row
     values, places = (jnp.take_along_axis(x, order[..., None], 1) for x in (values, places))
     norm, act = lambda x, p, part: ops.rms_norm(x, p[part], EPS), ops.ACTIVATIONS[v.act]
     rot, feed = qwen2_vl.axial(places, v), lambda h, p: ops.glu(h, p, act)
-    segments = {FULL: places[..., 0], NEAR: window}
-    blocks = {kind: qwen2_vl.block(v, qwen2_vl.within(s), rot, norm, feed) for kind, s in segments.items()}
+    near, far = qwen2_vl.within(window), qwen2_vl.within(places[..., 0])
+    blocks = {
+        FULL: qwen2_vl.block(v, far, rot, norm, feed),
+        NEAR: qwen2_vl.block(v, near, rot, norm, feed, v.unit * v.cells**2),
+    }
     x, _ = ops.layers(blocks, qwen2_vl.embed_patches(p, values), ops.Carry(), p["layers"], v.kinds)
     x = qwen2_vl.merge(norm(x, params["projector"], "norm"), params["projector"], v)
     back = jnp.argsort(order[:, :: v.unit], axis=-1)

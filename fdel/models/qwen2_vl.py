@@ -232,10 +232,13 @@ def within(segments: Int[Array, "N P"]) -> ops.Packed:
 
 def block(
     v: Any, batch: ops.Batch, rot: tuple[Array, Array], norm: Callable[[Array, Any, str], Array],
-    feed: Callable[[Array, Any], Array],
+    feed: Callable[[Array, Any], Array], longest: int | None = None,
 ) -> Callable:  # fmt: skip
-    """Make the block of a tower's layer, with norm(x, p, part) before attention and before the feed-forward feed(h, p)."""
-    mask, change = ops.Mask(v.head_dim**-0.5, causal=False), sublayers.rotate(rot)
+    """Make the block of a tower's layer, with norm(x, p, part) before attention and before the feed-forward feed(h, p).
+
+    No segment of the batch has more patches than `longest`, and each lies together: what is farther is not computed.
+    """
+    mask, change = ops.Mask(v.head_dim**-0.5, causal=False, window=longest), sublayers.rotate(rot)
 
     def apply(x, carry, p, layer):
         a, carry = sublayers.attention(norm(x, p, "attn_norm"), carry, p, layer, batch, mask, change)
