@@ -59,7 +59,7 @@ class Sides:
         found = sight.read(directory)
         assert found is not None
         self.sight, self.theirs = found, seers.processor(directory, family)
-        settings = serve.Settings(rows=8, max_length=CONTEXT)
+        settings = serve.Settings(rows=8, batches=(8,), max_length=CONTEXT)
         self.engine = serve.Engine(weights.load(directory), settings, tokenizer=self.tok, sight=self.sight)
         self.engine.start(wait=True)
         while self.engine.stats()["to compile"]:

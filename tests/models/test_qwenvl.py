@@ -97,6 +97,21 @@ def test_logits_of_rows_with_images_and_without(case):
     assert suite.error(got, case.logits) < 2e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(26, 18), pytest.param((30, 38), marks=pytest.mark.matrix)], ids=str)
+def test_windows_of_large_images_are_those_of_transformers(grid, tmp_path):
+    """Of more patches than a block of attention has: edges cut windows, padding stands behind, far blocks are left out."""
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    oracle, m = tiny.checkpoint("qwen2_5_vl", tmp_path), models.load(tmp_path)
+    shown = picture(np.random.default_rng(1), *grid)
+    pad = lambda x, fill: np.pad(x, ((0, 44), (0, 0)), constant_values=fill)[None, None]
+    patches = ops.Patches(jnp.asarray(pad(shown.patches, 0)), jnp.asarray(pad(shown.places, -1)))
+    got = jax.jit(lambda p, x: m.family.encode(p, x, m.cfg))(m.params, patches)[0, : len(shown.run)]
+    with torch.no_grad():
+        want = oracle.model.visual(torch.tensor(shown.patches), torch.tensor([[1, *grid]]), return_dict=True)
+    assert suite.error(got, want.pooler_output.numpy()) < 2e-5
+
+
 def apart(grads: dict, names: set[str]) -> dict:
     """Give gradients of experts that torch has in one tensor as the file has them, one by one."""
     out = {}
