@@ -49,9 +49,9 @@ def flat(x: Float[Array, "B T N H"]) -> Float[Array, "B T NH"]:
     return padded(x.reshape(*x.shape[:2], -1), max(0, CHUNK - x.shape[1]))
 
 
-def tokens(batch: Packed) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+def tokens(batch: Packed, chunk: int = CHUNK) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
     """Tell which tokens are no padding, and which begin a sequence, of whole chunks."""
-    segments = jnp.pad(batch.segment_ids, ((0, 0), (0, -batch.segment_ids.shape[1] % CHUNK)), constant_values=-1)
+    segments = jnp.pad(batch.segment_ids, ((0, 0), (0, -batch.segment_ids.shape[1] % chunk)), constant_values=-1)
     change = segments[:, 1:] != segments[:, :-1]
     return segments >= 0, jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
 

@@ -72,7 +72,7 @@ def selective_scan(
 
 @operation(
     TOKENS, SLOTS, "", HEADS, HEADS, "heads", HEADS, HEADS, out=(HEADS, SLOTS), named={"d": "heads"},
-    mosaic=kernel("ssd_tpu"),
+    mosaic=kernel("ssd_tpu"), hopper=kernel("ssd_gpu", on_request=True),
 )  # fmt: skip
 def ssd(
     batch: Batch, carry: Carry | None, layer: Layer,

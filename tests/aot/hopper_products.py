@@ -147,7 +147,7 @@ def main(*some: str) -> None:
 
 
 def table(*some: str, module: str = "hopper_products") -> list[dict]:
-    """Run `main` in a process and read what it says: one row for each call."""
+    """Run a module's `main` in a process and read what it says: one row for each call."""
     command, root = [sys.executable, "-m", f"tests.aot.{module}", *some], Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=root, env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, stdout=subprocess.PIPE,

@@ -338,6 +338,21 @@ def test_a_training_step_with_the_kernel_for_scans_needs_less_memory(name, recor
 
 
 @pytest.mark.aot
+@pytest.mark.matrix
+def test_the_hopper_kernels_for_ssd_keep_states_and_sums_in_registers():
+    """No wgmma is serialized; gradients keep some addresses in local memory. A step needs half of XLA's memory, or less."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    *calls, plain, step = hopper_products.table(module="hopper_ssd")
+    for x in (*calls, plain, step):
+        print(x)
+    for x in (*calls, step):
+        most = 64 if x is step or "gradient" in x["call"] else 0
+        assert x["registers"] and not x["serialized"] and x["spills"] <= most
+    assert plain["registers"] is None and 2 * step["temporaries"] < plain["temporaries"]
+
+
+@pytest.mark.aot
 def test_a_training_step_sends_weights_and_gradients_only(chip, record_property):
     c, _ = row(record_property, "llama-1b", "train", chip, 8)
     assert gathers(c.text, LENGTH) == 0

@@ -190,6 +190,62 @@ def test_a_race_planted_in_a_scan_is_found(what):
     assert "RACE DETECTED" in done.stdout + done.stderr
 
 
+SSD = [  # of what; with how many cases; the most that a number may be off
+    (("forward", "1"), [8e-3]),
+    pytest.param(("forward",), [8e-3] * 3, marks=pytest.mark.matrix),
+    pytest.param(("gradient",), [2e-2] * 3, marks=pytest.mark.matrix),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "tolerances"), SSD, ids=str)
+def test_ssd_on_hopper_equals_float64(arguments, tolerances):
+    """No race; sequences that end inside of chunks, NaN in padding, decays of nothing (seen: 6e-3)."""
+    done = interpret("ssd", *arguments)
+    assert done.returncode == 0, done.stderr
+    errors = [float(x) for x in done.stdout.split()[-len(tolerances) :]]
+    assert all(a < b for a, b in zip(errors, tolerances, strict=True)), errors
+    assert "RACE" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_race_planted_in_ssd_is_found():
+    done = interpret("ssd", "race")
+    assert "RACE DETECTED" in done.stdout + done.stderr
+
+
+SSD_REASONS = [
+    ({"platform": "tpu"}, "written for NVIDIA GPUs"),
+    ({"dtype": jnp.float32}, "multiplies bfloat16; found float32"),
+    ({"channels": 96}, "heads of 96 channels"),
+    ({"states": 96}, "with 96 states"),
+    ({"paged": True}, "Packed batches"),
+    ({"channels": 128, "states": 64}, None),
+    ({"states": 256}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(("call", "reason"), SSD_REASONS, ids=str)
+def test_the_kernel_for_ssd_on_hopper_says_what_it_cannot_serve(call, reason):
+    """It is taken where it is named, and nowhere else."""
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct((1, 64, *sizes), dtype)
+    half, numbers = functools.partial(shape, call.get("dtype", jnp.bfloat16)), jnp.ones(4)
+    x, b = half(4, call.get("channels", 64)), half(2, call.get("states", 128))
+    packed = ops.packed(jnp.zeros((1, 64), int))
+    batch = Paged(jnp.arange(64), jnp.zeros((1, 1), int), jnp.zeros(1, int), 64) if "paged" in call else packed
+    args = (batch, None, 0, x, shape(jnp.float32, 4), numbers, b, b)
+    with tracing_for(call.get("platform", "gpu")):
+        if reason is None:
+            assert "xla: chosen" in ops.explain(ops.ssd, *args)
+            with ops.use(ssd="hopper"):
+                assert "hopper: chosen" in ops.explain(ops.ssd, *args)
+        else:
+            with ops.use(ssd="hopper"), pytest.raises(ValueError, match=reason):
+                ops.explain(ops.ssd, *args)
+
+
 @pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(
     ("outputs", "product", "biased", "reason"),
