@@ -1,7 +1,7 @@
 """The program of the gated delta rule on Hopper, for `gated_delta_rule_gpu`.
 
-Algorithm: the chunked WY form (arXiv 2406.06484, with decays as in 2412.06464). With D_ij the decay from token j to token i,
-D_i that from the chunk's start, b = beta, and S the state [keys values] before a chunk of 64 tokens,
+Algorithm: the chunked WY form (arXiv 2406.06484, with decays as in 2412.06464). With D_ij the decay from token j to
+token i, D_i that from the chunk's start, b = beta, and S the state [keys values] before a chunk of 64 tokens,
   w = T (v - D_i k S),  T = (I + A)^-1 b,  A_ij = b_i D_ij k_i^T k_j for j < i
   o_i = D_i q_i S + sum_{j<=i} D_ij q_i^T k_j w_j;  S <- D S + sum_j D_Cj k_j w_j^T
 A program serves a head of a row. Its third group of warps prepares T and D_ij q_i^T k_j of a chunk while the other two walk
@@ -13,9 +13,9 @@ tokens, all blocks of a size in two products of 64 x 64 x 64. Powers of A are no
 bfloat16 leave 1.5% where keys are nearly equal, so a step of Newton's follows, X + X (I - (I + A) X), with A in two parts:
 1e-4 are left, less than T loses where it is rounded for its product.
 
-Bytes: q, k, v and o once: 64 KiB for a chunk and head, that is 4,500 cycles of a multiprocessor's part of an H100's bandwidth.
-FLOPs: 64 * 2 * (64 * 2 * 128 + 3 * 128 * 128 + 64 * 128 * 2) of pairs, states, solution and outputs, and 14 products of
-64 x 64 x 64 for the inverse; 17 million for a chunk, which tensor cores do in 4,200 cycles.
+Bytes: q, k, v and o once, 64 KiB for a chunk and head, in 4,500 cycles of a multiprocessor's part of an H100's bandwidth;
+where gradients are wanted 40 KiB more, of states and T. FLOPs: 2 * 64 * 128 * (4 * 64 + 3 * 128) of pairs, solution, outputs
+and states, and 13 products of 64 x 64 x 64 for the inverse: 17 million, which tensor cores do in 4,100 cycles.
 """
 
 import functools
@@ -29,38 +29,40 @@ from jaxtyping import Array, Float, Int
 
 CHUNK, WIDTH, HALF = 64, 128, 64  # tokens of a chunk, channels of a key and of a value, values of a group of warps
 WALKERS, DEPTH = 2, 2  # groups of warps that walk, chunks on their way
-SINCE, LAST, BETA, VALID, PLACE = range(5)  # numbers of each token, see `run`
+SINCE, LAST, BETA, PLACE, VALID = range(5)  # numbers of each token, see `run`
 ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 def run(
     q: Float[Array, "B T NH"], k: Float[Array, "B T NH"], v: Float[Array, "B T NH"],
-    numbers: Float[Array, "B N 5 T"], whole: Int[Array, "B chunks"],
-) -> Float[Array, "B T NH"]:  # fmt: skip
+    numbers: Float[Array, "B N 5 T"], whole: Int[Array, "B chunks"], *, keep: bool,
+) -> tuple[Array, ...]:  # fmt: skip
     """Run over heads of 128 channels beside each other, whole chunks of tokens.
 
     `numbers` of each token and head: log2 decays summed over its chunk's tokens up to it, the last such sum of the chunk,
-    beta, 1 where the token is one, and its place in the chunk. `whole` tells which chunks have no padding.
+    beta, its place in the chunk, and 1 where the token is one. `whole` tells which chunks have no padding.
+    With `keep` also the states before each chunk [B N chunks keys values] and T [B N T 64], for the backward pass.
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    b, t, _ = q.shape
+    (b, t, _), heads = q.shape, numbers.shape[1]
+    shapes = q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH), (b, heads, t, CHUNK)
     half: Any = functools.partial(
         gpu.SMEM, dtype=q.dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
     )
     call = gpu.kernel(
         _program,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes[: 3 if keep else 1]),
         scratch_types={
             **{name: half((DEPTH, CHUNK, WIDTH)) for name in ("q_s", "k_s", "v_s")},
-            "numbers_s": gpu.SMEM((DEPTH, 5, CHUNK), jnp.float32),
+            "numbers_s": gpu.SMEM((DEPTH, VALID, CHUNK), jnp.float32),
             "solve_s": half((DEPTH, CHUNK, CHUNK)), "pairs_s": half((DEPTH, CHUNK, CHUNK)),
             "a_s": half((CHUNK, CHUNK)), "work_s": half((2, CHUNK, CHUNK)),
             "state_s": half((WALKERS, WIDTH, HALF)), "new_s": half((WALKERS, 2, CHUNK, HALF)),
             "full": gpu.Barrier(num_arrivals=4, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
             "free": gpu.Barrier(num_arrivals=WALKERS, num_barriers=DEPTH),
         },
-        grid=(b, numbers.shape[1]),
+        grid=(b, heads),
         grid_names=("row", "head"),
         num_threads=WALKERS + 1,
         thread_name="warps",
@@ -72,11 +74,11 @@ def run(
 
 
 def _program(*refs: Any, **memory: Any) -> None:
-    """Walk the chunks of a head; `refs` are the arguments and the result of `run`'s kernel."""
+    """Walk the chunks of a head; `refs` are the arguments and the results of `run`'s kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    q, k, v, numbers, whole, out = refs
+    q, k, v, numbers, whole, out, *kept = refs
     row, head, mine = (jax.lax.axis_index(name) for name in ("row", "head", "warps"))
     s, count = SimpleNamespace(**memory), whole.shape[1]
 
@@ -84,54 +86,66 @@ def _program(*refs: Any, **memory: Any) -> None:
         slot, tokens, channels = jax.lax.rem(c, jnp.int32(DEPTH)), pl.ds(c * CHUNK, CHUNK), pl.ds(head * WIDTH, WIDTH)
         for x, to in ((q, s.q_s), (k, s.k_s), (v, s.v_s)):
             gpu.copy_gmem_to_smem(x.at[row, tokens, channels], to.at[slot], s.full.at[slot])
-        gpu.copy_gmem_to_smem(numbers.at[row, head, :, tokens], s.numbers_s.at[slot], s.full.at[slot])
+        gpu.copy_gmem_to_smem(numbers.at[row, head, pl.ds(0, VALID), tokens], s.numbers_s.at[slot], s.full.at[slot])
 
     @pl.when(mine == WALKERS)
     def prepare() -> None:
         def step(c: Any, _: None) -> None:
             slot, padded = jax.lax.rem(c, jnp.int32(DEPTH)), whole[row, c] == 0
             gpu.barrier_wait(s.full.at[slot])
-            pl.when(padded)(lambda: _clear(s, slot))
+            pl.when(padded)(lambda: _clear(s, slot, numbers.at[row, head, VALID, pl.ds(c * CHUNK, CHUNK)]))
+            if kept:
+                gpu.wait_smem_to_gmem(1, wait_read_only=True)  # T of two chunks before
             _prepare(s, slot)
             gpu.barrier_arrive(s.ready.at[slot])
+            if kept:
+                gpu.copy_smem_to_gmem(s.solve_s.at[slot], kept[1].at[row, head, pl.ds(c * CHUNK, CHUNK)])
 
         jax.lax.fori_loop(0, count, step, None)
+        gpu.wait_smem_to_gmem(0)
 
-    @pl.when(mine < WALKERS)
-    def walk() -> None:
-        for c in range(min(DEPTH, count)):
-            pl.when(mine == 0)(functools.partial(fetch, jnp.int32(c)))
+    def walk(mine: int) -> None:
+        for c in range(0 if mine else min(DEPTH, count)):
+            fetch(jnp.int32(c))
         own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF))
         nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
         _give_state(own, [nothing] * 2)
 
         def step(c: Any, state: list[Array]) -> list[Array]:
             slot = jax.lax.rem(c, jnp.int32(DEPTH))
-            gpu.barrier_wait(s.full.at[slot])
-            gpu.barrier_wait(s.ready.at[slot])
-            state = _walk(s, own, slot, state, lambda: gpu.barrier_arrive(s.free.at[slot]))
-            columns = pl.ds(head * WIDTH + mine * HALF, HALF)
-            gpu.copy_smem_to_gmem(own.new.at[0], out.at[row, pl.ds(c * CHUNK, CHUNK), columns])
 
-            @pl.when((mine == 0) & (c + DEPTH < count))
-            def _() -> None:
+            def fetch_next() -> None:
                 gpu.barrier_wait(s.free.at[slot])
                 fetch(c + DEPTH)
+
+            gpu.barrier_wait(s.full.at[slot])
+            gpu.barrier_wait(s.ready.at[slot])
+            if kept:
+                gpu.copy_smem_to_gmem(own.state, kept[0].at[row, head, c, :, own.columns])
+            state = _walk(s, own, slot, state, lambda: gpu.barrier_arrive(s.free.at[slot]))
+            if mine == 0:
+                pl.when(c + DEPTH < count)(fetch_next)
+            columns = pl.ds(head * WIDTH + mine * HALF, HALF)
+            gpu.copy_smem_to_gmem(own.new.at[0], out.at[row, pl.ds(c * CHUNK, CHUNK), columns])
 
             return state
 
         jax.lax.fori_loop(0, count, step, [nothing] * 2)
         gpu.wait_smem_to_gmem(0)
 
+    for walker in range(WALKERS):  # a program for each: of addresses that depend on a number some would be spilled
+        pl.when(mine == walker)(functools.partial(walk, walker))
 
-def _clear(s: Any, slot: Any) -> None:
+
+def _clear(s: Any, slot: Any, valid: Any) -> None:
     """Write zeros over padding, which may be NaN."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    valid = _across(_numbers(s, slot, VALID), WIDTH) > 0
+    real = _across(gpu.load(valid, *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False), CHUNK) > 0
     for ref in (s.q_s.at[slot], s.k_s.at[slot], s.v_s.at[slot]):
-        x = gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA)
-        ref[...] = jnp.where(valid, x, jnp.zeros_like(x))
+        for part in _parts(ref, 1):
+            x = gpu.load(part, *ALL, layout=gpu.Layout.WGMMA)
+            part[...] = jnp.where(real, x, jnp.zeros_like(x))
     gpu.commit_smem()
 
 
@@ -141,17 +155,12 @@ def _prepare(s: Any, slot: Any) -> None:
     Warps of a group do not wait for each other's products. So no buffer is written before a `commit_smem`, which lets all
     arrive, has followed the last product that read it: three take turns.
     """
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    k, high = s.k_s.at[slot], s.a_s
+    k, high, low = s.k_s.at[slot], s.a_s, s.pairs_s.at[slot]  # two parts of A; the pairs take the second's place
     where = lambda found, x: jnp.where(found, x, jnp.zeros_like(x))
-    kk, qk = _products([(k, k.transpose((1, 0)))], [(s.q_s.at[slot], k.transpose((1, 0)))])
+    kk = _products([(k, k.transpose((1, 0)))])[0]
     i, j = _places(s, slot)
-    difference = _across(_numbers(s, slot, SINCE), CHUNK) - _down(_numbers(s, slot, SINCE, axis=0))
-    decay = jnp.exp2(jnp.where(j <= i, difference, -jnp.inf))
-    s.pairs_s.at[slot][...] = (qk * decay).astype(k.dtype)
-    a = where(j < i, kk * decay * _across(_numbers(s, slot, BETA), CHUNK))
-    rest = (a - a.astype(k.dtype).astype(jnp.float32)).astype(k.dtype)  # of what is rounded
+    a = where(j < i, kk * _decay(s, slot) * _across(_numbers(s, slot, BETA), CHUNK))
+    low[...] = (a - a.astype(k.dtype).astype(jnp.float32)).astype(k.dtype)
     _give(high, a)
     turns = [s.work_s.at[0], s.work_s.at[1], s.solve_s.at[slot]]
     x = jnp.where(i == j, 1.0, 0.0) - where(jax.lax.bitwise_xor(i, j) == 1, a)
@@ -162,14 +171,21 @@ def _prepare(s: Any, slot: Any) -> None:
         far = jax.lax.bitwise_xor(*_places(s, slot))  # its highest bit: the size of the blocks that part i from j
         _give(below, where((far >= 1 << level) & (far < 2 << level), product))
         x = x - _products([(below, block)])[0]
-    inverse, low, error = turns[1], turns[2], turns[0]
+    inverse, error = turns[1], turns[0]
     _give(inverse, x)
-    _give(low, rest)
     product = _products([(high, inverse), (low, inverse)])[0]
     x, (i, j) = x.astype(k.dtype).astype(jnp.float32), _places(s, slot)
     _give(error, jnp.where(i == j, 1.0, 0.0) - x - product)
-    x = x + _products([(inverse, error)])[0]
-    _give(s.solve_s.at[slot], x * _down(_numbers(s, slot, BETA, axis=0)))
+    more, qk = _products([(inverse, error)], [(s.q_s.at[slot], k.transpose((1, 0)))])
+    s.solve_s.at[slot][...] = ((x + more) * _down(_numbers(s, slot, BETA, axis=0))).astype(k.dtype)
+    _give(s.pairs_s.at[slot], qk * _decay(s, slot))
+
+
+def _decay(s: Any, slot: Any) -> Array:
+    """Give the decays from each token to those after it."""
+    i, j = _places(s, slot)
+    difference = _across(_numbers(s, slot, SINCE), CHUNK) - _down(_numbers(s, slot, SINCE, axis=0))
+    return jnp.where(j <= i, jnp.exp2(difference), 0.0)
 
 
 def _places(s: Any, slot: Any) -> tuple[Array, Array]:
@@ -211,7 +227,7 @@ def _give_state(own: Any, state: list[Array]) -> None:
 
 
 def _parts(ref: Any, axis: int) -> list[Any]:
-    """Cut keys in the two halves that a product has in its rows."""
+    """Cut channels in two halves, of 64: rows of a product."""
     from jax.experimental import pallas as pl
 
     return [ref.at[(slice(None),) * axis + (pl.ds(i, CHUNK),)] for i in range(0, WIDTH, CHUNK)]

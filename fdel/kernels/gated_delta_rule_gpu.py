@@ -55,26 +55,24 @@ def call(
 @jax.custom_vjp
 def rule(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
     """Run the kernel; see `call`."""
-    t, fill = v.shape[1], -v.shape[1] % CHUNK
-    flat = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), ((0, 0), (0, fill), (0, 0)))
-    out = program.run(flat(q), flat(k), flat(v), *_numbers(batch, g, beta))
-    return out[:, :t].reshape(v.shape)
+    return program.run(*_laid(batch, q, k, v, g, beta), keep=False)[0][:, : v.shape[1]].reshape(v.shape)
 
 
-def _numbers(batch: Packed, g: Array, beta: Array) -> tuple[Array, Array]:
-    """Give the numbers of tokens and heads, and which chunks have no padding, as `program.run` wants them."""
+def _laid(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, ...]:
+    """Lay heads beside each other, fill chunks, and give numbers of tokens, as `program.run` wants them."""
     fill = -g.shape[1] % CHUNK
     segments = jnp.pad(batch.segment_ids, ((0, 0), (0, fill)), constant_values=-1)
     valid = segments >= 0
     start = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    clear = lambda x: jnp.where(valid[..., None], jnp.pad(x.astype(jnp.float32), ((0, 0), (0, fill), (0, 0))), 0)
+    filled = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), ((0, 0), (0, fill), (0, 0)))
+    clear = lambda x: jnp.where(valid[..., None], filled(x.astype(jnp.float32)), 0)
     decays = jnp.where(start[..., None], NEVER, jnp.maximum(clear(g) * LOG2E, NEVER))
-    cut = decays.reshape(len(g), -1, CHUNK, g.shape[2])
-    since = jnp.cumsum(cut, 2)
-    numbers = since, jnp.broadcast_to(since[:, :, -1:], since.shape), clear(beta), valid[..., None]
-    place = jnp.broadcast_to(jnp.arange(CHUNK)[:, None], since.shape)
-    numbers = [jnp.broadcast_to(x.reshape(*valid.shape, -1), decays.shape).astype(jnp.float32) for x in (*numbers, place)]
-    return jnp.stack(numbers).transpose(1, 3, 0, 2), valid.reshape(len(g), -1, CHUNK).all(2).astype(jnp.int32)
+    since = jnp.cumsum(decays.reshape(len(g), -1, CHUNK, g.shape[2]), 2)
+    last, place = (jnp.broadcast_to(x, since.shape) for x in (since[:, :, -1:], jnp.arange(CHUNK)[:, None]))
+    each = [x.reshape(*valid.shape, -1).astype(jnp.float32) for x in (since, last, clear(beta), place, valid)]
+    numbers = jnp.stack([jnp.broadcast_to(x, decays.shape) for x in each]).transpose(1, 3, 0, 2)
+    whole = valid.reshape(len(g), -1, CHUNK).all(2).astype(jnp.int32)
+    return filled(q), filled(k), filled(v), numbers, whole
 
 
 def _backward(saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:

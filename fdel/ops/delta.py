@@ -22,8 +22,15 @@ def l2norm(x: Float[Array, "... H"], eps: float = 1e-6) -> Float[Array, "... H"]
     return (y * jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + eps)).astype(x.dtype)
 
 
-@operation(TOKENS, SLOTS, "", *[HEADS] * 5, out=(HEADS, SLOTS), mosaic=kernel("gated_delta_rule_tpu"),
-           hopper=kernel("gated_delta_rule_gpu", on_request=True))
+@operation(
+    TOKENS,
+    SLOTS,
+    "",
+    *[HEADS] * 5,
+    out=(HEADS, SLOTS),
+    mosaic=kernel("gated_delta_rule_tpu"),
+    hopper=kernel("gated_delta_rule_gpu", on_request=True),
+)
 def gated_delta_rule(
     batch: Batch, carry: Carry | None, layer: Layer,
     q: Float[Array, "... T N Hk"], k: Float[Array, "... T N Hk"], v: Float[Array, "... T N Hv"],

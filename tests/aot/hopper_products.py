@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
-from fdel.ops.batch import Paged, Pages
+from fdel.ops.batch import Packed, Paged, Pages
 from fdel.ops.paged import paged_attention
 from fdel.ops.weights import PACKED, Quantized
 
@@ -75,6 +75,11 @@ LATENTS = {
     "latents, decode, 64 x 8,192 tokens, 16 heads": (64, 1, 8192, 16),
     "latents, prefill, 16 blocks of 32, 128 heads": (16, 32, 4096, 128),
 }
+# Rows, tokens of each, heads of 128 and 128; whether gradients are computed.
+DELTAS = {
+    "delta rule, 4 x 1,024 tokens, 32 heads": (4, 1024, 32, False),
+    "delta rule, 4 x 1,024 tokens, 32 heads, gradient": (4, 1024, 32, True),
+}
 
 
 def weight(
@@ -118,6 +123,17 @@ def lower(name: str) -> aot.Compiled:
         args = put(jnp.bfloat16, rows, how[0]), weight(put, (groups, outputs), *how), put(jnp.int32, groups)
         call = ops.use(grouped_matmul="hopper")(lambda x, w, sizes: ops.grouped_matmul(x, w, sizes))
         return aot.compile(target, jax.jit(call), *args, mesh=mesh)
+    if name in DELTAS:
+        rows, tokens, heads, backward = DELTAS[name]
+        half, single = put(jnp.bfloat16, rows, tokens, heads, 128), put(jnp.float32, rows, tokens, heads)
+
+        @ops.use(gated_delta_rule="hopper")
+        def rule(segments, dy, *inputs):
+            y, vjp = jax.vjp(lambda *x: ops.gated_delta_rule(Packed(segments, segments), None, 0, *x)[0], *inputs)
+            return vjp(dy) if backward else y
+
+        args = put(jnp.int32, rows, tokens), half, half, half, half, single, single
+        return aot.compile(target, jax.jit(rule), *args, mesh=mesh)
     rows, groups, outputs, inputs, which = GROUPED[name]
 
     @ops.use(grouped_matmul="hopper")
@@ -139,7 +155,7 @@ def lower(name: str) -> aot.Compiled:
 
 def main(*some: str) -> None:
     """Compile the calls, or those that have some text in their names; ptxas writes what it found beside."""
-    for name in [*QUANTIZED, *GROUPED, *EXPERTS, *LATENTS]:
+    for name in [*QUANTIZED, *GROUPED, *EXPERTS, *LATENTS, *DELTAS]:
         if some and not any(text in name for text in some):
             continue
         print("call:", name, flush=True)

@@ -1,0 +1,55 @@
+"""A process that interprets the Hopper kernel for the delta rule: prints the largest error against float64.
+
+`race` plants one. `near`: keys that are nearly equal, with which the inverse of a chunk is hardest. See `interpreted_pages`.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import params as interpreter
+from jax.experimental.pallas import mosaic_gpu
+
+from fdel.kernels import gated_delta_rule_gpu as kernel
+from fdel.ops.batch import Packed
+from tests.ops.test_recurrences_tpu import SEGMENTS, H, N, delta_inputs, delta_step, error, recurrence
+
+
+def drawn(near: bool) -> tuple:
+    """Two rows with sequences that end inside of chunks and NaN in padding, the second extreme; see `delta_inputs`."""
+    q, k, v, g, beta = delta_inputs((), jnp.bfloat16)
+    if near:
+        noise = np.asarray(k, np.float64)
+        noise = 0.3 * noise + noise[1, 0, 0]
+        k = jnp.asarray(noise / np.linalg.norm(noise, axis=-1, keepdims=True), k.dtype)
+        g, beta = jnp.where(jnp.isnan(g), g, -0.01), jnp.where(jnp.isnan(beta), beta, 1.0)
+    return q, k, v, g, beta
+
+
+def delta(near: bool) -> float:
+    """Relative to the largest number."""
+    inputs = drawn(near)
+    batch = Packed(jnp.zeros(SEGMENTS.shape, int), jnp.asarray(SEGMENTS))
+    with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
+        got = kernel.rule(batch, *inputs)
+    return error(got, recurrence(delta_step, (N, H, H), inputs))
+
+
+def plant_a_race() -> None:
+    """Leave out one walker's wait for what is prepared of a chunk: the third of the waits, in the order of tracing."""
+    wait, calls = mosaic_gpu.barrier_wait, []
+
+    def some(barrier):
+        calls.append(barrier)
+        if len(calls) != 3:  # copied, of those who prepare; copied, prepared, free, of the first walker; ...
+            wait(barrier)
+
+    mosaic_gpu.barrier_wait = some
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    if "race" in sys.argv:
+        plant_a_race()
+    print(delta("near" in sys.argv))
