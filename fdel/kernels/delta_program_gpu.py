@@ -14,8 +14,8 @@ bfloat16 leave 1.5% where keys are nearly equal, so a step of Newton's follows, 
 1e-4 are left, less than T loses where it is rounded for its product.
 
 Bytes: q, k, v and o once, 64 KiB for a chunk and head, in 4,500 cycles of a multiprocessor's part of an H100's bandwidth;
-where gradients are wanted 40 KiB more, of states and T. FLOPs: 2 * 64 * 128 * (4 * 64 + 3 * 128) of pairs, solution, outputs
-and states, and 13 products of 64 x 64 x 64 for the inverse: 17 million, which tensor cores do in 4,100 cycles.
+where gradients are wanted 40 KiB more, of states and T. FLOPs: 2 * 64 * 128 * (4 * 64 + 3 * 128) of pairs, solution,
+outputs and states, and 13 products of 64 x 64 x 64 for the inverse: 17 million, which tensor cores do in 4,100 cycles.
 """
 
 import functools
@@ -93,7 +93,8 @@ def _program(*refs: Any, **memory: Any) -> None:
         def step(c: Any, _: None) -> None:
             slot, padded = jax.lax.rem(c, jnp.int32(DEPTH)), whole[row, c] == 0
             gpu.barrier_wait(s.full.at[slot])
-            pl.when(padded)(lambda: _clear(s, slot, numbers.at[row, head, VALID, pl.ds(c * CHUNK, CHUNK)]))
+            wide, real = (s.q_s, s.k_s, s.v_s), numbers.at[row, head, VALID, pl.ds(c * CHUNK, CHUNK)]
+            pl.when(padded)(lambda: clear([x.at[slot] for x in wide], real))
             if kept:
                 gpu.wait_smem_to_gmem(1, wait_read_only=True)  # T of two chunks before
             _prepare(s, slot)
@@ -109,7 +110,7 @@ def _program(*refs: Any, **memory: Any) -> None:
             fetch(jnp.int32(c))
         own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF))
         nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
-        _give_state(own, [nothing] * 2)
+        give_state(own, [nothing] * 2)
 
         def step(c: Any, state: list[Array]) -> list[Array]:
             slot = jax.lax.rem(c, jnp.int32(DEPTH))
@@ -137,13 +138,13 @@ def _program(*refs: Any, **memory: Any) -> None:
         pl.when(mine == walker)(functools.partial(walk, walker))
 
 
-def _clear(s: Any, slot: Any, valid: Any) -> None:
+def clear(refs: list[Any], valid: Any) -> None:
     """Write zeros over padding, which may be NaN."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    real = _across(gpu.load(valid, *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False), CHUNK) > 0
-    for ref in (s.q_s.at[slot], s.k_s.at[slot], s.v_s.at[slot]):
-        for part in _parts(ref, 1):
+    real = across(gpu.load(valid, *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False), CHUNK) > 0
+    for ref in refs:
+        for part in parts(ref, 1):
             x = gpu.load(part, *ALL, layout=gpu.Layout.WGMMA)
             part[...] = jnp.where(real, x, jnp.zeros_like(x))
     gpu.commit_smem()
@@ -157,41 +158,41 @@ def _prepare(s: Any, slot: Any) -> None:
     """
     k, high, low = s.k_s.at[slot], s.a_s, s.pairs_s.at[slot]  # two parts of A; the pairs take the second's place
     where = lambda found, x: jnp.where(found, x, jnp.zeros_like(x))
-    kk = _products([(k, k.transpose((1, 0)))])[0]
+    kk = products([(k, k.transpose((1, 0)))])[0]
     i, j = _places(s, slot)
-    a = where(j < i, kk * _decay(s, slot) * _across(_numbers(s, slot, BETA), CHUNK))
+    a = where(j < i, kk * decay_pairs(s, slot) * across(number(s, slot, BETA), CHUNK))
     low[...] = (a - a.astype(k.dtype).astype(jnp.float32)).astype(k.dtype)
-    _give(high, a)
+    give(high, a)
     turns = [s.work_s.at[0], s.work_s.at[1], s.solve_s.at[slot]]
     x = jnp.where(i == j, 1.0, 0.0) - where(jax.lax.bitwise_xor(i, j) == 1, a)
     for level in range(1, 6):
         block, below = turns[(2 * level - 2) % 3], turns[(2 * level - 1) % 3]
-        _give(block, x)
-        product = _products([(block, high)])[0]
+        give(block, x)
+        product = products([(block, high)])[0]
         far = jax.lax.bitwise_xor(*_places(s, slot))  # its highest bit: the size of the blocks that part i from j
-        _give(below, where((far >= 1 << level) & (far < 2 << level), product))
-        x = x - _products([(below, block)])[0]
+        give(below, where((far >= 1 << level) & (far < 2 << level), product))
+        x = x - products([(below, block)])[0]
     inverse, error = turns[1], turns[0]
-    _give(inverse, x)
-    product = _products([(high, inverse), (low, inverse)])[0]
+    give(inverse, x)
+    product = products([(high, inverse), (low, inverse)])[0]
     x, (i, j) = x.astype(k.dtype).astype(jnp.float32), _places(s, slot)
-    _give(error, jnp.where(i == j, 1.0, 0.0) - x - product)
-    more, qk = _products([(inverse, error)], [(s.q_s.at[slot], k.transpose((1, 0)))])
-    s.solve_s.at[slot][...] = ((x + more) * _down(_numbers(s, slot, BETA, axis=0))).astype(k.dtype)
-    _give(s.pairs_s.at[slot], qk * _decay(s, slot))
+    give(error, jnp.where(i == j, 1.0, 0.0) - x - product)
+    more, qk = products([(inverse, error)], [(s.q_s.at[slot], k.transpose((1, 0)))])
+    s.solve_s.at[slot][...] = ((x + more) * down(number(s, slot, BETA, axis=0))).astype(k.dtype)
+    give(s.pairs_s.at[slot], qk * decay_pairs(s, slot))
 
 
-def _decay(s: Any, slot: Any) -> Array:
+def decay_pairs(s: Any, slot: Any) -> Array:
     """Give the decays from each token to those after it."""
     i, j = _places(s, slot)
-    difference = _across(_numbers(s, slot, SINCE), CHUNK) - _down(_numbers(s, slot, SINCE, axis=0))
+    difference = across(number(s, slot, SINCE), CHUNK) - down(number(s, slot, SINCE, axis=0))
     return jnp.where(j <= i, jnp.exp2(difference), 0.0)
 
 
 def _places(s: Any, slot: Any) -> tuple[Array, Array]:
     """Give the rows and the columns of pairs. They are read, whenever asked for: ptxas spills masks that it can keep."""
-    places = [_numbers(s, slot, PLACE, axis).astype(jnp.int32) for axis in (1, 0)]
-    return _across(places[0], CHUNK), _down(places[1])
+    places = [number(s, slot, PLACE, axis).astype(jnp.int32) for axis in (1, 0)]
+    return across(places[0], CHUNK), down(places[1])
 
 
 def _walk(s: Any, own: Any, slot: Any, state: list[Array], release: Callable[[], None]) -> list[Array]:
@@ -199,41 +200,41 @@ def _walk(s: Any, own: Any, slot: Any, state: list[Array], release: Callable[[],
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     q, k = s.q_s.at[slot], s.k_s.at[slot]
-    seen = _products([(k, own.state)])[0]
-    since, last = (_across(_numbers(s, slot, which), HALF) for which in (SINCE, LAST))
+    seen = products([(k, own.state)])[0]
+    since, last = (across(number(s, slot, which), HALF) for which in (SINCE, LAST))
     v = gpu.load(s.v_s.at[slot, :, own.columns], *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
     gpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the chunk before
-    _give(own.new.at[0], v - jnp.exp2(since) * seen)
-    new = _products([(s.solve_s.at[slot], own.new.at[0])])[0]
+    give(own.new.at[0], v - jnp.exp2(since) * seen)
+    new = products([(s.solve_s.at[slot], own.new.at[0])])[0]
     gpu.commit_smem()  # all warps have read what is written over
     own.new.at[1][...] = (new * jnp.exp2(last - since)).astype(k.dtype)
-    _give(own.new.at[0], new)
-    seen, within = _products([(q, own.state)], [(s.pairs_s.at[slot], own.new.at[0])])
+    give(own.new.at[0], new)
+    seen, within = products([(q, own.state)], [(s.pairs_s.at[slot], own.new.at[0])])
     gpu.commit_smem()
-    _give(own.new.at[0], jnp.exp2(since) * seen + within)
-    written = _products(*([(part.transpose((1, 0)), own.new.at[1])] for part in _parts(k, 1)))
+    give(own.new.at[0], jnp.exp2(since) * seen + within)
+    written = products(*([(part.transpose((1, 0)), own.new.at[1])] for part in parts(k, 1)))
     state = [jnp.exp2(last) * old + more for old, more in zip(state, written, strict=True)]
     release()
-    _give_state(own, state)
+    give_state(own, state)
     return state
 
 
-def _give_state(own: Any, state: list[Array]) -> None:
+def give_state(own: Any, state: list[Array]) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    for to, x in zip(_parts(own.state, 0), state, strict=True):
+    for to, x in zip(parts(own.state, 0), state, strict=True):
         to[...] = x.astype(to.dtype)
     gpu.commit_smem()
 
 
-def _parts(ref: Any, axis: int) -> list[Any]:
+def parts(ref: Any, axis: int) -> list[Any]:
     """Cut channels in two halves, of 64: rows of a product."""
     from jax.experimental import pallas as pl
 
     return [ref.at[(slice(None),) * axis + (pl.ds(i, CHUNK),)] for i in range(0, WIDTH, CHUNK)]
 
 
-def _give(to: Any, x: Array) -> None:
+def give(to: Any, x: Array) -> None:
     """Write an operand for products."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
@@ -241,7 +242,7 @@ def _give(to: Any, x: Array) -> None:
     gpu.commit_smem()
 
 
-def _products(*sums: list[tuple[Any, Any]]) -> list[Array]:
+def products(*sums: list[tuple[Any, Any]]) -> list[Array]:
     """Multiply operands in shared memory: for each of several results [64 64] the sum of its products."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -255,16 +256,16 @@ def _products(*sums: list[tuple[Any, Any]]) -> list[Array]:
     return pl.run_scoped(every, *[gpu.ACC((CHUNK, CHUNK), jnp.float32)] * len(sums))
 
 
-def _numbers(s: Any, slot: Any, which: int, axis: int = 1) -> Float[Array, " 64"]:
+def number(s: Any, slot: Any, which: int, axis: int = 1) -> Float[Array, " 64"]:
     """Load a number of each token: of the rows of a matrix, or of its columns."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     return gpu.load(s.numbers_s.at[slot, which], *ALL, layout=gpu.Layout.WGMMA.reduce(axis))
 
 
-def _across(x: Array, n: int) -> Array:
+def across(x: Array, n: int) -> Array:
     return jax.lax.broadcast_in_dim(x, (CHUNK, n), [0])
 
 
-def _down(x: Array) -> Array:
+def down(x: Array) -> Array:
     return jax.lax.broadcast_in_dim(x, (CHUNK, CHUNK), [1])

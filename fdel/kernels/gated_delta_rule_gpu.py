@@ -1,7 +1,8 @@
 """The gated delta rule on NVIDIA Hopper, with one decay of each head: a Pallas Mosaic GPU kernel for Packed batches.
 
 The program is `delta_program_gpu`; here arguments are laid out for it. Inputs are read as [B T N*128], a head beside the
-other, once. The backward pass is the reference's, which computes the forward pass again.
+other, once. The backward pass is in `delta_backward_gpu`: it reads the states before each chunk and the inverses, which are
+kept where gradients are wanted.
 
 Log decays are summed within a chunk in units of log2, each at least `NEVER`, whose power is 0: so sums stay below 2^14, and
 a difference of two has an error of 2^-10 at most, a quarter of bfloat16's.
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import delta_backward_gpu as backward
 from fdel.kernels import delta_program_gpu as program
 from fdel.kernels.delta_program_gpu import CHUNK, WIDTH
 from fdel.kernels.device import no_hopper
@@ -75,12 +77,24 @@ def _laid(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) ->
     return filled(q), filled(k), filled(v), numbers, whole
 
 
+def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
+    v = inputs[2]
+    out, *kept = program.run(*_laid(batch, *inputs), keep=True)
+    return out[:, : v.shape[1]].reshape(v.shape), (batch, inputs, kept)
+
+
 def _backward(saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    from fdel.ops.dispatch import TABLES
+    batch, inputs, (states, solve) = saved
+    shape = inputs[2].shape
+    q, k, v, numbers, whole = _laid(batch, *inputs)
+    dy = jnp.pad(dy.astype(v.dtype).reshape(*shape[:2], -1), ((0, 0), (0, v.shape[1] - shape[1]), (0, 0)))
+    dv, gradients = backward.run(q, k, dy, numbers, whole, solve)
+    dq, dk, dg, dbeta = backward.others([q, k, v, dy, dv], numbers, solve, (states, gradients))
+    real = batch.segment_ids >= 0
+    start = jnp.pad(batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    found = zip((dq, dk, dv, dg, dbeta), inputs, strict=True)
+    dq, dk, dv, dg, dbeta = (y[:, : shape[1]].reshape(x.shape).astype(x.dtype) for y, x in found)
+    return None, dq, dk, dv, jnp.where((real & ~start)[..., None], dg, 0), dbeta
 
-    batch, *inputs = saved
-    reference = TABLES["gated_delta_rule"].implementations["xla"].call
-    return None, *jax.vjp(lambda *x: reference(batch, None, 0, *x)[0], *inputs)[1](dy)
 
-
-rule.defvjp(lambda *args: (rule(*args), args), _backward)
+rule.defvjp(_forward, _backward)

@@ -1,6 +1,7 @@
 """A process that interprets the Hopper kernel for the delta rule: prints the largest error against float64.
 
-`race` plants one. `near`: keys that are nearly equal, with which the inverse of a chunk is hardest. See `interpreted_pages`.
+`race` plants one. `near`: keys that are nearly equal, with which the inverse of a chunk is hardest. See
+`interpreted_pages`.
 """
 
 import sys
@@ -13,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from fdel.kernels import gated_delta_rule_gpu as kernel
 from fdel.ops.batch import Packed
-from tests.ops.test_recurrences_tpu import SEGMENTS, H, N, delta_inputs, delta_step, error, recurrence
+from tests.ops.test_recurrences_tpu import SEGMENTS, H, N, delta_inputs, delta_loss, delta_step, error, recurrence
 
 
 def drawn(near: bool) -> tuple:
@@ -36,6 +37,20 @@ def delta(near: bool) -> float:
     return error(got, recurrence(delta_step, (N, H, H), inputs))
 
 
+def gradient() -> list[float]:
+    """Of q, k, v, g and beta, each relative to its largest; weights of padding are NaN, too."""
+    inputs, batch = drawn(False), Packed(jnp.zeros(SEGMENTS.shape, int), jnp.asarray(SEGMENTS))
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=inputs[2].shape), jnp.bfloat16)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.nan_to_num(np.asarray(x, np.float64))) for x in (*inputs, weights)]
+        want = jax.jit(jax.grad(delta_loss, range(5)))(*exact, jnp.asarray(SEGMENTS))
+        want = [np.asarray(x) for x in want]
+    weights = jnp.where(jnp.asarray(SEGMENTS)[..., None, None] < 0, jnp.nan, weights)
+    with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
+        got = jax.vjp(lambda *x: kernel.rule(batch, *x), *inputs)[1](weights)
+    return [error(a, b) for a, b in zip(got, want, strict=True)]
+
+
 def plant_a_race() -> None:
     """Leave out one walker's wait for what is prepared of a chunk: the third of the waits, in the order of tracing."""
     wait, calls = mosaic_gpu.barrier_wait, []
@@ -52,4 +67,4 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     if "race" in sys.argv:
         plant_a_race()
-    print(delta("near" in sys.argv))
+    print(*gradient() if "gradient" in sys.argv else [delta("near" in sys.argv)])
