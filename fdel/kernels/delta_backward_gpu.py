@@ -43,10 +43,12 @@ from fdel.kernels.delta_program_gpu import (
     products,
 )
 
+PREPARING, WALKING = 104, 200  # registers of a thread, of 168 each
+
 
 def run(
     q: Float[Array, "B T NH"], k: Float[Array, "B T NH"], dy: Float[Array, "B T NH"],
-    numbers: Float[Array, "B N 5 T"], whole: Int[Array, "B chunks"], solve: Float[Array, "B N T 64"],
+    numbers: Float[Array, "B N 5 T"], whole: Int[Array, "B chunks"], solve: Float[Array, "B N T 64"], *, interpreted: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Give dv [B T NH] and the gradients of the states after each chunk [B N chunks keys values].
 
@@ -59,7 +61,7 @@ def run(
         gpu.SMEM, dtype=q.dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
     )
     call = gpu.kernel(
-        _program,
+        functools.partial(_program, interpreted=interpreted),
         out_type=tuple(jax.ShapeDtypeStruct(x, q.dtype) for x in (q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH))),
         scratch_types={
             **{name: half((DEPTH, CHUNK, WIDTH)) for name in ("q_s", "k_s", "dy_s")},
@@ -80,7 +82,7 @@ def run(
     return call(q, k, dy, numbers, whole, solve)
 
 
-def _program(*refs: Any, **memory: Any) -> None:
+def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
     """Walk the chunks of a head back; `refs` are the arguments and the results of `run`'s kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -91,6 +93,10 @@ def _program(*refs: Any, **memory: Any) -> None:
     tokens = lambda i: pl.ds((count - 1 - i) * CHUNK, CHUNK)
     slot_of = lambda i: jax.lax.rem(i, jnp.int32(DEPTH))
 
+    def registers(count: int, action: Any) -> None:
+        if not interpreted:
+            gpu.set_max_registers(count, action=action)
+
     def fetch(i: Any) -> None:
         slot, channels = slot_of(i), pl.ds(head * WIDTH, WIDTH)
         for x, to in ((q, s.q_s), (k, s.k_s), (dy, s.dy_s)):
@@ -100,6 +106,8 @@ def _program(*refs: Any, **memory: Any) -> None:
 
     @pl.when(mine == WALKERS)
     def prepare() -> None:
+        registers(PREPARING, "decrease")
+
         def step(i: Any, _: None) -> None:
             slot, padded = slot_of(i), whole[row, count - 1 - i] == 0
             gpu.barrier_wait(s.full.at[slot])
@@ -112,6 +120,7 @@ def _program(*refs: Any, **memory: Any) -> None:
         jax.lax.fori_loop(0, count, step, None)
 
     def walk(mine: int) -> None:
+        registers(WALKING, "increase")
         for i in range(0 if mine else min(DEPTH, count)):
             fetch(jnp.int32(i))
         own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF))

@@ -9,6 +9,7 @@ a difference of two has an error of 2^-10 at most, a quarter of bfloat16's.
 Interpreted on CPU and compiled for H100; it has not run on a GPU.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -51,12 +52,12 @@ def call(
     g: Float[Array, "B T N"], beta: Float[Array, "B T N"], *, chunk: int = 64,
 ) -> tuple[Float[Array, "B T N H"], Carry]:  # fmt: skip
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
-    return rule(batch, q, k, v, g, beta), carry or Carry()
+    return rule(False, batch, q, k, v, g, beta), carry or Carry()
 
 
-@jax.custom_vjp
-def rule(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
-    """Run the kernel; see `call`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rule(interpreted: bool, batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+    """Run the kernel; see `call`. `interpreted`: leave out what the interpreter lacks."""
     return program.run(*_laid(batch, q, k, v, g, beta), keep=False)[0][:, : v.shape[1]].reshape(v.shape)
 
 
@@ -77,18 +78,18 @@ def _laid(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) ->
     return filled(q), filled(k), filled(v), numbers, whole
 
 
-def _forward(batch: Packed, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
+def _forward(interpreted: bool, batch: Packed, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
     v = inputs[2]
     out, *kept = program.run(*_laid(batch, *inputs), keep=True)
     return out[:, : v.shape[1]].reshape(v.shape), (batch, inputs, kept)
 
 
-def _backward(saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+def _backward(interpreted: bool, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     batch, inputs, (states, solve) = saved
     shape = inputs[2].shape
     q, k, v, numbers, whole = _laid(batch, *inputs)
     dy = jnp.pad(dy.astype(v.dtype).reshape(*shape[:2], -1), ((0, 0), (0, v.shape[1] - shape[1]), (0, 0)))
-    dv, gradients = backward.run(q, k, dy, numbers, whole, solve)
+    dv, gradients = backward.run(q, k, dy, numbers, whole, solve, interpreted=interpreted)
     dq, dk, dg, dbeta = backward.others([q, k, v, dy, dv], numbers, solve, (states, gradients))
     real = batch.segment_ids >= 0
     start = jnp.pad(batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)

@@ -33,7 +33,7 @@ def delta(near: bool) -> float:
     inputs = drawn(near)
     batch = Packed(jnp.zeros(SEGMENTS.shape, int), jnp.asarray(SEGMENTS))
     with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
-        got = kernel.rule(batch, *inputs)
+        got = kernel.rule(True, batch, *inputs)
     return error(got, recurrence(delta_step, (N, H, H), inputs))
 
 
@@ -47,7 +47,7 @@ def gradient() -> list[float]:
         want = [np.asarray(x) for x in want]
     weights = jnp.where(jnp.asarray(SEGMENTS)[..., None, None] < 0, jnp.nan, weights)
     with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
-        got = jax.vjp(lambda *x: kernel.rule(batch, *x), *inputs)[1](weights)
+        got = jax.vjp(lambda *x: kernel.rule(True, batch, *x), *inputs)[1](weights)
     return [error(a, b) for a, b in zip(got, want, strict=True)]
 
 
