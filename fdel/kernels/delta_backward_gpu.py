@@ -229,5 +229,7 @@ def _of_chunks(
     )
     from_here = jnp.where(j >= i, 1.0, 0.0)  # sums over tokens from each on
     within = jnp.sum(jnp.where(j < i, jnp.matmul(from_here, weights, precision="highest"), 0), -1, keepdims=True)
-    sums = jnp.matmul(from_here, first, precision="highest") + jnp.matmul(from_here.T - jnp.eye(CHUNK), later, precision="highest")
+    sums = jnp.matmul(from_here, first, precision="highest") + jnp.matmul(
+        from_here.T - jnp.eye(CHUNK), later, precision="highest"
+    )
     return half(dq), half(dk), within + sums + of_state, dbeta

