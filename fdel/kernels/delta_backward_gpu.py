@@ -34,6 +34,7 @@ from fdel.kernels.delta_program_gpu import (
     WALKERS,
     WIDTH,
     across,
+    begin,
     clear,
     decay_pairs,
     give,
@@ -93,10 +94,6 @@ def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
     tokens = lambda i: pl.ds((count - 1 - i) * CHUNK, CHUNK)
     slot_of = lambda i: jax.lax.rem(i, jnp.int32(DEPTH))
 
-    def registers(count: int, action: Any) -> None:
-        if not interpreted:
-            gpu.set_max_registers(count, action=action)
-
     def fetch(i: Any) -> None:
         slot, channels = slot_of(i), pl.ds(head * WIDTH, WIDTH)
         for x, to in ((q, s.q_s), (k, s.k_s), (dy, s.dy_s)):
@@ -106,26 +103,23 @@ def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
 
     @pl.when(mine == WALKERS)
     def prepare() -> None:
-        registers(PREPARING, "decrease")
+        _registers(interpreted, PREPARING, "decrease")
 
         def step(i: Any, _: None) -> None:
             slot, padded = slot_of(i), whole[row, count - 1 - i] == 0
             gpu.barrier_wait(s.full.at[slot])
             wide, real = (s.q_s, s.k_s, s.dy_s), numbers.at[row, head, VALID, tokens(i)]
             pl.when(padded)(lambda: clear([x.at[slot] for x in wide], real))
-            pairs = products([(s.q_s.at[slot], s.k_s.at[slot].transpose((1, 0)))])[0]
-            give(s.pairs_s.at[slot], pairs * decay_pairs(s, slot))
+            _prepare(s, slot)
             gpu.barrier_arrive(s.ready.at[slot])
 
         jax.lax.fori_loop(0, count, step, None)
 
     def walk(mine: int) -> None:
-        registers(WALKING, "increase")
+        _registers(interpreted, WALKING, "increase")
         for i in range(0 if mine else min(DEPTH, count)):
             fetch(jnp.int32(i))
-        own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF))
-        nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
-        give_state(own, [nothing] * 2)
+        own, nothing = begin(s, mine)
 
         def step(i: Any, state: list[Array]) -> list[Array]:
             slot = slot_of(i)
@@ -144,11 +138,24 @@ def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
                 pl.when(i + DEPTH < count)(fetch_next)
             return state
 
-        jax.lax.fori_loop(0, count, step, [nothing] * 2)
+        jax.lax.fori_loop(0, count, step, nothing)
         gpu.wait_smem_to_gmem(0)
 
     for walker in range(WALKERS):
         pl.when(mine == walker)(functools.partial(walk, walker))
+
+
+def _registers(interpreted: bool, count: int, action: Any) -> None:
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if not interpreted:
+        gpu.set_max_registers(count, action=action)
+
+
+def _prepare(s: Any, slot: Any) -> None:
+    """Give `pairs_s` D_ij q_i^T k_j."""
+    pairs = products([(s.q_s.at[slot], s.k_s.at[slot].transpose((1, 0)))])[0]
+    give(s.pairs_s.at[slot], pairs * decay_pairs(s, slot))
 
 
 def _walk(s: Any, own: Any, slot: Any, state: list[Array], to: Any) -> list[Array]:
@@ -194,8 +201,8 @@ def others(
             jnp.moveaxis(jnp.where(real, x, 0).reshape(chunks, CHUNK, heads, -1), 2, 0) for x in wide
         )  # [N chunks C H]
         cut = jnp.moveaxis(numbers, 0, 1).reshape(-1, heads, chunks, CHUNK)
-        since, last = cut[SINCE][..., None], cut[LAST][..., None]
-        found = _of_chunks(q, k, v, dy, dv, state, gradient, solve.reshape(heads, chunks, CHUNK, CHUNK), since, last)
+        sums = cut[SINCE][..., None], cut[LAST][..., None]
+        found = _of_chunks(q, k, v, dy, dv, state, gradient, solve.reshape(heads, chunks, CHUNK, CHUNK), sums)
         return tuple(of_tokens(x) for x in found)
 
     return jax.lax.map(row, (inputs, numbers, solve, states))
@@ -203,9 +210,10 @@ def others(
 
 def _of_chunks(
     q: Array, k: Array, v: Array, dy: Array, dv: Array, state: Array, gradient: Array, solve: Array,
-    since: Float[Array, "N chunks C 1"], last: Float[Array, "N chunks C 1"],
+    of_decays: tuple[Array, Array],
 ) -> tuple[Array, ...]:  # fmt: skip
     """Give dq, dk [N chunks C H], and the gradients of log decays and of beta [N chunks C 1]."""
+    since, last = of_decays  # [N chunks C 1]
     half = lambda x: x.astype(q.dtype)
     dot = lambda a, b: jnp.matmul(half(a), half(b), preferred_element_type=jnp.float32)
     i, j = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)

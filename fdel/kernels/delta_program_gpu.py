@@ -91,10 +91,9 @@ def _program(*refs: Any, **memory: Any) -> None:
     @pl.when(mine == WALKERS)
     def prepare() -> None:
         def step(c: Any, _: None) -> None:
-            slot, padded = jax.lax.rem(c, jnp.int32(DEPTH)), whole[row, c] == 0
+            slot, real = jax.lax.rem(c, jnp.int32(DEPTH)), numbers.at[row, head, VALID, pl.ds(c * CHUNK, CHUNK)]
             gpu.barrier_wait(s.full.at[slot])
-            wide, real = (s.q_s, s.k_s, s.v_s), numbers.at[row, head, VALID, pl.ds(c * CHUNK, CHUNK)]
-            pl.when(padded)(lambda: clear([x.at[slot] for x in wide], real))
+            pl.when(whole[row, c] == 0)(lambda: clear([x.at[slot] for x in (s.q_s, s.k_s, s.v_s)], real))
             if kept:
                 gpu.wait_smem_to_gmem(1, wait_read_only=True)  # T of two chunks before
             _prepare(s, slot)
@@ -108,9 +107,7 @@ def _program(*refs: Any, **memory: Any) -> None:
     def walk(mine: int) -> None:
         for c in range(0 if mine else min(DEPTH, count)):
             fetch(jnp.int32(c))
-        own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF))
-        nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
-        give_state(own, [nothing] * 2)
+        own, nothing = begin(s, mine)
 
         def step(c: Any, state: list[Array]) -> list[Array]:
             slot = jax.lax.rem(c, jnp.int32(DEPTH))
@@ -126,16 +123,27 @@ def _program(*refs: Any, **memory: Any) -> None:
             state = _walk(s, own, slot, state, lambda: gpu.barrier_arrive(s.free.at[slot]))
             if mine == 0:
                 pl.when(c + DEPTH < count)(fetch_next)
-            columns = pl.ds(head * WIDTH + mine * HALF, HALF)
-            gpu.copy_smem_to_gmem(own.new.at[0], out.at[row, pl.ds(c * CHUNK, CHUNK), columns])
+            to = out.at[row, pl.ds(c * CHUNK, CHUNK), pl.ds(head * WIDTH + mine * HALF, HALF)]
+            gpu.copy_smem_to_gmem(own.new.at[0], to)
 
             return state
 
-        jax.lax.fori_loop(0, count, step, [nothing] * 2)
+        jax.lax.fori_loop(0, count, step, nothing)
         gpu.wait_smem_to_gmem(0)
 
     for walker in range(WALKERS):  # a program for each: of addresses that depend on a number some would be spilled
         pl.when(mine == walker)(functools.partial(walk, walker))
+
+
+def begin(s: Any, mine: int) -> tuple[Any, list[Array]]:
+    """Give a group of warps that walks its parts of the memory, and a state of zeros."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF))
+    nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
+    give_state(own, [nothing] * 2)
+    return own, [nothing] * 2
 
 
 def clear(refs: list[Any], valid: Any) -> None:
@@ -220,6 +228,7 @@ def _walk(s: Any, own: Any, slot: Any, state: list[Array], release: Callable[[],
 
 
 def give_state(own: Any, state: list[Array]) -> None:
+    """Write a state, of half of the values, as an operand for products."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     for to, x in zip(parts(own.state, 0), state, strict=True):
@@ -264,8 +273,10 @@ def number(s: Any, slot: Any, which: int, axis: int = 1) -> Float[Array, " 64"]:
 
 
 def across(x: Array, n: int) -> Array:
+    """Repeat a number of each row in n columns."""
     return jax.lax.broadcast_in_dim(x, (CHUNK, n), [0])
 
 
 def down(x: Array) -> Array:
+    """Repeat a number of each column in all rows."""
     return jax.lax.broadcast_in_dim(x, (CHUNK, CHUNK), [1])

@@ -129,8 +129,8 @@ def lower(name: str) -> aot.Compiled:
 
         @ops.use(gated_delta_rule="hopper")
         def rule(segments, dy, *inputs):
-            y, vjp = jax.vjp(lambda *x: ops.gated_delta_rule(Packed(segments, segments), None, 0, *x)[0], *inputs)
-            return vjp(dy) if backward else y
+            call = lambda *x: ops.gated_delta_rule(Packed(segments, segments), None, 0, *x)[0]
+            return jax.vjp(call, *inputs)[1](dy) if backward else call(*inputs)
 
         args = put(jnp.int32, rows, tokens), half, half, half, half, single, single
         return aot.compile(target, jax.jit(rule), *args, mesh=mesh)
