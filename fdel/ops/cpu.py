@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ TILE = 1 << 18  # most elements of a quantised weight that are decoded at once, 
 COPY = 1 << 20  # most elements of an expert's weight that are copied at once: large copies cost twice the product
 FEW = range(2, 64)  # numbers of float32 rows that are multiplied up to three times faster as w x than as x w
 MANY = 256  # rows from which the gradient of a matrix is worth an order of its own
+INT8_ROWS = 4  # most float32 rows that are multiplied with int8 as three integers each
 FINE = 1 << 25  # numbers in a model's layers from which 32 tokens of padding take longer than 20 ms of a processor
 
 
@@ -157,6 +159,10 @@ def in_tiles(f: Callable[..., Array], plan: Plan, x: Array, w: Quantized) -> Arr
     if not here():
         return f(plan, x, w)
     x = widen(x)
+    count = math.prod(x.shape[plan.x.index(c)] for c in plan.rows)
+    stored = w.format == "int8" and w.scale is None and w.zero is None  # so f multiplies with what is stored
+    if stored and x.dtype == jnp.float32 and count <= INT8_ROWS and not plan.batch and alone():
+        return _in_digits(plan, x, w.values)
     # Tiles are cut from the leading axes that x lacks; or from the first, if x has it.
     lead = "".join(itertools.takewhile(lambda c: c not in plan.x, plan.w)) or plan.w[0]
     sizes, size = w.values.shape[: len(lead)], math.prod(w.values.shape[: len(lead)])
@@ -174,6 +180,37 @@ def in_tiles(f: Callable[..., Array], plan: Plan, x: Array, w: Quantized) -> Arr
     else:
         y = lax.map(lambda w: f(tile, x, w), w)
     return ordered(y.reshape(*sizes, *y.shape[2:]), lead + rest, plan.out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_digits(plan: Plan, x: Array, w: Array) -> Array:
+    """Contract float32 x [... D] with integers of 8 bits w, whose inputs are last.
+
+    XLA:CPU multiplies 8 bits by 8 bits as they are stored; a product of floats would have w written as floats first. So a
+    number of x is three integers of 8 bits, the second and the third in steps of 1/254 of the one before: what is left out
+    is at most 6e-8 of the row's greatest magnitude. Sums of integers are exact.
+    """
+    most = 127.0
+    step = jnp.max(jnp.abs(x), -1, keepdims=True) / most
+    rest, digits = x / jnp.where(step == 0, 1, step), list[Array]()
+    for _ in range(3):
+        digits.append(jnp.round(rest))
+        rest = 2 * most * (rest - digits[-1])
+    y = product(
+        Plan(ROWS + plan.x, plan.w, ROWS + plan.out), jnp.stack(digits).astype(jnp.int8), w, jnp.dtype(jnp.int32)
+    )
+    first, second, third = y.astype(jnp.float32)
+    kept = plan.x[:-1]
+    step = ordered(step.squeeze(-1), kept, "".join(c for c in plan.out if c in kept))
+    step = jnp.expand_dims(step, [i for i, c in enumerate(plan.out) if c not in kept])
+    return (first + (second + third / (2 * most)) / (2 * most)) * step
+
+
+def _in_digits_backward(plan: Plan, w: Array, dy: Array) -> tuple[Array, None]:
+    return product(Plan(plan.out, plan.w, plan.x), dy, w.astype(jnp.float32), jnp.dtype(jnp.float32)), None
+
+
+_in_digits.defvjp(lambda plan, x, w: (_in_digits(plan, x, w), w), _in_digits_backward)
 
 
 def in_step(*trees: Any) -> tuple:

@@ -330,3 +330,19 @@ def test_nf4_codebook() -> None:
     w = Quantized(every, jnp.full((256, 1), 2.0), None, "nf4", (2,), np.dtype("float32"))
     np.testing.assert_array_equal(dequantize(w)[:, 0], 2 * np.repeat(np.float32(NF4), 16))
     np.testing.assert_array_equal(dequantize(w)[:, 1], 2 * np.tile(np.float32(NF4), 16))
+
+
+def test_few_rows_and_int8_lose_nothing() -> None:
+    """On CPU they are integers of 8 bits, three for each number: float64's product to 1e-6 of a row, and its gradient."""
+    r = np.random.default_rng(0)
+    x = np.float32(r.normal(size=(4, 300)) * np.exp(3 * r.normal(size=(4, 300))))  # over nine orders of magnitude
+    x[2] = 0
+    w, full = weight(("", (4, 300), (70, 300), 0, 1), "int8")
+    product = jax.jit(lambda x: einsum("td,fd->tf", x, w))
+    want, scale = np.float64(x) @ full.T, np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(full, axis=1)
+    assert (np.abs(product(x) - want) <= 1e-6 * scale).all()
+    grads = jax.jit(jax.grad(lambda x: (product(x) * want).sum()))(x)
+    np.testing.assert_allclose(grads, want @ full, rtol=1e-5, atol=1e-6 * np.abs(want @ full).max())
+    x[1, 5], x[3, 7] = np.nan, np.inf
+    got = np.asarray(product(x))
+    assert not np.isfinite(got[[1, 3]]).any() and np.isfinite(got[[0, 2]]).all()
