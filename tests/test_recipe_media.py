@@ -338,7 +338,7 @@ def test_what_a_video_plays_is_heard_where_a_run_file_asks_for_it(seeing, tmp_pa
     spots = text.encode(tok, "user:<see><video><seen>?;assistant:", special=False)
     item = senses.prepare(see, "films", clip(0, 0), senses.TRUSTED, lambda said: [])
     tokens, want = serve.prompt_media(see, spots, [item])
-    got = shown.prompt_media(see, task, len(tokens))
+    got = shown.prompt_media(see, shown.begun(see, task))
     assert list(task.prompt) == tokens and [i.digest for i in got.items] == [i.digest for i in want.items]
     assert len(got.items) == 3 and (got.index == want.index).all() and (got.rotary == want.rotary).all()
     for name in ("qwen3_vl", "qwen2_vl"):
@@ -417,7 +417,7 @@ def test_an_engine_is_given_what_a_chat_would_give_it(seeing, tmp_path):
     files = {"sounds": wav(1), "videos": clip(0), "images": png(1)}
     items = [senses.prepare(see, kind, content, most, spell) for kind, content in files.items()]
     tokens, want = serve.prompt_media(see, spots, items)
-    got = shown.prompt_media(see, task, len(tokens))
+    got = shown.prompt_media(see, shown.begun(see, task))
     assert list(task.prompt) == tokens and [i.digest for i in got.items] == [i.digest for i in want.items]
     assert len(got.items) == 4 and (got.index == want.index).all() and (got.rotary == want.rotary).all()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fdel import models, params, text
-from fdel.media.sight import Sight
 from fdel.recipe import parse
 from fdel.recipe.methods.samples import Environment, RewardFunction
 from fdel.serve import Engine, SamplingParams, Settings
@@ -110,13 +109,14 @@ def tools(e: Environment | None) -> list[Callable]:
     return functions
 
 
-def build_turn(e: Environment | None, tok: text.Tokenizer, sight: Sight | None = None) -> Turn | None:
-    """Make what answers the model, which sees so; None without an environment. RecipeError for what is none."""
+def build_turn(e: Environment | None, tok: text.Tokenizer, engine: Engine | None = None) -> Turn | None:
+    """Make what answers the model, for an engine of it; None without an environment. RecipeError for what is none."""
     if e is None:
         return None
     try:
         if e.path is not None:
             return imported(e.path)
+        sight = None if engine is None else engine.sight
         return turns.tools(tok, tools(e), parser=e.parser, timeout=e.tool_timeout, most=e.max_turns, sight=sight)
     except ValueError as error:
         raise parse.RecipeError(f"trainer.environment: {error}") from error

@@ -154,7 +154,7 @@ def build_source(
     put: Callable = partial(collate, length=s.length, rows=s.rows // parts, most=most, media=media)
     shared = placing(s, put)
     who = rival.Draws(k.num_generations, how.sides(k), how.writes(k))
-    turn = build_turn(k.environment, tok, policy.engine.sight)
+    turn = build_turn(k.environment, tok, policy.engine)
     how_many: Any = dict(who=who, seed=t.seed, deadline=k.sampling_timeout, turn=turn)
     first, each = how.sides(k) if how.rival else (k.num_generations, 0)
     draw = lambda batch: rival.draw(policy.engine, policy.rival, batch, asked(k), **how_many)
@@ -235,7 +235,7 @@ def build_evaluate(
         raise parse.RecipeError(f"mixture.eval_informs: {len(every)} tasks are not divisible by {parts} processes")
     steps = -(-len(every) * k.num_generations // s.rows)
     score = build_score(s, functions, lambda ids: text.decode(tok, ids), steps=steps)
-    turn = build_turn(k.environment, tok, policy.engine.sight)
+    turn = build_turn(k.environment, tok, policy.engine)
 
     def evaluate(state: train.TrainState) -> Row:
         source.wait()

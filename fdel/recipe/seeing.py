@@ -55,8 +55,8 @@ def media(recipe: Recipe, tasks: data.Tasks, *, more: bool = False) -> Callable[
     all of them call it at the same time.
     """
     see = seeing(recipe)
-    may = any(task.images for task in tasks.rows) or (more and see is not None)
-    return partial(shown, sight=see, agree=processes.most if jax.process_count() > 1 and may else None)
+    shows = lambda: (more and see is not None) or any(task.images for task in tasks.rows)
+    return partial(shown, sight=see, agree=processes.most if jax.process_count() > 1 and shows() else None)
 
 
 def checked(s: Settled, tasks: data.Tasks) -> data.Tasks:

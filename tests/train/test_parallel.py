@@ -35,7 +35,10 @@ ALL = [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
 FAST = {("llama", "dp=2,fsdp=2,tp=2")}
 DEAR = [  # whose axes others have together
     *(("llama", mesh) for mesh in ("dp=8", "fsdp=2,sp=4", "fsdp=2,tp=2,sp=2", "dp=4,tp=2", "fsdp=4,tp=2")),
-    *(("qwen3_moe", mesh) for mesh in ("dp=8", "ep=2,fsdp=2,tp=2", "ep=2,tp=4", "tp=2,sp=4", "fsdp=4,ep=2", "ep=8")),
+    *(
+        ("qwen3_moe", mesh)
+        for mesh in ("dp=8", "fsdp=8", "ep=2,fsdp=2,tp=2", "ep=2,tp=4", "tp=2,sp=4", "fsdp=4,ep=2", "ep=8")
+    ),
 ]
 MARKS = {case: [pytest.mark.slow, *[pytest.mark.matrix] * (case in DEAR)] for case in ALL if case not in FAST}
 cases = [pytest.param(*case, marks=MARKS.get(case, [])) for case in ALL]

@@ -40,9 +40,7 @@ def batch_of() -> dict:
     return batch | told | {k: np.float32(r.normal(size=at.shape)) for k in columns}
 
 
-@pytest.mark.parametrize(
-    "kind", [*["ppo", "self"], *(pytest.param(k, marks=pytest.mark.matrix) for k in ("policy", "nash_md", "teacher"))]
-)
+@pytest.mark.parametrize("kind", ["ppo", *(pytest.param(k, marks=pytest.mark.matrix) for k in LOSSES if k != "ppo")])
 def test_terms_and_drops_are_those_of_the_rows(kind) -> None:
     batch = batch_of()
     weights = params.init(mixtral.spec(CFG), jax.random.key(0), dtype=jnp.float32)
