@@ -17,7 +17,7 @@ TARGETS = {"v5p": "v5p:2x2x1", "h100": "h100:1x1x8"}
 
 
 HOPPER = dict.fromkeys(("quantized_matmul", "grouped_matmul", "grouped_glu"), "hopper")
-# Mixtures whose matrices are quantized, in two layers: sizes as published, the format, whether biases are added.
+# Mixtures whose matrices are quantized, in two layers: sizes as published, and the format.
 MIXTURES = {
     "gpt_oss": (dict(num_local_experts=32, num_hidden_layers=2, vocab_size=32768), "mxfp4"),
     "mixtral": (dict(num_hidden_layers=2, num_key_value_heads=8, hidden_size=4096, intermediate_size=14336,

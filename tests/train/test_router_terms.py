@@ -21,6 +21,7 @@ LOSSES = {
     "ppo": lambda **k: losses.ppo(*MINE, **k),
     "nash_md": lambda **k: losses.nash_md_gradient(*MINE, **k),
     "teacher": lambda **k: losses.taught_gradient(*MINE, *MINE, lambda drift, t: drift, **k),
+    "drawn tokens": lambda **k: losses.sampled_distill(*MINE, *MINE, **k),
     "self": lambda **k: losses.self_distill(*MINE, **k),
 }
 

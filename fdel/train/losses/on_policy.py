@@ -65,15 +65,18 @@ def sampled_distill(
     *,
     average: str = "tokens",
     clip: float | None = None,
+    router_aux_loss_coef: float = 0.0,
+    router_z_loss_coef: float = 0.0,
     **settings: Any,
 ) -> Callable[..., tuple[Array, Sums]]:
     """Build `loss(params, batch, given) -> (sum, sums)` of `sampled_kl`; `settings` are those of `policy_outputs`.
 
-    The teacher's parameters are given as "teacher"; without a teacher, batch["teacher_logps"] are its log-probabilities, as
+    Routers' coefficients are those of `policy_objective`. The teacher's parameters are given as "teacher"; without a teacher, batch["teacher_logps"] are its log-probabilities, as
     tokens, each at its token. The batch is that of `losses.sampled`, without advantages.
     """
-    outputs = policy_outputs(family, cfg, **settings | {"reference": False})
     alone: dict[str, Any] = settings | {"reference": False}
+    router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
+    outputs = policy_outputs(family, cfg, **alone | {"router": router})
     told = None if teacher is None else policy_outputs(teacher, still(teacher_cfg), **alone)
 
     def loss(params: Any, batch: Batch, given: Given = NOTHING) -> tuple[Array, Sums]:
@@ -83,7 +86,7 @@ def sampled_distill(
             theirs = at_next(batch, "teacher_logps", t.mask)
         else:
             theirs = told(stop_gradient(lookup(given, "teacher")), undisturbed(batch))["logp"]
-        return sampled_kl(t, theirs, average=average, clip=clip)
+        return with_routers(*sampled_kl(t, theirs, average=average, clip=clip), o)
 
     return loss
 
