@@ -51,11 +51,12 @@ def sizes_between(sizes: Sequence[int], weights: int) -> list[int]:
 def each_row(f: Callable, *arrays: Array, loop: bool, together: int = 1) -> Any:
     """Compute f(*arrays) for arrays [B ...], here with a `loop` over the rows: what a row needs stays in cache.
 
-    At most `together` rows at a time, all steps alike: a divisor of B. Not where a mesh divides the rows: a loop over them
+    At most `together` rows at a time, as many as divide B. Not where a mesh divides the rows: a loop over them
     would gather them first.
     """
-    size = math.gcd(len(arrays[0]), together)
-    if not alone() or not loop or len(arrays[0]) == size:
+    count = len(arrays[0])
+    size = next(n for n in range(min(count, together), 0, -1) if count % n == 0)
+    if not alone() or not loop or count == size:
         return f(*arrays)
     out = lax.map(lambda xs: f(*xs), tuple(x.reshape(-1, size, *x.shape[1:]) for x in arrays))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
