@@ -71,8 +71,9 @@ def sampled_distill(
 ) -> Callable[..., tuple[Array, Sums]]:
     """Build `loss(params, batch, given) -> (sum, sums)` of `sampled_kl`; `settings` are those of `policy_outputs`.
 
-    Routers' coefficients are those of `policy_objective`. The teacher's parameters are given as "teacher"; without a teacher, batch["teacher_logps"] are its log-probabilities, as
-    tokens, each at its token. The batch is that of `losses.sampled`, without advantages.
+    Routers' coefficients are those of `policy_objective`. The teacher's parameters are given as "teacher"; without a
+    teacher, batch["teacher_logps"] are its log-probabilities, as tokens, each at its token. The batch is that of
+    `losses.sampled`, without advantages.
     """
     alone: dict[str, Any] = settings | {"reference": False}
     router, with_routers = routers_of(router_aux_loss_coef, router_z_loss_coef)
