@@ -176,7 +176,7 @@ def table(*some: str, module: str = "hopper_products") -> list[dict]:
         numbers = lambda pattern, part=part: [int(n) for n in re.findall(pattern, part)]
         rows.append({
             "call": part.partition("\n")[0], "registers": max(numbers(r"Used (\d+) registers"), default=None),
-            "spills": sum(numbers(r"(\d+) bytes spill stores")), "serialized": SERIALIZED in part,
+            "spills": sum(numbers(r"stack frame, (\d+) bytes spill stores")), "serialized": SERIALIZED in part,
             "temporaries": sum(numbers(r"temporaries: (\d+)")),
         })  # fmt: skip
     return rows

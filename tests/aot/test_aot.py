@@ -305,8 +305,8 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
         pytest.skip(why)
     for x in hopper_products.table():
         print(x)
-        if "delta rule" in x["call"]:  # a few addresses are spilled before the loops, numbers in none
-            assert x["registers"] and x["spills"] <= 64 and not x["serialized"] and x["temporaries"] <= 2**29
+        if "delta rule" in x["call"]:  # eight addresses at most
+            assert x["registers"] and x["spills"] <= 32 and not x["serialized"] and x["temporaries"] <= 2**29
             continue
         assert x["registers"] and not x["spills"] and not x["serialized"]
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
@@ -355,14 +355,15 @@ def test_a_training_step_with_the_kernel_for_scans_needs_less_memory(name, recor
 @pytest.mark.aot
 @pytest.mark.matrix
 def test_the_hopper_kernels_for_ssd_keep_states_and_sums_in_registers():
-    """No wgmma is serialized; gradients keep some addresses in local memory. A step needs half of XLA's memory, or less."""
+    """No wgmma is serialized; a gradient keeps eleven addresses, 44 bytes, in local memory. A step needs half of XLA's
+    memory, or less."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     *calls, plain, step = hopper_products.table(module="hopper_ssd")
     for x in (*calls, plain, step):
         print(x)
     for x in (*calls, step):
-        most = 64 if x is step or "gradient" in x["call"] else 0
+        most = 44 if x is step or "gradient" in x["call"] else 0
         assert x["registers"] and not x["serialized"] and x["spills"] <= most
     assert plain["registers"] is None and 2 * step["temporaries"] < plain["temporaries"]
 

@@ -12,12 +12,16 @@ from tests.aot import learning_programs as programs
 
 @pytest.mark.aot
 @pytest.mark.matrix
-@pytest.mark.parametrize(("chip", "mesh"), [("v5p", "ep=4,tp=2"), ("h100", "fsdp=1")], indirect=["chip"])
-def test_penalties_and_routing_add_a_few_chunks_of_logits(chip, mesh, record_property):
+@pytest.mark.parametrize(
+    ("chip", "mesh", "packed"),
+    [("v5p", "ep=4,tp=2", False), ("v5p", "fsdp=1", True), ("h100", "fsdp=1", False), ("h100", "fsdp=1", True)],
+    indirect=["chip"],
+)
+def test_penalties_and_routing_add_a_few_chunks_of_logits(chip, mesh, packed, record_property):
     """No loop, no array of all tokens and the vocabulary, and no device sends logits: a vocabulary is sent with weights."""
     on = target(chip, 8 if "=1" not in mesh else 1)
-    plain, _ = note(record_property, "mixtral", "policy", chip, mesh, programs.step(on, mesh, {}), 0)
-    c = programs.step(on, mesh, programs.ROUTES, **programs.PENALTIES)
+    plain, _ = note(record_property, "mixtral", "policy", chip, mesh, programs.step(on, mesh, {}, packed), 0)
+    c = programs.step(on, mesh, programs.ROUTES, packed, **programs.PENALTIES)
     note(record_property, "mixtral", "policy, penalties, routing", chip, mesh, c, 0)
     assert c.loops <= plain.loops
     assert c.temporaries <= plain.temporaries + 8 * 4 * programs.CHUNK * programs.VOCAB
