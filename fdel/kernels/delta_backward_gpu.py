@@ -39,6 +39,7 @@ from fdel.kernels.delta_program_gpu import (
     decay_pairs,
     give,
     give_state,
+    launch,
     number,
     parts,
     products,
@@ -55,31 +56,10 @@ def run(
 
     Arguments are those of `delta_program_gpu.run`, and T, which it keeps.
     """
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
     (b, t, _), heads = q.shape, numbers.shape[1]
-    half: Any = functools.partial(
-        gpu.SMEM, dtype=q.dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
-    )
-    call = gpu.kernel(
-        functools.partial(_program, interpreted=interpreted),
-        out_type=tuple(jax.ShapeDtypeStruct(x, q.dtype) for x in (q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH))),
-        scratch_types={
-            **{name: half((DEPTH, CHUNK, WIDTH)) for name in ("q_s", "k_s", "dy_s")},
-            "numbers_s": gpu.SMEM((DEPTH, VALID, CHUNK), jnp.float32),
-            "solve_s": half((DEPTH, CHUNK, CHUNK)), "pairs_s": half((DEPTH, CHUNK, CHUNK)),
-            "state_s": half((WALKERS, WIDTH, HALF)), "new_s": half((WALKERS, 3, CHUNK, HALF)),
-            "full": gpu.Barrier(num_arrivals=5, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
-            "free": gpu.Barrier(num_arrivals=WALKERS, num_barriers=DEPTH),
-        },
-        grid=(b, heads),
-        grid_names=("row", "head"),
-        num_threads=WALKERS + 1,
-        thread_name="warps",
-        compiler_params=gpu.CompilerParams(
-            lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024  # of memory that is needed here
-        ),
-    )  # fmt: skip
+    program = functools.partial(_program, interpreted=interpreted)
+    results, own = (q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH)), {"new_s": (WALKERS, 3, CHUNK, HALF)}
+    call = launch(program, results, q.dtype, (b, heads), ("q_s", "k_s", "dy_s"), own, copies=5)
     return call(q, k, dy, numbers, whole, solve)
 
 

@@ -43,26 +43,39 @@ def run(
     beta, its place in the chunk, and 1 where the token is one. `whole` tells which chunks have no padding.
     With `keep` also the states before each chunk [B N chunks keys values] and T [B N T 64], for the backward pass.
     """
-    from jax.experimental.pallas import mosaic_gpu as gpu
 
     (b, t, _), heads = q.shape, numbers.shape[1]
     shapes = q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH), (b, heads, t, CHUNK)
+    own = {"a_s": (CHUNK, CHUNK), "work_s": (2, CHUNK, CHUNK), "new_s": (WALKERS, 2, CHUNK, HALF)}
+    call = launch(_program, shapes[: 3 if keep else 1], q.dtype, (b, heads), ("q_s", "k_s", "v_s"), own, copies=4)
+    return call(q, k, v, numbers, whole)
+
+
+def launch(
+    program: Callable, results: tuple[tuple[int, ...], ...], dtype: Any, grid: tuple[int, int], wide: tuple[str, ...],
+    own: dict[str, tuple[int, ...]], copies: int,
+) -> Callable:  # fmt: skip
+    """Make a kernel of rows and heads: one group of warps prepares, `WALKERS` walk. `copies` fill a chunk's part of memory.
+
+    Its memory: `wide` inputs and the numbers of chunks on their way, what is prepared of them, a state, and its `own`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
     half: Any = functools.partial(
-        gpu.SMEM, dtype=q.dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
+        gpu.SMEM, dtype=dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
     )
-    call = gpu.kernel(
-        _program,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes[: 3 if keep else 1]),
+    shapes = dict.fromkeys(wide, (DEPTH, CHUNK, WIDTH)) | dict.fromkeys(("solve_s", "pairs_s"), (DEPTH, CHUNK, CHUNK))
+    shapes |= {"state_s": (WALKERS, WIDTH, HALF)} | own
+    return gpu.kernel(
+        program,
+        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
         scratch_types={
-            **{name: half((DEPTH, CHUNK, WIDTH)) for name in ("q_s", "k_s", "v_s")},
+            **{name: half(shape) for name, shape in shapes.items()},
             "numbers_s": gpu.SMEM((DEPTH, VALID, CHUNK), jnp.float32),
-            "solve_s": half((DEPTH, CHUNK, CHUNK)), "pairs_s": half((DEPTH, CHUNK, CHUNK)),
-            "a_s": half((CHUNK, CHUNK)), "work_s": half((2, CHUNK, CHUNK)),
-            "state_s": half((WALKERS, WIDTH, HALF)), "new_s": half((WALKERS, 2, CHUNK, HALF)),
-            "full": gpu.Barrier(num_arrivals=4, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
+            "full": gpu.Barrier(num_arrivals=copies, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
             "free": gpu.Barrier(num_arrivals=WALKERS, num_barriers=DEPTH),
         },
-        grid=(b, heads),
+        grid=grid,
         grid_names=("row", "head"),
         num_threads=WALKERS + 1,
         thread_name="warps",
@@ -70,7 +83,6 @@ def run(
             lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024  # of memory that is needed here
         ),
     )  # fmt: skip
-    return call(q, k, v, numbers, whole)
 
 
 def _program(*refs: Any, **memory: Any) -> None:
