@@ -19,7 +19,7 @@ outputs and states, and 13 products of 64 x 64 x 64 for the inverse: 17 million,
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +53,7 @@ def run(
 
 def launch(
     program: Callable, results: tuple[tuple[int, ...], ...], dtype: Any, grid: tuple[int, int], wide: tuple[str, ...],
-    own: dict[str, tuple[int, ...]], copies: int,
+    own: Mapping[str, tuple[int, ...]], copies: int,
 ) -> Callable:  # fmt: skip
     """Make a kernel of rows and heads: one group of warps prepares, `WALKERS` walk. `copies` fill a chunk's part of memory.
 
@@ -64,8 +64,10 @@ def launch(
     half: Any = functools.partial(
         gpu.SMEM, dtype=dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
     )
-    shapes = dict.fromkeys(wide, (DEPTH, CHUNK, WIDTH)) | dict.fromkeys(("solve_s", "pairs_s"), (DEPTH, CHUNK, CHUNK))
-    shapes |= {"state_s": (WALKERS, WIDTH, HALF)} | own
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(wide, (DEPTH, CHUNK, WIDTH)), "solve_s": (DEPTH, CHUNK, CHUNK), "pairs_s": (DEPTH, CHUNK, CHUNK),
+        "state_s": (WALKERS, WIDTH, HALF), **own,
+    }  # fmt: skip
     return gpu.kernel(
         program,
         out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
