@@ -238,6 +238,14 @@ def wrong():
     return np.zeros((2, 2))
 
 
+def giving(part: dict):
+    def screenshot():
+        """Give what is not to be read, or is no image."""
+        return [{"type": "image", **part}]
+
+    return screenshot
+
+
 def test_tools_show_what_they_give(seeing):  # noqa: F811
     """Images and parts stand in the tools' messages; where they are broken, or the model does not see, it is told so."""
     path, *_ = seeing("qwen2_vl")
@@ -258,6 +266,9 @@ def test_tools_show_what_they_give(seeing):  # noqa: F811
     shown = text.decode(tok, rest, skip_special=False).replace(" ", "")
     assert shown.startswith(";tool:;tool:two;tool:[1,2];tool:error:ValueError:foundanimagefloat64[2,2]")
     assert shown.endswith(";assistant:")
+    for part in ({"path": "/etc/hostname"}, {"image": "/etc/hostname"}, {"url": "http://host/a"}, {"image": b"none"}):
+        with pytest.raises(ValueError, match="lie in no folder|nothing is fetched|an image of 4 bytes"):
+            tools(tok, [giving(part), screens, listing, wrong], parser="hermes", sight=see)(sample)
     with_text = replace(tok, templates={"default": "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"})
     told = tools(with_text, functions, parser="hermes")(sample)
     assert not told.images and told.info["tools/failures"] == 3

@@ -152,7 +152,8 @@ def tools(
     one turn run side by side. One that raises, has wrong arguments, or is not done after `timeout` seconds is answered with
     what went wrong. A reply without a call of a function that is known, or after `most` turns, ends the trajectory. A
     model that sees, of which `sight` is given, is shown what a function gives as an image (uint8[H W 3], or pillow's) or as
-    a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}. It counts "tools/calls" and
+    a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}. No part may name a path or a URL;
+    one that does, or holds what is no image, ends the sample with the reason. It counts "tools/calls" and
     "tools/failures". ValueError for an unknown parser.
     """
     known = {f.__name__: f for f in functions}
