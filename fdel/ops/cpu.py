@@ -2,9 +2,10 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import reduce
 from typing import Any
 
 import jax
@@ -22,7 +23,9 @@ TILE = 1 << 18  # most elements of a quantised weight that are decoded at once, 
 COPY = 1 << 20  # most elements of an expert's weight that are copied at once: large copies cost twice the product
 FEW = range(2, 64)  # numbers of float32 rows that are multiplied up to three times faster as w x than as x w
 MANY = 256  # rows from which the gradient of a matrix is worth an order of its own
-INT8_ROWS = 4  # most float32 rows that are multiplied with int8 as three integers each
+INT8_ROWS = 4  # most float32 rows that are multiplied with int8 by `_in_lanes`
+LANES = 32  # sums of one output side by side
+TERMS = 64  # most numbers that a lane adds up in one loop
 FINE = 1 << 25  # numbers in a model's layers from which 32 tokens of padding take longer than 20 ms of a processor
 
 
@@ -119,6 +122,8 @@ def _rows(plan: Plan, x: Array, w: Array, dtype: jnp.dtype) -> Array:
     """Choose how to multiply by the number of rows."""
     rows, outputs, inputs = plan.rows, plan.outputs, plan.contracted
     count, full = math.prod(x.shape[plan.x.index(c)] for c in rows), wide(x.dtype)
+    if x.dtype == jnp.int8 and _has_lanes(plan, w, count, 1):
+        return _in_lanes(plan, x, w).astype(dtype)
     if x.dtype.itemsize < 4 and count == 1:  # one row of less than 32 bits takes many times as long as a few
         more = 1 if jnp.issubdtype(x.dtype, jnp.integer) else 3
         padded = jnp.pad(x[None], ((0, more), *[(0, 0)] * x.ndim))
@@ -162,8 +167,8 @@ def in_tiles(f: Callable[..., Array], plan: Plan, x: Array, w: Quantized) -> Arr
     x = widen(x)
     count = math.prod(x.shape[plan.x.index(c)] for c in plan.rows)
     stored = w.format == "int8" and w.scale is None and w.zero is None  # so f multiplies with what is stored
-    if stored and x.dtype == jnp.float32 and count <= INT8_ROWS and not plan.batch and alone():
-        return _in_digits(plan, x, w.values)
+    if stored and x.dtype == jnp.float32 and _has_lanes(plan, w.values, count, INT8_ROWS):
+        return _in_lanes(plan, x, w.values)
     # Tiles are cut from the leading axes that x lacks; or from the first, if x has it.
     lead = "".join(itertools.takewhile(lambda c: c not in plan.x, plan.w)) or plan.w[0]
     sizes, size = w.values.shape[: len(lead)], math.prod(w.values.shape[: len(lead)])
@@ -183,35 +188,31 @@ def in_tiles(f: Callable[..., Array], plan: Plan, x: Array, w: Quantized) -> Arr
     return ordered(y.reshape(*sizes, *y.shape[2:]), lead + rest, plan.out)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_digits(plan: Plan, x: Array, w: Array) -> Array:
-    """Contract float32 x [... D] with integers of 8 bits w, whose inputs are last.
+def _has_lanes(plan: Plan, w: Array, rows: int, most: int) -> bool:
+    """Tell whether `_in_lanes` serves a product with so many rows."""
+    inputs = plan.contracted
+    size = math.prod(w.shape[len(w.shape) - len(inputs) :])
+    return w.dtype == jnp.int8 and rows <= most and plan.w == plan.outputs + inputs and size % LANES == 0 and alone()
 
-    XLA:CPU multiplies 8 bits by 8 bits as they are stored; a product of floats would have w written as floats first. So a
-    number of x is three integers of 8 bits, the second and the third in steps of 1/254 of the one before: what is left out
-    is at most 6e-8 of the row's greatest magnitude. Sums of integers are exact.
+
+def _in_lanes(plan: Plan, x: Array, w: Array) -> Array:
+    """Contract a few rows x, float32 or int8, with int8 w, whose inputs are last; the sums are float32 or int32.
+
+    Each output is `LANES` sums side by side, of every so manieth input, and then their sum. XLA:CPU makes the former one
+    loop of vectors that reads w as it is stored. Its own program for products of 8 bits turns the matrix round in each
+    call; one of floats would have it written as floats first.
     """
-    most = 127.0
-    step = jnp.max(jnp.abs(x), -1, keepdims=True) / most
-    rest, digits = x / jnp.where(step == 0, 1, step), list[Array]()
-    for _ in range(3):
-        digits.append(jnp.round(rest))
-        rest = 2 * most * (rest - digits[-1])
-    y = product(
-        Plan(ROWS + plan.x, plan.w, ROWS + plan.out), jnp.stack(digits).astype(jnp.int8), w, jnp.dtype(jnp.int32)
-    )
-    first, second, third = y.astype(jnp.float32)
-    kept = plan.x[:-1]
-    step = ordered(step.squeeze(-1), kept, "".join(c for c in plan.out if c in kept))
-    step = jnp.expand_dims(step, [i for i, c in enumerate(plan.out) if c not in kept])
-    return (first + (second + third / (2 * most)) / (2 * most)) * step
-
-
-def _in_digits_backward(plan: Plan, w: Array, dy: Array) -> tuple[Array, None]:
-    return product(Plan(plan.out, plan.w, plan.x), dy, w.astype(jnp.float32), jnp.dtype(jnp.float32)), None
-
-
-_in_digits.defvjp(lambda plan, x, w: (_in_digits(plan, x, w), w), _in_digits_backward)
+    plan, x = inputs_last(plan, x)
+    kept, outputs, shape = plan.x[:-1], plan.outputs, w.shape[: len(plan.outputs)]
+    sums, size = wide(x.dtype), x.shape[-1] // LANES
+    parts = next(n for n in range(-(-size // TERMS), size + 1) if size % n == 0)  # not all terms in one loop: it grows with them
+    w = w.reshape(math.prod(shape), 1, parts, -1, LANES)
+    rows = x.reshape(-1, parts, size // parts, LANES)
+    terms = (rows[:, :, i].astype(sums) * w[:, :, :, i].astype(sums) for i in range(size // parts))
+    y = lax.optimization_barrier(reduce(operator.add, terms)).reshape(len(w), len(rows), -1)
+    y = y.sum(-1) if sums == jnp.int32 else y @ jnp.ones(y.shape[-1], sums)  # a sum of floats in order is slower
+    sizes = dict(zip(plan.x, x.shape, strict=True))
+    return ordered(y.reshape(*shape, *(sizes[c] for c in kept)), outputs + kept, plan.out)
 
 
 def in_step(*trees: Any) -> tuple:

@@ -1,6 +1,7 @@
 """einsum and embed over every kind of weight, against numpy in float64 over the weight spelled out densely."""
 
 import dataclasses
+import re
 from statistics import NormalDist
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from fdel.ops import cpu
+from fdel.ops.contraction import Plan
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
 from fdel.ops.weights import NF4, LowRank, Quantized, dense, dequantize, is_weight
@@ -332,17 +334,31 @@ def test_nf4_codebook() -> None:
     np.testing.assert_array_equal(dequantize(w)[:, 1], 2 * np.tile(np.float32(NF4), 16))
 
 
-def test_few_rows_and_int8_lose_nothing() -> None:
-    """On CPU they are integers of 8 bits, three for each number: float64's product to 1e-6 of a row, and its gradient."""
+@pytest.mark.parametrize(
+    "spec,rows,stored",
+    [
+        ("td,fd->tf", (4, 320), (70, 320)),
+        ("td,fd->tf", (1, 6144), (6, 6144)),  # more terms than one loop has
+        ("tnh,dnh->td", (2, 6, 16), (33, 6, 16)),
+        ("td,fd->tf", (3, 300), (70, 300)),  # no whole lanes
+    ],
+)
+def test_few_rows_and_int8_lose_nothing(spec: str, rows: tuple[int, ...], stored: tuple[int, ...]) -> None:
+    """On CPU they are sums side by side: float64's product to 1e-6 of a row, and its gradient; of integers exactly."""
     r = np.random.default_rng(0)
-    x = np.float32(r.normal(size=(4, 300)) * np.exp(3 * r.normal(size=(4, 300))))  # over nine orders of magnitude
-    x[2] = 0
-    w, full = weight(("", (4, 300), (70, 300), 0, 1), "int8")
-    product = jax.jit(lambda x: einsum("td,fd->tf", x, w))
-    want, scale = np.float64(x) @ full.T, np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(full, axis=1)
+    x = np.float32(r.normal(size=rows) * np.exp(3 * r.normal(size=rows)))  # over nine orders of magnitude
+    x[1:2] = 0
+    w, full = weight(("", rows, stored, 0, 1), "int8")
+    product = jax.jit(lambda x: einsum(spec, x, w))
+    flat, matrix = np.float64(x).reshape(len(x), -1), full.reshape(len(full), -1)
+    want, scale = flat @ matrix.T, np.linalg.norm(flat, axis=1, keepdims=True) * np.linalg.norm(matrix, axis=1)
     assert (np.abs(product(x) - want) <= 1e-6 * scale).all()
-    grads = jax.jit(jax.grad(lambda x: (product(x) * want).sum()))(x)
-    np.testing.assert_allclose(grads, want @ full, rtol=1e-5, atol=1e-6 * np.abs(want @ full).max())
-    x[1, 5], x[3, 7] = np.nan, np.inf
+    grads = jax.jit(jax.grad(lambda x: (product(x) * want).sum()))(x).reshape(flat.shape)
+    np.testing.assert_allclose(grads, want @ matrix, rtol=1e-5, atol=1e-6 * np.abs(want @ matrix).max())
+    x[-1].flat[5] = np.nan
     got = np.asarray(product(x))
-    assert not np.isfinite(got[[1, 3]]).any() and np.isfinite(got[[0, 2]]).all()
+    assert not np.isfinite(got[-1]).any() and np.isfinite(got[:-1]).all()
+    integers = [r.integers(-127, 128, s).astype(np.int8) for s in ((1, *rows[1:]), stored)]
+    plan = Plan(*re.split(",|->", spec))
+    exact = jax.jit(lambda a, b: cpu.dot(plan, a, b, jnp.dtype(jnp.int32)))(*integers)
+    np.testing.assert_array_equal(exact, np.einsum(spec, *(i.astype(np.int64) for i in integers)))
