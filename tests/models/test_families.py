@@ -405,7 +405,8 @@ def test_gradients_are_finite_and_equal_stacked_and_listed(case, name):
 # Error of the logits against full precision: root mean square, relative. A tiny MoE flips experts at the least change.
 @pytest.mark.parametrize("name", each(PLAIN))
 @pytest.mark.parametrize(
-    "form,limit", [("int8", 0.05), pytest.param("fp8", 0.15, marks=pytest.mark.matrix), ("nf4", 0.45)]
+    "form,limit",
+    [("int8", 0.05), *(pytest.param(*f, marks=pytest.mark.matrix) for f in (("fp8", 0.15), ("nf4", 0.45)))],
 )
 def test_quantized_forward(case, name, form, limit):
     c = case(name)

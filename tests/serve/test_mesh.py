@@ -89,7 +89,10 @@ def test_adapters_are_moved_with_their_base(model) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_heads", "tp", "copies"), [(2, 4, 2), (1, 2, 2), (2, 8, 4), (1, 8, 8)])
+@pytest.mark.parametrize(
+    ("kv_heads", "tp", "copies"),
+    [(2, 4, 2), *(pytest.param(*s, marks=pytest.mark.matrix) for s in ((1, 2, 2), (2, 8, 4), (1, 8, 8)))],
+)
 @pytest.mark.parametrize("kv", [None, "int8"])
 def test_more_devices_than_key_value_heads(kv_heads, tp, copies, kv) -> None:
     """Each device keeps the keys and values that its query heads read, and no others; the tokens are one device's."""

@@ -34,10 +34,20 @@ MESHES = {
 ALL = [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
 FAST = {("llama", "dp=2,fsdp=2,tp=2")}
 DEAR = [  # whose axes others have together
-    *(("llama", mesh) for mesh in ("dp=8", "fsdp=2,sp=4", "fsdp=2,tp=2,sp=2", "dp=4,tp=2", "fsdp=4,tp=2")),
+    *(("llama", mesh) for mesh in ("dp=8", "sp=8", "fsdp=2,sp=4", "fsdp=2,tp=2,sp=2", "dp=4,tp=2", "fsdp=4,tp=2")),
     *(
         ("qwen3_moe", mesh)
-        for mesh in ("dp=8", "fsdp=8", "ep=2,fsdp=2,tp=2", "ep=2,tp=4", "tp=2,sp=4", "fsdp=4,ep=2", "ep=8")
+        for mesh in (
+            "dp=8",
+            "fsdp=8",
+            "ep=2,fsdp=2,tp=2",
+            "ep=2,tp=4",
+            "tp=2,sp=4",
+            "fsdp=4,ep=2",
+            "ep=8",
+            "ep=4,dp=2",
+            "dp=2,fsdp=2,sp=2",
+        )
     ),
 ]
 MARKS = {case: [pytest.mark.slow, *[pytest.mark.matrix] * (case in DEAR)] for case in ALL if case not in FAST}
@@ -98,7 +108,11 @@ def test_twenty_steps_equal_one_devices(name, shape):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-HALF = [("llama", "dp=2,sp=2,tp=2"), ("llama", "fsdp=4,tp=2"), ("qwen3_moe", "ep=8"), ("qwen3_moe", "ep=2,fsdp=2,tp=2")]
+HALF = [
+    ("llama", "dp=2,sp=2,tp=2"),
+    ("qwen3_moe", "ep=2,fsdp=2,tp=2"),
+    *(pytest.param(*c, marks=pytest.mark.matrix) for c in (("llama", "fsdp=4,tp=2"), ("qwen3_moe", "ep=8"))),
+]
 
 
 @functools.cache

@@ -421,7 +421,7 @@ def some_batch(seed: int, single: bool) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_any_number_of_microbatches(single: bool) -> None:
     """1, 2 and 4 microbatches of ragged lengths give each loss the same gradient: in float64, to 1e-10.
 

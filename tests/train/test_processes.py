@@ -191,7 +191,9 @@ def ended(running):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dims", "how"), [((1, -1, 1, 1, 1), "torchrun"), ((1, 1, 1, 4, 1), "keys")])
+@pytest.mark.parametrize(
+    ("dims", "how"), [((1, -1, 1, 1, 1), "torchrun"), pytest.param((1, 1, 1, 4, 1), "keys", marks=pytest.mark.matrix)]
+)
 def test_a_run_file_on_two_processes_is_that_of_one(start, tmp_path, dims, how):
     """The same losses and the same model; tp=4 crosses processes, and key-value heads, which then read the same rows."""
     codes, said = ended(begin(start, tmp_path / "one", 1, dims, 4))

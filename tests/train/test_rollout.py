@@ -294,7 +294,16 @@ def test_a_batch_as_text(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["chunks", "prefix", "decode_steps", "int8", "bfloat16", "experts", "adapter"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "prefix",
+        "int8",
+        "experts",
+        "adapter",
+        *(pytest.param(h, marks=pytest.mark.matrix) for h in ("chunks", "decode_steps", "bfloat16")),
+    ],
+)
 def test_log_probabilities_agree_however_they_are_computed(how):
     """To 1e-5 in float32: prompts in chunks or found in the cache, int8 weights, experts, adapters; 0.1 in bfloat16."""
     cfg, family = small.CFG, llama
