@@ -205,7 +205,8 @@ def _in_lanes(plan: Plan, x: Array, w: Array) -> Array:
     plan, x = inputs_last(plan, x)
     kept, outputs, shape = plan.x[:-1], plan.outputs, w.shape[: len(plan.outputs)]
     sums, size = wide(x.dtype), x.shape[-1] // LANES
-    parts = next(n for n in range(-(-size // TERMS), size + 1) if size % n == 0)  # not all terms in one loop: it grows with them
+    # A loop with all terms would grow with them.
+    parts = next(n for n in range(-(-size // TERMS), size + 1) if size % n == 0)
     w = w.reshape(math.prod(shape), 1, parts, -1, LANES)
     rows = x.reshape(-1, parts, size // parts, LANES)
     terms = (rows[:, :, i].astype(sums) * w[:, :, :, i].astype(sums) for i in range(size // parts))
