@@ -119,11 +119,14 @@ def _program(*refs: Any, how: Call, **memory: Any) -> None:
         registers(MULTIPLYING, "increase")
         o, sums = _walk(s, how, mine, span, sinks[0][head] if sinks else None)
         own, rows = pl.ds(mine * ROWS, ROWS), pl.ds(first + mine * ROWS, ROWS)
-        to = s.q_s.at[own, pl.ds(0, o.shape[1])]  # all products with these queries are done
-        to[...] = o.astype(to.dtype)
         lse.at[row, head, rows][...] = sums
+        to = out.at[row, rows, head]
+        if o.shape[1] != s.q_s.shape[1]:  # a part of the queries' channels is no place that can be copied from
+            to[...] = o.astype(out.dtype)
+            return
+        s.q_s.at[own][...] = o.astype(out.dtype)  # all products with these queries are done
         gpu.commit_smem()
-        gpu.copy_smem_to_gmem(to, out.at[row, rows, head])
+        gpu.copy_smem_to_gmem(s.q_s.at[own], to)
         gpu.wait_smem_to_gmem(0)
 
 
@@ -137,19 +140,25 @@ def _walk(s: Any, how: Call, mine: Any, span: list[Any], sink: Any) -> tuple[Arr
     pl.when(mine == 1)(lambda: gpu.barrier_arrive(s.turn.at[0]))  # the first group multiplies first
 
     def weigh(x: Array, j: Any, top: Array, total: Array) -> tuple[Array, ...]:
-        """Give what follows from products of tile j: maximum, sum, what sums fade by, and an operand."""
+        """Give what follows from products of tile j: maximum, sum, what sums fade by, and probabilities in float32."""
         new, decay, p = _softmax(how, _hidden(s, how, span, own, j, _capped(how, x)), top)
-        return new, total * decay + p.sum(axis=1), decay, p.astype(s.v_s.dtype)
+        return new, total * decay + p.sum(axis=1), decay, p
 
     def step(j: Any, carry: tuple) -> tuple:
-        top, total, p, o = carry
+        *before, p, o = carry
         gpu.barrier_wait(s.k_full.at[slot(j)])
-        gpu.barrier_wait(s.v_full.at[slot(j - 1)])
         gpu.barrier_wait(s.turn.at[mine])
         hand_over = lambda: gpu.barrier_arrive(s.turn.at[1 - mine])
-        some = functools.partial(weigh, j=j, top=top, total=total)
-        top, total, decay, p, o = _products(s, how, own, (slot(j), slot(j - 1)), p, o, some, hand_over)
-        return top, total, p, o * _across(decay, width)
+
+        def meanwhile(x: Array) -> tuple[Array, ...]:
+            """The compiler moves no wait for products in front of a loop, as that for a barrier is: hence it stands last."""
+            found = jax.lax.optimization_barrier(weigh(x, j, *before))
+            gpu.barrier_wait(s.v_full.at[slot(j)])
+            return found
+
+        slots = slot(j), slot(j - 1)
+        top, total, decay, p, o = _products(s, how, own, slots, p, o, meanwhile, hand_over)
+        return top, total, p.astype(s.v_s.dtype), o * _across(decay, width)
 
     whole = lambda shape, value, layout: gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
     top = whole((ROWS,), NEG if sink is None else sink * LOG2E, row)
@@ -159,22 +168,21 @@ def _walk(s: Any, how: Call, mine: Any, span: list[Any], sink: Any) -> tuple[Arr
     x = _scores(s, how, own, jnp.int32(0))
     gpu.barrier_arrive(s.k_free.at[0])
     top, total, _, p = weigh(x, span[FIRST], top, total)
-    carry = top, total, p, whole((ROWS, width), 0, gpu.Layout.WGMMA)
+    gpu.barrier_wait(s.v_full.at[0])
+    carry = top, total, p.astype(s.v_s.dtype), whole((ROWS, width), 0, gpu.Layout.WGMMA)
     top, total, p, o = jax.lax.fori_loop(span[FIRST] + 1, span[END], step, carry)
-    last = slot(span[END] - 1)
-    gpu.barrier_wait(s.v_full.at[last])
-    o = _values(s, how, own, last, p, o)
+    o = _values(s, how, own, slot(span[END] - 1), p, o)
     total = jnp.maximum(total, 1e-30)  # of a query that sees nothing: 0
     lse = jnp.where(top <= NEG / 2, NEG, (top + jnp.log2(total)) * (1 / LOG2E))
     return o * _across(1 / total, width), lse
 
 
 def _products(
-    s: Any, how: Call, own: Any, slots: tuple[Any, Any], p: Array, o: Array, weigh: Callable, hand_over: Callable
+    s: Any, how: Call, own: Any, slots: tuple[Any, Any], p: Array, o: Array, meanwhile: Callable, hand_over: Callable
 ) -> tuple[Array, ...]:
     """Multiply queries with keys and, meanwhile, probabilities of the tile before with its values.
 
-    Returns what `weigh` makes of the scores while values are still multiplied, and the sums. Keys and values are then free.
+    Returns what `meanwhile` makes of the scores while values are still multiplied, and the sums. Keys and values are then free.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -185,7 +193,7 @@ def _products(
         hand_over()
         gpu.barrier_arrive(s.k_free.at[keys])
         gpu.barrier_arrive(s.v_free.at[values])
-        return *weigh(x), o
+        return *meanwhile(x), o
 
     def both(scores: Any, sums: Any) -> tuple[Array, ...]:
         sums[...] = o
@@ -194,7 +202,7 @@ def _products(
         hand_over()
         x = gpu.wgmma_accumulator_load(scores, wait_n=1)
         gpu.barrier_arrive(s.k_free.at[keys])
-        found = weigh(x)
+        found = meanwhile(x)
         done = sums[...]
         gpu.barrier_arrive(s.v_free.at[values])
         return *found, done
