@@ -6,7 +6,6 @@ meet. The backward pass is XLA's, `ops.flash`. Compiled for H100; it has not run
 
 from typing import Any
 
-
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -38,9 +37,7 @@ def unsupported(
     return None
 
 
-def unsupported_part(
-    m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: PerHead, alibi: PerHead
-) -> str | None:
+def unsupported_part(m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: PerHead, alibi: PerHead) -> str | None:
     """Say why the kernel cannot serve a part of a row, as `mask.Passes` calls it, or None."""
     return unsupported(q, k, v, where, mask=m, sinks=sinks, alibi=alibi)
 

@@ -1,9 +1,10 @@
 """The program of `flash_attention_gpu`: attention from 128 queries of a head to the keys that any of them may see.
 
-Algorithm: online softmax (arXiv 1805.02867) in the tiles of FlashAttention (arXiv 2205.14135). As in FlashAttention-3 (arXiv
-2407.08608) one group of warps copies tiles of keys and values, `DEPTH` of them on their way, and two have 64 queries each;
-these multiply queries with the keys of a tile and the probabilities of the tile before with its values, take turns at
-that, and compute exponentials while values are still multiplied. Sums stay in registers in float32, probabilities too.
+Algorithm: online softmax (arXiv 1805.02867) in the tiles of FlashAttention (arXiv 2205.14135). As in FlashAttention-3
+(arXiv 2407.08608) one group of warps copies tiles of keys and values, `DEPTH` of them on their way, and two have 64 queries
+each; these multiply queries with the keys of a tile and the probabilities of the tile before with its values, take turns
+at that, and compute exponentials while values are still multiplied. Sums stay in registers in float32, and probabilities
+too.
 
 Bytes read: keys and values of a key head once for each 128 queries of each of its heads, most of them from the second-level
 cache, since programs of heads that share keys stand beside each other. FLOPs: 2 * 128 * tile * (keys' + values' channels)
@@ -21,7 +22,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels.flash_tiles_gpu import (
-    ALL, BOUNDS, END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO, Tests, Tiles, seen,
+    BOUNDS,
+    END,
+    FIRST,
+    NUMBERS,
+    WHOLE_FROM,
+    WHOLE_TO,
+    Tests,
+    Tiles,
+    seen,
 )  # fmt: skip
 from fdel.ops.mask import NEG
 
@@ -151,7 +160,7 @@ def _walk(s: Any, how: Call, mine: Any, span: list[Any], sink: Any) -> tuple[Arr
         hand_over = lambda: gpu.barrier_arrive(s.turn.at[1 - mine])
 
         def meanwhile(x: Array) -> tuple[Array, ...]:
-            """The compiler moves no wait for products in front of a loop, as that for a barrier is: hence it stands last."""
+            """The compiler moves no wait for products in front of the wait for a barrier, a loop: hence it stands last."""
             found = jax.lax.optimization_barrier(weigh(x, j, *before))
             gpu.barrier_wait(s.v_full.at[slot(j)])
             return found
@@ -182,7 +191,7 @@ def _products(
 ) -> tuple[Array, ...]:
     """Multiply queries with keys and, meanwhile, probabilities of the tile before with its values.
 
-    Returns what `meanwhile` makes of the scores while values are still multiplied, and the sums. Keys and values are then free.
+    Returns what `meanwhile` makes of the scores while values are still multiplied, and the sums. The slots are free then.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -245,7 +254,9 @@ def _capped(how: Call, x: Array) -> Array:
     if how.softcap is None:
         return x
     cap = how.softcap * LOG2E
-    root = jax.lax.rsqrt(1 + jnp.exp2(x * (2 * LOG2E * how.scale / how.softcap)))  # squared: one instruction less to divide
+    root = jax.lax.rsqrt(
+        1 + jnp.exp2(x * (2 * LOG2E * how.scale / how.softcap))
+    )  # squared: one instruction less to divide
     return cap - (2 * cap) * (root * root)
 
 

@@ -110,6 +110,13 @@ def kernel(module: str, on_request: bool = False) -> Implementation:
     return Implementation(call, why, local=True, on_request=on_request)
 
 
+def kernel_of_parts(module: str, on_request: bool = False) -> Implementation:
+    """Give the two passes of fdel/kernels/<module>.py, its `forward` and `backward`, for the table of a ring."""
+    load = functools.partial(importlib.import_module, f"fdel.kernels.{module}")
+    passes = (lambda *a: load().forward(*a)), (lambda *a: load().unsupported_part(*a)), (lambda *a: load().backward(*a))
+    return Implementation(passes[0], passes[1], local=True, backward=passes[2], on_request=on_request)
+
+
 @contextlib.contextmanager
 def use(**names: str) -> Iterator[None]:
     """Name the implementation of operations, as in `use(attend="flash")`, for what is called or traced inside.

@@ -49,7 +49,10 @@ _ROWS, _HEADS = "rows tokens heads head_dim", "rows tokens heads"
 # What attends to a part: implementations in two passes, each called as `mask.Passes` says.
 PARTS = dispatch.Table(
     "attend_part",
-    {"flash": dispatch.Implementation(LOOPS.forward, backward=LOOPS.backward)},
+    {
+        "hopper": dispatch.kernel_of_parts("flash_attention_gpu", on_request=True),
+        "flash": dispatch.Implementation(LOOPS.forward, backward=LOOPS.backward),
+    },
     ("", _ROWS, _ROWS, _ROWS, "rows tokens", "heads", "heads", _ROWS, _HEADS, _ROWS, _HEADS),
     out=(_ROWS, _HEADS),
 )

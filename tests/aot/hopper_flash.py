@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fdel import aot, ops, params
+from fdel import aot, ops, params, plan
+from fdel.models import llama
 from fdel.ops.mask import Mask, Where
 
 ROWS, TOKENS = 4, 4096
@@ -21,6 +22,11 @@ CALLS = {
     "64 heads over 8 of 64, sinks, window": (64, 8, 64, 64, Mask(0.1, window=128), True),
     "128 heads of 192 and 128": (128, 128, 192, 128, Mask(0.1), False),
 }
+STEPS = ("flash", "hopper")  # implementations of attention in a training step with packed rows
+# Two layers of Llama 3 8B, with few tokens in the vocabulary.
+MODEL = llama.Config(
+    vocab=1024, embed=4096, ffn=14336, layers=2, heads=32, kv_heads=8, head_dim=128, rope=ops.Rope(128, 5e5)
+)
 
 
 def lower(name: str) -> aot.Compiled:
@@ -41,13 +47,21 @@ def lower(name: str) -> aot.Compiled:
     return aot.compile(target, jax.jit(call), *args, put(jnp.float32, heads) if sinks else None, mesh=mesh)
 
 
+def step(impl: str) -> aot.Compiled:
+    """Compile a training step of `MODEL` for one H100."""
+    with ops.use(attend=impl):
+        training = plan.Training("fsdp=1", ROWS, TOKENS, remat="nothing_saveable")
+        return aot.train_step(aot.parse_target("h100:1x1x1"), llama, MODEL, training)
+
+
 def main(*some: str) -> None:
     """Compile the calls, or those that have some text in their names."""
-    for name in CALLS:
+    for name in [*CALLS, *(f"training step, {impl}" for impl in STEPS)]:
         if some and not any(text in name for text in some):
             continue
         print("call:", name, flush=True)
-        print("temporaries:", lower(name).temporaries, flush=True)
+        found = lower(name) if name in CALLS else step(name.split()[-1])
+        print("temporaries:", found.temporaries, flush=True)
 
 
 if __name__ == "__main__":
