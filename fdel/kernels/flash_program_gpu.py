@@ -216,7 +216,7 @@ def _products(
         gpu.barrier_arrive(s.v_free.at[values])
         return *found, done
 
-    return pl.run_scoped(both, *(gpu.ACC(shape, jnp.float32) for shape in ((ROWS, how.tiles.keys), o.shape)))
+    return pl.run_scoped(both, *(gpu.ACC((ROWS, n), jnp.float32) for n in (how.tiles.keys, o.shape[1])))
 
 
 def _scores(s: Any, how: Call, own: Any, keys: Any) -> Float[Array, "64 keys"]:
@@ -245,7 +245,7 @@ def _values(s: Any, how: Call, own: Any, values: Any, p: Array, o: Array) -> Flo
         return acc[...] if how.interpreted else None
 
     if how.interpreted:
-        return o + pl.run_scoped(product, gpu.ACC(o.shape, jnp.float32))
+        return o + pl.run_scoped(product, gpu.ACC((ROWS, o.shape[1]), jnp.float32))
     return pl.run_state(product)(gpu.ACC.init(o))
 
 

@@ -369,6 +369,21 @@ def test_the_hopper_kernels_for_ssd_keep_states_and_sums_in_registers():
 
 
 @pytest.mark.aot
+@pytest.mark.matrix
+def test_the_hopper_kernel_for_attention_keeps_sums_and_probabilities_in_registers():
+    """No wgmma is serialized; four addresses at most are kept in local memory. A step needs less memory than with loops."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    *calls, plain, step = hopper_products.table(module="hopper_flash")
+    for x in (*calls, plain, step):
+        print(x)
+    for x in (*calls, step):
+        assert x["registers"] and not x["serialized"] and x["spills"] <= 16
+    assert all(x["temporaries"] <= 2**23.1 for x in calls)
+    assert plain["registers"] is None and step["temporaries"] < plain["temporaries"]
+
+
+@pytest.mark.aot
 def test_a_training_step_sends_weights_and_gradients_only(chip, record_property):
     c, _ = row(record_property, "llama-1b", "train", chip, 8)
     assert gathers(c.text, LENGTH) == 0
