@@ -59,7 +59,7 @@ def test_no_device_holds_all_keys_in_a_ring():
         assert "all-gather" in text("dense")
         assert "all-gather" not in text("ring") and "collective-permute" in text("ring")
         text = ops.explain(ops.attend, batch, None, 0, q, q, q, mask=ops.Mask(1.0))
-        assert text.startswith("attend\n  ring: chosen") and "attend_part\n  flash: chosen" in text
+        assert text.startswith("attend\n  ring: chosen") and "flash: chosen" in text.partition("attend_part")[2]
     q = jnp.zeros(q.shape)
     assert "ring: no mesh" in ops.explain(ops.attend, batch, None, 0, q, q, q, mask=ops.Mask(1.0))
 
