@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params, plan
 from fdel.models import llama
+from fdel.ops import platform
+from fdel.ops.batch import Packed
 from fdel.ops.mask import Mask, Where
 
 ROWS, TOKENS = 4, 4096
@@ -48,10 +50,14 @@ def lower(name: str) -> aot.Compiled:
 
 
 def step(impl: str) -> aot.Compiled:
-    """Compile a training step of `MODEL` for one H100."""
-    with ops.use(attend=impl):
+    """Compile a training step of `MODEL` for one H100, with rows of several sequences."""
+    target = aot.parse_target("h100:1x1x1")
+    mesh = params.make_mesh(params.parse_mesh("fsdp=1"), aot.devices(target))
+    with ops.use(attend=impl), platform.tracing_for(target.facts.platform):
         training = plan.Training("fsdp=1", ROWS, TOKENS, remat="nothing_saveable")
-        return aot.train_step(aot.parse_target("h100:1x1x1"), llama, MODEL, training)
+        step, (state, batch), _ = plan.training_step(llama, MODEL, training, mesh)
+        batch["packed"] = Packed(batch["tokens"], batch["tokens"])
+        return aot.compile(target, step, state, batch, mesh=mesh)
 
 
 def main(*some: str) -> None:
