@@ -23,25 +23,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.kernels.delta_program_gpu import (
+from fdel.kernels.delta_program_gpu import LAST, SINCE, VALID, decay_pairs
+from fdel.kernels.delta_walk_gpu import (
     ALL,
     CHUNK,
-    DEPTH,
     HALF,
-    LAST,
-    SINCE,
-    VALID,
     WALKERS,
     WIDTH,
     across,
-    begin,
     clear,
-    decay_pairs,
     give,
     give_state,
     launch,
     number,
     parts,
+    pipeline,
     products,
 )
 
@@ -59,7 +55,8 @@ def run(
     (b, t, _), heads = q.shape, numbers.shape[1]
     program = functools.partial(_program, interpreted=interpreted)
     results, own = (q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH)), {"new_s": (WALKERS, 3, CHUNK, HALF)}
-    call = launch(program, results, q.dtype, (b, heads), ("q_s", "k_s", "dy_s"), own, copies=5)
+    wide = "q_s", "k_s", "dy_s"
+    call = launch(program, results, q.dtype, (b, heads), wide, own, (VALID, CHUNK), copies=5)
     return call(q, k, dy, numbers, whole, solve)
 
 
@@ -69,73 +66,44 @@ def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     q, k, dy, numbers, whole, solve, dv, kept = refs
-    row, head, mine = (jax.lax.axis_index(name) for name in ("row", "head", "warps"))
+    row, head = (jax.lax.axis_index(name) for name in ("row", "head"))
     s, count = SimpleNamespace(**memory), whole.shape[1]
     tokens = lambda i: pl.ds((count - 1 - i) * CHUNK, CHUNK)
-    slot_of = lambda i: jax.lax.rem(i, jnp.int32(DEPTH))
 
-    def fetch(i: Any) -> None:
-        slot, channels = slot_of(i), pl.ds(head * WIDTH, WIDTH)
+    def fetch(i: Any, slot: Any) -> None:
         for x, to in ((q, s.q_s), (k, s.k_s), (dy, s.dy_s)):
-            gpu.copy_gmem_to_smem(x.at[row, tokens(i), channels], to.at[slot], s.full.at[slot])
+            gpu.copy_gmem_to_smem(x.at[row, tokens(i), pl.ds(head * WIDTH, WIDTH)], to.at[slot], s.full.at[slot])
         gpu.copy_gmem_to_smem(numbers.at[row, head, pl.ds(0, VALID), tokens(i)], s.numbers_s.at[slot], s.full.at[slot])
         gpu.copy_gmem_to_smem(solve.at[row, head, tokens(i)], s.solve_s.at[slot], s.full.at[slot])
 
-    @pl.when(mine == WALKERS)
-    def prepare() -> None:
-        _registers(interpreted, PREPARING, "decrease")
+    def prepare(i: Any, slot: Any) -> None:
+        wide, real = (s.q_s, s.k_s, s.dy_s), numbers.at[row, head, VALID, tokens(i)]
+        pl.when(whole[row, count - 1 - i] == 0)(lambda: clear([x.at[slot] for x in wide], real))
+        _prepare(s, slot)
+        gpu.barrier_arrive(s.ready.at[slot])
 
-        def step(i: Any, _: None) -> None:
-            slot, padded = slot_of(i), whole[row, count - 1 - i] == 0
-            gpu.barrier_wait(s.full.at[slot])
-            wide, real = (s.q_s, s.k_s, s.dy_s), numbers.at[row, head, VALID, tokens(i)]
-            pl.when(padded)(lambda: clear([x.at[slot] for x in wide], real))
-            _prepare(s, slot)
-            gpu.barrier_arrive(s.ready.at[slot])
+    def walk(i: Any, slot: Any, own: Any, state: list[Array]) -> list[Array]:
+        gpu.copy_smem_to_gmem(own.state, kept.at[row, head, count - 1 - i, :, own.columns])
+        to = dv.at[row, tokens(i), pl.ds(head * WIDTH + own.mine * HALF, HALF)]
+        state = _walk(s, own, slot, state, to)
+        gpu.barrier_arrive(s.free.at[slot])
+        return state
 
-        jax.lax.fori_loop(0, count, step, None)
-
-    def walk(mine: int) -> None:
-        _registers(interpreted, WALKING, "increase")
-        for i in range(0 if mine else min(DEPTH, count)):
-            fetch(jnp.int32(i))
-        own, nothing = begin(s, mine)
-
-        def step(i: Any, state: list[Array]) -> list[Array]:
-            slot = slot_of(i)
-
-            def fetch_next() -> None:
-                gpu.barrier_wait(s.free.at[slot])
-                fetch(i + DEPTH)
-
-            gpu.barrier_wait(s.full.at[slot])
-            gpu.barrier_wait(s.ready.at[slot])
-            gpu.copy_smem_to_gmem(own.state, kept.at[row, head, count - 1 - i, :, own.columns])
-            to = dv.at[row, tokens(i), pl.ds(head * WIDTH + mine * HALF, HALF)]
-            state = _walk(s, own, slot, state, to)
-            gpu.barrier_arrive(s.free.at[slot])
-            if mine == 0:
-                pl.when(i + DEPTH < count)(fetch_next)
-            return state
-
-        jax.lax.fori_loop(0, count, step, nothing)
-        gpu.wait_smem_to_gmem(0)
-
-    for walker in range(WALKERS):
-        pl.when(mine == walker)(functools.partial(walk, walker))
+    pipeline(s, count, fetch, prepare, walk, functools.partial(registers, interpreted))
 
 
-def _registers(interpreted: bool, count: int, action: Any) -> None:
+def registers(interpreted: bool, walks: bool) -> None:
+    """Divide registers between the group that prepares and those that walk; the interpreter has none."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     if not interpreted:
-        gpu.set_max_registers(count, action=action)
+        gpu.set_max_registers(WALKING if walks else PREPARING, action="increase" if walks else "decrease")
 
 
 def _prepare(s: Any, slot: Any) -> None:
     """Give `pairs_s` D_ij q_i^T k_j."""
     pairs = products([(s.q_s.at[slot], s.k_s.at[slot].transpose((1, 0)))])[0]
-    give(s.pairs_s.at[slot], pairs * decay_pairs(s, slot))
+    give(s.pairs_s.at[slot], pairs * decay_pairs(s.numbers_s.at[slot]))
 
 
 def _walk(s: Any, own: Any, slot: Any, state: list[Array], to: Any) -> list[Array]:
@@ -145,7 +113,7 @@ def _walk(s: Any, own: Any, slot: Any, state: list[Array], to: Any) -> list[Arra
     q, k, dy = s.q_s.at[slot], s.k_s.at[slot], s.dy_s.at[slot, :, own.columns]
     turned = lambda ref: ref.transpose((1, 0))
     within, later = products([(turned(s.pairs_s.at[slot]), dy)], [(k, own.state)])
-    since, last = (across(number(s, slot, which), HALF) for which in (SINCE, LAST))
+    since, last = (across(number(s.numbers_s.at[slot, which]), HALF) for which in (SINCE, LAST))
     gpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written over
     give(own.new.at[0], within + jnp.exp2(last - since) * later)
     dv = products([(turned(s.solve_s.at[slot]), own.new.at[0])])[0]

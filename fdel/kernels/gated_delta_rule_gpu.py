@@ -1,16 +1,16 @@
-"""The gated delta rule on NVIDIA Hopper, with one decay of each head: a Pallas Mosaic GPU kernel for Packed batches.
+"""The gated delta rule on NVIDIA Hopper, with decays of heads or of key channels: Pallas Mosaic GPU kernels for Packed.
 
-The program is `delta_program_gpu`; here arguments are laid out for it. Inputs are read as [B T N*128], a head beside the
-other, once. The backward pass is in `delta_backward_gpu`: it reads the states before each chunk and the inverses, which are
-kept where gradients are wanted.
+The programs are `delta_program_gpu` (a decay of each head) and `delta_channels_gpu` (of each key channel); here arguments
+are laid out for them. Inputs are read as [B T N*128], a head beside the other. The backward passes are in
+`delta_backward_gpu` and `delta_channels_backward_gpu`: they read the states before each chunk, which are kept where
+gradients are wanted, and with decays of heads the inverses.
 
-Log decays are summed within a chunk in units of log2, each at least `NEVER`, whose power is 0: so sums stay below 2^14, and
-a difference of two has an error of 2^-10 at most, a quarter of bfloat16's.
+Log decays of heads are summed within a chunk in units of log2, each at least `NEVER`, whose power is 0: so sums stay below
+2^14, and a difference of two has an error of 2^-10 at most, a quarter of bfloat16's.
 Interpreted on CPU and compiled for H100; it has not run on a GPU.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,14 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import delta_backward_gpu as backward
+from fdel.kernels import delta_channels_backward_gpu as channels_backward
+from fdel.kernels import delta_channels_gpu as channels
 from fdel.kernels import delta_program_gpu as program
-from fdel.kernels.delta_program_gpu import CHUNK, WIDTH
+from fdel.kernels.delta_walk_gpu import CHUNK, WIDTH
 from fdel.kernels.device import no_hopper
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
-
-NEVER = -160.0  # a log2 decay of nothing
-LOG2E = math.log2(math.e)
 
 
 def unsupported(
@@ -39,8 +38,6 @@ def unsupported(
         return "it serves Packed batches, without key_segment_ids and prefix_ids"
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"it multiplies bfloat16; found {q.dtype}, {k.dtype}, {v.dtype}"
-    if g.ndim == 4:
-        return "a decay for each channel of keys; expected one for each head"
     if q.shape[-1] != WIDTH or v.shape[-1] != WIDTH:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} channels; expected {WIDTH}"
     return None
@@ -49,7 +46,7 @@ def unsupported(
 def call(
     batch: Packed, carry: Carry | None, layer: Any,
     q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], v: Float[Array, "B T N H"],
-    g: Float[Array, "B T N"], beta: Float[Array, "B T N"], *, chunk: int = 64,
+    g: Float[Array, "B T N"] | Float[Array, "B T N H"], beta: Float[Array, "B T N"], *, chunk: int = 64,
 ) -> tuple[Float[Array, "B T N H"], Carry]:  # fmt: skip
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
     return rule(False, batch, q, k, v, g, beta), carry or Carry()
@@ -58,44 +55,105 @@ def call(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rule(interpreted: bool, batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
     """Run the kernel; see `call`. `interpreted`: leave out what the interpreter lacks."""
-    return program.run(*_laid(batch, q, k, v, g, beta), keep=False)[0][:, : v.shape[1]].reshape(v.shape)
+    return _run(interpreted, batch, (q, k, v, g, beta), keep=False)[0]
+
+
+def _run(interpreted: bool, batch: Packed, inputs: tuple[Array, ...], keep: bool) -> tuple[Array, ...]:
+    """Give outputs, and what is kept for the gradient."""
+    v = inputs[2]
+    if inputs[3].ndim == 3:
+        out, *kept = program.run(*_laid(batch, *inputs), keep=keep)
+    else:
+        prepared, filled, valid, whole = _prepared(batch, *inputs, keys=False)
+        out, *kept = channels.walk(prepared, filled[2], valid, whole, keep=keep, interpreted=interpreted)
+    return out[:, : v.shape[1]].reshape(v.shape), *kept
+
+
+def _tokens(batch: Packed) -> tuple[Array, Array, Array]:
+    """Tell which tokens of whole chunks are no padding, and begin a sequence, and which chunks have no padding."""
+    segments = jnp.pad(batch.segment_ids, ((0, 0), (0, -batch.segment_ids.shape[1] % CHUNK)), constant_values=-1)
+    valid, change = segments >= 0, segments[:, 1:] != segments[:, :-1]
+    start = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
+    return valid, start, valid.reshape(len(valid), -1, CHUNK).all(2).astype(jnp.int32)
+
+
+def _filled(x: Array) -> Array:
+    """Lay heads beside each other and fill chunks."""
+    return jnp.pad(x.reshape(*x.shape[:2], -1), ((0, 0), (0, -x.shape[1] % CHUNK), (0, 0)))
+
+
+def _numbers(each: list[Array], shape: tuple[int, ...]) -> Array:
+    """Lay numbers of tokens and heads out as rows, [B N numbers T]."""
+    return jnp.stack([jnp.broadcast_to(x.astype(jnp.float32), shape) for x in each]).transpose(1, 3, 0, 2)
+
+
+def _place(t: int) -> Array:
+    """Give tokens' places in their chunks, [T 1]."""
+    return (jnp.arange(t) % CHUNK)[:, None]
 
 
 def _laid(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, ...]:
-    """Lay heads beside each other, fill chunks, and give numbers of tokens, as `program.run` wants them."""
-    fill = -g.shape[1] % CHUNK
-    segments = jnp.pad(batch.segment_ids, ((0, 0), (0, fill)), constant_values=-1)
-    valid = segments >= 0
-    start = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    filled = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), ((0, 0), (0, fill), (0, 0)))
-    clear = lambda x: jnp.where(valid[..., None], filled(x.astype(jnp.float32)), 0)
-    decays = jnp.where(start[..., None], NEVER, jnp.maximum(clear(g) * LOG2E, NEVER))
+    """Lay heads beside each other, fill chunks, and give numbers of tokens, as `delta_program_gpu.run` wants them."""
+    valid, start, whole = _tokens(batch)
+    clear = lambda x: jnp.where(valid[..., None], _filled(x.astype(jnp.float32)), 0)
+    decays = channels_backward.log2_decays(_filled(g.astype(jnp.float32)), valid[..., None], start[..., None])
     since = jnp.cumsum(decays.reshape(len(g), -1, CHUNK, g.shape[2]), 2)
-    last, place = (jnp.broadcast_to(x, since.shape) for x in (since[:, :, -1:], jnp.arange(CHUNK)[:, None]))
-    each = [x.reshape(*valid.shape, -1).astype(jnp.float32) for x in (since, last, clear(beta), place, valid)]
-    numbers = jnp.stack([jnp.broadcast_to(x, decays.shape) for x in each]).transpose(1, 3, 0, 2)
-    whole = valid.reshape(len(g), -1, CHUNK).all(2).astype(jnp.int32)
-    return filled(q), filled(k), filled(v), numbers, whole
+    last = jnp.broadcast_to(since[:, :, -1:], since.shape)
+    since, last = (x.reshape(decays.shape) for x in (since, last))
+    each = [since, last, clear(beta), _place(decays.shape[1]), valid[..., None]]
+    return _filled(q), _filled(k), _filled(v), _numbers(each, decays.shape), whole
+
+
+def _prepared(
+    batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array, *, keys: bool
+) -> tuple[channels.Prepared, list[Array], Array, Array]:
+    """Prepare chunks with decays of channels; and q, k, v and g in whole chunks, which tokens and chunks are no padding."""
+    valid, start, whole = _tokens(batch)
+    filled = [_filled(x) for x in (q, k, v, g.astype(jnp.float32))]
+    beta = jnp.where(valid[..., None], _filled(beta), 0)
+    each = [start[..., None], beta, _place(valid.shape[1]), valid[..., None]]
+    prepared = channels.prepare(*filled[:2], filled[3], _numbers(each, beta.shape), whole, keys=keys)
+    return prepared, filled, valid.astype(jnp.float32), whole
 
 
 def _forward(interpreted: bool, batch: Packed, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
-    v = inputs[2]
-    out, *kept = program.run(*_laid(batch, *inputs), keep=True)
-    return out[:, : v.shape[1]].reshape(v.shape), (batch, inputs, kept)
+    out, *kept = _run(interpreted, batch, inputs, keep=True)
+    return out, (batch, inputs, kept)
 
 
 def _backward(interpreted: bool, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    batch, inputs, (states, solve) = saved
+    batch, inputs, kept = saved
     shape = inputs[2].shape
-    q, k, v, numbers, whole = _laid(batch, *inputs)
-    dy = jnp.pad(dy.astype(v.dtype).reshape(*shape[:2], -1), ((0, 0), (0, v.shape[1] - shape[1]), (0, 0)))
-    dv, gradients = backward.run(q, k, dy, numbers, whole, solve, interpreted=interpreted)
-    dq, dk, dg, dbeta = backward.others([q, k, v, dy, dv], numbers, solve, (states, gradients))
+    dy, of = _filled(dy.astype(inputs[2].dtype)), _of_heads if inputs[3].ndim == 3 else _of_channels
     real = batch.segment_ids >= 0
     start = jnp.pad(batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    found = zip((dq, dk, dv, dg, dbeta), inputs, strict=True)
+    found = zip(of(interpreted, batch, inputs, kept, dy), inputs, strict=True)
     dq, dk, dv, dg, dbeta = (y[:, : shape[1]].reshape(x.shape).astype(x.dtype) for y, x in found)
-    return None, dq, dk, dv, jnp.where((real & ~start)[..., None], dg, 0), dbeta
+    mask = (real & ~start).reshape(*shape[:2], *[1] * (dg.ndim - 2))
+    return None, dq, dk, dv, jnp.where(mask, dg, 0), dbeta
+
+
+def _of_heads(
+    interpreted: bool, batch: Packed, inputs: tuple[Array, ...], kept: list[Array], dy: Array
+) -> tuple[Array, ...]:
+    """Give the gradients of the inputs, in whole chunks, with decays of heads."""
+    q, k, v, numbers, whole = _laid(batch, *inputs)
+    states, solve = kept
+    dv, gradients = backward.run(q, k, dy, numbers, whole, solve, interpreted=interpreted)
+    dq, dk, dg, dbeta = backward.others([q, k, v, dy, dv], numbers, solve, (states, gradients))
+    return dq, dk, dv, dg, dbeta
+
+
+def _of_channels(
+    interpreted: bool, batch: Packed, inputs: tuple[Array, ...], kept: list[Array], dy: Array
+) -> tuple[Array, ...]:
+    """Give the gradients of the inputs, in whole chunks, with decays of channels."""
+    prepared, (q, k, v, g), valid, whole = _prepared(batch, *inputs, keys=True)
+    walk = functools.partial(channels.walk, keep=True, back=True, interpreted=interpreted)
+    dv, gradients = walk(prepared, dy, valid, whole)
+    wide, tokens = [g, q, k, v, dy, dv], _tokens(batch)[:2]
+    dq, dk, dg, dbeta = channels_backward.gradients(wide, *tokens, prepared, (kept[0], gradients))
+    return dq, dk, dv, dg, dbeta
 
 
 rule.defvjp(_forward, _backward)

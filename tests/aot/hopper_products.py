@@ -75,10 +75,12 @@ LATENTS = {
     "latents, decode, 64 x 8,192 tokens, 16 heads": (64, 1, 8192, 16),
     "latents, prefill, 16 blocks of 32, 128 heads": (16, 32, 4096, 128),
 }
-# Rows, tokens of each, heads of 128 and 128; whether gradients are computed.
+# Rows, tokens of each, heads of 128 and 128; whether gradients are computed, and whether each key channel has a decay.
 DELTAS = {
-    "delta rule, 4 x 1,024 tokens, 32 heads": (4, 1024, 32, False),
-    "delta rule, 4 x 1,024 tokens, 32 heads, gradient": (4, 1024, 32, True),
+    "delta rule, 4 x 1,024 tokens, 32 heads": (4, 1024, 32, False, False),
+    "delta rule, 4 x 1,024 tokens, 32 heads, gradient": (4, 1024, 32, True, False),
+    "delta rule, decays of channels": (4, 1024, 32, False, True),
+    "delta rule, decays of channels, gradient": (4, 1024, 32, True, True),
 }
 
 
@@ -124,7 +126,7 @@ def lower(name: str) -> aot.Compiled:
         call = ops.use(grouped_matmul="hopper")(lambda x, w, sizes: ops.grouped_matmul(x, w, sizes))
         return aot.compile(target, jax.jit(call), *args, mesh=mesh)
     if name in DELTAS:
-        rows, tokens, heads, backward = DELTAS[name]
+        rows, tokens, heads, backward, channels = DELTAS[name]
         half, single = put(jnp.bfloat16, rows, tokens, heads, 128), put(jnp.float32, rows, tokens, heads)
 
         @ops.use(gated_delta_rule="hopper")
@@ -132,7 +134,8 @@ def lower(name: str) -> aot.Compiled:
             call = lambda *x: ops.gated_delta_rule(Packed(segments, segments), None, 0, *x)[0]
             return jax.vjp(call, *inputs)[1](dy) if backward else call(*inputs)
 
-        args = put(jnp.int32, rows, tokens), half, half, half, half, single, single
+        decays = put(jnp.float32, *half.shape) if channels else single
+        args = put(jnp.int32, rows, tokens), half, half, half, half, decays, single
         return aot.compile(target, jax.jit(rule), *args, mesh=mesh)
     rows, groups, outputs, inputs, which = GROUPED[name]
 

@@ -1,6 +1,6 @@
 """A process that interprets the Hopper kernel for the delta rule: prints the largest error against float64.
 
-`race` plants one. `near`: keys that are nearly equal, with which the inverse of a chunk is hardest. See
+`race` plants one. `channels`: with a decay of each key channel. `near`: keys that are nearly equal, with which the inverse of a chunk is hardest. See
 `interpreted_pages`.
 """
 
@@ -17,9 +17,12 @@ from fdel.ops.batch import Packed
 from tests.ops.test_recurrences_tpu import SEGMENTS, H, N, delta_inputs, delta_loss, delta_step, error, recurrence
 
 
+CHANNELS = (H,) if "channels" in sys.argv else ()
+
+
 def drawn(near: bool) -> tuple:
     """Two rows with sequences that end inside of chunks and NaN in padding, the second extreme; see `delta_inputs`."""
-    q, k, v, g, beta = delta_inputs((), jnp.bfloat16)
+    q, k, v, g, beta = delta_inputs(CHANNELS, jnp.bfloat16)
     if near:
         noise = np.asarray(k, np.float64)
         noise = 0.3 * noise + noise[1, 0, 0]
@@ -65,6 +68,7 @@ def plant_a_race() -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)  # threads, of which each group of warps that waits holds one
     if "race" in sys.argv:
         plant_a_race()
     print(*gradient() if "gradient" in sys.argv else [delta("near" in sys.argv)])

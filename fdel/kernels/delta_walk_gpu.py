@@ -1,0 +1,233 @@
+"""What programs of delta rules on Hopper share: how chunks of a head are walked, and products of 64 x 64.
+
+A walk's program serves a head of a row. Chunks of 64 tokens are copied to shared memory, `DEPTH` at once; a third group of
+warps prepares a chunk while `WALKERS` others walk the one before it, each with half of the values: their state stays in
+registers in float32, and goes to shared memory in bfloat16 to be multiplied.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+CHUNK, WIDTH, HALF = 64, 128, 64  # tokens of a chunk, channels of a key and of a value, values of a group of warps
+WALKERS, DEPTH = 2, 2  # groups of warps that walk, chunks on their way
+ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
+
+
+def launch(
+    program: Callable, results: Iterable[tuple[int, ...]], dtype: Any, grid: tuple[int, int], wide: tuple[str, ...],
+    own: Mapping[str, tuple[int, ...]], numbers: tuple[int, ...], copies: int,
+) -> Callable:  # fmt: skip
+    """Make a kernel of rows and heads: one group of warps prepares, `WALKERS` walk. `copies` fill a chunk's part of memory.
+
+    Its memory: `wide` inputs and the `numbers` of chunks on their way, what is prepared of them, a state, and its `own`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(wide, (DEPTH, CHUNK, WIDTH)), "solve_s": (DEPTH, CHUNK, CHUNK), "pairs_s": (DEPTH, CHUNK, CHUNK),
+        "state_s": (WALKERS, WIDTH, HALF), **own,
+    }  # fmt: skip
+    return gpu.kernel(
+        program,
+        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
+        scratch_types={
+            **operands(shapes, dtype),
+            "numbers_s": gpu.SMEM((DEPTH, *numbers), jnp.float32),
+            "full": gpu.Barrier(num_arrivals=copies, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
+            "free": gpu.Barrier(num_arrivals=WALKERS, num_barriers=DEPTH),
+        },
+        grid=grid,
+        grid_names=("row", "head"),
+        num_threads=WALKERS + 1,
+        thread_name="warps",
+        compiler_params=gpu.CompilerParams(
+            lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024  # of memory that is needed here
+        ),
+    )  # fmt: skip
+
+
+def operands(shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> dict[str, Any]:
+    """Lay shared memory out for operands of products."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    half: Any = functools.partial(
+        gpu.SMEM, dtype=dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
+    )
+    return {name: half(shape) for name, shape in shapes.items()}
+
+
+def pipeline(
+    s: Any, count: int, fetch: Callable[[Any, Any], None], prepare: Callable[[Any, Any], None],
+    walk: Callable[[Any, Any, Any, list[Array]], list[Array]], registers: Callable[[bool], None] = lambda walks: None,
+) -> None:  # fmt: skip
+    """Take a head's `count` chunks in order: `fetch` each to its slot of memory, `prepare` it, `walk` it with the state.
+
+    fetch(i, slot) starts the copies that `s.full` counts. prepare(i, slot) arrives at `s.ready` itself, and may go on after
+    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    mine = jax.lax.axis_index("warps")
+    slot_of = lambda i: jax.lax.rem(i, jnp.int32(DEPTH))
+
+    @pl.when(mine == WALKERS)
+    def _() -> None:
+        def step(i: Any, _: None) -> None:
+            gpu.barrier_wait(s.full.at[slot_of(i)])
+            prepare(i, slot_of(i))
+
+        registers(False)
+        jax.lax.fori_loop(0, count, step, None)
+        gpu.wait_smem_to_gmem(0)
+
+    def walking(mine: int) -> None:
+        registers(True)
+        for i in range(0 if mine else min(DEPTH, count)):
+            fetch(jnp.int32(i), jnp.int32(i))
+        own, nothing = begin(s, mine)
+
+        def step(i: Any, state: list[Array]) -> list[Array]:
+            slot = slot_of(i)
+
+            def fetch_next() -> None:
+                gpu.barrier_wait(s.free.at[slot])
+                fetch(i + DEPTH, slot)
+
+            gpu.barrier_wait(s.full.at[slot])
+            gpu.barrier_wait(s.ready.at[slot])
+            state = walk(i, slot, own, state)
+            if mine == 0:
+                pl.when(i + DEPTH < count)(fetch_next)
+            return state
+
+        jax.lax.fori_loop(0, count, step, nothing)
+        gpu.wait_smem_to_gmem(0)
+
+    for walker in range(WALKERS):  # a program for each: of addresses that depend on a number some would be spilled
+        pl.when(mine == walker)(functools.partial(walking, walker))
+
+
+def begin(s: Any, mine: int) -> tuple[Any, list[Array]]:
+    """Give a group of warps that walks its parts of the memory, and a state of zeros."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF), mine=mine)
+    nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
+    give_state(own, [nothing] * 2)
+    return own, [nothing] * 2
+
+
+def clear(refs: list[Any], valid: Any) -> None:
+    """Write zeros over padding, which may be NaN."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    real = across(gpu.load(valid, *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False), CHUNK) > 0
+    for ref in refs:
+        for part in parts(ref, 1):
+            x = gpu.load(part, *ALL, layout=gpu.Layout.WGMMA)
+            part[...] = jnp.where(real, x, jnp.zeros_like(x))
+    gpu.commit_smem()
+
+
+def give_state(own: Any, state: list[Array]) -> None:
+    """Write a state, of half of the values, as an operand for products."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    for to, x in zip(parts(own.state, 0), state, strict=True):
+        to[...] = x.astype(to.dtype)
+    gpu.commit_smem()
+
+
+def parts(ref: Any, axis: int) -> list[Any]:
+    """Cut channels in two halves, of 64: rows of a product."""
+    from jax.experimental import pallas as pl
+
+    return [ref.at[(slice(None),) * axis + (pl.ds(i, CHUNK),)] for i in range(0, WIDTH, CHUNK)]
+
+
+def give(to: Any, x: Array) -> None:
+    """Write an operand for products."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    to[...] = x.astype(to.dtype)
+    gpu.commit_smem()
+
+
+def products(*sums: list[tuple[Any, Any]]) -> list[Array]:
+    """Multiply operands in shared memory: for each of several results [64 64] the sum of its products."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    def every(*accs: Any) -> list[Array]:
+        for acc, pairs in zip(accs, sums, strict=True):
+            for a, b in pairs:
+                gpu.wgmma(acc, a, b)
+        return [acc[...] for acc in accs]
+
+    return pl.run_scoped(every, *[gpu.ACC((CHUNK, CHUNK), jnp.float32)] * len(sums))
+
+
+def invert(
+    a: Array, high: Any, low: Any, turns: list[Any], places: Callable[[], tuple[Array, Array]],
+    *beside: list[tuple[Any, Any]],
+) -> list[Array]:  # fmt: skip
+    """Invert I + a, of a strictly lower triangular [64 64], and give sums of products that are computed `beside` the last.
+
+    By doubling: neighbours X and Y with L below X become X, Y and -Y L X below X, for blocks of 1, 2, ... 32 tokens, all
+    blocks of a size in two products of 64 x 64 x 64. Powers of a are not taken: they grow and cancel. Operands in bfloat16
+    leave 1.5% where keys are nearly equal, so a step of Newton's follows, X + X (I - (I + a) X), with a in two parts: 1e-4
+    are left, less than the inverse loses where it is rounded for its product.
+
+    Warps of a group do not wait for each other's products. So no buffer is written before a `commit_smem`, which lets all
+    arrive, has followed the last product that read it: three take `turns`. `places` gives rows and columns when asked.
+    """
+    where = lambda found, x: jnp.where(found, x, jnp.zeros_like(x))
+    low[...] = (a - a.astype(low.dtype).astype(jnp.float32)).astype(low.dtype)
+    give(high, a)
+    i, j = places()
+    x = jnp.where(i == j, 1.0, 0.0) - where(jax.lax.bitwise_xor(i, j) == 1, a)
+    for level in range(1, 6):
+        block, below = turns[(2 * level - 2) % 3], turns[(2 * level - 1) % 3]
+        give(block, x)
+        product = products([(block, high)])[0]
+        far = jax.lax.bitwise_xor(*places())  # its highest bit: the size of the blocks that part i from j
+        give(below, where((far >= 1 << level) & (far < 2 << level), product))
+        x = x - products([(below, block)])[0]
+    inverse, error = turns[1], turns[0]
+    give(inverse, x)
+    product = products([(high, inverse), (low, inverse)])[0]
+    x, (i, j) = x.astype(low.dtype).astype(jnp.float32), places()
+    give(error, jnp.where(i == j, 1.0, 0.0) - x - product)
+    more, *others = products([(inverse, error)], *beside)
+    return [x + more, *others]
+
+
+def number(ref: Any, axis: int = 1) -> Float[Array, " 64"]:
+    """Load a number of each row of a matrix, or of its columns."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(axis))
+
+
+def places(ref: Any) -> tuple[Array, Array]:
+    """Give the rows and the columns of pairs. They are read, whenever asked for: ptxas spills masks that it can keep."""
+    row, column = (number(ref, axis).astype(jnp.int32) for axis in (1, 0))
+    return across(row, CHUNK), down(column)
+
+
+def across(x: Array, n: int) -> Array:
+    """Repeat a number of each row in n columns."""
+    return jax.lax.broadcast_in_dim(x, (CHUNK, n), [0])
+
+
+def down(x: Array) -> Array:
+    """Repeat a number of each column in all rows."""
+    return jax.lax.broadcast_in_dim(x, (CHUNK, CHUNK), [1])
