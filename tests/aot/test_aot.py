@@ -283,13 +283,21 @@ def test_quantized_products_along_tp_take_the_kernel(chip, format, summed, recor
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.matrix)])
-def test_a_training_step_compiles_with_the_delta_rule_for_hopper(devices, record_property):
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("qwen3_next", 1),
+        pytest.param("qwen3_next", 8, marks=pytest.mark.matrix),
+        pytest.param("kimi_linear", 1, marks=pytest.mark.matrix),
+        pytest.param("kimi_linear", 8, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_training_step_compiles_with_the_delta_rule_for_hopper(name, devices, record_property):
     """In the forward pass, again where it is recomputed, and in the backward pass; with fewer temporaries and loops."""
     if why := aot.missing(target("h100", devices)):
         pytest.skip(why)
-    plain, _ = row(record_property, "qwen3_next-wide", "train", "h100", devices)
-    c, _ = row(record_property, "qwen3_next-wide", "train", "h100", devices, gated_delta_rule="hopper")
+    plain, _ = row(record_property, f"{name}-wide", "train", "h100", devices)
+    c, _ = row(record_property, f"{name}-wide", "train", "h100", devices, gated_delta_rule="hopper")
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 2
     assert c.temporaries < plain.temporaries and c.loops < plain.loops
 
