@@ -89,15 +89,7 @@ def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
         gpu.barrier_arrive(s.free.at[slot])
         return state
 
-    pipeline(s, count, fetch, prepare, walk, functools.partial(registers, interpreted))
-
-
-def registers(interpreted: bool, walks: bool) -> None:
-    """Divide registers between the group that prepares and those that walk; the interpreter has none."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    if not interpreted:
-        gpu.set_max_registers(WALKING if walks else PREPARING, action="increase" if walks else "decrease")
+    pipeline(s, count, fetch, prepare, walk, None if interpreted else (PREPARING, WALKING))
 
 
 def _prepare(s: Any, slot: Any) -> None:

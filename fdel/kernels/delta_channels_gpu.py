@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.kernels.delta_backward_gpu import registers
 from fdel.kernels.delta_walk_gpu import (
     ALL,
     CHUNK,
@@ -51,6 +50,7 @@ from fdel.kernels.delta_walk_gpu import (
 )
 
 NEVER, LOG2E = -160.0, math.log2(math.e)  # a log2 decay of nothing; from log decays
+PREPARING, WALKING = 104, 200  # registers of a thread, of 168 each
 START, BETA, PLACE, VALID = range(4)  # numbers of each token, see `prepare`
 
 
@@ -261,7 +261,7 @@ def _program(*refs: Any, back: bool, interpreted: bool, **memory: Any) -> None:
         give_state(own, state)
         return state
 
-    pipeline(s, count, fetch, prepare, step, functools.partial(registers, interpreted))
+    pipeline(s, count, fetch, prepare, step, None if interpreted else (PREPARING, WALKING))
 
 
 def _ahead(s: Any, own: Any, slot: Any, to: Any) -> list[Array]:

@@ -64,12 +64,13 @@ def operands(shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> dict[str, Any
 
 def pipeline(
     s: Any, count: int, fetch: Callable[[Any, Any], None], prepare: Callable[[Any, Any], None],
-    walk: Callable[[Any, Any, Any, list[Array]], list[Array]], registers: Callable[[bool], None] = lambda walks: None,
+    walk: Callable[[Any, Any, Any, list[Array]], list[Array]], registers: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Take a head's `count` chunks in order: `fetch` each to its slot of memory, `prepare` it, `walk` it with the state.
 
     fetch(i, slot) starts the copies that `s.full` counts. prepare(i, slot) arrives at `s.ready` itself, and may go on after
-    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read.
+    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read. `registers` of
+    a thread that prepares and of one that walks, if not 168 each; the interpreter has none.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -83,12 +84,14 @@ def pipeline(
             gpu.barrier_wait(s.full.at[slot_of(i)])
             prepare(i, slot_of(i))
 
-        registers(False)
+        if registers:
+            gpu.set_max_registers(registers[0], action="decrease")
         jax.lax.fori_loop(0, count, step, None)
         gpu.wait_smem_to_gmem(0)
 
     def walking(mine: int) -> None:
-        registers(True)
+        if registers:
+            gpu.set_max_registers(registers[1], action="increase")
         for i in range(0 if mine else min(DEPTH, count)):
             fetch(jnp.int32(i), jnp.int32(i))
         own, nothing = begin(s, mine)

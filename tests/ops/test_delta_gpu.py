@@ -13,11 +13,21 @@ MATRIX = pytest.mark.matrix
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "most"), [((), 8e-3), pytest.param(("near",), 3e-2, marks=MATRIX)], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [
+        ((), 8e-3),
+        (("channels",), 8e-3),
+        pytest.param(("near",), 3e-2, marks=MATRIX),
+        pytest.param(("channels", "near"), 3e-2, marks=MATRIX),
+    ],
+    ids=str,
+)
 def test_the_delta_rule_on_hopper_equals_float64(arguments, most):
-    """Ragged sequences, NaN in padding, decays of exp(-3000), equal keys, no race (seen: 4e-3 of the largest number).
+    """Ragged sequences, NaN in padding, decays of exp(-3000), equal keys, no race: 8e-3 of the largest number.
 
-    With keys that are nearly equal 0.021: with the exact inverse of each chunk, rounded to bfloat16, it is 0.020.
+    Seen: 4e-3 with decays of heads, 5.5e-3 with those of channels. With keys that are nearly equal 0.021 and 0.025: with
+    the exact inverse of each chunk, rounded to bfloat16, it is 0.020.
     """
     done = interpret("delta", *arguments)
     assert done.returncode == 0, done.stderr
@@ -25,16 +35,18 @@ def test_the_delta_rule_on_hopper_equals_float64(arguments, most):
 
 
 @pytest.mark.matrix
-def test_the_gradient_of_the_delta_rule_on_hopper_equals_float64():
+@pytest.mark.parametrize("arguments", [(), ("channels",)], ids=str)
+def test_the_gradient_of_the_delta_rule_on_hopper_equals_float64(arguments):
     """Of q, k, v, g and beta, with NaN in padding of inputs and of what comes back (seen: 6e-3)."""
-    done = interpret("delta", "gradient")
+    done = interpret("delta", "gradient", *arguments)
     assert done.returncode == 0, done.stderr
     assert max(map(float, done.stdout.split()[-5:])) < 2e-2 and "RACE" not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_a_race_planted_in_the_delta_rule_is_found():
-    done = interpret("delta", "race")
+@pytest.mark.matrix
+@pytest.mark.parametrize("arguments", [(), ("channels",)], ids=str)
+def test_a_race_planted_in_the_delta_rule_is_found(arguments):
+    done = interpret("delta", "race", *arguments)
     assert "RACE DETECTED" in done.stdout + done.stderr
 
 
@@ -43,8 +55,8 @@ REASONS = [
     ({"dtype": jnp.float32}, "it multiplies bfloat16"),
     ({"dim": 64}, "heads of 64 and 64 channels"),
     ({"paged": True}, "Packed batches"),
-    ({"gate": (128,)}, "a decay for each channel"),
     ({}, None),
+    ({"gate": (128,)}, None),
 ]
 
 
