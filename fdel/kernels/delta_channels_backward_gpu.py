@@ -38,7 +38,7 @@ def gradients(
         g, *wide = [jnp.where(real[:, None], x, 0) for x in wide]
         g = log2_decays(g, real[:, None], start[:, None])
         squares = [x.reshape(heads, -1, CHUNK, CHUNK) for x in squares]
-        found = _of_chunks(cut(g), *map(cut, wide), *squares, decays.reshape(heads, -1, 1, WIDTH), *states)
+        found = _of_chunks([cut(x) for x in (g, *wide)], squares, decays.reshape(heads, -1, 1, WIDTH), *states)
         return tuple(jnp.moveaxis(x, 0, 2).reshape(t, -1) for x in found)
 
     p = prepared
@@ -47,10 +47,12 @@ def gradients(
 
 
 def _of_chunks(
-    g: Array, q: Array, k: Array, v: Array, dy: Array, dv: Array, reads: Array, seen: Array, wrote: Array,
-    solve: Array, qk: Array, kk: Array, decays: Array, state: Array, gradient: Array,
+    wide: list[Float[Array, "N chunks C H"]], squares: list[Float[Array, "N chunks C C"]],
+    decays: Float[Array, "N chunks 1 H"], state: Float[Array, "N chunks H H"], gradient: Float[Array, "N chunks H H"],
 ) -> tuple[Array, ...]:  # fmt: skip
     """Give dq, dk and the gradients of log decays [N chunks C H], and of beta [N chunks C 1]."""
+    g, q, k, v, dy, dv, reads, seen, wrote = wide
+    solve, qk, kk = squares
     i, j = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
     single = lambda x: x.astype(jnp.float32)
     r = v - dot(seen, state)

@@ -107,7 +107,8 @@ def _prepare(*refs: Any, **memory: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     q, k, g, numbers, whole, *results = refs
-    to, s = Prepared(*results), SimpleNamespace(**memory)
+    to: Any = Prepared(*results)  # references to what it gives
+    s = SimpleNamespace(**memory)
     row, head, c = (jax.lax.axis_index(name) for name in ("row", "head", "chunk"))
     tokens, channels = pl.ds(c * CHUNK, CHUNK), lambda n, size: pl.ds(head * WIDTH + n * size, size)
     for x, copy in ((q, s.q_s), (k, s.k_s)):
@@ -138,9 +139,8 @@ def _prepare(*refs: Any, **memory: Any) -> None:
     high[...] = qk.astype(high.dtype)
     low[...] = kk.astype(low.dtype)
     gpu.commit_smem()
-    for x, out in ((turns[2], to.solve), (high, to.pairs), (low, to.keys)):
-        if out is not None:
-            gpu.copy_smem_to_gmem(x, out.at[row, head, tokens])
+    for x, out in ((turns[2], to.solve), (high, to.pairs), *([(low, to.keys)] if to.keys is not None else [])):
+        gpu.copy_smem_to_gmem(x, out.at[row, head, tokens])
     gpu.wait_smem_to_gmem(0)
 
 
@@ -231,7 +231,8 @@ def _program(*refs: Any, back: bool, interpreted: bool, **memory: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     *given, x, valid, whole, out = refs[:10]
-    p, kept = Prepared(*given), refs[10:]
+    kept: Any = refs[10:]
+    p: Any = Prepared(*given)
     row, head = (jax.lax.axis_index(name) for name in ("row", "head"))
     s, count = SimpleNamespace(**memory), whole.shape[1]
     chunk = lambda i: count - 1 - i if back else i

@@ -69,8 +69,8 @@ def pipeline(
     """Take a head's `count` chunks in order: `fetch` each to its slot of memory, `prepare` it, `walk` it with the state.
 
     fetch(i, slot) starts the copies that `s.full` counts. prepare(i, slot) arrives at `s.ready` itself, and may go on after
-    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read. `registers` of
-    a thread that prepares and of one that walks, if not 168 each; the interpreter has none.
+    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read. `registers`
+    are those of a thread that prepares and of one that walks, if not 168 each; the interpreter has none.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu

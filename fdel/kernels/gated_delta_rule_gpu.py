@@ -112,7 +112,7 @@ def _prepared(
     filled = [_filled(x) for x in (q, k, v, g.astype(jnp.float32))]
     beta = jnp.where(valid[..., None], _filled(beta), 0)
     each = [start[..., None], beta, _place(valid.shape[1]), valid[..., None]]
-    prepared = channels.prepare(*filled[:2], filled[3], _numbers(each, beta.shape), whole, keys=keys)
+    prepared = channels.prepare(filled[0], filled[1], filled[3], _numbers(each, beta.shape), whole, keys=keys)
     return prepared, filled, valid.astype(jnp.float32), whole
 
 

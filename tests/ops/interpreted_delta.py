@@ -1,7 +1,7 @@
 """A process that interprets the Hopper kernel for the delta rule: prints the largest error against float64.
 
-`race` plants one. `channels`: with a decay of each key channel. `near`: keys that are nearly equal, with which the inverse of a chunk is hardest. See
-`interpreted_pages`.
+`race` plants one. `channels`: with a decay of each key channel. `near`: keys that are nearly equal, with which the inverse
+of a chunk is hardest. See `interpreted_pages`.
 """
 
 import sys
@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu
 from fdel.kernels import gated_delta_rule_gpu as kernel
 from fdel.ops.batch import Packed
 from tests.ops.test_recurrences_tpu import SEGMENTS, H, N, delta_inputs, delta_loss, delta_step, error, recurrence
-
 
 CHANNELS = (H,) if "channels" in sys.argv else ()
 
