@@ -313,8 +313,10 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
         pytest.skip(why)
     for x in hopper_products.table():
         print(x)
-        if "delta rule" in x["call"]:  # eight addresses at most
-            assert x["registers"] and x["spills"] <= 32 and not x["serialized"] and x["temporaries"] <= 2**29
+        if "delta rule" in x["call"]:  # four addresses at most, where each head has a decay
+            channels = "channels" in x["call"]
+            assert x["registers"] and x["spills"] <= (0 if channels else 16) and not x["serialized"]
+            assert x["temporaries"] <= (2**30 if channels else 2**29)
             continue
         assert x["registers"] and not x["spills"] and not x["serialized"]
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
