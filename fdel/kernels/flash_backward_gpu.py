@@ -1,0 +1,169 @@
+"""The backward pass of attention on NVIDIA Hopper: two Pallas Mosaic GPU kernels.
+
+Algorithm: FlashAttention's (arXiv 2205.14135, 2307.08691) with sums that nobody shares, so that their order is always the
+same. With s = softcap(scale q k), p = exp(s - lse) and delta = dout . out - dlse,
+  dv = sum p dout;  ds = p (dout . v - delta) softcap'(s);  dk = scale sum ds q;  dq = scale sum ds k
+One kernel gives dk and dv: a program has a tile of keys of a key head and walks the tiles of queries that meet it, of all
+query heads of the group. One group of warps copies; one multiplies keys with queries, hands probabilities on through shared
+memory, and sums dv; one multiplies values with dout and sums dk. So a thread keeps one sum, and heads of 256 fit. The other
+kernel gives dq: a program has 128 queries of a head, half of them for each of two groups, and walks tiles of keys. Programs
+that walk most begin first under a causal mask. In tiles that see each other wholly nothing is masked.
+
+FLOPs: for each pair of a query and a key that share a tile 8 H + 6 Hv, where a kernel that adds up dq in memory has
+6 H + 4 Hv. Operands are bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted and compiled for H100;
+it has not run on a GPU yet.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdel.kernels import flash_gradients_gpu as program
+from fdel.kernels import flash_tiles_gpu as tiles_of
+from fdel.kernels.flash_gradients_gpu import About
+from fdel.kernels.flash_tiles_gpu import NUMBERS, Tiles
+from fdel.ops.mask import NEG, Mask, Where
+
+FILL = 128  # what tokens are filled up to: a multiple of every tile
+LARGE = 1e30  # log-sum-exp of a query that sees nothing: its probabilities are 0
+# Tiles of the kernel that gives dq, by the channels of keys and of values: see `flash_tiles_gpu.BACKWARD` for the other.
+OF_QUERIES = {(64, 64): Tiles(128, 128), (128, 128): Tiles(128, 64), (192, 128): Tiles(128, 64), (256, 256): Tiles(128, 32)}
+DEPTH, MEMORY = 3, 208 * 2**10  # tiles on their way, at most, and bytes that they and those that stay may take
+
+
+def unsupported(q: Array, k: Array, v: Array) -> str | None:
+    """Say why the kernels cannot serve these sizes, or None."""
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it attends in bfloat16 and float16; found {q.dtype}, {k.dtype}, {v.dtype}"
+    if (found := (k.shape[-1], v.shape[-1])) not in OF_QUERIES:
+        return f"heads of {found[0]} and {found[1]} channels; expected one of {', '.join(map(str, OF_QUERIES))}"
+    return None
+
+
+class Arrays(NamedTuple):
+    """What both kernels read, filled up to whole tiles; heads lie beside each other. lse is to the base 2."""
+
+    q: Float[Array, "B T NH"]
+    k: Float[Array, "B S KH"]
+    v: Float[Array, "B S KHv"]
+    dout: Float[Array, "B T NHv"]
+    lse: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
+
+
+def backward(
+    m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: None, out: Array, lse: Array, dout: Array,
+    dlse: Array, *, interpreted: bool = False,
+) -> tuple:  # fmt: skip
+    """Give (dq, dk, dv, dsinks): `mask.Passes.backward` without alibi slopes; see `unsupported` for what it can serve."""
+    if alibi is not None:
+        raise ValueError("alibi slopes, which attention on Hopper does not have; expected None")
+    (t, heads, width), (s, kv_heads), values = q.shape[1:], k.shape[1:3], v.shape[3]
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
+    dsinks = None if sinks is None else -(jnp.exp(sinks - lse) * delta).sum((0, 1)).astype(sinks.dtype)
+    base_2 = jnp.where(lse <= NEG / 2, LARGE, lse * program.LOG2E)
+    lay = lambda x: _filled(x.reshape(*x.shape[:2], -1))
+    per_head = lambda x, fill: _filled(x.swapaxes(1, 2), 2, fill)
+    arrays = Arrays(*map(lay, (q, k, v, dout.astype(q.dtype))), per_head(base_2, LARGE), per_head(delta, 0))
+    about = lambda tiles: About(
+        m.scale, m.softcap, tiles_of.tests(m, where), heads // kv_heads, width, values, tiles, interpreted
+    )
+    of_keys, of_queries = (about(table[width, values]) for table in (tiles_of.BACKWARD, OF_QUERIES))
+    dk, dv = _of_keys(of_keys, arrays, *_sight(of_keys, m, where, t, s, of_keys=True))
+    dq = _of_queries(of_queries, arrays, *_sight(of_queries, m, where, t, s, of_keys=False))
+    cut = lambda dx, x: dx[:, : x.shape[1]].reshape(x.shape)
+    return cut(dq, q), cut(dk, k), cut(dv, v), dsinks
+
+
+def _filled(x: Array, axis: int = 1, value: float = 0) -> Array:
+    widths = [(0, -x.shape[i] % FILL if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _sight(about: About, m: Mask, where: Where, t: int, s: int, *, of_keys: bool) -> tuple[Array, Array, Array]:
+    """Give the numbers of queries, the segments of keys, and what each tile walks: see `flash_tiles_gpu`."""
+    numbers, segments = tiles_of.sight(m, where, t, s, about.tiles)
+    return numbers, segments, tiles_of.ranges(numbers, segments, about.tiles, of_keys=of_keys)
+
+
+def _of_keys(
+    about: About, arrays: Arrays, numbers: Int[Array, "B 4 T"], segments: Int[Array, "B S"],
+    bounds: Int[Array, "B tiles 4"],
+) -> list[Array]:  # fmt: skip
+    """Give dk [B S KH] and dv [B S KHv]."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    size, kv_heads = about.tiles, arrays.k.shape[2] // about.width
+    parts, both = size.keys // program.ROWS, about.width + about.values
+    half, single = functools.partial(_tiled, arrays.q.dtype), functools.partial(gpu.SMEM, dtype=jnp.float32)
+    own = {"own_s": half(2, parts, program.ROWS, size.queries)} if about.interpreted else {}
+    depth = min(DEPTH, (MEMORY // 2 - size.keys * (both + 2 * size.queries)) // (size.queries * both))
+    call = gpu.kernel(
+        functools.partial(program.of_keys, about=about),
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
+        scratch_types={
+            **own,
+            "k_s": half(size.keys, about.width), "v_s": half(size.keys, about.values),
+            "q_s": half(depth, size.queries, about.width), "dout_s": half(depth, size.queries, about.values),
+            "hand_s": half(program.HANDS * parts, program.ROWS, size.queries),
+            "lse_s": single((depth, size.queries)), "delta_s": single((depth, size.queries)),
+            "numbers_s": gpu.SMEM((depth, NUMBERS, size.queries), jnp.int32), "segments_s": gpu.SMEM((size.keys,), jnp.int32),
+            "shared": gpu.Barrier(num_arrivals=3), "full": gpu.Barrier(num_arrivals=5, num_barriers=depth),
+            "free": gpu.Barrier(num_arrivals=2, num_barriers=depth),
+            "given": gpu.Barrier(num_barriers=program.HANDS * parts), "taken": gpu.Barrier(num_barriers=program.HANDS * parts),
+        },
+        grid=(bounds.shape[1], len(arrays.q), kv_heads),
+        **_launched(),
+    )  # fmt: skip
+    return call(*arrays, numbers, segments, bounds)
+
+
+def _of_queries(
+    about: About, arrays: Arrays, numbers: Int[Array, "B 4 T"], segments: Int[Array, "B S"],
+    bounds: Int[Array, "B tiles 4"],
+) -> Float[Array, "B T NH"]:  # fmt: skip
+    """Give dq."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    size, heads = about.tiles, arrays.q.shape[2] // about.width
+    both, half = about.width + about.values, functools.partial(_tiled, arrays.q.dtype)
+    depth = min(DEPTH, (MEMORY // 2 - size.queries * both) // (size.keys * both))
+    own = {"own_s": half(2, program.ROWS, size.keys)} if about.interpreted else {}
+    call = gpu.kernel(
+        functools.partial(program.of_queries, about=about),
+        out_type=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
+        scratch_types={
+            **own,
+            "q_s": half(2, program.ROWS, about.width), "dout_s": half(2, program.ROWS, about.values),
+            "k_s": half(depth, size.keys, about.width), "v_s": half(depth, size.keys, about.values),
+            "numbers_s": gpu.SMEM((2, NUMBERS, program.ROWS), jnp.int32), "segments_s": gpu.SMEM((depth, size.keys), jnp.int32),
+            "shared": gpu.Barrier(num_arrivals=3, num_barriers=2), "full": gpu.Barrier(num_arrivals=3, num_barriers=depth),
+            "free": gpu.Barrier(num_arrivals=2, num_barriers=depth),
+        },
+        grid=(bounds.shape[1], len(arrays.q), heads),
+        **_launched(),
+    )  # fmt: skip
+    return call(*arrays, numbers, segments, bounds)
+
+
+def _tiled(dtype: Any, *shape: int) -> Any:
+    """Give shared memory for operands of products."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
+
+
+def _launched() -> dict[str, Any]:
+    """Give what both kernels have in common: the last axis of the grid is walked first, so the first tiles begin first."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return {
+        "grid_names": ("tile", "row", "head"), "num_threads": 3, "thread_name": "warps",
+        "compiler_params": gpu.CompilerParams(
+            lowering_semantics=gpu.LoweringSemantics.Lane, approx_math=True, reduction_scratch_bytes=1024
+        ),
+    }  # fmt: skip

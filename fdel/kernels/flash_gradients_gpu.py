@@ -1,0 +1,281 @@
+"""The programs of `flash_backward_gpu`, which says what they compute."""
+
+import functools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from fdel.kernels.flash_tiles_gpu import ALL, NUMBERS, Tests, Tiles, seen
+from fdel.ops.mask import NEG
+
+ROWS = 64  # of one product of a group of warps
+HANDS = 2  # tiles of probabilities on their way from one group to the other
+COPYING, MULTIPLYING = 24, 240  # registers of a thread, of 168 each
+LOG2E = math.log2(math.e)
+
+
+class About(NamedTuple):
+    """What is static of a call. `group`: query heads of a key head; `width` and `values`: channels of keys and of values.
+
+    Operands stay in registers on a GPU; the interpreter, which is meant by `interpreted`, knows them in shared memory only.
+    """
+
+    scale: float
+    softcap: float | None
+    asked: Tests
+    group: int
+    width: int
+    values: int
+    tiles: Tiles
+    interpreted: bool
+
+
+class Tile(NamedTuple):
+    """Where queries and keys of a tile stand: `numbers` and `segments` as `seen` reads them, the index of the first key.
+
+    `axis` is that of the queries; `whole` tells that all see each other.
+    """
+
+    numbers: Any
+    segments: Any
+    first: Any
+    axis: int
+    whole: Bool[Array, ""]
+
+
+def of_keys(*refs: Any, about: About, **memory: Any) -> None:
+    """Give dk and dv of a tile of keys; `refs` are the arguments and results of the kernel."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    q, k, v, dout, lse, delta, numbers, segments, bounds, dk, dv = refs
+    tile, row, head, mine = (jax.lax.axis_index(name) for name in ("tile", "row", "head", "warps"))
+    s, size = SimpleNamespace(**memory), about.tiles
+    begin, end = bounds[row, tile, 0], bounds[row, tile, 3]
+    count, depth = (end - begin) * about.group, s.q_s.shape[0]
+    mine_of = lambda width: pl.ds(head * width, width)
+
+    def fetch(i: Any, _: None) -> None:
+        slot, n = jax.lax.rem(i, jnp.int32(depth)), head * about.group + jax.lax.rem(i, jnp.int32(about.group))
+        tokens = pl.ds((begin + jax.lax.div(i, jnp.int32(about.group))) * size.queries, size.queries)
+        pl.when(i >= depth)(lambda: gpu.barrier_wait(s.free.at[slot]))
+        given = (
+            (q.at[row, tokens, pl.ds(n * about.width, about.width)], s.q_s),
+            (dout.at[row, tokens, pl.ds(n * about.values, about.values)], s.dout_s),
+            (lse.at[row, n, tokens], s.lse_s), (delta.at[row, n, tokens], s.delta_s),
+            (numbers.at[row, pl.ds(0, NUMBERS), tokens], s.numbers_s),
+        )  # fmt: skip
+        for ref, to in given:
+            gpu.copy_gmem_to_smem(ref, to.at[slot], s.full.at[slot])
+
+    @pl.when(mine == 2)
+    def copy() -> None:
+        _registers(about, COPYING, "decrease")
+        here = pl.ds(tile * size.keys, size.keys)
+        gpu.copy_gmem_to_smem(k.at[row, here, mine_of(about.width)], s.k_s, s.shared)
+        gpu.copy_gmem_to_smem(v.at[row, here, mine_of(about.values)], s.v_s, s.shared)
+        gpu.copy_gmem_to_smem(segments.at[row, here], s.segments_s, s.shared)
+        jax.lax.fori_loop(0, count, fetch, None)
+
+    def sums(step: Callable, to: Any, factor: float) -> None:
+        """Walk the tiles of queries and write what step(i, slot, part, sum) adds to sums of each 64 keys."""
+        _registers(about, MULTIPLYING, "increase")
+        width, parts = to.shape[2] // (k.shape[2] // about.width), size.keys // ROWS
+
+        def each(i: Any, found: list[Array]) -> list[Array]:
+            slot = jax.lax.rem(i, jnp.int32(depth))
+            gpu.barrier_wait(s.full.at[slot])
+            found = [step(i, slot, part, x) for part, x in enumerate(found)]
+            gpu.barrier_arrive(s.free.at[slot])
+            return found
+
+        gpu.barrier_wait(s.shared)
+        for part, x in enumerate(jax.lax.fori_loop(0, count, each, [_nothing(width)] * parts)):
+            rows = pl.ds(tile * size.keys + part * ROWS, ROWS)
+            to.at[row, rows, mine_of(width)][...] = (x * factor).astype(to.dtype)
+
+    hand = lambda i, part: jax.lax.rem(i, jnp.int32(HANDS)) * (size.keys // ROWS) + part
+
+    def scores(i: Any, slot: Any, part: int, dv: Array) -> Array:
+        """Hand on what softmax gives of 64 keys, and add to dv."""
+        j, to = begin + jax.lax.div(i, jnp.int32(about.group)), hand(i, part)
+        (x,) = _products(
+            lambda x: gpu.wgmma(x, s.k_s.at[pl.ds(part * ROWS, ROWS)], s.q_s.at[slot].transpose((1, 0))),
+            (ROWS, size.queries),
+        )
+        whole = (bounds[row, tile, 1] <= j) & (j < bounds[row, tile, 2])
+        first = tile * size.keys + part * ROWS
+        at = Tile(s.numbers_s.at[slot], s.segments_s.at[pl.ds(part * ROWS, ROWS)], first, 1, whole)
+        p, weight = _probabilities(about, x, _columns(s.lse_s.at[slot]), at)
+        pl.when(i >= HANDS)(lambda: gpu.barrier_wait(s.taken.at[to]))
+        s.hand_s.at[to][...] = weight.astype(q.dtype)
+        gpu.barrier_arrive(s.given.at[to])
+        p = _operand(about, p.astype(q.dtype), s, 0, part)
+        return _added(about, lambda dv: gpu.wgmma(dv, p, s.dout_s.at[slot]), dv)
+
+    def weights(i: Any, slot: Any, part: int, dk: Array) -> Array:
+        """Take what softmax gives of 64 keys, and add to dk."""
+        of = hand(i, part)
+        (x,) = _products(
+            lambda x: gpu.wgmma(x, s.v_s.at[pl.ds(part * ROWS, ROWS)], s.dout_s.at[slot].transpose((1, 0))),
+            (ROWS, size.queries),
+        )
+        x -= _spread(_columns(s.delta_s.at[slot]), x.shape, 1)
+        gpu.barrier_wait(s.given.at[of])
+        x *= gpu.load(s.hand_s.at[of], *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
+        gpu.barrier_arrive(s.taken.at[of])
+        ds = _operand(about, x.astype(q.dtype), s, 1, part)
+        return _added(about, lambda dk: gpu.wgmma(dk, ds, s.q_s.at[slot]), dk)
+
+    pl.when(mine == 0)(lambda: sums(scores, dv, 1.0))
+    pl.when(mine == 1)(lambda: sums(weights, dk, about.scale))
+
+
+def of_queries(*refs: Any, about: About, **memory: Any) -> None:
+    """Give dq of a tile of queries of a head; `refs` are the arguments and the result of the kernel."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    q, k, v, dout, lse, delta, numbers, segments, bounds, dq = refs
+    at, row, n, mine = (jax.lax.axis_index(name) for name in ("tile", "row", "head", "warps"))
+    s, size, tile = SimpleNamespace(**memory), about.tiles, bounds.shape[1] - 1 - at  # the last tiles see most
+    begin, end = bounds[row, tile, 0], bounds[row, tile, 3]
+    depth, head = s.k_s.shape[0], jax.lax.div(n, jnp.int32(about.group))
+    rows_of = lambda group: pl.ds(tile * size.queries + group * ROWS, ROWS)
+    of_query, of_dout = pl.ds(n * about.width, about.width), pl.ds(n * about.values, about.values)
+
+    def fetch(i: Any, _: None) -> None:
+        slot, some = jax.lax.rem(i, jnp.int32(depth)), pl.ds((begin + i) * size.keys, size.keys)
+        pl.when(i >= depth)(lambda: gpu.barrier_wait(s.free.at[slot]))
+        given = (
+            (k.at[row, some, pl.ds(head * about.width, about.width)], s.k_s),
+            (v.at[row, some, pl.ds(head * about.values, about.values)], s.v_s), (segments.at[row, some], s.segments_s),
+        )  # fmt: skip
+        for ref, to in given:
+            gpu.copy_gmem_to_smem(ref, to.at[slot], s.full.at[slot])
+
+    @pl.when(mine == 2)
+    def copy() -> None:
+        _registers(about, COPYING, "decrease")
+        for group in range(2):
+            rows = rows_of(group)
+            given = (
+                (q.at[row, rows, of_query], s.q_s), (dout.at[row, rows, of_dout], s.dout_s),
+                (numbers.at[row, pl.ds(0, NUMBERS), rows], s.numbers_s),
+            )  # fmt: skip
+            for ref, to in given:
+                gpu.copy_gmem_to_smem(ref, to.at[group], s.shared.at[group])
+        jax.lax.fori_loop(0, end - begin, fetch, None)
+
+    @pl.when(mine < 2)
+    def multiply() -> None:
+        _registers(about, MULTIPLYING, "increase")
+        of_rows = lambda ref: gpu.load(
+            ref.at[row, n, rows_of(mine)], *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False
+        )
+        top, less = of_rows(lse), of_rows(delta)
+        whole_from, whole_to = bounds[row, tile, 1], bounds[row, tile, 2]
+
+        def step(i: Any, sums: Array) -> Array:
+            slot, j = jax.lax.rem(i, jnp.int32(depth)), begin + i
+            gpu.barrier_wait(s.full.at[slot])
+
+            def both(x: Any, dp: Any) -> None:
+                gpu.wgmma(x, s.q_s.at[mine], s.k_s.at[slot].transpose((1, 0)))
+                gpu.wgmma(dp, s.dout_s.at[mine], s.v_s.at[slot].transpose((1, 0)))
+
+            x, dp = _products(both, *[(ROWS, size.keys)] * 2)
+            whole = (whole_from <= j) & (j < whole_to)
+            at = Tile(s.numbers_s.at[mine], s.segments_s.at[slot], j * size.keys, 0, whole)
+            _, weight = _probabilities(about, x, top, at)
+            ds = _operand(about, (weight * (dp - _spread(less, x.shape, 0))).astype(q.dtype), s, mine)
+            sums = _added(about, lambda dq: gpu.wgmma(dq, ds, s.k_s.at[slot]), sums)
+            gpu.barrier_arrive(s.free.at[slot])
+            return sums
+
+        gpu.barrier_wait(s.shared.at[mine])
+        sums = jax.lax.fori_loop(0, end - begin, step, _nothing(about.width))
+        dq.at[row, rows_of(mine), of_query][...] = (sums * about.scale).astype(dq.dtype)
+
+
+def _probabilities(about: About, x: Array, lse: Array, at: Tile) -> tuple[Array, Array]:
+    """Give probabilities of products of queries and keys, and the same times softcap's derivative."""
+    slope = None
+    if about.softcap is None:
+        x = x * (about.scale * LOG2E)
+    else:
+        x = jnp.tanh(x * (about.scale / about.softcap))
+        slope = 1 - x * x
+        x = x * (about.softcap * LOG2E)
+    x = x - _spread(lse, x.shape, at.axis)
+
+    def masked(x: Array) -> Array:
+        found = seen(about.asked, at.numbers, at.segments, at.first, x.shape, at.axis)
+        return jnp.where(found, x, jnp.full_like(x, NEG))
+
+    p = jnp.exp2(jax.lax.cond(at.whole, lambda x: x, masked, x))
+    return p, p if slope is None else p * slope
+
+
+def _registers(about: About, count: int, action: Any) -> None:
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if not about.interpreted:
+        gpu.set_max_registers(count, action=action)
+
+
+def _products(multiply: Callable, *shapes: tuple[int, int]) -> list[Array]:
+    """Give the sums, of these shapes, that multiply(*sums) makes from nothing."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    def of(*sums: Any) -> list[Array]:
+        multiply(*sums)
+        return [x[...] for x in sums]
+
+    return pl.run_scoped(of, *[gpu.ACC(shape, jnp.float32) for shape in shapes])
+
+
+def _added(about: About, multiply: Callable, begun: Array) -> Array:
+    """Give the sum that multiply(sum) makes from one that was begun."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if about.interpreted:  # it knows no sums that were begun elsewhere
+        return begun + _products(multiply, begun.shape)[0]
+    return pl.run_state(multiply)(gpu.ACC.init(begun))
+
+
+def _operand(about: About, x: Array, s: Any, *where: Any) -> Any:
+    """Give the left side of a product: registers, or the memory that the interpreter asks for."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if not about.interpreted:
+        return x
+    s.own_s.at[where][...] = x
+    gpu.commit_smem()
+    return s.own_s.at[where]
+
+
+def _columns(ref: Any) -> Float[Array, " n"]:
+    """Load a number for each column of a product."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(0))
+
+
+def _spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Repeat a number of each row (`axis` 0) or column."""
+    return jax.lax.broadcast_in_dim(x, shape, [axis])
+
+
+def _nothing(width: int) -> Array:
+    """Give zeros, as products have them."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), gpu.Layout.WGMMA)
