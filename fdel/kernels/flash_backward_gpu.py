@@ -31,8 +31,9 @@ from fdel.ops.mask import NEG, Mask, Where
 FILL = 128  # what tokens are filled up to: a multiple of every tile
 LARGE = 1e30  # log-sum-exp of a query that sees nothing: its probabilities are 0
 # Tiles of the kernel that gives dq, by the channels of keys and of values: see `flash_tiles_gpu.BACKWARD` for the other.
-OF_QUERIES = {(64, 64): Tiles(128, 128), (128, 128): Tiles(128, 64), (192, 128): Tiles(128, 64), (256, 256): Tiles(128, 32)}
-DEPTH, MEMORY = 3, 208 * 2**10  # tiles on their way, at most, and bytes that they and those that stay may take
+OF_QUERIES = {(64, 64): Tiles(128, 128), (128, 128): Tiles(128, 64), (192, 128): Tiles(128, 64), (256, 256): Tiles(128, 64)}
+DEPTHS = {(64, 64): (3, 3), (128, 128): (3, 3), (192, 128): (3, 3), (256, 256): (2, 1)}  # tiles of keys, and of values, on their way
+DEPTH, MEMORY = 3, 208 * 2**10  # tiles of queries on their way, at most, and bytes that they and those that stay may take
 
 
 def unsupported(q: Array, k: Array, v: Array) -> str | None:
@@ -130,19 +131,20 @@ def _of_queries(
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     size, heads = about.tiles, arrays.q.shape[2] // about.width
-    both, half = about.width + about.values, functools.partial(_tiled, arrays.q.dtype)
-    depth = min(DEPTH, (MEMORY // 2 - size.queries * both) // (size.keys * both))
+    half = functools.partial(_tiled, arrays.q.dtype)
     own = {"own_s": half(2, program.ROWS, size.keys)} if about.interpreted else {}
+    of_keys, of_values = DEPTHS[about.width, about.values]
+    barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     call = gpu.kernel(
         functools.partial(program.of_queries, about=about),
         out_type=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
         scratch_types={
             **own,
             "q_s": half(2, program.ROWS, about.width), "dout_s": half(2, program.ROWS, about.values),
-            "k_s": half(depth, size.keys, about.width), "v_s": half(depth, size.keys, about.values),
-            "numbers_s": gpu.SMEM((2, NUMBERS, program.ROWS), jnp.int32), "segments_s": gpu.SMEM((depth, size.keys), jnp.int32),
-            "shared": gpu.Barrier(num_arrivals=3, num_barriers=2), "full": gpu.Barrier(num_arrivals=3, num_barriers=depth),
-            "free": gpu.Barrier(num_arrivals=2, num_barriers=depth),
+            "k_s": half(of_keys, size.keys, about.width), "v_s": half(of_values, size.keys, about.values),
+            "segments_s": gpu.SMEM((of_keys, size.keys), jnp.int32), "shared": barrier(2, 2),
+            "k_full": barrier(of_keys, 2), "v_full": barrier(of_values, 1),
+            "k_free": barrier(of_keys, 2), "v_free": barrier(of_values, 2),
         },
         grid=(bounds.shape[1], len(arrays.q), heads),
         **_launched(),
@@ -164,6 +166,6 @@ def _launched() -> dict[str, Any]:
     return {
         "grid_names": ("tile", "row", "head"), "num_threads": 3, "thread_name": "warps",
         "compiler_params": gpu.CompilerParams(
-            lowering_semantics=gpu.LoweringSemantics.Lane, approx_math=True, reduction_scratch_bytes=1024
+            lowering_semantics=gpu.LoweringSemantics.Lane, approx_math=True, reduction_scratch_bytes=0  # sums are products'
         ),
     }  # fmt: skip

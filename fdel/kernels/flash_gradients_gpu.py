@@ -145,30 +145,26 @@ def of_queries(*refs: Any, about: About, **memory: Any) -> None:
     at, row, n, mine = (jax.lax.axis_index(name) for name in ("tile", "row", "head", "warps"))
     s, size, tile = SimpleNamespace(**memory), about.tiles, bounds.shape[1] - 1 - at  # the last tiles see most
     begin, end = bounds[row, tile, 0], bounds[row, tile, 3]
-    depth, head = s.k_s.shape[0], jax.lax.div(n, jnp.int32(about.group))
+    head, slot_of = jax.lax.div(n, jnp.int32(about.group)), lambda i, ref: jax.lax.rem(i, jnp.int32(ref.shape[0]))
     rows_of = lambda group: pl.ds(tile * size.queries + group * ROWS, ROWS)
     of_query, of_dout = pl.ds(n * about.width, about.width), pl.ds(n * about.values, about.values)
 
     def fetch(i: Any, _: None) -> None:
-        slot, some = jax.lax.rem(i, jnp.int32(depth)), pl.ds((begin + i) * size.keys, size.keys)
-        pl.when(i >= depth)(lambda: gpu.barrier_wait(s.free.at[slot]))
-        given = (
-            (k.at[row, some, pl.ds(head * about.width, about.width)], s.k_s),
-            (v.at[row, some, pl.ds(head * about.values, about.values)], s.v_s), (segments.at[row, some], s.segments_s),
-        )  # fmt: skip
-        for ref, to in given:
-            gpu.copy_gmem_to_smem(ref, to.at[slot], s.full.at[slot])
+        some, of_k, of_v = pl.ds((begin + i) * size.keys, size.keys), slot_of(i, s.k_s), slot_of(i, s.v_s)
+        pl.when(i >= s.k_s.shape[0])(lambda: gpu.barrier_wait(s.k_free.at[of_k]))
+        keys = k.at[row, some, pl.ds(head * about.width, about.width)]
+        gpu.copy_gmem_to_smem(keys, s.k_s.at[of_k], s.k_full.at[of_k])
+        gpu.copy_gmem_to_smem(segments.at[row, some], s.segments_s.at[of_k], s.k_full.at[of_k])
+        pl.when(i >= s.v_s.shape[0])(lambda: gpu.barrier_wait(s.v_free.at[of_v]))
+        values = v.at[row, some, pl.ds(head * about.values, about.values)]
+        gpu.copy_gmem_to_smem(values, s.v_s.at[of_v], s.v_full.at[of_v])
 
     @pl.when(mine == 2)
     def copy() -> None:
         _registers(about, COPYING, "decrease")
         for group in range(2):
             rows = rows_of(group)
-            given = (
-                (q.at[row, rows, of_query], s.q_s), (dout.at[row, rows, of_dout], s.dout_s),
-                (numbers.at[row, pl.ds(0, NUMBERS), rows], s.numbers_s),
-            )  # fmt: skip
-            for ref, to in given:
+            for ref, to in ((q.at[row, rows, of_query], s.q_s), (dout.at[row, rows, of_dout], s.dout_s)):
                 gpu.copy_gmem_to_smem(ref, to.at[group], s.shared.at[group])
         jax.lax.fori_loop(0, end - begin, fetch, None)
 
@@ -182,20 +178,22 @@ def of_queries(*refs: Any, about: About, **memory: Any) -> None:
         whole_from, whole_to = bounds[row, tile, 1], bounds[row, tile, 2]
 
         def step(i: Any, sums: Array) -> Array:
-            slot, j = jax.lax.rem(i, jnp.int32(depth)), begin + i
-            gpu.barrier_wait(s.full.at[slot])
+            of_k, of_v, j = slot_of(i, s.k_s), slot_of(i, s.v_s), begin + i
+            gpu.barrier_wait(s.k_full.at[of_k])
+            gpu.barrier_wait(s.v_full.at[of_v])
 
             def both(x: Any, dp: Any) -> None:
-                gpu.wgmma(x, s.q_s.at[mine], s.k_s.at[slot].transpose((1, 0)))
-                gpu.wgmma(dp, s.dout_s.at[mine], s.v_s.at[slot].transpose((1, 0)))
+                gpu.wgmma(x, s.q_s.at[mine], s.k_s.at[of_k].transpose((1, 0)))
+                gpu.wgmma(dp, s.dout_s.at[mine], s.v_s.at[of_v].transpose((1, 0)))
 
             x, dp = _products(both, *[(ROWS, size.keys)] * 2)
+            gpu.barrier_arrive(s.v_free.at[of_v])
             whole = (whole_from <= j) & (j < whole_to)
-            at = Tile(s.numbers_s.at[mine], s.segments_s.at[slot], j * size.keys, 0, whole)
+            at = Tile(numbers.at[row, pl.ds(0, NUMBERS), rows_of(mine)], s.segments_s.at[of_k], j * size.keys, 0, whole)
             _, weight = _probabilities(about, x, top, at)
             ds = _operand(about, (weight * (dp - _spread(less, x.shape, 0))).astype(q.dtype), s, mine)
-            sums = _added(about, lambda dq: gpu.wgmma(dq, ds, s.k_s.at[slot]), sums)
-            gpu.barrier_arrive(s.free.at[slot])
+            sums = _added(about, lambda dq: gpu.wgmma(dq, ds, s.k_s.at[of_k]), sums)
+            gpu.barrier_arrive(s.k_free.at[of_k])
             return sums
 
         gpu.barrier_wait(s.shared.at[mine])
