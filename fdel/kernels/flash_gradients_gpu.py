@@ -76,21 +76,34 @@ def of_keys(*refs: Any, about: About, **memory: Any) -> None:
     @pl.when(mine == 2)
     def copy() -> None:
         _registers(about, COPYING, "decrease")
-        here = pl.ds(tile * size.keys, size.keys)
-        gpu.copy_gmem_to_smem(k.at[row, here, mine_of(about.width)], s.k_s, s.shared)
-        gpu.copy_gmem_to_smem(v.at[row, here, mine_of(about.values)], s.v_s, s.shared)
-        gpu.copy_gmem_to_smem(segments.at[row, here], s.segments_s, s.shared)
+        for part in range(size.keys // ROWS):
+            here = pl.ds(tile * size.keys + part * ROWS, ROWS)
+            gpu.copy_gmem_to_smem(k.at[row, here, mine_of(about.width)], s.k_s.at[part], s.shared)
+            gpu.copy_gmem_to_smem(v.at[row, here, mine_of(about.values)], s.v_s.at[part], s.shared)
+            gpu.copy_gmem_to_smem(segments.at[row, here], s.segments_s.at[part], s.shared)
         jax.lax.fori_loop(0, count, fetch, None)
 
-    def sums(step: Callable, to: Any, factor: float) -> None:
-        """Walk the tiles of queries and write what step(i, slot, part, sum) adds to sums of each 64 keys."""
+    def sums(operand: Callable, operands: tuple[Any, Any, Any], to: Any, factor: float) -> None:
+        """Walk the tiles of queries: to sums of each 64 keys add operand(i, slot, part, left right^T) times other.
+
+        All products with the right side begin before the first is waited for, and while an operand is computed others go on.
+        """
         _registers(about, MULTIPLYING, "increase")
-        width, parts = to.shape[2] // (k.shape[2] // about.width), size.keys // ROWS
+        left, right, other = operands
+        width, parts = other.shape[2], size.keys // ROWS
 
         def each(i: Any, found: list[Array]) -> list[Array]:
-            slot = jax.lax.rem(i, jnp.int32(depth))
+            slot, zero = jax.lax.rem(i, jnp.int32(depth)), _zero(bounds[row, tile, 0])
+
+            def multiply(*accs: Any) -> None:
+                for part, x in enumerate(accs[parts:]):
+                    gpu.wgmma(x, left.at[part + zero], right.at[slot].transpose((1, 0)))
+                for part, (acc, x) in enumerate(zip(accs[:parts], accs[parts:], strict=True)):
+                    a = operand(i, slot, part, gpu.wgmma_accumulator_load(x, wait_n=parts - 1))
+                    gpu.wgmma(acc, a, other.at[slot])
+
             gpu.barrier_wait(s.full.at[slot])
-            found = [step(i, slot, part, x) for part, x in enumerate(found)]
+            found = _added(about, multiply, found, *[(ROWS, size.queries)] * parts)
             gpu.barrier_arrive(s.free.at[slot])
             return found
 
@@ -101,39 +114,29 @@ def of_keys(*refs: Any, about: About, **memory: Any) -> None:
 
     hand = lambda i, part: jax.lax.rem(i, jnp.int32(HANDS)) * (size.keys // ROWS) + part
 
-    def scores(i: Any, slot: Any, part: int, dv: Array) -> Array:
-        """Hand on what softmax gives of 64 keys, and add to dv."""
+    def scores(i: Any, slot: Any, part: int, x: Array) -> Any:
+        """Give probabilities of 64 keys, and hand on what their gradients are multiplied with."""
         j, to = begin + jax.lax.div(i, jnp.int32(about.group)), hand(i, part)
-        (x,) = _products(
-            lambda x: gpu.wgmma(x, s.k_s.at[pl.ds(part * ROWS, ROWS)], s.q_s.at[slot].transpose((1, 0))),
-            (ROWS, size.queries),
-        )
         whole = (bounds[row, tile, 1] <= j) & (j < bounds[row, tile, 2])
         first = tile * size.keys + part * ROWS
-        at = Tile(s.numbers_s.at[slot], s.segments_s.at[pl.ds(part * ROWS, ROWS)], first, 1, whole)
+        at = Tile(s.numbers_s.at[slot], s.segments_s.at[part], first, 1, whole)
         p, weight = _probabilities(about, x, _columns(s.lse_s.at[slot]), at)
         pl.when(i >= HANDS)(lambda: gpu.barrier_wait(s.taken.at[to]))
         s.hand_s.at[to][...] = weight.astype(q.dtype)
         gpu.barrier_arrive(s.given.at[to])
-        p = _operand(about, p.astype(q.dtype), s, 0, part)
-        return _added(about, lambda dv: gpu.wgmma(dv, p, s.dout_s.at[slot]), dv)
+        return _operand(about, p.astype(q.dtype), s, 0, part)
 
-    def weights(i: Any, slot: Any, part: int, dk: Array) -> Array:
-        """Take what softmax gives of 64 keys, and add to dk."""
+    def weights(i: Any, slot: Any, part: int, x: Array) -> Any:
+        """Give gradients of scores of 64 keys, from those of probabilities."""
         of = hand(i, part)
-        (x,) = _products(
-            lambda x: gpu.wgmma(x, s.v_s.at[pl.ds(part * ROWS, ROWS)], s.dout_s.at[slot].transpose((1, 0))),
-            (ROWS, size.queries),
-        )
         x -= _spread(_columns(s.delta_s.at[slot]), x.shape, 1)
         gpu.barrier_wait(s.given.at[of])
         x *= gpu.load(s.hand_s.at[of], *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
         gpu.barrier_arrive(s.taken.at[of])
-        ds = _operand(about, x.astype(q.dtype), s, 1, part)
-        return _added(about, lambda dk: gpu.wgmma(dk, ds, s.q_s.at[slot]), dk)
+        return _operand(about, x.astype(q.dtype), s, 1, part)
 
-    pl.when(mine == 0)(lambda: sums(scores, dv, 1.0))
-    pl.when(mine == 1)(lambda: sums(weights, dk, about.scale))
+    pl.when(mine == 0)(lambda: sums(scores, (s.k_s, s.q_s, s.dout_s), dv, 1.0))
+    pl.when(mine == 1)(lambda: sums(weights, (s.v_s, s.dout_s, s.q_s), dk, about.scale))
 
 
 def of_queries(*refs: Any, about: About, **memory: Any) -> None:
@@ -174,25 +177,25 @@ def of_queries(*refs: Any, about: About, **memory: Any) -> None:
         of_rows = lambda ref: gpu.load(
             ref.at[row, n, rows_of(mine)], *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False
         )
-        top, less = of_rows(lse), of_rows(delta)
+        top, less, here = of_rows(lse), of_rows(delta), numbers.at[row, pl.ds(0, NUMBERS), rows_of(mine)]
         whole_from, whole_to = bounds[row, tile, 1], bounds[row, tile, 2]
 
         def step(i: Any, sums: Array) -> Array:
             of_k, of_v, j = slot_of(i, s.k_s), slot_of(i, s.v_s), begin + i
+            zero = _zero(bounds[row, tile, 0])
             gpu.barrier_wait(s.k_full.at[of_k])
             gpu.barrier_wait(s.v_full.at[of_v])
 
-            def both(x: Any, dp: Any) -> None:
-                gpu.wgmma(x, s.q_s.at[mine], s.k_s.at[of_k].transpose((1, 0)))
-                gpu.wgmma(dp, s.dout_s.at[mine], s.v_s.at[of_v].transpose((1, 0)))
+            def multiply(acc: Any, x: Any, dp: Any) -> None:
+                gpu.wgmma(x, s.q_s.at[mine + zero], s.k_s.at[of_k].transpose((1, 0)))
+                gpu.wgmma(dp, s.dout_s.at[mine + zero], s.v_s.at[of_v + zero].transpose((1, 0)))
+                at = Tile(here, s.segments_s.at[of_k], j * size.keys, 0, (whole_from <= j) & (j < whole_to))
+                _, weight = _probabilities(about, gpu.wgmma_accumulator_load(x, wait_n=1), top, at)
+                ds = weight * (dp[...] - _spread(less, weight.shape, 0))
+                gpu.barrier_arrive(s.v_free.at[of_v])
+                gpu.wgmma(acc, _operand(about, ds.astype(q.dtype), s, mine), s.k_s.at[of_k])
 
-            x, dp = _products(both, *[(ROWS, size.keys)] * 2)
-            gpu.barrier_arrive(s.v_free.at[of_v])
-            whole = (whole_from <= j) & (j < whole_to)
-            at = Tile(numbers.at[row, pl.ds(0, NUMBERS), rows_of(mine)], s.segments_s.at[of_k], j * size.keys, 0, whole)
-            _, weight = _probabilities(about, x, top, at)
-            ds = _operand(about, (weight * (dp - _spread(less, x.shape, 0))).astype(q.dtype), s, mine)
-            sums = _added(about, lambda dq: gpu.wgmma(dq, ds, s.k_s.at[of_k]), sums)
+            (sums,) = _added(about, multiply, [sums], *[(ROWS, size.keys)] * 2)
             gpu.barrier_arrive(s.k_free.at[of_k])
             return sums
 
@@ -207,17 +210,29 @@ def _probabilities(about: About, x: Array, lse: Array, at: Tile) -> tuple[Array,
     if about.softcap is None:
         x = x * (about.scale * LOG2E)
     else:
-        x = jnp.tanh(x * (about.scale / about.softcap))
-        slope = 1 - x * x
-        x = x * (about.softcap * LOG2E)
-    x = x - _spread(lse, x.shape, at.axis)
+        root = jax.lax.rsqrt(1 + jnp.exp2(x * (2 * LOG2E * about.scale / about.softcap)))
+        part = root * root  # tanh is 1 - 2 part, its derivative 4 part (1 - part)
+        x, slope = (1 - 2 * part) * (about.softcap * LOG2E), 4 * part * (1 - part)
+    p = jnp.exp2(x - _spread(lse, x.shape, at.axis))
 
-    def masked(x: Array) -> Array:
-        found = seen(about.asked, at.numbers, at.segments, at.first, x.shape, at.axis)
-        return jnp.where(found, x, jnp.full_like(x, NEG))
+    def masked(p: Array) -> Array:
+        found = seen(about.asked, at.numbers, at.segments, at.first, p.shape, at.axis)
+        return jnp.where(found, p, jnp.zeros_like(p))
 
-    p = jnp.exp2(jax.lax.cond(at.whole, lambda x: x, masked, x))
+    if at.axis == 0:
+        p = p if slope is None else p * slope
+        p = jax.lax.cond(at.whole, lambda p: p, masked, p)
+        return p, p
+    p = jax.lax.cond(at.whole, lambda p: p, masked, p)
     return p, p if slope is None else p * slope
+
+
+def _zero(begin: Any) -> Any:
+    """Give 0, of the first of some tiles, read in a loop: addresses that it is added to are computed there, too.
+
+    The compiler would compute all of them before the loop, and spill those of wide heads.
+    """
+    return jnp.minimum(begin, 0)
 
 
 def _registers(about: About, count: int, action: Any) -> None:
@@ -227,26 +242,21 @@ def _registers(about: About, count: int, action: Any) -> None:
         gpu.set_max_registers(count, action=action)
 
 
-def _products(multiply: Callable, *shapes: tuple[int, int]) -> list[Array]:
-    """Give the sums, of these shapes, that multiply(*sums) makes from nothing."""
+def _added(about: About, multiply: Callable, begun: list[Array], *shapes: tuple[int, int]) -> list[Array]:
+    """Give what multiply(*sums, *others) makes of sums that were begun; `shapes` are those of others, which begin with 0."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    def of(*sums: Any) -> list[Array]:
-        multiply(*sums)
-        return [x[...] for x in sums]
+    def scope(*accs: Any) -> list[Array]:
+        sums = accs[: len(begun)]
+        for acc, x in zip(sums, begun, strict=True):
+            if not about.interpreted:  # the interpreter knows no sums that were begun elsewhere
+                acc[...] = x
+        multiply(*accs)
+        found = [acc[...] for acc in sums]
+        return [x + y for x, y in zip(begun, found, strict=True)] if about.interpreted else found
 
-    return pl.run_scoped(of, *[gpu.ACC(shape, jnp.float32) for shape in shapes])
-
-
-def _added(about: About, multiply: Callable, begun: Array) -> Array:
-    """Give the sum that multiply(sum) makes from one that was begun."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    if about.interpreted:  # it knows no sums that were begun elsewhere
-        return begun + _products(multiply, begun.shape)[0]
-    return pl.run_state(multiply)(gpu.ACC.init(begun))
+    return pl.run_scoped(scope, *[gpu.ACC(shape, jnp.float32) for shape in (*[x.shape for x in begun], *shapes)])
 
 
 def _operand(about: About, x: Array, s: Any, *where: Any) -> Any:
