@@ -1,7 +1,7 @@
 """Attention in training batches on NVIDIA Hopper: a Pallas Mosaic GPU kernel, whose program is `flash_program_gpu`.
 
 Packed rows, windows, softcap, sinks, keys with segments of their own, parts of a row; `flash_tiles_gpu` tells which tiles
-meet. The backward pass is XLA's, `ops.flash`. Compiled for H100; it has not run on a GPU yet.
+meet. The backward pass is `flash_backward_gpu`. Compiled for H100; it has not run on a GPU yet.
 """
 
 from typing import Any
@@ -11,12 +11,10 @@ from jaxtyping import Array
 
 from fdel.kernels import flash_program_gpu as program
 from fdel.kernels.device import no_hopper
+from fdel.kernels.flash_backward_gpu import backward
 from fdel.kernels.flash_tiles_gpu import END, FIRST, FORWARD, ranges, sight, tests
-from fdel.ops import flash
 from fdel.ops import mask as M
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
-
-backward = flash.passes(flash.Schedule(flash.BLOCKS["gpu"])).backward
 
 
 def unsupported(

@@ -15,7 +15,6 @@ it has not run on a GPU yet.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +30,16 @@ from fdel.ops.mask import NEG, Mask, Where
 FILL = 128  # what tokens are filled up to: a multiple of every tile
 LARGE = 1e30  # log-sum-exp of a query that sees nothing: its probabilities are 0
 # Tiles of the kernel that gives dq, by the channels of keys and of values: see `flash_tiles_gpu.BACKWARD` for the other.
-OF_QUERIES = {(64, 64): Tiles(128, 128), (128, 128): Tiles(128, 64), (192, 128): Tiles(128, 64), (256, 256): Tiles(128, 64)}
-DEPTHS = {(64, 64): (3, 3), (128, 128): (3, 3), (192, 128): (3, 3), (256, 256): (2, 1)}  # tiles of keys, and of values, on their way
-DEPTH, MEMORY = 3, 208 * 2**10  # tiles of queries on their way, at most, and bytes that they and those that stay may take
+OF_QUERIES = {
+    (64, 64): Tiles(128, 128),
+    (128, 128): Tiles(128, 64),
+    (192, 128): Tiles(128, 64),
+    (256, 256): Tiles(128, 64),
+}
+# Tiles of keys, and of values, on their way there.
+DEPTHS = {(64, 64): (3, 3), (128, 128): (3, 3), (192, 128): (3, 3), (256, 256): (2, 1)}
+DEPTH = 3  # tiles of queries on their way to the other, at most
+MEMORY = 208 * 2**10  # bytes that they, keys, values and probabilities may take there
 
 
 def unsupported(q: Array, k: Array, v: Array) -> str | None:
@@ -103,6 +109,7 @@ def _of_keys(
     half, single = functools.partial(_tiled, arrays.q.dtype), functools.partial(gpu.SMEM, dtype=jnp.float32)
     own = {"own_s": half(2, parts, program.ROWS, size.queries)} if about.interpreted else {}
     depth = min(DEPTH, (MEMORY // 2 - size.keys * (both + 2 * size.queries)) // (size.queries * both))
+    barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     call = gpu.kernel(
         functools.partial(program.of_keys, about=about),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
@@ -112,10 +119,10 @@ def _of_keys(
             "q_s": half(depth, size.queries, about.width), "dout_s": half(depth, size.queries, about.values),
             "hand_s": half(program.HANDS * parts, program.ROWS, size.queries),
             "lse_s": single((depth, size.queries)), "delta_s": single((depth, size.queries)),
-            "numbers_s": gpu.SMEM((depth, NUMBERS, size.queries), jnp.int32), "segments_s": gpu.SMEM((parts, program.ROWS), jnp.int32),
-            "shared": gpu.Barrier(num_arrivals=3 * parts), "full": gpu.Barrier(num_arrivals=5, num_barriers=depth),
-            "free": gpu.Barrier(num_arrivals=2, num_barriers=depth),
-            "given": gpu.Barrier(num_barriers=program.HANDS * parts), "taken": gpu.Barrier(num_barriers=program.HANDS * parts),
+            "numbers_s": gpu.SMEM((depth, NUMBERS, size.queries), jnp.int32),
+            "segments_s": gpu.SMEM((parts, program.ROWS), jnp.int32),
+            "shared": barrier(1, 3 * parts), "full": barrier(depth, 5), "free": barrier(depth, 2),
+            "given": barrier(program.HANDS * parts, 1), "taken": barrier(program.HANDS * parts, 1),
         },
         grid=(bounds.shape[1], len(arrays.q), kv_heads),
         **_launched(),

@@ -1,6 +1,5 @@
 """The programs of `flash_backward_gpu`, which says what they compute."""
 
-import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fdel.kernels.flash_tiles_gpu import ALL, NUMBERS, Tests, Tiles, seen
-from fdel.ops.mask import NEG
 
 ROWS = 64  # of one product of a group of warps
 HANDS = 2  # tiles of probabilities on their way from one group to the other
@@ -78,15 +76,15 @@ def of_keys(*refs: Any, about: About, **memory: Any) -> None:
         _registers(about, COPYING, "decrease")
         for part in range(size.keys // ROWS):
             here = pl.ds(tile * size.keys + part * ROWS, ROWS)
-            gpu.copy_gmem_to_smem(k.at[row, here, mine_of(about.width)], s.k_s.at[part], s.shared)
-            gpu.copy_gmem_to_smem(v.at[row, here, mine_of(about.values)], s.v_s.at[part], s.shared)
-            gpu.copy_gmem_to_smem(segments.at[row, here], s.segments_s.at[part], s.shared)
+            gpu.copy_gmem_to_smem(k.at[row, here, mine_of(about.width)], s.k_s.at[part], s.shared.at[0])
+            gpu.copy_gmem_to_smem(v.at[row, here, mine_of(about.values)], s.v_s.at[part], s.shared.at[0])
+            gpu.copy_gmem_to_smem(segments.at[row, here], s.segments_s.at[part], s.shared.at[0])
         jax.lax.fori_loop(0, count, fetch, None)
 
     def sums(operand: Callable, operands: tuple[Any, Any, Any], to: Any, factor: float) -> None:
         """Walk the tiles of queries: to sums of each 64 keys add operand(i, slot, part, left right^T) times other.
 
-        All products with the right side begin before the first is waited for, and while an operand is computed others go on.
+        All products with the right side begin before the first is waited for; while an operand is computed others go on.
         """
         _registers(about, MULTIPLYING, "increase")
         left, right, other = operands
@@ -107,7 +105,7 @@ def of_keys(*refs: Any, about: About, **memory: Any) -> None:
             gpu.barrier_arrive(s.free.at[slot])
             return found
 
-        gpu.barrier_wait(s.shared)
+        gpu.barrier_wait(s.shared.at[0])
         for part, x in enumerate(jax.lax.fori_loop(0, count, each, [_nothing(width)] * parts)):
             rows = pl.ds(tile * size.keys + part * ROWS, ROWS)
             to.at[row, rows, mine_of(width)][...] = (x * factor).astype(to.dtype)
@@ -243,7 +241,7 @@ def _registers(about: About, count: int, action: Any) -> None:
 
 
 def _added(about: About, multiply: Callable, begun: list[Array], *shapes: tuple[int, int]) -> list[Array]:
-    """Give what multiply(*sums, *others) makes of sums that were begun; `shapes` are those of others, which begin with 0."""
+    """Give what multiply(*sums, *others) makes of sums that were begun; `shapes` are those of others, which begin at 0."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 

@@ -1,7 +1,7 @@
 """What ptxas makes of attention's backward pass on Hopper at the shapes of models: see `hopper_products`.
 
-`python -m tests.aot.hopper_flash_backward`. Calls have 4 rows of 4,096 tokens, with segments. Registers are the most of both
-kernels.
+`python -m tests.aot.hopper_flash_backward`. Calls have 4 rows of 4,096 tokens, with segments. Registers are the most of
+both kernels.
 """
 
 import sys

@@ -1,11 +1,12 @@
 """A process that interprets the backward pass of attention on Hopper: prints the largest errors against float64.
 
-Of the cases whose numbers are named, with a detector of races; `race` plants one. Each line has the errors of dq, dk, dv (and
-of dsinks), relative to the largest number of each; see `interpreted_pages`.
+Of the cases whose numbers are named, with a detector of races; `race` plants one. Each line has the errors of dq, dk, dv
+(and of dsinks), relative to the largest number of each; see `interpreted_pages`.
 """
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -34,12 +35,13 @@ class Drawn(NamedTuple):
     hidden: bool = False  # some keys are of no segment, and queries have two
     dtype: Any = jnp.bfloat16
     rows: int = 2
+    ahead: bool = False  # some tokens see later ones
 
 
 CASES = [
     Drawn(2, 1, 64, 64, 80, (0, 30, 33), ops.Mask(0.2, window=40, softcap=15.0), sinks=True, rows=1),
     Drawn(4, 2, 64, 64, 200, (0, 70, 75, 130), ops.Mask(0.2, softcap=15.0), sinks=True),
-    Drawn(2, 1, 128, 128, 150, (0, 90), ops.Mask(0.1, window=50)),
+    Drawn(2, 1, 128, 128, 150, (0, 90), ops.Mask(0.1, window=50), ahead=True),
     Drawn(1, 1, 256, 256, 140, (0,), ops.Mask(0.06, window=40, softcap=10.0), dtype=jnp.float16),
     Drawn(2, 2, 192, 128, 130, (0, 60), ops.Mask(0.07)),
     Drawn(2, 1, 64, 64, 260, (0, 100), ops.Mask(0.2, causal=False, window=30)),
@@ -58,9 +60,17 @@ def sight(c: Drawn) -> tuple[np.ndarray, np.ndarray]:
     if not c.hidden:
         return q[: c.rows], q[: c.rows]
     k = q.copy()
-    k[:, 20:50], k[0, 64:] = -3, -3  # so that queries of the first row's second sequence see one key of another, or none
+    k[:, 20:50], k[0, 64:] = (
+        -3,
+        -3,
+    )  # so that queries of the first row's second sequence see one key of another, or none
     second = np.where((np.arange(c.tokens) % 3 == 0) & (q == 1), 0, q)
     return np.stack([q, second], -1), k
+
+
+def ahead(c: Drawn) -> np.ndarray:
+    """How many later tokens each sees."""
+    return np.arange(c.tokens) * 7 % 4 * c.ahead
 
 
 def formula(c: Drawn, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
@@ -68,7 +78,7 @@ def formula(c: Drawn, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
     qs, ks = sight(c)
     seen = (qs.reshape(c.rows, c.tokens, 1, -1) == ks[:, None, :, None]).any(-1)
     distance = np.arange(c.tokens)[:, None] - np.arange(c.tokens)
-    seen &= distance >= 0 if c.mask.causal else True
+    seen &= distance + ahead(c)[:, None] >= 0 if c.mask.causal else True
     seen &= np.abs(distance) < (c.mask.window or math.inf)
     k, v = (jnp.repeat(x, c.heads // c.kv_heads, 2) for x in (k, v))
     s = jnp.einsum("bqnh,bknh->bnqk", q, k) * c.mask.scale
@@ -105,6 +115,8 @@ def errors(c: Drawn) -> list[float]:
             a, b = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
             where = Where(jnp.asarray(qs[:, a]), None if c.parts == 1 and not c.hidden else jnp.asarray(ks[:, b]),
                           *([] if c.parts == 1 else [jnp.int32(i * size), jnp.int32(j * size)]))  # fmt: skip
+            if c.ahead:
+                where = replace(where, ahead=jnp.tile(jnp.asarray(ahead(c), jnp.int32), (c.rows, 1)))
             single = lambda x: jnp.asarray(x, jnp.float32)
             given = half_of(q[:, a]), half_of(k[:, b]), half_of(v[:, b])
             after = half_of(out[:, a]), single(lse[:, a]), half_of(dout[:, a]), single(dlse[:, a])
@@ -124,7 +136,9 @@ def plant_a_race() -> None:
 
     def some(barrier):
         calls.append(barrier)
-        if len(calls) != 8:  # free, of the group that copies; keys, copied, two taken, of the one with scores; keys, copied
+        if (
+            len(calls) != 8
+        ):  # free, of the group that copies; keys, copied, two taken, of the one with scores; keys, copied
             wait(barrier)
 
     mosaic_gpu.barrier_wait = some
