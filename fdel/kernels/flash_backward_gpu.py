@@ -75,7 +75,9 @@ def backward(
     base_2 = jnp.where(lse <= NEG / 2, LARGE, lse * program.LOG2E)
     lay = lambda x: _filled(x.reshape(*x.shape[:2], -1))
     per_head = lambda x, fill: _filled(x.swapaxes(1, 2), 2, fill)
-    arrays = Arrays(*map(lay, (q, k, v, dout.astype(q.dtype))), per_head(base_2, LARGE), per_head(delta, 0))
+    arrays = Arrays(
+        lay(q), lay(k), lay(v), lay(dout.astype(q.dtype)), per_head(base_2, LARGE), per_head(delta, 0)
+    )  # fmt: skip
     about = lambda tiles: About(
         m.scale, m.softcap, tiles_of.tests(m, where), heads // kv_heads, width, values, tiles, interpreted
     )

@@ -214,7 +214,7 @@ def _probabilities(about: About, x: Array, lse: Array, at: Tile) -> tuple[Array,
     p = jnp.exp2(x - _spread(lse, x.shape, at.axis))
 
     def masked(p: Array) -> Array:
-        found = seen(about.asked, at.numbers, at.segments, at.first, p.shape, at.axis)
+        found = seen(about.asked, at.numbers, at.segments, at.first, (ROWS, p.shape[1]), at.axis)
         return jnp.where(found, p, jnp.zeros_like(p))
 
     if at.axis == 0:
@@ -254,7 +254,7 @@ def _added(about: About, multiply: Callable, begun: list[Array], *shapes: tuple[
         found = [acc[...] for acc in sums]
         return [x + y for x, y in zip(begun, found, strict=True)] if about.interpreted else found
 
-    return pl.run_scoped(scope, *[gpu.ACC(shape, jnp.float32) for shape in (*[x.shape for x in begun], *shapes)])
+    return pl.run_scoped(scope, *[gpu.ACC(shape, jnp.float32) for shape in (*[(ROWS, x.shape[1]) for x in begun], *shapes)])
 
 
 def _operand(about: About, x: Array, s: Any, *where: Any) -> Any:
