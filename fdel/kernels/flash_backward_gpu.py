@@ -32,12 +32,12 @@ LARGE = 1e30  # log-sum-exp of a query that sees nothing: its probabilities are 
 # Tiles of the kernel that gives dq, by the channels of keys and of values: see `flash_tiles_gpu.BACKWARD` for the other.
 OF_QUERIES = {
     (64, 64): Tiles(128, 128),
-    (128, 128): Tiles(128, 64),
+    (128, 128): Tiles(128, 128),
     (192, 128): Tiles(128, 64),
     (256, 256): Tiles(128, 64),
 }
 # Tiles of keys, and of values, on their way there.
-DEPTHS = {(64, 64): (3, 3), (128, 128): (3, 3), (192, 128): (3, 3), (256, 256): (2, 1)}
+DEPTHS = {(64, 64): (3, 3), (128, 128): (2, 2), (192, 128): (3, 3), (256, 256): (2, 1)}
 DEPTH = 3  # tiles of queries on their way to the other, at most
 MEMORY = 208 * 2**10  # bytes that they, keys, values and probabilities may take there
 

@@ -394,6 +394,18 @@ def test_the_hopper_kernel_for_attention_keeps_sums_and_probabilities_in_registe
 
 
 @pytest.mark.aot
+@pytest.mark.matrix
+def test_the_hopper_kernels_for_attention_s_gradients_keep_sums_and_probabilities_in_registers():
+    """No wgmma is serialized; of heads of 128 eleven indices of columns are kept in local memory, for tiles that are masked."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    for x in hopper_products.table(module="hopper_flash_backward"):
+        print(x)
+        assert x["registers"] and not x["serialized"] and x["spills"] <= (80 if x["call"].endswith("of 128") else 0)
+        assert x["temporaries"] <= 2**24.1
+
+
+@pytest.mark.aot
 def test_a_training_step_sends_weights_and_gradients_only(chip, record_property):
     c, _ = row(record_property, "llama-1b", "train", chip, 8)
     assert gathers(c.text, LENGTH) == 0
