@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import flash_gradients_gpu as program
 from fdel.kernels import flash_tiles_gpu as tiles_of
 from fdel.kernels.flash_gradients_gpu import About
+from fdel.kernels.flash_keys_gpu import HANDS, of_keys
 from fdel.kernels.flash_tiles_gpu import NUMBERS, Tiles
 from fdel.ops.mask import NEG, Mask, Where
 
@@ -63,10 +64,13 @@ class Arrays(NamedTuple):
 
 
 def backward(
-    m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, alibi: None, out: Array, lse: Array, dout: Array,
-    dlse: Array, *, interpreted: bool = False,
-) -> tuple:  # fmt: skip
-    """Give (dq, dk, dv, dsinks): `mask.Passes.backward` without alibi slopes; see `unsupported` for what it can serve."""
+    m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, *after: Any, interpreted: bool = False
+) -> tuple:
+    """Give (dq, dk, dv, dsinks): `mask.Passes.backward`, without alibi slopes; see `unsupported` for what it can serve.
+
+    Then come alibi, which is None, out, lse, dout and dlse.
+    """
+    alibi, out, lse, dout, dlse = after
     if alibi is not None:
         raise ValueError("alibi slopes, which attention on Hopper does not have; expected None")
     (t, heads, width), (s, kv_heads), values = q.shape[1:], k.shape[1:3], v.shape[3]
@@ -81,9 +85,9 @@ def backward(
     about = lambda tiles: About(
         m.scale, m.softcap, tiles_of.tests(m, where), heads // kv_heads, width, values, tiles, interpreted
     )
-    of_keys, of_queries = (about(table[width, values]) for table in (tiles_of.BACKWARD, OF_QUERIES))
-    dk, dv = _of_keys(of_keys, arrays, *_sight(of_keys, m, where, t, s, of_keys=True))
-    dq = _of_queries(of_queries, arrays, *_sight(of_queries, m, where, t, s, of_keys=False))
+    first, second = (about(table[width, values]) for table in (tiles_of.BACKWARD, OF_QUERIES))
+    dk, dv = _of_keys(first, arrays, *_sight(first, m, where, (t, s), turned=True))
+    dq = _of_queries(second, arrays, *_sight(second, m, where, (t, s), turned=False))
     cut = lambda dx, x: dx[:, : x.shape[1]].reshape(x.shape)
     return cut(dq, q), cut(dk, k), cut(dv, v), dsinks
 
@@ -93,10 +97,10 @@ def _filled(x: Array, axis: int = 1, value: float = 0) -> Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _sight(about: About, m: Mask, where: Where, t: int, s: int, *, of_keys: bool) -> tuple[Array, Array, Array]:
+def _sight(about: About, m: Mask, where: Where, sizes: tuple[int, int], *, turned: bool) -> tuple[Array, Array, Array]:
     """Give the numbers of queries, the segments of keys, and what each tile walks: see `flash_tiles_gpu`."""
-    numbers, segments = tiles_of.sight(m, where, t, s, about.tiles)
-    return numbers, segments, tiles_of.ranges(numbers, segments, about.tiles, of_keys=of_keys)
+    numbers, segments = tiles_of.sight(m, where, *sizes, about.tiles)
+    return numbers, segments, tiles_of.ranges(numbers, segments, about.tiles, of_keys=turned)
 
 
 def _of_keys(
@@ -113,18 +117,18 @@ def _of_keys(
     depth = min(DEPTH, (MEMORY // 2 - size.keys * (both + 2 * size.queries)) // (size.queries * both))
     barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     call = gpu.kernel(
-        functools.partial(program.of_keys, about=about),
+        functools.partial(of_keys, about=about),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
         scratch_types={
             **own,
             "k_s": half(parts, program.ROWS, about.width), "v_s": half(parts, program.ROWS, about.values),
             "q_s": half(depth, size.queries, about.width), "dout_s": half(depth, size.queries, about.values),
-            "hand_s": half(program.HANDS * parts, program.ROWS, size.queries),
+            "hand_s": half(HANDS * parts, program.ROWS, size.queries),
             "lse_s": single((depth, size.queries)), "delta_s": single((depth, size.queries)),
             "numbers_s": gpu.SMEM((depth, NUMBERS, size.queries), jnp.int32),
             "segments_s": gpu.SMEM((parts, program.ROWS), jnp.int32),
             "shared": barrier(1, 3 * parts), "full": barrier(depth, 5), "free": barrier(depth, 2),
-            "given": barrier(program.HANDS * parts, 1), "taken": barrier(program.HANDS * parts, 1),
+            "given": barrier(HANDS * parts, 1), "taken": barrier(HANDS * parts, 1),
         },
         grid=(bounds.shape[1], len(arrays.q), kv_heads),
         **_launched(),
@@ -142,7 +146,7 @@ def _of_queries(
     size, heads = about.tiles, arrays.q.shape[2] // about.width
     half = functools.partial(_tiled, arrays.q.dtype)
     own = {"own_s": half(2, program.ROWS, size.keys)} if about.interpreted else {}
-    of_keys, of_values = DEPTHS[about.width, about.values]
+    keys, values = DEPTHS[about.width, about.values]
     barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     call = gpu.kernel(
         functools.partial(program.of_queries, about=about),
@@ -150,10 +154,10 @@ def _of_queries(
         scratch_types={
             **own,
             "q_s": half(2, program.ROWS, about.width), "dout_s": half(2, program.ROWS, about.values),
-            "k_s": half(of_keys, size.keys, about.width), "v_s": half(of_values, size.keys, about.values),
-            "segments_s": gpu.SMEM((of_keys, size.keys), jnp.int32), "shared": barrier(2, 2),
-            "k_full": barrier(of_keys, 2), "v_full": barrier(of_values, 1),
-            "k_free": barrier(of_keys, 2), "v_free": barrier(of_values, 2),
+            "k_s": half(keys, size.keys, about.width), "v_s": half(values, size.keys, about.values),
+            "segments_s": gpu.SMEM((keys, size.keys), jnp.int32), "shared": barrier(2, 2),
+            "k_full": barrier(keys, 2), "v_full": barrier(values, 1),
+            "k_free": barrier(keys, 2), "v_free": barrier(values, 2),
         },
         grid=(bounds.shape[1], len(arrays.q), heads),
         **_launched(),

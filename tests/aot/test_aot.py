@@ -396,7 +396,7 @@ def test_the_hopper_kernel_for_attention_keeps_sums_and_probabilities_in_registe
 @pytest.mark.aot
 @pytest.mark.matrix
 def test_the_hopper_kernels_for_attention_s_gradients_keep_sums_and_probabilities_in_registers():
-    """No wgmma is serialized; of heads of 128 eleven indices of columns are kept in local memory, for tiles that are masked."""
+    """No wgmma is serialized; of heads of 128 eleven indices of columns are kept in local memory, for masked tiles."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     for x in hopper_products.table(module="hopper_flash_backward"):
