@@ -151,6 +151,7 @@ def zero(begin: Any) -> Any:
 
 
 def registers(about: About, count: int, action: Any) -> None:
+    """Take so many registers for each thread of a group of warps, or leave others."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     if not about.interpreted:
