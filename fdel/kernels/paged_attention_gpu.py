@@ -67,8 +67,8 @@ def _eight(state: Pages, q: Array) -> str | None:
         return "latents in 8 bits; expected the dtype of the queries"
     if q.dtype != jnp.bfloat16:
         return f"pages in 8 bits become bfloat16; found queries in {q.dtype}"
-    if state.k.dtype != state.v.dtype or str(state.k.dtype) not in program.STORED:
-        return f"pages in {state.k.dtype} and {state.v.dtype}; expected one of {', '.join(program.STORED)}"
+    if state.k.dtype != state.v.dtype or state.k.dtype not in (jnp.int8, jnp.uint8):
+        return f"pages with scales in {state.k.dtype} and {state.v.dtype}; expected int8, or the bits of fp8 in uint8"
     counts = state.k_scale.shape[3], state.v_scale.shape[3]
     return None if counts == (1, 1) else f"{counts[0]} and {counts[1]} scales of a token's head; expected 1"
 

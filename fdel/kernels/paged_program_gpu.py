@@ -19,17 +19,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.kernels.decode_gpu import FORMATS, decoded
 from fdel.ops.mask import NEG
 
 COLUMNS = (8, 16, 32, 64)  # query rows of a program
 WIDE = {64: 64, 128: 64, 256: 32}  # their most, by the channels of a head: sums stay in registers
 DEPTH = 2  # pages on their way
 HELD = 32  # columns whose bounds stay in registers; those of more are read for each page
-CHUNK = 128  # channels that are decoded at once
 DEVICE, MEMORY, TOGETHER = 132, 227 * 2**10, 4  # multiprocessors; bytes of each; programs that share one at most
 LOG2E = math.log2(math.e)
-STORED = {"int8": "int8", "uint8": "fp8"}  # dtype of pages -> format
 ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
@@ -60,10 +57,9 @@ def run(how: Any, given: dict[str, Array]) -> tuple[Float[Array, "blocks K split
     swizzled = lambda n, lanes: (gpu.TilingTransform((8, lanes)), gpu.SwizzleTransform(n))
     half: Any = functools.partial(gpu.SMEM, dtype=q.dtype, transforms=swizzled(128, 64))
     page = gpu.SMEM((DEPTH, size, width), k.dtype, transforms=swizzled(line, line // k.dtype.itemsize))
-    barrier = gpu.Barrier(num_arrivals=2 if eight else 1, num_barriers=DEPTH)
     scratch: dict[str, Any] = {
         "q_s": half((many, width)), "k_s": page, "v_s": page, "p_s": half((many, size)),
-        "q_bar": gpu.Barrier(), "k_bar": barrier, "v_bar": barrier,
+        "q_bar": gpu.Barrier(), "full": gpu.Barrier(num_arrivals=4 if eight else 2, num_barriers=DEPTH),
     }  # fmt: skip
     if eight:
         number = gpu.SMEM((DEPTH, size), jnp.float32)
@@ -95,14 +91,14 @@ def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int
     each = jax.lax.div(end - begin + (how.splits - 1), jnp.int32(how.splits))
     begin = begin + split * each
     count = jnp.maximum(jnp.minimum(end - begin, each), 0)
-    copied = [(r.k, r.k_s, r.k_bar), (r.v, r.v_s, r.v_bar)]
+    copied = [(r.k, r.k_s), (r.v, r.v_s)]
     if hasattr(r, "k_scale"):
-        copied += [(r.k_scale, r.ks_s, r.k_bar), (r.v_scale, r.vs_s, r.v_bar)]
+        copied += [(r.k_scale, r.ks_s), (r.v_scale, r.vs_s)]
 
     def fetch(j: Any) -> None:
         page, slot = r.table[block, begin + j] * heads + head, jax.lax.rem(j, jnp.int32(DEPTH))
-        for pages, to, arrived in copied:
-            gpu.copy_gmem_to_smem(pages.at[page], to.at[slot], arrived.at[slot])
+        for pages, to in copied:
+            gpu.copy_gmem_to_smem(pages.at[page], to.at[slot], r.full.at[slot])
 
     for j in range(DEPTH):
         pl.when(j < count)(functools.partial(fetch, jnp.int32(j)))
@@ -130,8 +126,7 @@ def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int
     )
     top, total, o = jax.lax.fori_loop(0, count, step, start)
     total = jnp.maximum(total.sum(axis=0), 1e-30)  # of a row that sees nothing: 0
-    factor = FORMATS[_format(r)].factor if hasattr(r, "vd_s") else 1.0
-    r.out.at[block, head, split, :, rows][...] = o * _down(factor / total, width)
+    r.out.at[block, head, split, :, rows][...] = o * _down(1 / total, width)
     r.lse.at[block, head, split, rows][...] = jnp.where(top <= NEG / 2, NEG, (top + jnp.log2(total)) * (1 / LOG2E))
 
 
@@ -150,17 +145,17 @@ def _attend(r: Any, how: Any, j: Any, first: Any, last: Any, carry: tuple) -> tu
     row = gpu.Layout.WGMMA.reduce(1)
     token = lambda ref: gpu.load(ref.at[slot], *ALL, layout=row)
     keys, values = (r.kd_s, r.vd_s) if eight else (r.k_s.at[slot], r.v_s.at[slot])
-    gpu.barrier_wait(r.k_bar.at[slot])
+    gpu.barrier_wait(r.full.at[slot])
+    if r.v.dtype != jnp.int8:
+        pl.when(first + size > last + 1)(lambda: _clear(r.v_s.at[slot], last - first))
     if eight:
         _decode(r.k_s, slot, r.kd_s)
-        gpu.commit_smem()
-        scale = across(token(r.ks_s) * (scale * FORMATS[_format(r)].factor))
+        _decode(r.v_s, slot, r.vd_s)
+        scale = across(token(r.ks_s) * scale)
+    gpu.commit_smem()
 
     def products(acc: Any) -> Array:
         gpu.wgmma(acc, keys, r.q_s.transpose((1, 0)))
-        gpu.barrier_wait(r.v_bar.at[slot])
-        if eight:  # while the product is computed
-            _decode(r.v_s, slot, r.vd_s)
         return acc[...]
 
     x = pl.run_scoped(products, gpu.ACC(shape, jnp.float32)) * scale
@@ -178,8 +173,6 @@ def _attend(r: Any, how: Any, j: Any, first: Any, last: Any, carry: tuple) -> tu
     if eight:
         written = gpu.broadcasted_iota(jnp.int32, (size,), 0, layout=row) <= last - first
         p = p * across(jnp.where(written, token(r.vs_s), 0.0))  # what no token wrote may have a scale of NaN
-    else:
-        pl.when(first + size > last + 1)(lambda: _clear(values, last - first))
     p = gpu.layout_cast(p.astype(r.p_s.dtype), gpu.Layout.WGMMA_TRANSPOSED)
     r.p_s.transpose((1, 0))[...] = p
     gpu.commit_smem()
@@ -200,27 +193,37 @@ def _clear(values: Any, last: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     size, width = values.shape
-    for c in range(0, width, 64):
-        some = values.at[:, pl.ds(c, 64)]
-        value = gpu.load(some, *ALL, layout=gpu.Layout.WGMMA)
-        there = gpu.broadcasted_iota(jnp.int32, (size, 64), 0, layout=gpu.Layout.WGMMA) <= last
-        some[...] = jnp.where(there, value, jnp.zeros_like(value))
+    layout, part = _layout(values)
+    for c in range(0, width, part):
+        some = values.at[:, pl.ds(c, part)]
+        value = gpu.load(some, *ALL, layout=layout)
+        there = gpu.broadcasted_iota(jnp.int32, (size, part), 0, layout=layout) <= last
+        if value.dtype.itemsize == 1:  # of which devices know bits alone
+            some[...] = value & jnp.where(there, 255, 0).astype(value.dtype)
+        else:
+            some[...] = jnp.where(there, value, jnp.zeros_like(value))
 
 
 def _decode(pages: Any, slot: Any, to: Any) -> None:
-    """Write a page as bfloat16, 1 / factor of what `FORMATS` says."""
+    """Write a page of integers, or of the bits of e4m3, as bfloat16."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    width = pages.shape[2]
-    for c in range(0, width, CHUNK):
-        some = pl.ds(c, min(CHUNK, width))
-        raw = gpu.load(pages.at[slot, :, some], *ALL, layout=gpu.Layout.WGMMA_UPCAST_2X)
-        to.at[:, some][...] = decoded(raw, STORED[str(raw.dtype)], None)[0]
+    layout, part = _layout(pages.at[slot])
+    for c in range(0, pages.shape[2], part):
+        x = gpu.load(pages.at[slot, :, pl.ds(c, part)], *ALL, layout=layout)
+        if x.dtype == jnp.uint8:  # devices turn two of them into float16 at once
+            x = jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(jnp.float32)
+        to.at[:, pl.ds(c, part)][...] = x.astype(jnp.bfloat16)
 
 
-def _format(r: Any) -> str:
-    return STORED[str(r.k.dtype)]
+def _layout(page: Any) -> tuple[Any, int]:
+    """Say where a thread has numbers of a page, and how many channels are loaded at once: 128 bytes at most."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if page.dtype.itemsize == 2:
+        return gpu.Layout.WGMMA, 64
+    return gpu.Layout.WGMMA_UPCAST_2X, min(128, page.shape[1])
 
 
 def _down(x: Array, n: int) -> Array:
