@@ -194,13 +194,14 @@ class Serving:
     budget: int = 512
     dtype: str = "bfloat16"
     format: str | None = None  # of quantized matrices: see `params.quantize`
+    kv: str | None = None  # of pages: "int8" or "fp8"; None: `dtype`
 
 
 def serving(target: Target, family: ModuleType, cfg: Any, s: Serving, name: str) -> tuple[Compiled, int]:
     """Compile the engine's program "decode" or "prefill" for a target: (program, bytes of the cache on all devices)."""
     from fdel.serve.engine import packing
     from fdel.serve.engine.device import BLOCK
-    from fdel.serve.engine.step import PAGE, programs
+    from fdel.serve.engine.step import PAGE, programs, quantized
 
     mesh = params.make_mesh(params.parse_mesh(s.mesh), devices(target))
     whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -213,10 +214,11 @@ def serving(target: Target, family: ModuleType, cfg: Any, s: Serving, name: str)
             few = jax.eval_shape(lambda p: params.quantize(p, form, spec=spec), plain)
             weights = params.reshard(few, spec, mesh, params.SERVE, put)
         width = -(-s.length // PAGE)
-        engine = programs(family, cfg, mesh)
+        engine = programs(family, cfg, mesh, kv=s.kv)
         sizes = dict(rows=s.rows, length=width * PAGE, pages=s.rows * width, dtypes=(jnp.dtype(s.dtype),))
         state, rows = jax.eval_shape(lambda: engine.begin(**sizes))
-        at = params.shardings(family.state_spec(cfg, pages=s.rows * width, page=PAGE, rows=s.rows), mesh, params.SERVE)
+        kept = quantized(family.state_spec(cfg, pages=s.rows * width, page=PAGE, rows=s.rows), s.kv)
+        at = params.shardings(kept, mesh, params.SERVE)
         state = jax.tree.map(lambda x, a: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=a), state, (at,))
     kind, blocks = (packing.Decode, s.rows) if name == "decode" else (packing.Extend, s.budget // BLOCK)
     ints = lambda *shape, dtype=np.int32: whole(jax.ShapeDtypeStruct(shape, dtype))

@@ -3,8 +3,8 @@
 Algorithm: online softmax (Milakov and Gimelshein, arXiv 1805.02867) in the tiles of FlashAttention (arXiv 2205.14135), with
 the keys of a sequence divided between programs, whose results are merged by their log-sum-exps (Flash-Decoding). A program
 serves some query rows of a key head, that is its query heads times the tokens of a block, and walks its share of the
-pages, which are fetched as the table names them, some ahead; products run on tensor cores in bfloat16 or float16. The program
-is `paged_program_gpu`; latents, pages without values, have one of their own, `latent_program_gpu`.
+pages, which are fetched as the table names them, some ahead; products run on tensor cores in bfloat16 or float16. It is
+written in `paged_program_gpu`, that for latents, pages without values, in `latent_program_gpu`.
 
 Beside the pages, each part's output is written, and read again by the merge: 4 * splits * rows * (head_dim + 1) bytes.
 Compiled for H100; it has not run on a GPU yet.
@@ -12,7 +12,6 @@ Compiled for H100; it has not run on a GPU yet.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -27,7 +26,11 @@ PAGES = (64,)  # tokens of a page
 
 
 class Call(NamedTuple):
-    """What is static: the mask's scale and softcap, the parts of the keys; whether latents are meant for the interpreter."""
+    """What is static: the mask's scale and softcap, and the parts of the keys.
+
+    `interpreted`: sums are added to what a product gives, and latents' probabilities go through shared memory, since the
+    interpreter knows no other way.
+    """
 
     scale: float
     softcap: float | None

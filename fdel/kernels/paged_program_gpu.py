@@ -121,8 +121,9 @@ def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int
 
     size, width = r.k.shape[1:]
     whole = lambda shape, value, layout: gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-    start = whole((many,), NEG, gpu.Layout.WGMMA.reduce(0)), *(
-        whole((n, many), 0, gpu.Layout.WGMMA) for n in (size, width)
+    start = (
+        whole((many,), NEG, gpu.Layout.WGMMA.reduce(0)),
+        *(whole((n, many), 0, gpu.Layout.WGMMA) for n in (size, width)),
     )
     top, total, o = jax.lax.fori_loop(0, count, step, start)
     total = jnp.maximum(total.sum(axis=0), 1e-30)  # of a row that sees nothing: 0

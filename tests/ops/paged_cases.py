@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from fdel.ops.batch import Paged, Pages
@@ -32,64 +31,40 @@ class Case(NamedTuple):
     sinks: jax.Array
     want: np.ndarray  # [T N Hv] in float64
     real: np.ndarray  # [T]: not padding, of which only padding of an empty block has a value
-    slopes: jax.Array
 
 
-def formula(q, k, v, position: int, mask: Mask, sink: float, slope: float) -> np.ndarray:
+def formula(q, k, v, position: int, mask: Mask, sink: float) -> np.ndarray:
     """Attend from one head of one token to its sequence's keys and values [tokens H], in float64."""
     first = max(0, position - (mask.window or position + 1) + 1)
     first = first if mask.chunk is None else max(first, position // mask.chunk * mask.chunk)
     seen = slice(first, position + 1)
     s = k[seen] @ q * mask.scale
-    s = s if mask.softcap is None else mask.softcap * np.tanh(s / mask.softcap)
-    s = np.append(s + slope * (np.arange(first, position + 1) - position), sink)
+    s = np.append(s if mask.softcap is None else mask.softcap * np.tanh(s / mask.softcap), sink)
     p = np.exp(s - s.max())
     return (p / p.sum())[:-1] @ v[seen]
 
 
-def stored(x: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """Give vectors [... H] as 8 bits, numbers of the greatest's 127th or the bits of e4m3, with their scales [...]."""
-    scale = (np.abs(x).max(-1) / {"int8": 127, "fp8": 448}[format]).astype(np.float32)
-    x = (x / scale[..., None]).astype(np.float32)
-    return (np.rint(x) if format == "int8" else x.astype(ml_dtypes.float8_e4m3fn)), scale
-
-
-def case(
-    sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtype, sinks: bool = True, *,
-    format: str | None = None, alibi: bool = False,
-) -> Case:  # fmt: skip
-    """Sequences of (length, new tokens) in blocks of `block`; none has pages 0 and 1, whose layer 0 is NaN as well.
-
-    With a format pages are in 8 bits: what no token wrote is the greatest number or NaN, and has scales of NaN.
-    """
+def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtype, sinks: bool = True) -> Case:
+    """Sequences of (length, new tokens) in blocks of `block`; none has pages 0 and 1, whose layer 0 is NaN as well."""
     r = np.random.default_rng(0)
     kv_heads, dim, side, page, width, latent = sizes
     blocks = [(i, j) for i, (_, new) in enumerate(sequences) for j in range(0, max(new, 1), block)]
     total = len(sequences) * width + 2
     draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), dtype), np.float64)
     row = -(-dim // 128) * 128 if latent else dim * side
-    k, v = (np.full((2, total, kv_heads // side, page, row), 127 if format else np.nan) for _ in range(2))
-    scales = tuple(np.full((2, total, kv_heads, 1, page), np.nan) for _ in range(2))
+    k, v = (np.full((2, total, kv_heads // side, page, row), np.nan) for _ in range(2))
     table, free = np.full((len(blocks), width), total), iter(r.permutation(total))
     q, sink = draw(len(blocks) * block, heads, dim), r.normal(size=heads) if sinks else np.full(heads, -np.inf)
-    slopes = 2.0 ** -np.arange(1, heads + 1) if alibi else np.zeros(heads)
     positions, want, past = np.full((len(blocks), block), -1), np.zeros((*q.shape[:2], latent or dim)), []
     for i, (length, new) in enumerate(sequences):
         keys = draw(length, kv_heads, dim)
         past.append((keys, keys[..., :latent] if latent else draw(length, kv_heads, dim)))
         if mask.window and length > mask.window + new:
             past[-1][0][length - mask.window - new] = 1e4
-        held = past[-1]
-        if format is not None:
-            held, of = zip(*(stored(x, format) for x in past[-1]), strict=True)
-            past[-1] = tuple(x.astype(np.float64) * y[..., None] for x, y in zip(held, of, strict=True))
-            held = [x if format == "int8" else x.view(np.uint8) for x in held]
         mine = [b for b, (sequence, _) in enumerate(blocks) if sequence == i]
         for j in range(-(-length // page)):
             table[mine, j], part = next(free), slice(j * page, (j + 1) * page)
-            for x, y in zip(scales, of if format else (), strict=False):
-                x[1, table[mine[0], j], :, 0, : len(y[part])] = y[part].T
-            for pages, x in [*zip((k, v), held, strict=True)][: 1 if latent else 2]:
+            for pages, x in [*zip((k, v), past[-1], strict=True)][: 1 if latent else 2]:
                 rows = np.zeros((len(x[part]), kv_heads // side, row))
                 rows[..., : dim * side] = x[part].reshape(-1, kv_heads // side, dim * side)
                 pages[1, table[mine[0], j], :, : len(rows)] = rows.swapaxes(0, 1)
@@ -100,12 +75,10 @@ def case(
             for n in range(heads):
                 keys, values = (x[:, n * kv_heads // heads] for x in past[i])
                 row = b * block + t
-                want[row, n] = formula(q[row, n], keys, values, positions[b, t], mask, sink[n], slopes[n])
+                want[row, n] = formula(q[row, n], keys, values, positions[b, t], mask, sink[n])
     ints = lambda x: jnp.asarray(x, jnp.int32)
     batch = Paged(ints(positions.reshape(-1)), ints(table), ints([i for i, _ in blocks]), block)
-    kept = {None: dtype, "int8": jnp.int8, "fp8": jnp.uint8}[format]
-    arrays = [None if latent and x is v else jnp.asarray(x, kept) for x in (k, v)]
-    arrays += [jnp.asarray(x, jnp.float32) for x in scales] if format else []
-    single = lambda x: jnp.asarray(x, jnp.float32)
-    q, real = jnp.asarray(q, dtype), positions.ravel() >= 0
-    return Case(batch, Pages(*arrays), q, single(sink), want, real, single(slopes))
+    arrays = (None if latent and x is v else jnp.asarray(x, dtype) for x in (k, v))
+    return Case(
+        batch, Pages(*arrays), jnp.asarray(q, dtype), jnp.asarray(sink, jnp.float32), want, positions.ravel() >= 0
+    )

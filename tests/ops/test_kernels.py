@@ -111,22 +111,23 @@ def interpret(module: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 LATENTS = pytest.param(("latents",), marks=pytest.mark.matrix)
+PAGES = [pytest.param((kind,), marks=pytest.mark.matrix) for kind in ("half", "int8", "fp8", "wide", "wide8", "alibi")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [(), LATENTS])
+@pytest.mark.parametrize("kind", [(), LATENTS, *PAGES])
 def test_attention_over_pages_on_hopper_equals_a_formula(kind):
-    """Ragged rows, windows, softcap, sinks, parts of the keys, NaN in unused pages: 0.02 in bfloat16 (seen: 0.008)."""
+    """Ragged rows, windows, softcap, sinks, parts of the keys, NaN in unused pages: 0.02 in bfloat16 (seen: 0.013)."""
     done = interpret("pages", *kind)
     assert done.returncode == 0, done.stderr
     errors = [float(x) for x in done.stdout.split()[-2:]]
-    assert max(errors) < 0.02 and "RACE" not in done.stdout + done.stderr
+    assert all(x < 0.02 for x in errors) and "RACE" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [(), LATENTS])
+@pytest.mark.parametrize("kind", [(), LATENTS, pytest.param(("int8",), marks=pytest.mark.matrix)])
 def test_a_planted_race_is_found(kind):
-    """So that no race above means something: the wait for the values is left out, of latents that for probabilities."""
+    """So that no race above means something: the wait for the pages is left out, of latents that for probabilities."""
     done = interpret("pages", "race", *kind)
     assert "RACE DETECTED" in done.stdout + done.stderr
 
@@ -337,7 +338,15 @@ PAGES_REASONS = [
     ({"dtype": jnp.float32}, "bfloat16 and float16"),
     ({"size": 16}, "pages of 16"),
     ({"dim": 96}, "heads of 96"),
-    ({"alibi": jnp.zeros(8)}, "alibi"),
+    ({"alibi": jnp.zeros(8)}, None),
+    ({"alibi": jnp.zeros(8), "latents": 1, "dim": 576, "v_dim": 512}, "alibi slopes over latents"),
+    ({"dim": 256}, None),
+    ({"kept": jnp.int8, "dim": 128}, None),
+    ({"kept": jnp.uint8, "alibi": jnp.zeros(8), "dim": 256}, None),
+    ({"kept": jnp.int8, "dtype": jnp.float16}, "become bfloat16"),
+    ({"kept": jnp.float16}, "pages with scales in float16"),
+    ({"kept": jnp.int8, "scales": 2}, "2 and 2 scales"),
+    ({"kept": jnp.int8, "latents": 1, "dim": 576, "v_dim": 512}, "latents in 8 bits"),
     ({"v_dim": 32}, "values of their own"),
     ({"latents": 1, "dim": 192, "v_dim": 64}, "values in the first 64 of 192"),
     ({"latents": 1, "dim": 640, "v_dim": 512}, "latents of 640 channels take"),
@@ -351,8 +360,10 @@ def test_the_kernel_for_pages_says_what_it_cannot_serve(call, reason):
     """It is taken where it is named, and nowhere else."""
     dim, dtype = call.get("dim", 64), call.get("dtype", jnp.bfloat16)
     q = jax.ShapeDtypeStruct((2, 8, dim), dtype)
-    pages = jax.ShapeDtypeStruct((2, 5, call.get("latents", 2), call.get("size", 64), dim), dtype)
-    cache = Pages(pages, None if "v_dim" in call else pages)
+    heads, size = call.get("latents", 2), call.get("size", 64)
+    pages = jax.ShapeDtypeStruct((2, 5, heads, size, dim), call.get("kept", dtype))
+    scale = jax.ShapeDtypeStruct((2, 5, heads, call.get("scales", 1), size), jnp.float32) if "kept" in call else None
+    cache = Pages(pages, None, scale) if "v_dim" in call else Pages(pages, pages, scale, scale)
     batch = Paged(jnp.zeros(2, int), jnp.zeros((2, 2), int), jnp.arange(2), 1)
     given = dict(mask=ops.Mask(0.1), alibi=call.get("alibi"), v_dim=call.get("v_dim", dim))
     run = lambda: ops.explain(paged_attention, batch, cache, 0, q, **given)
