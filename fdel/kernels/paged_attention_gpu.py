@@ -52,7 +52,7 @@ def unsupported(
         return f"it attends in the dtype of the pages; found {q.dtype}, {state.k.dtype}, {v.dtype}"
     if state.k_scale is not None and (why := _eight(state, q)):
         return why
-    equal, channels = q.shape[-1] == state.k.shape[-1] == v.shape[-1], tuple(program.WIDE)
+    equal, channels = q.shape[-1] == state.k.shape[-1] == v.shape[-1], program.CHANNELS
     if state.v is not None and (not equal or q.shape[-1] not in channels or v_dim not in (None, v.shape[-1])):
         return f"heads of {q.shape[-1]}, {state.k.shape[-1]}, {v.shape[-1]} channels; expected equal, of {channels}"
     if state.v is None and (why := latents.unsupported(state.k.shape, v_dim or q.shape[-1])):
@@ -86,7 +86,7 @@ def call(
     if state.v is None:
         tile, fill = latents.ROWS, latents.PROGRAMS
     else:
-        tile = program.columns(rows, width)
+        tile = program.tile(rows)
         fill = program.together(rows, size, width, 8 * state.k.dtype.itemsize)
     parts = splits(blocks * kv_heads * -(-rows // tile), batch.page_table.shape[1], fill)
     return attend(batch, state, layer, q, mask, sinks, Call(mask.scale, mask.softcap, parts), v_dim, alibi)
@@ -109,7 +109,7 @@ def attend(
     blocks, block = len(batch.page_table), batch.block
     lay = lambda x: x.reshape(blocks, block, kv_heads, -1, width).swapaxes(1, 2).reshape(blocks, kv_heads, -1, width)
     rows = block * (q.shape[1] // kv_heads)
-    tile = latents.ROWS if state.v is None else program.columns(rows, width)
+    tile = latents.ROWS if state.v is None else program.tile(rows)
     fill = -rows % (8 if state.v is None and rows < tile else tile)  # 8: rows of a tile in shared memory
     queries = jnp.pad(lay(q), ((0, 0), (0, 0), (0, fill), (0, 0)))
     bounds, span = _reach(batch, mask, rows // block, size, tile)
@@ -125,7 +125,6 @@ def attend(
             slopes = jnp.tile(alibi.astype(jnp.float32).reshape(kv_heads, -1), (1, block))
             given["slopes"] = jnp.pad(slopes, ((0, 0), (0, fill)))
         out, lse = program.run(how, given)
-        out = out.swapaxes(3, 4)
     out, lse = _merge(out[..., :rows, :], lse[..., :rows], sinks, block)
     out = out.reshape(blocks, kv_heads, block, -1, out.shape[-1]).swapaxes(1, 2)
     return out.reshape(*q.shape[:2], -1).astype(q.dtype)

@@ -1,13 +1,15 @@
 """The program of `paged_attention_gpu` for pages of keys and of values, in 16 or in 8 bits.
 
-Keys are the rows of both products and queries the columns: scores [page rows] = K Q^T and sums [H rows] = V^T P^T. So a
-group of a few query heads costs products, exponentials and registers for 8 columns, not for the 64 rows of a tensor core's
-tile; the greatest score of a column is found across the four warps, and probabilities go through shared memory. Pages in 8
-bits are copied as they are stored, and become bfloat16 in registers on their way to a second place in shared memory, which
-tensor cores read (`decode_gpu`). A token's scale is one number for a key head (`ops.quantized_pages`): the keys' multiplies
+*Few queries*, as in decoding: keys are the rows of both products and queries the columns, scores [page queries] = K Q^T and
+sums [H queries] = V^T P^T. So a group of a few query heads costs products, exponentials and registers for 8 columns, not for
+the 64 rows of a tensor core's tile; the greatest score of a column is found across the four warps, and probabilities go
+through shared memory. *Many queries*, of prompts: 64 of them are the rows, and probabilities stay in registers.
+
+Pages in 8 bits are copied as they are stored, and become bfloat16 in registers on their way to a second place in shared
+memory, which tensor cores read. A token's scale is one number for a key head (`ops.quantized_pages`): the keys' multiplies
 scores, the values' probabilities, in float32, so decoded numbers are exact.
 
-Bytes read: keys and values once for each key head and tile of rows. FLOPs: 4 * columns * keys * head_dim.
+Bytes read: keys and values once for each key head and tile of queries. FLOPs: 4 * tile * keys * head_dim.
 """
 
 import functools
@@ -21,61 +23,67 @@ from jaxtyping import Array, Float
 
 from fdel.ops.mask import NEG
 
-COLUMNS = (8, 16, 32, 64)  # query rows of a program
-WIDE = {64: 64, 128: 64, 256: 32}  # their most, by the channels of a head: sums stay in registers
+TILES = (8, 16, 32, 64)  # queries of a program; the last are rows, others columns
+CHANNELS = (64, 128, 256)  # of a head
 DEPTH = 2  # pages on their way
-HELD = 32  # columns whose bounds stay in registers; those of more are read for each page
-DEVICE, MEMORY, TOGETHER = 132, 227 * 2**10, 4  # multiprocessors; bytes of each; programs that share one at most
+DEVICE, MEMORY, TOGETHER = (
+    132,
+    227 * 2**10,
+    (3, 2),
+)  # multiprocessors; bytes of each; programs that share it, of few or many queries
 LOG2E = math.log2(math.e)
 ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
-def columns(rows: int, width: int) -> int:
-    """Say how many query rows a program takes, of so many of a block with heads of so many channels."""
-    return next((n for n in COLUMNS if rows <= n), WIDE[width]) if rows <= WIDE[width] else WIDE[width]
+def tile(queries: int) -> int:
+    """Say how many queries a program takes, of so many of a block and key head."""
+    return next((n for n in TILES if queries <= n), TILES[-1])
 
 
-def together(rows: int, size: int, width: int, bits: int) -> int:
+def together(queries: int, size: int, width: int, bits: int) -> int:
     """Count the programs that run at once on an H100 or H200."""
-    pages = 2 * size * width * (DEPTH * bits // 8 + (2 if bits == 8 else 0))
-    need = pages + 2 * columns(rows, width) * (width + size) + 128 * columns(rows, width)
-    return DEVICE * min(TOGETHER, MEMORY // need)
+    pages, many = 2 * size * width * (DEPTH * bits // 8 + (2 if bits == 8 else 0)), tile(queries)
+    need = pages + 2 * many * (width + size) + 2**11
+    return DEVICE * min(TOGETHER[many == TILES[-1]], MEMORY // need)
 
 
-def run(how: Any, given: dict[str, Array]) -> tuple[Float[Array, "blocks K splits H rows"], Array]:
+def run(how: Any, given: dict[str, Array]) -> tuple[Float[Array, "blocks K splits rows H"], Array]:
     """Give each part's output and log-sum-exp [blocks K splits rows] in float32.
 
-    Given are q [blocks K rows H], whole tiles of `columns`; pages k and v [P page H] and, in 8 bits, k_scale and v_scale
-    [P page]; table [blocks width]; bounds [blocks 2 rows]; span [blocks 3]; and slopes [K rows] or nothing.
+    Given are q [blocks K rows H], whole tiles; pages k and v [P page H] and, in 8 bits, k_scale and v_scale [P page]; table
+    [blocks width]; bounds [blocks 2 rows]; span [blocks 3]; and slopes [K rows] or nothing.
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     q, k = given["q"], given["k"]
     (blocks, heads, rows, width), size = q.shape, k.shape[1]
-    many, eight = columns(rows, width), k.dtype.itemsize == 1
+    many, eight = tile(rows), k.dtype.itemsize == 1
     line = min(128, width * k.dtype.itemsize)
     swizzled = lambda n, lanes: (gpu.TilingTransform((8, lanes)), gpu.SwizzleTransform(n))
     half: Any = functools.partial(gpu.SMEM, dtype=q.dtype, transforms=swizzled(128, 64))
     page = gpu.SMEM((DEPTH, size, width), k.dtype, transforms=swizzled(line, line // k.dtype.itemsize))
     scratch: dict[str, Any] = {
-        "q_s": half((many, width)), "k_s": page, "v_s": page, "p_s": half((many, size)),
+        "q_s": half((many, width)), "k_s": page, "v_s": page,
         "q_bar": gpu.Barrier(), "full": gpu.Barrier(num_arrivals=4 if eight else 2, num_barriers=DEPTH),
     }  # fmt: skip
     if eight:
         number = gpu.SMEM((DEPTH, size), jnp.float32)
         scratch |= {"ks_s": number, "vs_s": number, "kd_s": half((size, width)), "vd_s": half((size, width))}
+    if (few := many < TILES[-1]) or how.interpreted:
+        scratch["p_s"] = half((many, size))
     of = lambda *shape: jax.ShapeDtypeStruct((blocks, heads, how.splits, *shape), jnp.float32)
     kernel = gpu.kernel(
         functools.partial(_program, how=how, names=(*given, "out", "lse"), heads=heads, many=many),
-        out_type=(of(width, rows), of(rows)),
+        out_type=(of(*((width, rows) if few else (rows, width))), of(rows)),
         scratch_types=scratch,
         grid=(blocks * (rows // many), heads, how.splits),
         grid_names=("block", "head", "split"),
         compiler_params=gpu.CompilerParams(
-            lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=128 * many
+            lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=128 * min(many, 32)
         ),
     )
-    return kernel(*given.values())
+    out, lse = kernel(*given.values())
+    return out.swapaxes(3, 4) if few else out, lse
 
 
 def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int, **memory: Any) -> None:
@@ -103,48 +111,42 @@ def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int
     for j in range(DEPTH):
         pl.when(j < count)(functools.partial(fetch, jnp.int32(j)))
     gpu.copy_gmem_to_smem(r.q.at[block, head, rows], r.q_s, r.q_bar)
-    column = lambda ref: gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(0), optimized=False)
-
-    def about_columns() -> None:
-        r.low, r.high = (column(r.bounds.at[block, i, rows]) for i in range(2))
-        r.slope = column(r.slopes.at[head, rows]) if hasattr(r, "slopes") else None
-
-    about_columns()
+    r.axis = 0 if many < TILES[-1] else 1  # that of keys in scores, and of channels in sums
+    query = lambda ref: gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(r.axis), optimized=False)
+    r.low, r.high = (query(r.bounds.at[block, i, rows]) for i in range(2))
+    r.slope = query(r.slopes.at[head, rows]) if hasattr(r, "slopes") else None
     gpu.barrier_wait(r.q_bar)
 
     def step(j: Any, carry: tuple) -> tuple:
-        if many > HELD:
-            about_columns()
         carry = _attend(r, how, j, (begin + j) * r.k.shape[1], r.span[block, 2], carry)
         pl.when(j + DEPTH < count)(lambda: fetch(j + DEPTH))
         return carry
 
     size, width = r.k.shape[1:]
     whole = lambda shape, value, layout: gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-    start = (
-        whole((many,), NEG, gpu.Layout.WGMMA.reduce(0)),
-        *(whole((n, many), 0, gpu.Layout.WGMMA) for n in (size, width)),
-    )
-    top, total, o = jax.lax.fori_loop(0, count, step, start)
-    total = jnp.maximum(total.sum(axis=0), 1e-30)  # of a row that sees nothing: 0
-    r.out.at[block, head, split, :, rows][...] = o * _down(1 / total, width)
+    row, sums = gpu.Layout.WGMMA.reduce(r.axis), whole(_shape(r.axis, width, many), 0, gpu.Layout.WGMMA)
+    total = whole((size, many), 0, gpu.Layout.WGMMA) if r.axis == 0 else whole((many,), 0, row)
+    top, total, o = jax.lax.fori_loop(0, count, step, (whole((many,), NEG, row), total, sums))
+    total = jnp.maximum(total.sum(axis=0) if r.axis == 0 else total, 1e-30)  # of a row that sees nothing: 0
+    place = (slice(None), rows) if r.axis == 0 else (rows, slice(None))
+    r.out.at[block, head, split, *place][...] = o * _spread(1 / total, r.axis, width)
     r.lse.at[block, head, split, rows][...] = jnp.where(top <= NEG / 2, NEG, (top + jnp.log2(total)) * (1 / LOG2E))
 
 
 def _attend(r: Any, how: Any, j: Any, first: Any, last: Any, carry: tuple) -> tuple:
-    """Attend to page j, whose first key is `first`: greatest scores of columns, sums of exponentials, and of values.
+    """Attend to page j, whose first key is `first`: greatest scores of queries, sums of exponentials, and of values.
 
-    `last` is the last key of the block. Columns of no query see nothing.
+    `last` is the last key of the block. What is no query sees nothing. Exponentials of few queries are added up at the end.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     top, total, o = carry
-    (size, width), many, eight = r.k.shape[1:], r.q_s.shape[0], hasattr(r, "kd_s")
-    slot, shape, scale = jax.lax.rem(j, jnp.int32(DEPTH)), (r.k.shape[1], r.q_s.shape[0]), how.scale
-    across = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
-    row = gpu.Layout.WGMMA.reduce(1)
-    token = lambda ref: gpu.load(ref.at[slot], *ALL, layout=row)
+    (size, width), many, eight, axis = r.k.shape[1:], r.q_s.shape[0], hasattr(r, "kd_s"), r.axis
+    slot, shape, scale = jax.lax.rem(j, jnp.int32(DEPTH)), _shape(axis, size, many), how.scale
+    each = lambda x: _spread(x, axis, size)  # a query's number, for its scores
+    token = gpu.Layout.WGMMA.reduce(1 - axis)
+    of_token = lambda ref: gpu.load(ref.at[slot], *ALL, layout=token)
     keys, values = (r.kd_s, r.vd_s) if eight else (r.k_s.at[slot], r.v_s.at[slot])
     gpu.barrier_wait(r.full.at[slot])
     if r.v.dtype != jnp.int8:
@@ -152,39 +154,43 @@ def _attend(r: Any, how: Any, j: Any, first: Any, last: Any, carry: tuple) -> tu
     if eight:
         _decode(r.k_s, slot, r.kd_s)
         _decode(r.v_s, slot, r.vd_s)
-        scale = across(token(r.ks_s) * scale)
+        scale = _spread(of_token(r.ks_s) * scale, 1 - axis, many)
     gpu.commit_smem()
 
     def products(acc: Any) -> Array:
-        gpu.wgmma(acc, keys, r.q_s.transpose((1, 0)))
+        gpu.wgmma(acc, *((keys, r.q_s.transpose((1, 0))) if axis == 0 else (r.q_s, keys.transpose((1, 0)))))
         return acc[...]
 
     x = pl.run_scoped(products, gpu.ACC(shape, jnp.float32)) * scale
     if how.softcap is not None:
         x = jnp.tanh(x * (1 / how.softcap)) * how.softcap
-    ki = gpu.broadcasted_iota(jnp.int32, shape, 0, layout=gpu.Layout.WGMMA) + first
-    low, high = _down(r.low, size), _down(r.high, size)
+    ki = gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA) + first
     if r.slope is not None:
-        x = x + _down(r.slope, size) * (ki - high).astype(jnp.float32)
-    seen = (ki >= low) & (ki <= high)
-    x = jnp.where(seen, x * LOG2E, NEG)
-    new = jnp.maximum(top, x.max(axis=0))
-    decay, p = jnp.exp2(top - new), jnp.exp2(x - _down(jnp.maximum(new, NEG / 2), size))
-    total = total * _down(decay, size) + p
+        x = x + each(r.slope) * (ki - each(r.high)).astype(jnp.float32)
+    x = jnp.where((ki >= each(r.low)) & (ki <= each(r.high)), x * LOG2E, NEG)
+    new = jnp.maximum(top, x.max(axis=axis))
+    decay, p = jnp.exp2(top - new), jnp.exp2(x - each(jnp.maximum(new, NEG / 2)))
+    total = total * each(decay) + p if axis == 0 else total * decay + p.sum(axis=1)
     if eight:
-        written = gpu.broadcasted_iota(jnp.int32, (size,), 0, layout=row) <= last - first
-        p = p * across(jnp.where(written, token(r.vs_s), 0.0))  # what no token wrote may have a scale of NaN
-    p = gpu.layout_cast(p.astype(r.p_s.dtype), gpu.Layout.WGMMA_TRANSPOSED)
-    r.p_s.transpose((1, 0))[...] = p
-    gpu.commit_smem()
+        written = gpu.broadcasted_iota(jnp.int32, (size,), 0, layout=token) <= last - first
+        scale = jnp.where(written, of_token(r.vs_s), 0.0)  # what no token wrote may have a scale of NaN
+        p = p * _spread(scale, 1 - axis, many)
+    operand: Any = p.astype(r.q_s.dtype)
+    if axis == 0:
+        r.p_s.transpose((1, 0))[...] = gpu.layout_cast(operand, gpu.Layout.WGMMA_TRANSPOSED)
+    elif how.interpreted:  # it knows operands in shared memory only
+        r.p_s[...] = operand
+    if axis == 0 or how.interpreted:
+        gpu.commit_smem()
+        operand = r.p_s
 
     def sums(acc: Any) -> Any:
-        gpu.wgmma(acc, values.transpose((1, 0)), r.p_s.transpose((1, 0)))
+        gpu.wgmma(acc, *((values.transpose((1, 0)), operand.transpose((1, 0))) if axis == 0 else (operand, values)))
         return acc[...] if how.interpreted else None
 
-    o = o * _down(decay, width)
+    o = o * _spread(decay, axis, width)
     if how.interpreted:  # it knows no sums that were begun elsewhere
-        return new, total, o + pl.run_scoped(sums, gpu.ACC((width, many), jnp.float32))
+        return new, total, o + pl.run_scoped(sums, gpu.ACC(o.shape, jnp.float32))
     return new, total, pl.run_state(sums)(gpu.ACC.init(o))
 
 
@@ -227,6 +233,10 @@ def _layout(page: Any) -> tuple[Any, int]:
     return gpu.Layout.WGMMA_UPCAST_2X, min(128, page.shape[1])
 
 
-def _down(x: Array, n: int) -> Array:
-    """Repeat a number of each column in n rows."""
-    return jax.lax.broadcast_in_dim(x, (n, *x.shape), [1])
+def _shape(axis: int, n: int, many: int) -> tuple[int, int]:
+    return (n, many) if axis == 0 else (many, n)
+
+
+def _spread(x: Array, axis: int, n: int) -> Array:
+    """Repeat numbers n times along a new axis."""
+    return jax.lax.broadcast_in_dim(x, _shape(axis, n, x.shape[0]), [1 - axis])
