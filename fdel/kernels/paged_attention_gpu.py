@@ -86,8 +86,8 @@ def call(
     if state.v is None:
         tile, fill = latents.ROWS, latents.PROGRAMS
     else:
-        tile = program.tile(rows)
-        fill = program.together(rows, size, width, 8 * state.k.dtype.itemsize)
+        about = width, 8 * state.k.dtype.itemsize
+        tile, fill = program.tile(rows, *about), program.together(rows, size, *about)
     parts = splits(blocks * kv_heads * -(-rows // tile), batch.page_table.shape[1], fill)
     return attend(batch, state, layer, q, mask, sinks, Call(mask.scale, mask.softcap, parts), v_dim, alibi)
 
@@ -109,7 +109,7 @@ def attend(
     blocks, block = len(batch.page_table), batch.block
     lay = lambda x: x.reshape(blocks, block, kv_heads, -1, width).swapaxes(1, 2).reshape(blocks, kv_heads, -1, width)
     rows = block * (q.shape[1] // kv_heads)
-    tile = latents.ROWS if state.v is None else program.tile(rows)
+    tile = latents.ROWS if state.v is None else program.tile(rows, width, 8 * state.k.dtype.itemsize)
     fill = -rows % (8 if state.v is None and rows < tile else tile)  # 8: rows of a tile in shared memory
     queries = jnp.pad(lay(q), ((0, 0), (0, 0), (0, fill), (0, 0)))
     bounds, span = _reach(batch, mask, rows // block, size, tile)

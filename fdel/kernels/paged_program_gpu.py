@@ -1,8 +1,8 @@
 """The program of `paged_attention_gpu` for pages of keys and of values, in 16 or in 8 bits.
 
-*Few queries*, as in decoding: keys are the rows of both products and queries the columns, scores [page queries] = K Q^T and
-sums [H queries] = V^T P^T. So a group of a few query heads costs products, exponentials and registers for 8 columns, not for
-the 64 rows of a tensor core's tile; the greatest score of a column is found across the four warps, and probabilities go
+*Few queries*, as in decoding: keys are the rows of both products and queries the columns, scores [page queries] = K Q^T
+and sums [H queries] = V^T P^T. So a group of a few query heads costs products, exponentials and registers for 8 columns, not
+for the 64 rows of a tensor core's tile; the greatest score of a column is found across the four warps, and probabilities go
 through shared memory. *Many queries*, of prompts: 64 of them are the rows, and probabilities stay in registers.
 
 Pages in 8 bits are copied as they are stored, and become bfloat16 in registers on their way to a second place in shared
@@ -35,16 +35,17 @@ LOG2E = math.log2(math.e)
 ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
-def tile(queries: int) -> int:
-    """Say how many queries a program takes, of so many of a block and key head."""
-    return next((n for n in TILES if queries <= n), TILES[-1])
+def tile(queries: int, width: int, bits: int) -> int:
+    """Say how many queries a program takes, of so many of a block and key head. Sums of wider heads want all registers."""
+    most = 32 if (width, bits) == (256, 8) else TILES[-1]
+    return next((n for n in TILES if queries <= n), most) if queries <= most else most
 
 
 def together(queries: int, size: int, width: int, bits: int) -> int:
     """Count the programs that run at once on an H100 or H200."""
-    pages, many = 2 * size * width * (DEPTH * bits // 8 + (2 if bits == 8 else 0)), tile(queries)
+    pages, many = 2 * size * width * (DEPTH * bits // 8 + (2 if bits == 8 else 0)), tile(queries, width, bits)
     need = pages + 2 * many * (width + size) + 2**11
-    return DEVICE * min(TOGETHER[many == TILES[-1]], MEMORY // need)
+    return DEVICE * min(TOGETHER[many > 16], MEMORY // need)
 
 
 def run(how: Any, given: dict[str, Array]) -> tuple[Float[Array, "blocks K splits rows H"], Array]:
@@ -57,8 +58,8 @@ def run(how: Any, given: dict[str, Array]) -> tuple[Float[Array, "blocks K split
 
     q, k = given["q"], given["k"]
     (blocks, heads, rows, width), size = q.shape, k.shape[1]
-    many, eight = tile(rows), k.dtype.itemsize == 1
-    line = min(128, width * k.dtype.itemsize)
+    many, eight = tile(rows, width, 8 * k.dtype.itemsize), k.dtype.itemsize == 1
+    line = 64 if eight else 128
     swizzled = lambda n, lanes: (gpu.TilingTransform((8, lanes)), gpu.SwizzleTransform(n))
     half: Any = functools.partial(gpu.SMEM, dtype=q.dtype, transforms=swizzled(128, 64))
     page = gpu.SMEM((DEPTH, size, width), k.dtype, transforms=swizzled(line, line // k.dtype.itemsize))
@@ -230,7 +231,7 @@ def _layout(page: Any) -> tuple[Any, int]:
 
     if page.dtype.itemsize == 2:
         return gpu.Layout.WGMMA, 64
-    return gpu.Layout.WGMMA_UPCAST_2X, min(128, page.shape[1])
+    return gpu.Layout.WGMMA_UPCAST_2X, 64
 
 
 def _shape(axis: int, n: int, many: int) -> tuple[int, int]:

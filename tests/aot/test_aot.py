@@ -29,7 +29,7 @@ from aot_programs import (
 from tiny import TINY
 
 from fdel import aot, ops, params, plan
-from tests.aot import expert_parts, hopper_products, hopper_scans
+from tests.aot import expert_parts, hopper_pages, hopper_products, hopper_scans
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -300,6 +300,22 @@ def test_a_training_step_compiles_with_the_delta_rule_for_hopper(name, devices, 
     c, _ = row(record_property, f"{name}-wide", "train", "h100", devices, gated_delta_rule="hopper")
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 2
     assert c.temporaries < plain.temporaries and c.loops < plain.loops
+
+
+@pytest.mark.aot
+@pytest.mark.matrix  # minutes
+def test_the_hopper_kernel_for_pages_keeps_its_sums_in_registers():
+    """No spill, products of tensor cores in a row, and the parts' sums beside; a step needs less memory than XLA's."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    found = {x["call"]: x for x in hopper_products.table(module="hopper_pages")}
+    for x in found.values():
+        print(x)
+        assert x["registers"] is None or not x["spills"] and not x["serialized"]
+        assert x["call"] not in hopper_pages.CALLS or x["registers"] and x["temporaries"] <= 1.02 * 2**23
+    for kv in ("int8", "fp8"):
+        plain, step = (found[f"decode step, {kv}, {impl}"] for impl in ("xla", "hopper"))
+        assert plain["registers"] is None and step["registers"] and step["temporaries"] < 0.7 * plain["temporaries"]
 
 
 @pytest.mark.aot
