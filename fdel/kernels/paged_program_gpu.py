@@ -1,9 +1,9 @@
 """The program of `paged_attention_gpu` for pages of keys and of values, in 16 or in 8 bits.
 
 *Few queries*, as in decoding: keys are the rows of both products and queries the columns, scores [page queries] = K Q^T
-and sums [H queries] = V^T P^T. So a group of a few query heads costs products, exponentials and registers for 8 columns, not
-for the 64 rows of a tensor core's tile; the greatest score of a column is found across the four warps, and probabilities go
-through shared memory. *Many queries*, of prompts: 64 of them are the rows, and probabilities stay in registers.
+and sums [H queries] = V^T P^T. So a group of a few query heads costs products, exponentials and registers for 8 columns,
+not for the 64 rows of a tensor core's tile; the greatest score of a column is found across the four warps, and
+probabilities go through shared memory. *Many queries*, of prompts: 64 are the rows; probabilities stay in registers.
 
 Pages in 8 bits are copied as they are stored, and become bfloat16 in registers on their way to a second place in shared
 memory, which tensor cores read. A token's scale is one number for a key head (`ops.quantized_pages`): the keys' multiplies

@@ -102,7 +102,7 @@ RAGGED, PROMPT, CHUNKS = [(200, 1), (0, 0), (77, 1)], [(100, 30)], ops.Mask(0.1,
 LATENTS = [
     (1, 16, RAGGED, ops.Mask(0.1, window=70, softcap=20.0), 2, True), (8, 12, [(250, 7)], ops.Mask(0.1), 1, False),
 ]  # fmt: skip
-# Channels, tokens of a block, query heads, sequences, mask, parts, whether there are sinks; format; whether there are slopes
+# Channels, tokens of a block, query heads, sequences, mask, parts; whether with sinks; format; whether with slopes
 CASES: dict[str, list] = {
     "": [(64, 1, 8, RAGGED, LONG, 2, True), (64, 32, 6, PROMPT, SHORT, 1, True, "fp8")],
     "half": [(128, 1, 16, RAGGED, LONG, 2, True), (64, 32, 6, PROMPT, SHORT, 1, True)],
