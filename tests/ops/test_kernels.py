@@ -344,7 +344,7 @@ PAGES_REASONS = [
     ({"kept": jnp.int8, "dim": 128}, None),
     ({"kept": jnp.uint8, "alibi": jnp.zeros(8), "dim": 256}, None),
     ({"kept": jnp.int8, "dtype": jnp.float16}, "become bfloat16"),
-    ({"kept": jnp.float16}, "pages with scales in float16"),
+    ({"kept": jnp.int16}, "pages with scales in int16"),
     ({"kept": jnp.int8, "scales": 2}, "2 and 2 scales"),
     ({"kept": jnp.int8, "latents": 1, "dim": 576, "v_dim": 512}, "latents in 8 bits"),
     ({"v_dim": 32}, "values of their own"),
