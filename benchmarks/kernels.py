@@ -1,0 +1,275 @@
+"""Each implementation of each operation on this GPU, in one run: first whether it is right, then how fast it is.
+
+    python benchmarks/kernels.py [--only TEXT ...] [--minutes 8] [--out benchmarks/results/FILE.md] [--dry]
+
+Speeds are fractions of what this machine reaches in the same run, before and after: a product of matrices, a copy, a sum
+over what is read, exponentials. A case (kernel_cases.py, recurrence_cases.py) is run by all implementations in the table
+of its operation, under whatever names it has, and by peers: a product in bfloat16, `lax.ragged_dot`, and torch's
+attention if torch finds the GPU. An implementation is compared at a small size with the reference in float32 on the CPU;
+what is off, or raises, is not timed. Times are medians of runs of 20 repetitions or more inside of one program; weights
+and pages that a cache could hold are several, taken in turn. Cases that have a target come first; what the minutes do not
+suffice for is listed. The work is done by a process of its own: what ends it, or hangs, is a row, and the next one goes on.
+
+`--dry` needs no GPU: every program is traced and lowered for one, and compiled where XLA:GPU's compiler is installed;
+the small cases are run on the CPU by what serves there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kernel_cases import ATTEND, LONGEST, PAGED, Case, attend, experts, grouped, paged, quantized
+from kernel_report import Row, page, smi, torch_attention, torch_sees_a_gpu, versions
+from kernel_timing import Dry, Job, floors, measured, on_cpu, ways
+from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_served, ssd, ssd_served
+
+from tests.aot import hopper_products, hopper_scans, hopper_ssd
+
+QUIET = {"compile": 240, "run": 60}  # seconds after which a worker that says nothing is ended
+SMALL = 1 / 4096  # of a ceiling's size, in a dry run
+Key = tuple[str, str, str]  # operation, call, implementation or peer
+
+
+def cases() -> list[Case]:
+    """All cases, in the order of what matters: those with a target, then the first two of each kind, then the others."""
+    found: list[tuple[int, Case]] = []
+
+    def add(
+        op: str, names: Any, build: Callable, tolerance: float, targets: Any = (), target: float = 0, to: str = ""
+    ) -> None:
+        for i, name in enumerate(names):
+            goal = target if name in targets else None
+            found.append((goal is None and 1 + (i > 1), Case(name + to, op, partial(build, name), tolerance, goal)))
+
+    add("attend", ATTEND, lambda name, small: attend(name, False, small), 2e-2, LONGEST, 0.78)
+    add("attend", ATTEND, lambda name, small: attend(name, True, small), 3e-2, LONGEST, 0.62, ", backward")
+    add("paged_attention", PAGED, paged, 2e-2, [name for name in PAGED if "64 x 8,192" in name], 0.85)
+    together = [name for name, row in hopper_products.GROUPED.items() if row[-1] in ("glu", "kept")]
+    alone = [name for name in hopper_products.GROUPED if name not in together]
+    add("grouped_matmul", alone, grouped, 2e-2, alone, 0.8)
+    add("grouped_glu", together, grouped, 2e-2, together, 0.8)
+    few = [name for name in hopper_products.QUANTIZED if name.startswith(("8 rows", "64 rows"))]
+    add("quantized_matmul", hopper_products.QUANTIZED, quantized, 2e-2, few, 0.8)
+    add("grouped_matmul", hopper_products.EXPERTS, experts, 2e-2)
+    add("selective_scan", hopper_scans.SCANS, scan, 3e-2)
+    add("ssd", hopper_ssd.CALLS, ssd, 3e-2)
+    add("gated_delta_rule", hopper_products.DELTAS, delta, 4e-2)
+    decays = [name + ", decays of channels" for name in hopper_products.DELTAS]
+    add("gated_delta_rule", [name for name in decays if name not in hopper_products.DELTAS], delta, 4e-2)
+    add("gated_delta_rule", [kind + decays for kind in SERVED for decays in RULES], delta_served, 4e-2)
+    add("ssd", SERVED, ssd_served, 3e-2)
+    add("selective_scan", SERVED, scan_served, 3e-2)
+    return [case for _, case in sorted(found, key=lambda x: x[0])]
+
+
+def keys(case: Case) -> list[Key]:
+    """All ways of a case: those of the table, and peers."""
+    return [(case.op, case.name, way) for way in (*ways(case), *case.build(True).others)]
+
+
+def short(e: BaseException) -> str:
+    """One line of what was raised."""
+    text = " ".join(str(e).split()).replace("|", "/")
+    why = text.partition("cannot serve this call: ")[2].rpartition("; leave it out")[0]
+    return (why or f"{type(e).__name__}: {text}")[:200]
+
+
+def alive() -> bool:
+    """Say whether the device still answers: an illegal access ends it for the process."""
+    try:
+        return int(jnp.ones(8).sum()) == 8
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+def judged(job: Job) -> Row:
+    """Check a way of a case, and time it if it is right."""
+    case, key = job.case, (job.case.op, job.case.name, job.way)
+    off = job.check()
+    if not off <= case.tolerance:
+        return Row(*key, off, case.tolerance, None, None, case.target, failed="wrong, so not timed")
+    seconds, sample = job.time()
+    needs, some = floors(job.full), [float(x) for x in sample[:256]]
+    return Row(*key, off, case.tolerance, seconds, needs, case.target, job.temporaries, sample=some)
+
+
+def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int) -> None:
+    """Measure in batches, whose programs are compiled beside each other before any is timed."""
+    batch = 5 if threads > 1 else 1
+    for some in (chosen[i : i + batch] for i in range(0, len(chosen), batch)):
+        jobs: dict[Key, tuple[Job, Any]] = {}
+        with ThreadPoolExecutor(threads) as pool:
+            for case, key in ((c, key) for c in some for key in keys(c) if key not in done):
+                if time.time() > until:
+                    break
+                say(at=key, doing="compile")
+                try:
+                    job = Job(case, key[2])
+                    jobs[key] = job, pool.submit(job.compile)
+                    if threads == 1:  # so that what ends the process is known
+                        wait([jobs[key][1]])
+                except Exception as e:  # whatever a kernel raises is its row
+                    say(row=Row(*key, target=case.target, failed=short(e)))
+            for key, (_, future) in jobs.items():
+                say(at=key, doing="compile")
+                wait([future])
+        for key, (job, future) in jobs.items():
+            if time.time() > until:
+                return
+            say(at=key, doing="run")
+            try:
+                future.result()
+                say(row=judged(job))
+            except Exception as e:
+                say(row=Row(*key, target=job.case.target, failed=short(e)))
+                if not alive():
+                    sys.exit(3)
+            job.compiled = []
+        for case in some:
+            key = (case.op, case.name, "torch")
+            if case.op == "attend" and key not in done and time.time() < until and torch_sees_a_gpu():
+                say(at=key, doing="run")
+                name, _, backward = case.name.partition(", backward")
+                seconds = torch_attention(ATTEND[name], case.name != name)
+                if seconds is not None:
+                    say(row=Row(*key, seconds=seconds, needs=floors(case.build(False)), target=case.target))
+
+
+def worker(log: Path, chosen: Sequence[Case], until: float, threads: int) -> None:
+    """Measure ceilings and cases; what is found is written to the log line by line, so that nothing is lost."""
+    before = events(log)
+    done = {tuple(e["row"][:3]) for e in before if "row" in e}
+
+    def say(**event: Any) -> None:
+        with log.open("a") as f:
+            f.write(json.dumps(event) + "\n")
+        if row := event.get("row"):
+            known = row.failed or f"{1e3 * row.seconds:.4g} ms, error {row.error}"
+            print(" | ".join(row[:3]), known, file=sys.stderr, flush=True)
+
+    if not any("first" in e for e in before):
+        say(at=("ceilings", "", ""), doing="compile")
+        say(**{"driver, first": smi()}, device=jax.devices()[0].device_kind)
+        say(first=measured())
+    work(chosen, done, until, say, threads)
+    say(at=("ceilings", "", ""), doing="compile")
+    say(last=measured())
+    say(**{"driver, last": smi()})
+
+
+def events(log: Path) -> list[dict[str, Any]]:
+    """Read a log; a line that was not finished is none."""
+    found = []
+    for line in log.read_text().splitlines() if log.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def supervised(command: list[str], log: Path, until: float) -> None:
+    """Run workers until one has done all there is. One that ends, or is silent for long, did so at what it last named."""
+    threads = 8
+    while True:
+        process = subprocess.Popen([*command, "--until", str(until), "--threads", str(threads)])
+        size, quiet, doing = -1, time.time(), "compile"
+        while process.poll() is None:
+            time.sleep(0.2)
+            if (now := log.stat().st_size if log.exists() else 0) != size:
+                size, quiet = now, time.time()
+                doing = next((e["doing"] for e in reversed(events(log)) if "doing" in e), doing)
+            if time.time() - quiet > QUIET[doing] or time.time() > until + 120:
+                process.kill()
+                process.wait()
+        found = events(log)
+        at = next((e for e in reversed(found) if "at" in e), None)
+        if process.returncode == 0 or at is None or at["at"][0] == "ceilings" or time.time() > until:
+            if process.returncode:
+                print(f"the worker ended with {process.returncode}; see above", file=sys.stderr)
+            return
+        if at["doing"] == "compile" and threads > 1:
+            threads = 1  # several compiled: the next worker does one at a time, and shows which it was
+            continue
+        if tuple(at["at"]) not in {tuple(e["row"][:3]) for e in found if "row" in e}:
+            why = "did not end" if process.returncode == -9 else f"ended the process ({process.returncode})"
+            with log.open("a") as f:
+                f.write(json.dumps({"row": Row(*at["at"], failed=f"{why}, at {at['doing']}")}) + "\n")
+        threads = 8
+
+
+def dry(chosen: Sequence[Case]) -> str:
+    """Lower every case for a GPU, and run the small ones here: two tables."""
+    target, lowered, here = Dry(), [], []
+    for case in chosen:
+        for key in keys(case):
+            row = Row(*key, target=case.target)
+            try:
+                job = Job(case, key[2], target)
+                state = f"lowered, {job.count} calls"
+                if target.compiles:
+                    job.compile()
+                    state, row = (
+                        f"compiled, {job.count} calls, {job.loops} loops",
+                        row._replace(temporaries=job.temporaries),
+                    )
+                lowered.append(row._replace(failed=f"not measured: {state}"))
+            except Exception as e:
+                lowered.append(row._replace(failed=f"not measured: {short(e)}"))
+            print(" | ".join(key), lowered[-1].failed, file=sys.stderr, flush=True)
+            try:
+                here.append(on_cpu(case, key[2]))
+            except ValueError as e:
+                if "cannot serve this call" not in str(e):
+                    raise
+    about = {"versions": versions(), "first": measured(SMALL), "device": "small shapes on this CPU: no measurement"}
+    return page(lowered, {"versions": versions(), "device": "no GPU"}, ()) + "\n\n" + page(here, about, ())
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--only", nargs="*", default=[], help="cases whose operation or name has one of these texts")
+    cli.add_argument(
+        "--minutes", type=float, default=8, help="what does not fit is listed as not measured (default: 8)"
+    )
+    cli.add_argument("--out", type=Path, help="also write the result here, as markdown")
+    cli.add_argument("--dry", action="store_true", help="without a GPU: lower all programs, run small ones on the CPU")
+    cli.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    cli.add_argument("--threads", type=int, default=8, help=argparse.SUPPRESS)
+    cli.add_argument("--log", type=Path, help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
+    if args.log:
+        worker(args.log, chosen, args.until, args.threads)
+        return
+    if args.dry:
+        found = dry(chosen)
+    else:
+        until = time.time() + 60 * args.minutes - 15  # for the last ceilings
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            supervised([sys.executable, __file__, "--log", str(log), "--only", *args.only], log, until)
+            said = events(log)
+        rows = [Row(*e["row"]) for e in said if "row" in e]
+        about = {k: v for e in said for k, v in e.items()} | {"versions": versions()}
+        known = {row[:3] for row in rows}
+        left = [": ".join(key[:2]) + f", {key[2]}" for case in chosen for key in keys(case) if key not in known]
+        found = page(rows, about, left)
+    print(found)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()
