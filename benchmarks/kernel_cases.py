@@ -268,7 +268,7 @@ def quantized(name: str, small: bool) -> Problem:
 
     flops, around = 2 * rows * inputs * outputs, 2 * rows * (inputs + outputs)
     run = lambda x, w: ops.einsum("td,fd->tf", x, w)
-    stored = _size(jax.eval_shape(make, jax.random.key(0))[1])
+    stored = _size(jax.eval_shape(lambda: make(jax.random.key(0)))[1])
     others = {"bfloat16": Problem(full, run, flops, 2 * inputs * outputs + around)}
     return Problem(make, run, flops, stored + around, others=others)
 
@@ -289,6 +289,6 @@ def experts(name: str, small: bool) -> Problem:
             _sizes(sizes, rows, groups),
         )
 
-    stored = _size(jax.eval_shape(make, jax.random.key(0))[1]) / groups * _used(rows, groups)
+    stored = _size(jax.eval_shape(lambda: make(jax.random.key(0)))[1]) / groups * _used(rows, groups)
     moved = stored + 2 * rows * (inputs + outputs)
     return Problem(make, lambda *args: ops.grouped_matmul(*args), 2 * rows * inputs * outputs, moved)

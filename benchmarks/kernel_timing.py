@@ -90,11 +90,13 @@ def repeated(p: Problem, count: int) -> Callable:
     """Give a program that calls `count` times, with each set in turn. The barrier makes each round's inputs depend on the
     round before, for the compiler; it costs nothing."""
 
+    call = jax.jit(p.run)  # so that it is traced once
+
     def program(sets: list) -> tuple:
-        outputs = jax.eval_shape(lambda sets: [p.run(*args) for args in sets], sets)
+        outputs = jax.eval_shape(lambda sets: [call(*args) for args in sets], sets)
 
         def body(_: Any, carry: tuple) -> tuple:
-            found = [p.run(*args) for args in carry[0]]
+            found = [call(*args) for args in carry[0]]
             sets = [p.then(args, out) for args, out in zip(carry[0], found, strict=True)]
             return jax.lax.optimization_barrier((sets, found))
 
@@ -105,7 +107,7 @@ def repeated(p: Problem, count: int) -> Callable:
 
 
 def abstract(p: Problem) -> Any:
-    return jax.eval_shape(p.make, jax.random.key(0))
+    return jax.eval_shape(lambda: p.make(jax.random.key(0)))
 
 
 def float32(tree: Any) -> Any:

@@ -145,7 +145,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
                     say(row=Row(*key, seconds=seconds, needs=floors(case.build(False)), target=case.target))
 
 
-def worker(log: Path, chosen: Sequence[Case], until: float, threads: int) -> None:
+def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale: float = 1.0) -> None:
     """Measure ceilings and cases; what is found is written to the log line by line, so that nothing is lost."""
     before = events(log)
     done = {tuple(e["row"][:3]) for e in before if "row" in e}
@@ -160,10 +160,10 @@ def worker(log: Path, chosen: Sequence[Case], until: float, threads: int) -> Non
     if not any("first" in e for e in before):
         say(at=("ceilings", "", ""), doing="compile")
         say(**{"driver, first": smi()}, device=jax.devices()[0].device_kind)
-        say(first=measured())
+        say(first=measured(scale))
     work(chosen, done, until, say, threads)
     say(at=("ceilings", "", ""), doing="compile")
-    say(last=measured())
+    say(last=measured(scale))
     say(**{"driver, last": smi()})
 
 

@@ -42,7 +42,7 @@ def rows(
         y, back = jax.vjp(lambda *x: call(segments, *x), *inputs)
         return y, back(dy)
 
-    _, inputs, y = jax.eval_shape(make, jax.random.key(0))
+    _, inputs, y = jax.eval_shape(lambda: make(jax.random.key(0)))
     moved = _size(inputs) * (1 + 2 * gradient) + _size(y) * (1 + gradient)
     return Problem(make, run, flops * (1 + 2 * gradient), moved, exps * (1 + gradient))
 
@@ -65,7 +65,7 @@ def served(kind: str, state: tuple[int, ...], draw: Callable, op: Callable, smal
         y, carry = op(batch, ops.Carry(State(slots=Slots(None, states))), *inputs)
         return y, carry.slots.ssm
 
-    batch, states, inputs = jax.eval_shape(make, jax.random.key(0))
+    batch, states, inputs = jax.eval_shape(lambda: make(jax.random.key(0)))
     used = _size(states) if block == 1 else _size(states) / slots
     y = jax.eval_shape(run, batch, states, inputs)[0]
     then = lambda args, out: (args[0], out[1], args[2])
