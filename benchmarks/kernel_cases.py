@@ -215,7 +215,10 @@ def grouped(name: str, small: bool) -> Problem:
             join = lambda gate, up: jax.nn.silu(gate) * up
             each = lambda x: join(product(x, gate, sizes), product(x, up, sizes))
             call = each if product else lambda x: ops.grouped_glu(x, gate, up, sizes, join)
-            return call(x) if which == "glu" else jax.vjp(call, x)  # what a backward pass reads is written, too
+            if which == "glu":
+                return call(x)
+            y, back = jax.vjp(call, x)
+            return (y, back(dy)) if small else (y, back)  # what a backward pass reads is written, too
 
         return run
 

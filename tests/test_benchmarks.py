@@ -1,0 +1,95 @@
+"""The benchmark of kernels, which a GPU has for minutes only: all but its numbers is tried here, without one."""
+
+import importlib
+import json
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fdel.ops.dispatch import TABLES
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    timing = importlib.import_module("kernel_timing")
+    monkeypatch.setattr(timing, "MOST", 2)
+    monkeypatch.setattr(timing, "COLD", 1)
+    return importlib.import_module("kernels")
+
+
+def small(case):
+    """The small problem in the place of the whole one."""
+    return replace(case, build=lambda _, build=case.build: build(True))
+
+
+def test_a_worker_checks_then_times_and_says_what_fails(bench, tmp_path):
+    """What is wrong is not timed, what cannot serve says why, and nothing stops the run; the table has fractions."""
+    found = {c.name: small(c) for c in bench.cases() if c.op == "quantized_matmul"}
+    some = [found["8 rows, GPTQ by 32"], replace(found["8 rows, int8"], tolerance=0.0)]
+    log, done = tmp_path / "log", bench.Row("quantized_matmul", "8 rows, int8", "bfloat16", failed="before")
+    known = {"row": done}, {"first": dict.fromkeys(("dot", "copy", "read", "exp"), 1e9)}
+    log.write_text("".join(json.dumps(event) + "\n" for event in known))
+    bench.worker(log, some, time.time() + 100, threads=2, scale=2**-16)
+    events = bench.events(log)
+    rows = [bench.Row(*e["row"]) for e in events if "row" in e]
+    by_way = {(row.call, row.way): row for row in rows}
+    assert len(rows) == len(by_way) == 6
+    right = by_way["8 rows, GPTQ by 32", "xla"]
+    assert 1e-4 < right.error < 0.02 and right.seconds and right.failed is None
+    assert "written for NVIDIA GPUs" in by_way["8 rows, GPTQ by 32", "hopper"].failed
+    wrong = by_way["8 rows, int8", "xla"]
+    assert wrong.failed == "wrong, so not timed" and wrong.error and not wrong.seconds
+    text = bench.page(rows, {k: v for e in events for k, v in e.items()}, ["one more"])
+    assert re.search(r"\| \d+\.\d\d of (dot|copy)[^|]*\| 0\.80 \|", text) and "| before |" in text
+    assert "Not measured, for want of time: one more." in text
+
+
+def test_what_ends_the_process_is_a_row_and_the_next_goes_on(bench, tmp_path, monkeypatch):
+    """While several compile no one is blamed: the next worker does one after the other."""
+    log, script = tmp_path / "log", tmp_path / "worker.py"
+    script.write_text(f"""
+import json, os, sys
+log, threads = open({str(log)!r}, "a+"), sys.argv[-1]
+log.seek(0)
+seen = log.read()
+say = lambda **e: (log.write(json.dumps(e) + "\\n"), log.flush())
+if "crashes" not in seen:
+    say(at=("op", "crashes", "a"), doing="run")
+    os.abort()
+if '"row": ["op", "compiles"' not in seen:
+    say(at=("op", "compiles", threads), doing="compile")
+    os.abort()
+if '"row": ["op", "hangs"' not in seen:
+    say(at=("op", "hangs", "b"), doing="run")
+    import time; time.sleep(60)
+""")
+    monkeypatch.setitem(bench.QUIET, "run", 0.5)
+    bench.supervised([sys.executable, str(script)], log, time.time() + 60)
+    rows = [e["row"] for e in map(json.loads, log.read_text().splitlines()) if "row" in e]
+    assert [row[:3] for row in rows] == [["op", "crashes", "a"], ["op", "compiles", "1"], ["op", "hangs", "b"]]
+    assert "ended the process" in rows[0][9] and "did not end" in rows[2][9]
+
+
+def test_every_kernel_of_a_gpu_has_a_case_that_is_lowered_for_one(bench, monkeypatch):
+    """One of each operation by what is named "hopper", whatever that will be; tables are those of tests/aot."""
+    kernels = {op for op, table in TABLES.items() if "hopper" in table.implementations}
+    assert kernels <= {case.op for case in bench.cases()}
+    monkeypatch.setattr("kernel_timing.COLD", 2e8)
+    case = next(c for c in bench.cases() if c.name == "8 rows, int8")
+    job = bench.Job(case, "hopper", bench.Dry())
+    assert job.sets > 1 and "mosaic_gpu" in job.lowered[0].as_text()
+
+
+def test_torchs_attention_is_timed_at_the_same_shapes(bench):
+    torch = pytest.importorskip("torch")
+    from kernel_report import torch_attention
+
+    assert torch_attention((1, 32, 4, 2, 64, {}, 1), True, device="cpu", repeats=1) > 0
+    assert torch_attention((1, 32, 4, 2, 64, {"window": 4}, 1), False, device="cpu") is None and torch
