@@ -1,6 +1,7 @@
 """The engine against transformers and llama.cpp on one checkpoint in one run: 125M Llama, CPU, float32 or 8 bits.
 
     python benchmarks/engine.py [--only MEASURE ...] [--python PATH ...] [--out benchmarks/results/FILE.md] [--scale 0.25]
+    python benchmarks/engine.py --shape 1b 8b [--kernels paged_attention=hopper ...]
 
 Each measure runs in a process of its own, sides alternating. `decode`: output tokens/s of 1 and 8 sequences after
 prompts of 128, and of 1 with matrices of 8 bits, the head's too (int8; and a8q, which multiplies integers, as llama.cpp
@@ -10,6 +11,9 @@ generate_batch, its continuous batching); `latency`: time to the first token and
 compilation cache; `prefix`: a prompt of 1024 tokens, then again; `drafts`: repetitive text with and without n-gram drafts.
 llama.cpp is looked for in the interpreters of --python as the module
 llama_cpp; its weights need the package gguf here. `--scale` shrinks the model, prompts and outputs, to try the script out.
+
+With --shape fdel alone is measured, with random weights in bfloat16 of the shapes of Llama-3.2-1B and Llama-3.1-8B on the
+default device: prefill, and decode at batch 1, 8 and 64 after prompts of 1,024.
 """
 
 import argparse
@@ -23,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import peers
+import shapes
 from model import CONFIG, publish
 
 MEASURES = (
@@ -262,7 +267,11 @@ def main() -> None:
     cli.add_argument("--python", nargs="*", default=[], help="interpreters that have llama_cpp")
     cli.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
     cli.add_argument("--directory", help=argparse.SUPPRESS)
+    shapes.arguments(cli)
     args = cli.parse_args()
+    if args.shape:
+        shapes.measure_shapes(shapes.served, args)
+        return
     if args.side:
         print(json.dumps(SIDES[args.side](args.only[0], args.directory, args.scale)))
         return

@@ -1,9 +1,14 @@
 """fdel against transformers + torch on one checkpoint in one run: a Llama of 125M parameters, CPU, float32.
 
     python benchmarks/model.py [--out benchmarks/results/FILE.md]
+    python benchmarks/model.py --shape 1b 8b [--kernels attend=hopper ...]
 
 Each measure runs in a process of its own, sides alternating; all threads of the machine are free for it. Prints a
 markdown table: prefill 512, decode at batch 1 and 8, train step 4 x 512 (AdamW), load, peak memory, first token.
+
+With --shape nothing is compared with torch: models of the shapes of Llama-3.2-1B and Llama-3.1-8B with random weights in
+bfloat16, on the default device: tokens/s of the loss and of a training step (of 8b a LoRA step), and the part of the FLOPs
+of a product of matrices in the same run.
 """
 
 import argparse
@@ -156,12 +161,18 @@ def publish(what: str, found: str, out: Path | None) -> None:
 
 
 def main() -> None:
+    import shapes
+
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
     cli.add_argument("--out", type=Path, help="also write the table here")
     cli.add_argument("--side", choices=("torch", "fdel"), help=argparse.SUPPRESS)
     cli.add_argument("--directory", help=argparse.SUPPRESS)
+    shapes.arguments(cli)
     args = cli.parse_args()
+    if args.shape:
+        shapes.measure_shapes(lambda shape, _: shapes.trained(shape), args)
+        return
     if args.side:
         run = torch_side if args.side == "torch" else fdel_side
         print(json.dumps(run(args.only[0], args.directory)))
