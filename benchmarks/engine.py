@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 import peers
-import shapes
 from model import CONFIG, publish
 
 MEASURES = (
@@ -260,6 +259,10 @@ MEASURED = {
 
 
 def main() -> None:
+    if "--shape" in sys.argv:
+        import shapes
+
+        return shapes.main(shapes.served, __doc__)
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
     cli.add_argument("--out", type=Path, help="also write the table here")
@@ -267,11 +270,7 @@ def main() -> None:
     cli.add_argument("--python", nargs="*", default=[], help="interpreters that have llama_cpp")
     cli.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
     cli.add_argument("--directory", help=argparse.SUPPRESS)
-    shapes.arguments(cli)
     args = cli.parse_args()
-    if args.shape:
-        shapes.measure_shapes(shapes.served, args)
-        return
     if args.side:
         print(json.dumps(SIDES[args.side](args.only[0], args.directory, args.scale)))
         return

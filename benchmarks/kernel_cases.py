@@ -60,8 +60,8 @@ PAGED["latents, decode, 64 x 8,192 tokens, 128 heads, int8"] = (64, 1, 8192, 128
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs and a call. `make(key)` draws them, `prepare` computes from them what `run` takes, `then(inputs, output)` are
-    those of the next call. `flops`, `bytes` and `exps` are the least that it needs."""
+    """Inputs and a call. `make(key)` draws them, `prepare` computes from them what `run` takes. `then(inputs, output)`
+    gives the inputs of the next call, and what else is written. `flops`, `bytes` and `exps` are the least that it needs."""
 
     make: Callable[[jax.Array], tuple]
     run: Callable[..., Any]
@@ -69,7 +69,7 @@ class Problem:
     bytes: float
     exps: float = 0
     prepare: Callable[..., tuple] = lambda *x: x
-    then: Callable[[tuple, Any], tuple] = lambda x, _: x
+    then: Callable[[tuple, Any], tuple] = lambda *both: both
     others: Mapping[str, "Problem"] = field(default_factory=dict)  # the same by what is no implementation of a table
 
 
@@ -218,7 +218,8 @@ def grouped(name: str, small: bool) -> Problem:
             if which == "glu":
                 return call(x)
             y, back = jax.vjp(call, x)
-            return (y, back(dy)) if small else (y, back)  # what a backward pass reads is written, too
+            # What a backward pass reads is written, too; its inputs are there already.
+            return (y, back(dy)) if small else (y, [a for a in jax.tree.leaves(back) if a.shape == dy.shape])
 
         return run
 

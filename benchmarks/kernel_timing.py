@@ -93,12 +93,12 @@ def repeated(p: Problem, count: int) -> Callable:
     call = jax.jit(p.run)  # so that it is traced once
 
     def program(sets: list) -> tuple:
-        outputs = jax.eval_shape(lambda sets: [call(*args) for args in sets], sets)
+        each = lambda sets: [p.then(args, call(*args)) for args in sets]
+        outputs = jax.eval_shape(lambda sets: [out for _, out in each(sets)], sets)
 
         def body(_: Any, carry: tuple) -> tuple:
-            found = [call(*args) for args in carry[0]]
-            sets = [p.then(args, out) for args, out in zip(carry[0], found, strict=True)]
-            return jax.lax.optimization_barrier((sets, found))
+            sets, found = zip(*each(carry[0]), strict=True)
+            return jax.lax.optimization_barrier(([*sets], [*found]))
 
         begin = sets, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
         return jax.lax.fori_loop(0, count // len(sets), body, begin)

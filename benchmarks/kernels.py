@@ -16,6 +16,7 @@ the small cases are run on the CPU by what serves there.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_serv
 
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
-QUIET = {"compile": 240, "run": 60}  # seconds after which a worker that says nothing is ended
+QUIET = {"compile": 120, "run": 60}  # seconds after which a worker that says nothing is ended
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
 
@@ -133,7 +134,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
             except Exception as e:
                 say(row=Row(*key, target=job.case.target, failed=short(e)))
                 if not alive():
-                    sys.exit(3)
+                    os._exit(3)  # what is left of the device may wait for ever
             job.compiled = []
         for case in some:
             key = (case.op, case.name, "torch")
@@ -248,6 +249,10 @@ def main() -> None:
     cli.add_argument("--threads", type=int, default=8, help=argparse.SUPPRESS)
     cli.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     args = cli.parse_args()
+    if not args.log:
+        jax.config.update("jax_platforms", "cpu")  # the device's memory is the worker's
+    elif (platforms := jax.config.jax_platforms) and "cpu" not in platforms:
+        jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
     if args.log:
         worker(args.log, chosen, args.until, args.threads)
@@ -260,7 +265,8 @@ def main() -> None:
             log = Path(folder) / "log"
             supervised([sys.executable, __file__, "--log", str(log), "--only", *args.only], log, until)
             said = events(log)
-        rows = [Row(*e["row"]) for e in said if "row" in e]
+        order = {key: i for i, key in enumerate((c.op, c.name) for c in chosen)}
+        rows = sorted((Row(*e["row"]) for e in said if "row" in e), key=lambda row: order.get(row[:2], -1))
         about = {k: v for e in said for k, v in e.items()} | {"versions": versions()}
         known = {row[:3] for row in rows}
         left = [": ".join(key[:2]) + f", {key[2]}" for case in chosen for key in keys(case) if key not in known]

@@ -161,18 +161,16 @@ def publish(what: str, found: str, out: Path | None) -> None:
 
 
 def main() -> None:
-    import shapes
+    if "--shape" in sys.argv:
+        import shapes
 
+        return shapes.main(lambda shape, _: shapes.trained(shape), __doc__)
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
     cli.add_argument("--out", type=Path, help="also write the table here")
     cli.add_argument("--side", choices=("torch", "fdel"), help=argparse.SUPPRESS)
     cli.add_argument("--directory", help=argparse.SUPPRESS)
-    shapes.arguments(cli)
     args = cli.parse_args()
-    if args.shape:
-        shapes.measure_shapes(lambda shape, _: shapes.trained(shape), args)
-        return
     if args.side:
         run = torch_side if args.side == "torch" else fdel_side
         print(json.dumps(run(args.only[0], args.directory)))

@@ -68,7 +68,7 @@ def served(kind: str, state: tuple[int, ...], draw: Callable, op: Callable, smal
     batch, states, inputs = jax.eval_shape(lambda: make(jax.random.key(0)))
     used = _size(states) if block == 1 else _size(states) / slots
     y = jax.eval_shape(run, batch, states, inputs)[0]
-    then = lambda args, out: (args[0], out[1], args[2])
+    then = lambda args, out: ((args[0], out[1], args[2]), out[0])  # states are updated in place
     return Problem(make, run, 0, 2 * used + _size(inputs) + _size(y), then=then)
 
 

@@ -7,6 +7,7 @@ in the same run (kernel_timing).
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -148,15 +149,6 @@ def named(text: str) -> tuple[str, str]:
     return op, name
 
 
-def arguments(cli: argparse.ArgumentParser) -> None:
-    """Add the flags of both scripts."""
-    cli.add_argument(
-        "--shape", nargs="*", choices=tuple(SHAPES), help="these models with random weights on the default device"
-    )
-    cli.add_argument("--kernels", nargs="*", type=named, default=[], metavar="OPERATION=NAME",
-                     help="with --shape: measure also with these implementations, as paged_attention=hopper")  # fmt: skip
-
-
 def compared(measure: Callable, shapes: list[str], kernels: list[tuple[str, str]]) -> str:
     """Measure each model, as it is and with the kernels; what fails is a row."""
     lines = [
@@ -180,8 +172,14 @@ def compared(measure: Callable, shapes: list[str], kernels: list[tuple[str, str]
     return "\n".join([about, *([f"Kernels: {named}."] if kernels else []), "", *lines])
 
 
-def measure_shapes(measure: Callable, args: Any) -> None:
-    """Print the table of the models that were asked for, and write it to --out."""
+def main(measure: Callable, about: str | None) -> None:
+    """Print the table of the models that the command line names, and write it to --out."""
+    cli = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--shape", nargs="+", choices=tuple(SHAPES), required=True, help="with random weights")
+    cli.add_argument("--kernels", nargs="*", type=named, default=[], metavar="OPERATION=NAME",
+                     help="measure also with these implementations, as paged_attention=hopper")  # fmt: skip
+    cli.add_argument("--out", type=Path, help="also write the table here")
+    args = cli.parse_args()
     found = compared(measure, args.shape, args.kernels)
     print(found)
     if args.out:
