@@ -110,7 +110,7 @@ def page(rows: Iterable[Row], about: Mapping[str, Any], left: Iterable[str]) -> 
         parts.append("\n".join(lines))
     parts.append(table(rows, best))
     if left := list(left):
-        parts.append("Not measured, for want of time: " + "; ".join(left) + ".")
+        parts.append("Not measured: " + "; ".join(left) + ".")
     return "\n\n".join(parts)
 
 

@@ -158,6 +158,9 @@ def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale:
             known = row.failed or f"{1e3 * row.seconds:.4g} ms, error {row.error}"
             print(" | ".join(row[:3]), known, file=sys.stderr, flush=True)
 
+    if scale == 1.0 and jax.default_backend() != "gpu":
+        say(device="no GPU: nothing is measured; --dry tries all but that")
+        return
     if not any("first" in e for e in before):
         say(at=("ceilings", "", ""), doing="compile")
         say(**{"driver, first": smi()}, device=jax.devices()[0].device_kind)
