@@ -5,6 +5,7 @@ in the same run (kernel_timing).
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -163,6 +164,7 @@ def compared(measure: Callable, shapes: list[str], kernels: list[tuple[str, str]
                 with ops.use(**chosen):
                     for what, number in measure(shape, chosen):
                         found.setdefault(what, [""] * i).append(number)
+                        print(f"{shape}, {what}: {number}", file=sys.stderr, flush=True)
             except Exception as e:  # out of memory, or a kernel's
                 found.setdefault("failed", [""] * i).append(f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
             found.setdefault("all of it, with compiling, s", [""] * i).append(f"{time.perf_counter() - begin:.0f}")
