@@ -87,6 +87,7 @@ def test_every_kernel_of_a_gpu_has_a_case_that_is_lowered_for_one(bench, monkeyp
     assert job.sets > 1 and "mosaic_gpu" in job.lowered[0].as_text()
 
 
+@pytest.mark.matrix  # torch is imported
 def test_torchs_attention_is_timed_at_the_same_shapes(bench):
     torch = pytest.importorskip("torch")
     from kernel_report import torch_attention

@@ -19,6 +19,14 @@ from fdel.serve import Engine, SamplingParams, Settings
 KERNELS = [(op, name) for op, table in TABLES.items() for name in table.implementations if name in ("hopper", "cudnn")]
 
 
+@pytest.fixture(autouse=True)
+def real_programs():
+    """The suite compiles quickly, with few optimizations; those are part of what is tried here."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture
 def timing(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
