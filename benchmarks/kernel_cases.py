@@ -282,7 +282,7 @@ def experts(name: str, small: bool) -> Problem:
     rows, groups, outputs, inputs, form, group, more = hopper_products.EXPERTS[name]
     if small:
         whole = group == inputs
-        rows, groups, outputs, inputs = 16 if rows < 100 else 150, 4, 256, 320 if inputs % 128 else 512
+        rows, groups, outputs, inputs = 16 if rows < 100 else 152, 4, 256, 320 if inputs % 128 else 512
         group = inputs if whole else group
 
     def make(key: jax.Array) -> tuple:

@@ -7,8 +7,9 @@ over what is read, exponentials. A case (kernel_cases.py, recurrence_cases.py) i
 of its operation, under whatever names it has, and by peers: a product in bfloat16, `lax.ragged_dot`, and torch's
 attention if torch finds the GPU. An implementation is compared at a small size with the reference in float32 on the CPU;
 what is off, or raises, is not timed. Times are medians of runs of 20 repetitions or more inside of one program; weights
-and pages that a cache could hold are several, taken in turn. The first case of each kind comes first, then those with a target; what
-the minutes do not suffice for is listed. The work is done by a process of its own: what ends it, or hangs, is a row, and the next one goes on.
+and pages that a cache could hold are several, taken in turn. The first case of each kind comes first, then those with a
+target; what the minutes do not suffice for is listed. The work is done by a process of its own: what ends it, or hangs,
+is a row, and the next one goes on.
 
 `--dry` needs no GPU: every program is traced and lowered for one, and compiled where XLA:GPU's compiler is installed;
 the small cases are run on the CPU by what serves there.
@@ -42,7 +43,7 @@ Key = tuple[str, str, str]  # operation, call, implementation or peer
 
 
 def cases() -> list[Case]:
-    """All cases in the order of what matters: the first of each kind, those with a target, a second one, then the others."""
+    """All cases, in order: the first of each kind, those with a target, a second of each kind, the others."""
     found: list[tuple[int, Case]] = []
 
     def add(
@@ -50,12 +51,8 @@ def cases() -> list[Case]:
     ) -> None:
         for i, name in enumerate(names):
             goal = target if name in targets else None
-            found.append(
-                (
-                    0 if i == 0 else 1 if goal else 2 + (i > 1),
-                    Case(name + to, op, partial(build, name), tolerance, goal),
-                )
-            )
+            rank = 0 if i == 0 else 1 if goal else 2 + (i > 1)
+            found.append((rank, Case(name + to, op, partial(build, name), tolerance, goal)))
 
     add("attend", ATTEND, lambda name, small: attend(name, False, small), 2e-2, LONGEST, 0.78)
     add("attend", ATTEND, lambda name, small: attend(name, True, small), 3e-2, LONGEST, 0.62, ", backward")
