@@ -191,7 +191,7 @@ def grouped(name: str, small: bool) -> Problem:
     """Groups of rows and their matrices: one of three passes, or gate and up together."""
     rows, groups, outputs, inputs, which = hopper_products.GROUPED[name]
     if small:
-        rows, groups, outputs, inputs = 16 if rows < 100 else 200, 5, 256, 128
+        rows, groups, outputs, inputs = 16 if rows < 100 else 198, 5, 256, 128
     matrices = 2 if which in ("glu", "kept") else 1
 
     def make(key: jax.Array) -> tuple:
@@ -282,7 +282,7 @@ def experts(name: str, small: bool) -> Problem:
     rows, groups, outputs, inputs, form, group, more = hopper_products.EXPERTS[name]
     if small:
         whole = group == inputs
-        rows, groups, outputs, inputs = 16 if rows < 100 else 152, 4, 256, 320 if inputs % 128 else 512
+        rows, groups, outputs, inputs = 16 if rows < 100 else 150, 4, 256, 320 if inputs % 128 else 512
         group = inputs if whole else group
 
     def make(key: jax.Array) -> tuple:

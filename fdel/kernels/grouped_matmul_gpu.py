@@ -125,12 +125,17 @@ def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "ti
     return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, rows)], 1), last[-1:]
 
 
+def _whole(x: Array, least: int) -> Array:
+    """Append rows of no group, up to `least` and to whole tiles of 8 rows, which are what is copied."""
+    return jnp.pad(x, ((0, max(least - len(x), -len(x) % 8)), (0, 0)))
+
+
 def rows_times(x: Array, w: tuple, sizes: Array, t: Tiling, join: tuple[Callable, ...] = (lambda y: y,)) -> tuple:
     """Multiply rows [M inputs] with one matrix or several: [M outputs] for each function of the float32 sums in `join`."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     many = len(x)
-    x = jnp.pad(x, ((0, max(0, t.rows - many)), (0, 0)))
+    x = _whole(x, t.rows)
     table, count = tiles(sizes, len(x), t.rows)
     matrix = (t.width, STEP) if t.turned else (STEP, t.width)
     scratch = memory(x.dtype, (t.parts[0], ROWS, STEP), (len(w) * t.parts[1], *matrix))
@@ -144,7 +149,7 @@ def gradient_of_matrices(x: Array, dy: Array, sizes: Array, interpreted: bool) -
     """Give the gradients of matrices [E N K]: of each the product of dy [rows N] and x [rows K] over its rows."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    x, dy = (jnp.pad(a, ((0, max(0, STEP - len(a))), (0, 0))) for a in (x, dy))
+    x, dy = _whole(x, STEP), _whole(dy, STEP)
     width = WIDTH * (1 + (x.shape[1] % (2 * WIDTH) == 0))
     scratch = memory(x.dtype, (GROUPS, STEP, ROWS), (1, STEP, width)) | {"both": gpu.Barrier(num_arrivals=GROUPS)}
     out = jax.ShapeDtypeStruct((len(sizes), dy.shape[1], x.shape[1]), x.dtype)

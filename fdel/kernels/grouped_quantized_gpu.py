@@ -38,7 +38,8 @@ def product(
 ) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`; sums are float32. tiles(M, rows of one) lists tiles; those of no group give 0."""
     many = len(x)
-    x = jnp.pad(program.laid(x, w, t), ((0, max(0, t.rows - many)), (0, 0)))
+    more = max(t.rows - many, -many % 8)  # what is copied are tiles of 8 rows
+    x = jnp.pad(program.laid(x, w, t), ((0, more), (0, 0)))
     return program.run(x, program.stored(w), x.dtype, t, tiles(len(x), t.rows))[:many]
 
 
