@@ -4,6 +4,7 @@ The program is `paged_program_tpu`; here queries are laid out for it. A *run* is
 blocks that follow each other in one sequence. The query heads of a key head are rows of one tile; if those of a block
 fill more than `TILE`, as 128 heads of latent attention do in a prompt, they are cut in parts, each with its own walk.
 Latent attention (pages without values, which are the first channels of the keys) reads each page once for both products.
+Pages in 8 bits, int8 or e4m3, are copied as they are and become numbers of the queries' dtype in fast memory.
 Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
 """
 
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels import paged_program_tpu as program
 from fdel.kernels.device import no_tpu
+from fdel.ops import quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import NEG, Mask, PerHead
 from fdel.ops.paged import LANES, filled, gathered, spread
@@ -30,18 +32,19 @@ def unsupported(
     """Say why the kernel cannot serve this call, or None."""
     if why := no_tpu():
         return why
-    if state.k_scale is not None or state.v_scale is not None:
-        return "pages in 8 bits; expected the dtype of the queries"
     v = state.k if state.v is None else state.v
-    if not q.dtype == state.k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+    kept = state.k.dtype if state.k_scale is not None and state.k.dtype in (jnp.int8, jnp.uint8) else q.dtype
+    if not kept == state.k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it attends in bfloat16 and float32; found {q.dtype}, {state.k.dtype}, {v.dtype}"
-    width, least = state.k.shape[-1], 32 // q.dtype.itemsize
+    width, least = state.k.shape[-1], 32 // kept.itemsize
     if v.shape != state.k.shape or width % LANES or (state.v is not None and v_dim not in (None, q.shape[-1])):
         return f"rows of {width} and {v.shape[-1]} numbers; expected equal multiples of {LANES}"
     if (values := _values(state, q, v_dim)) % LANES:
         return f"values in the first {values} of {width} channels; expected a multiple of {LANES}"
     if state.k.shape[3] % least:
         return f"pages of {state.k.shape[3]} tokens; expected a multiple of {least}"
+    if why := _scales(state):
+        return why
     fits = _parts(batch, state, q, v_dim)
     if fits is None:
         need = batch.block * _token_bytes(state, q, v_dim) // (q.shape[1] // state.k.shape[2])
@@ -80,6 +83,20 @@ def call(
     out = out if side == 1 else gathered(out, side)
     out = out.reshape(parts, tiles, *out.shape[1:]).transpose(1, 4, 2, 0, 3, 5)
     return out.reshape(blocks * block, -1, out.shape[-1])
+
+
+def _scales(state: Pages) -> str | None:
+    """Say why the scales of pages in 8 bits cannot be read, or None."""
+    if state.k_scale is None:
+        return None
+    n, size = quantized_pages.scales(state.k.shape[-1]), state.k.shape[3]
+    if n > 1 and (state.v is not None or state.k.shape[2] > 1):
+        return f"{n} scales a token for {state.k.shape[2]} heads; expected one, or latents"
+    if LANES % size and size % LANES:
+        return f"pages of {size} tokens in 8 bits; expected a multiple of {LANES}, or what divides it"
+    if (found := state.k_scale.shape[3:]) != (rows := quantized_pages.scale_rows(n, size)):
+        return f"scales in {found[0]} rows of {found[1]}; expected {rows[0]} of {rows[1]}, as TPUs have them"
+    return None
 
 
 def _values(state: Pages, q: Array, v_dim: int | None) -> int:

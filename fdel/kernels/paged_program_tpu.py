@@ -5,13 +5,15 @@ attention (arXiv 2604.15464). A step of the grid serves a run: it walks the page
 one copy, as the page table names it, and while one group of pages is attended to the next one is on its way, also that of
 the next run. The query heads of a key head are rows of one product. Rows of other runs in the same tile see nothing in
 this walk. Pages without values have them in the first channels of the keys, which are then copied once for both products.
+Pages in 8 bits are copied with their scales, and become numbers here: see `paged_formats_tpu`.
 
-Bytes read: keys and values once for each run, 4 * keys * kv_heads * head_dim in bfloat16, of latents 2 * keys * C. FLOPs:
-2 * rows * keys * (channels of keys + channels of values).
+Bytes read: keys and values once for each run, 4 * keys * kv_heads * head_dim in bfloat16, of latents 2 * keys * C; in 8 bits
+half, and 4 bytes for each scale, with as many that are unused. FLOPs: 2 * rows * keys * (channels of keys + channels of values).
 """
 
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import paged_formats_tpu as formats
 from fdel.ops.batch import Pages
 from fdel.ops.mask import NEG, Mask
 from fdel.ops.paged import LANES
@@ -27,10 +30,10 @@ KEYS = 1024  # of a group of pages at most
 GROUP = {True: 2 * 2**20, False: 4 * 2**20}  # its bytes at most, of decoding and of prompts; two groups are in memory
 VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
 ROWS = 512  # of one product at most
+TOGETHER = 8  # pages whose copies set off in a round of a loop
 UNROLL = 8  # products of few rows that are computed side by side
 LOG2E = math.log2(math.e)
-NAMES = "layer spans table q start k v out k_s v_s top total sums turn arrived"  # of arguments, result and memory
-LATENT = "layer spans table q start k out k_s top total sums turn arrived"
+NAMES = "layer spans table q start {pages} out {copies} {read} top total sums turn arrived"  # arguments, result, memory
 
 
 class Tile(NamedTuple):
@@ -59,19 +62,25 @@ def attend(
     blocks, cores = len(table), 2 if tiles % 2 == 0 else 1  # a v5p has two, which share the steps
     each, of_part = blocks // cores, blocks // len(start)
     kinds = [x for x in (state.k, state.v) if x is not None]
-    of_page = len(kinds) * heads * size * width * q.dtype.itemsize
+    scales = [x.reshape(*x.shape[:2], -1, x.shape[4]) for x in (state.k_scale, state.v_scale) if x is not None]
+    of_page = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in (*kinds, *scales))
     group = max(1, min(KEYS // size, GROUP[tile.tokens == 1] // of_page, table.shape[1]))
     of_tile = lambda width: pl.BlockSpec(
         (None, heads, rows, width), lambda c, i, *_: ((c * each + i) // tile.many, 0, 0, 0)
     )
     numbers = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+    names, read = _names(state), []
+    if scales:  # a group's keys as numbers, or what its scores and its probabilities are multiplied with
+        lanes = state.k_scale.shape[4]
+        keys = pltpu.VMEM((heads, -(-group * size // lanes) * lanes), jnp.float32)
+        read = [pltpu.VMEM((group * size, width), q.dtype)] if state.k_scale.shape[3] > 1 else [keys, keys]
     scratch = [
-        *[pltpu.VMEM((2, group, heads, size, width), q.dtype) for _ in kinds],
+        *[pltpu.VMEM((2, group, *x.shape[2:]), x.dtype) for x in (*kinds, *scales)], *read,
         numbers, numbers, pltpu.VMEM((heads, rows, tile.values), jnp.float32),
-        pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2, len(kinds) + len(scales))),
     ]  # fmt: skip
     run = pl.pallas_call(
-        functools.partial(_program, tile=tile),
+        functools.partial(_program, tile=tile, names=names),
         out_shape=jax.ShapeDtypeStruct((*q.shape[:3], tile.values), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -79,7 +88,7 @@ def attend(
             in_specs=[
                 of_tile(width),
                 pl.BlockSpec((None, heads, rows, LANES), lambda c, i, *_: ((c * each + i) // of_part, 0, 0, 0)),
-                *[pl.BlockSpec(memory_space=pl.ANY) for _ in kinds],
+                *[pl.BlockSpec(memory_space=pl.ANY) for _ in (*kinds, *scales)],
             ],
             out_specs=of_tile(tile.values),
             scratch_shapes=scratch,
@@ -90,17 +99,22 @@ def attend(
         name="paged_attention",
     )
     where = jnp.asarray(layer, jnp.int32).reshape(1)
-    return run(where, spans, jnp.clip(table, 0, pages - 1).astype(jnp.int32), q, start, *kinds)
+    return run(where, spans, jnp.clip(table, 0, pages - 1).astype(jnp.int32), q, start, *kinds, *scales)
 
 
-def _program(*refs: Any, tile: Tile) -> None:
+def _names(state: Pages) -> list[str]:
+    """Name what a program gets; arrays that are copied in groups of pages have an end in fast memory, `_s`."""
+    pages = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(state, name) is not None]
+    read = "" if state.k_scale is None else "decoded" if state.k_scale.shape[3] > 1 else "k_times v_times"
+    return NAMES.format(pages=" ".join(pages), copies=" ".join(f"{x}_s" for x in pages), read=read).split()
+
+
+def _program(*refs: Any, tile: Tile, names: list[str]) -> None:
     """Attend from one run to its pages, a group at a time; `refs` are the arguments, the result and the memory."""
     from jax.experimental import pallas as pl
 
-    latent = len(refs) < 15
-    names = (LATENT if latent else NAMES).split()
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    r.copied = [(r.k, r.k_s)] if latent else [(r.k, r.k_s), (r.v, r.v_s)]
+    r.copied = [(getattr(r, name.removesuffix("_s")), getattr(r, name)) for name in names if name.endswith("_s")]
     step, steps = pl.program_id(1), pl.num_programs(1)
     here = pl.program_id(0) * steps + step
     group, size = r.k_s.shape[1], r.k_s.shape[3]
@@ -145,10 +159,12 @@ def _program(*refs: Any, tile: Tile) -> None:
 
 def _fetch(r: Any, at: Any, j: Any, slot: Any, wait: bool = False) -> None:
     """Start, or wait for, the copies of group j of the pages of block `at`."""
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     group = r.k_s.shape[1]
     first = r.spans[at, 3] + j * group
+    count = jnp.minimum(r.spans[at, 4] - first, group)
 
     def one(i: Any, _: None) -> None:
         page = r.table[at, first + i]
@@ -156,44 +172,53 @@ def _fetch(r: Any, at: Any, j: Any, slot: Any, wait: bool = False) -> None:
             copy = pltpu.make_async_copy(pages.at[r.layer[0], page], here.at[slot, i], r.arrived.at[slot, n])
             copy.wait() if wait else copy.start()
 
-    jax.lax.fori_loop(0, jnp.minimum(r.spans[at, 4] - first, group), one, None)
+    if wait:  # a wait counts bytes, so one is enough for a whole group
+
+        @pl.when(count == group)
+        def _() -> None:
+            for n, (_, here) in enumerate(r.copied):
+                pltpu.make_async_copy(here.at[slot], here.at[slot], r.arrived.at[slot, n]).wait()
+
+        pl.when(count < group)(lambda: jax.lax.fori_loop(0, count, one, None))
+        return
+
+    def several(g: Any, _: None) -> None:
+        for i in range(TOGETHER):
+            one(g * TOGETHER + i, None)
+
+    if group >= TOGETHER:
+        jax.lax.fori_loop(0, count // TOGETHER, several, None)
+    jax.lax.fori_loop(count // TOGETHER * TOGETHER if group >= TOGETHER else 0, count, one, None)
 
 
 def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
     """Add the group of pages in `slot`, whose first key is `first`, to the sums of all heads."""
     from jax.experimental import pallas as pl
 
-    mask, values = tile.mask, r.copied[-1][1]  # of latent attention the keys
+    mask = tile.mask
     start, index, count = (r.spans[at, i] for i in range(3))
-    _, group, heads, size, width = r.k_s.shape
+    _, group, heads, size, _ = r.k_s.shape
     rows, keys, end = r.q.shape[1], group * size, start + count
     part = next(n for n in range(min(ROWS, rows), 0, -8) if rows % n == 0)
     parts = rows // part
     work = heads * parts
 
-    @pl.when(first + keys > end)  # what is there may be NaN, and that times 0 too
-    def clear() -> None:
-        def page(i: Any, _: None) -> None:
-            ki = jax.lax.broadcasted_iota(jnp.int32, (heads, size, width), 1) + first + i * size
-            value = values[slot, i]
-            values[slot, i] = jnp.where(ki < end, value, jnp.zeros_like(value))
-
-        jax.lax.fori_loop((end - first) // size, group, page, None)
+    by = mask.scale * (LOG2E if mask.softcap is None else 1 / mask.softcap)
+    read = _read(r, tile, slot, end - first, by)
 
     def head(n: Any) -> None:
         h, mine = n // parts, pl.ds(pl.multiple_of(n % parts * part, 8), part)
-        k = r.k_s[slot, :, h].reshape(keys, width)
-        v = values[slot, :, h, :, : tile.values].reshape(keys, tile.values)
+        k, v, k_times, v_times = read(h)
         x = jax.lax.dot_general(r.q[h, mine], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        if mask.softcap is None:
-            x = x * (mask.scale * LOG2E)
-        else:
-            x = jnp.tanh(x * (mask.scale / mask.softcap)) * (mask.softcap * LOG2E)
+        x = x * k_times
+        if mask.softcap is not None:
+            x = jnp.tanh(x) * (mask.softcap * LOG2E)
         x = jnp.where(_seen(mask, tile.tokens, n % parts * part, x.shape, (start, index, count, first)), x, NEG)
         old = r.top[h, mine]
         new = jnp.maximum(old, x.max(1, keepdims=True))
         decay, p = jnp.exp2(old - new), jnp.exp2(x - jnp.maximum(new[:, :1], NEG / 2))
         r.top[h, mine], r.total[h, mine] = new, r.total[h, mine] * decay + p.sum(1, keepdims=True)
+        p = p if v_times is None else p * v_times
         more = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         r.sums[h, mine] = r.sums[h, mine] * decay[:, :1] + more
 
@@ -204,6 +229,39 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
             head(g * some + i)
 
     jax.lax.fori_loop(0, work // some, several, None)
+
+
+def _read(r: Any, tile: Tile, slot: Any, count: Any, by: float) -> Callable:
+    """Prepare the group in `slot`, of which no token has more than `count` keys, and give what reads a head of it.
+
+    That gives keys, values, and what to multiply scores and probabilities with; scores also with `by`.
+    """
+    from jax.experimental import pallas as pl
+
+    _, group, heads, size, width = r.k_s.shape
+    keys, dtype, values = group * size, r.q.dtype, getattr(r, "v_s", r.k_s)
+    raw = lambda h: (r.k_s[slot, :, h], values[slot, :, h, :, : tile.values])
+    flat = lambda x: x.reshape(keys, x.shape[-1])
+    if hasattr(r, "decoded"):
+        formats.decoded(r.k_s, r.k_scale_s, r.decoded, slot, count)
+        return lambda h: (r.decoded[...], r.decoded[:, : tile.values], by, None)
+    if hasattr(r, "k_times"):
+        unit = formats.unit(r.k_s.dtype)
+        formats.factors(r.k_scale_s, r.k_times, slot, size, by * unit)
+        formats.factors(getattr(r, "v_scale_s", r.k_scale_s), r.v_times, slot, size, unit, count)
+        times = lambda h: (x[pl.ds(h, 1), :keys] for x in (r.k_times, r.v_times))
+        return lambda h: (*(formats.numbers(flat(x), dtype) for x in raw(h)), *times(h))
+
+    @pl.when(count < keys)  # what is there may be NaN, and that times 0 too
+    def clear() -> None:
+        def page(i: Any, _: None) -> None:
+            ki = jax.lax.broadcasted_iota(jnp.int32, (heads, size, width), 1) + i * size
+            value = values[slot, i]
+            values[slot, i] = jnp.where(ki < count, value, jnp.zeros_like(value))
+
+        jax.lax.fori_loop(count // size, group, page, None)
+
+    return lambda h: (*map(flat, raw(h)), by, None)
 
 
 def _seen(mask: Mask, tokens: int, row: Any, shape: tuple[int, ...], run: tuple) -> Array:

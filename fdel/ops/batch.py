@@ -139,13 +139,14 @@ class Paged:
 class Pages:
     """Key/value cache of all attention layers. `v` is None where values are a prefix of keys (MLA latents).
 
-    A cache in 8 bits has scales for each token and head (`ops.quantized_pages`); other caches have none.
+    A cache in 8 bits has scales for each token and head (`ops.quantized_pages`, of TPUs in rows of whole registers: its
+    `scale_rows`); other caches have none.
     """
 
     k: Float[Array, "layers pages kv_heads page head_dim"]
     v: Float[Array, "layers pages kv_heads page head_dim"] | None
-    k_scale: Float[Array, "layers pages kv_heads scales page"] | None = None
-    v_scale: Float[Array, "layers pages kv_heads scales page"] | None = None
+    k_scale: Float[Array, "layers pages kv_heads rows lanes"] | None = None
+    v_scale: Float[Array, "layers pages kv_heads rows lanes"] | None = None
 
 
 class Place(NamedTuple):

@@ -73,9 +73,15 @@ def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | Non
         x = filled(x.reshape(len(x), heads, -1), pages.shape[-1])
         if scales is None:
             return pages.at[where].set(x.astype(pages.dtype), mode="drop"), None
-        values, scale = quantized_pages.encode(x, pages.dtype, scales.shape[3])
+        n = quantized_pages.scales(pages.shape[-1])
+        values, scale = quantized_pages.encode(x, pages.dtype, n)
         put = pages.at[where].set(values, mode="drop")
-        return put, scales.at[layer, page, :, :, offset].set(scale, mode="drop")
+        if n == 1 or scales.shape[4] == size:
+            return put, scales.at[layer, page, :, :, offset].set(scale, mode="drop")
+        row, first = quantized_pages.scale_places(n, size, scales.shape[3])
+        each = lambda x: x[:, None, None]
+        at = layer, each(page), jnp.arange(heads)[:, None], row, first + each(offset)
+        return put, scales.at[at].set(scale, mode="drop")
 
     keys, k_scale = put(state.k, state.k_scale, k)
     if state.v is None or v is None:
@@ -91,7 +97,8 @@ def _load(pages: Array, scales: Array | None, layer: Any, ids: Array, dtype: Any
     else:
         x = pages.at[layer, ids[:, None], jnp.arange(pages.shape[2])[:, None]].get(mode="clip")
     if scales is not None:
-        scale = scales.at[layer, ids].get(mode="clip").transpose(0, 2, 1, 4, 3)
+        scale = scales.at[layer, ids].get(mode="clip").swapaxes(1, 2)
+        scale = quantized_pages.page_scales(scale, quantized_pages.scales(x.shape[-1]), x.shape[-2])
         x = quantized_pages.decode(x, scale, dtype)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 

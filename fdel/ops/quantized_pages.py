@@ -6,18 +6,49 @@ So pages never need other scales later, and what a page holds depends on its tok
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
+from fdel.ops import platform
 from fdel.ops.weights import from_e4m3, split
 
 # format -> (dtype of the pages, the greatest value). fp8 is e4m3, kept as its bits, which XLA:CPU reads faster.
 FORMATS = {"int8": ("int8", 127.0), "fp8": ("uint8", 448.0)}
 WIDE, GROUP = 256, 64  # longer vectors (MLA: latents beside rotary keys) have a scale for every 64 channels
+LANES, SUBLANES = 128, 8  # of a TPU's registers
 
 
 def scales(size: int) -> int:
     """How many scales a vector of `size` channels has."""
     return size // GROUP if size > WIDE and size % GROUP == 0 else 1
+
+
+def scale_rows(n: int, page: int) -> tuple[int, int]:
+    """Give rows and row length in which a page keeps `n` scales a token: each scale is a row of the page's tokens.
+
+    On TPUs whole registers, whatever is left over of them unused: else XLA:TPU makes the pages the innermost axis, and each
+    step copies all scales. Several scales share a row there as many times as a page fits one: scale i stands in row
+    i % rows, from token (i // rows) * page.
+    """
+    if platform.target() != "tpu":
+        return n, page
+    lanes = -(-page // LANES) * LANES
+    return 1 if n == 1 else -(-n // (lanes // page * SUBLANES)) * SUBLANES, lanes
+
+
+def scale_places(n: int, page: int, rows: int) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Give the row of each scale and where the page's first token has it there."""
+    i = jnp.arange(n)
+    return i % rows, i // rows * page
+
+
+def page_scales(kept: Float[Array, "... rows lanes"], n: int, page: int) -> Float[Array, "... page n"]:
+    """Read the scales of a page's tokens, as `scale_rows` has them."""
+    rows, lanes = kept.shape[-2:]
+    if lanes != page:
+        side = lanes // page
+        kept = kept[..., : side * page].reshape(*kept.shape[:-1], side, page).swapaxes(-2, -3)
+        kept = kept.reshape(*kept.shape[:-3], side * rows, page)[..., :n, :]
+    return kept.swapaxes(-1, -2)
 
 
 def encode(x: Float[Array, "... H"], dtype: np.dtype, n: int) -> tuple[Integer[Array, "... H"], Float[Array, "... n"]]:

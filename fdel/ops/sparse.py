@@ -111,7 +111,10 @@ def _read(pages: Pages, layer: Any, ids: Array, offsets: Array, like: Array) -> 
     """Read single tokens of pages with one head, [... channels], as numbers and as many of them as queries `like` have."""
     x = pages.k.at[layer, ids, 0, offsets].get(mode="clip")
     if pages.k_scale is not None:
-        scale = pages.k_scale.at[layer, ids, 0, :, offsets].get(mode="clip")
+        n, (rows, _) = quantized_pages.scales(x.shape[-1]), pages.k_scale.shape[3:]
+        row, first = quantized_pages.scale_places(n, pages.k.shape[3], rows)
+        each = lambda x: x[..., None]
+        scale = pages.k_scale.at[layer, each(ids), 0, row, first + each(offsets)].get(mode="clip")
         x = quantized_pages.decode(x, scale, like.dtype)
     return x[..., : like.shape[-1]].astype(like.dtype)
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fdel import aot, ops, params
 from fdel.kernels import paged_attention_tpu as kernel
 from fdel.kernels import paged_program_tpu as program
+from fdel.ops import platform, quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.paged import paged_attention
 
@@ -34,6 +35,15 @@ CALLS = {
     "decode, latents": (64, 8192, 64, 1, 128, 576),
     "decode, latents, 16 heads": (64, 8192, 64, 1, 16, 576),
     "prefill, latents": (1, 4096, 64, 1, 128, 576),
+    "decode, int8": (64, 8192, 64, 8, 4, 128),
+    "decode, fp8": (64, 8192, 64, 8, 4, 128),
+    "decode, one key head, int8": (64, 8192, 64, 1, 4, 128),
+    "prefill, int8": (1, 4096, 64, 8, 4, 128),
+    "prefill, fp8": (1, 4096, 64, 8, 4, 128),
+    "decode, latents, int8": (64, 8192, 64, 1, 128, 576),
+    "decode, latents, 16 heads, int8": (64, 8192, 64, 1, 16, 576),
+    "decode, latents, 16 heads, fp8": (64, 8192, 64, 1, 16, 576),
+    "prefill, latents, int8": (1, 4096, 64, 1, 128, 576),
 }
 LATENT = 512  # channels of values, the first of keys of 576
 BLOCK = 32  # tokens of a block of a prompt
@@ -49,16 +59,23 @@ def lower(chip: str, name: str, impl: str, length: int):
     v_dim = LATENT if "latents" in name else None
     side = max(1, 128 // dim)
     row = -(-dim // 128) * 128 if v_dim else dim * side
-    pages = put(jnp.bfloat16, 2, sequences * length // page, heads // side, page, row)
+    shape = 2, sequences * length // page, heads // side, page
+    format = next((format for format in quantized_pages.FORMATS if name.endswith(format)), None)
+    kept = put(jnp.bfloat16 if format is None else quantized_pages.FORMATS[format][0], *shape, row)
+    with platform.tracing_for("tpu"):
+        rows = quantized_pages.scale_rows(quantized_pages.scales(row), page)
+    scales = None if format is None else put(jnp.float32, *shape[:3], *rows)
+    second = (lambda x: None) if v_dim else (lambda x: x)
+    pages = Pages(kept, second(kept), scales, second(scales))
     ints = lambda *shape: put(jnp.int32, *shape)
     batch = Paged(ints(blocks * block), ints(blocks, length // page), ints(blocks), block)
 
-    def call(batch, k, v, q):
+    def call(batch, pages, q):
         with ops.use(paged_attention=impl):
-            return paged_attention(batch, Pages(k, None if v_dim else v), 1, q, mask=ops.Mask(0.1), v_dim=v_dim)
+            return paged_attention(batch, pages, 1, q, mask=ops.Mask(0.1), v_dim=v_dim)
 
     q = put(jnp.bfloat16, blocks * block, heads * group, dim)
-    return aot.compile(target, jax.jit(call), batch, pages, pages, q, mesh=mesh)
+    return aot.compile(target, jax.jit(call), batch, pages, q, mesh=mesh)
 
 
 def parts(text: str) -> list[tuple[int, int, str]]:
@@ -72,24 +89,33 @@ def parts(text: str) -> list[tuple[int, int, str]]:
     return [(depth, n, ops) for depth, n, ops in loops]
 
 
-def bundles(text: str) -> tuple[int, int, int, int]:
+def bundles(text: str) -> tuple[int, int, float, int]:
     """Count the bundles of a step of the grid, of a group of pages, of a page, and of products in a loop of their own."""
     loops = parts(text)
     inner = [(n, "vmatmul" in ops, "dma" in ops) for depth, n, ops in loops if depth == 3]
-    products, page = (sum(n for n, *kinds in inner if kinds[i]) for i in (0, 1))
+    products = sum(n for n, matmul, _ in inner if matmul)
+    starts = [(n, ops.count("dma.hbm_to_vmem")) for depth, n, ops in loops if depth == 3]  # of some pages, or of one
+    starts = [(n, copies) for n, copies in starts if copies]
+    page = min(n * min(c for _, c in starts) / copies for n, copies in starts)  # a whole group is waited for at once
     clear = sum(n for n, *kinds in inner if not any(kinds))  # of what no token wrote: in the last page of a sequence
-    step, group = (sum(n for depth, n, _ in loops if depth == d) for d in (1, 2))
+    # Loops that start copies before a walk are of the first step, and of rows without tokens.
+    step, group = (sum(n for depth, n, ops in loops if depth == d and (d == 1 or "hbm_to" not in ops)) for d in (1, 2))
     return step + clear, group, page, products
 
 
-def estimate(chip: str, name: str, counted: tuple[int, int, int, int]) -> tuple[float, float]:
+def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tuple[float, float]:
     """Give the seconds of a call, and the floor: of its bytes, or of its FLOPs if they take longer."""
     sequences, length, page, heads, group, dim = CALLS[name]
     about, (step, each, one, products), prefill = aot.CHIPS[chip], counted, "prefill" in name
     # Bytes of a token that are needed and those that are copied, in rows of whole lanes; channels of keys and values.
+    few = name.endswith(tuple(quantized_pages.FORMATS))
     needed, token, channels = 4 * heads * dim, 4 * heads * dim, 2 * dim
+    if few:  # a scale of 4 bytes, in rows of which a page fills a part
+        needed, token = 2 * heads * (dim + 4), 2 * heads * (dim + 4 * 128 // page)
     if latents := "latents" in name:
         needed, token, channels = 2 * dim, 2 * (dim + -dim % 128), dim + LATENT
+        if few:
+            needed, token = dim + 4 * dim // 64, dim + -dim % 128 + 4 * 8 * 128 // page
     pages = max(1, min(program.KEYS // page, program.GROUP[not prefill] // (page * token), length // page))
     keys = pages * page
     tile, walks = (BLOCK, 2) if latents else (kernel.TOKENS, 1)  # tokens of a prompt, and parts of its heads

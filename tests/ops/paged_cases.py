@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
+from fdel.ops import quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import Mask
+from fdel.ops.platform import tracing_for
 
 
 class Sizes(NamedTuple):
@@ -44,7 +47,31 @@ def formula(q, k, v, position: int, mask: Mask, sink: float) -> np.ndarray:
     return (p / p.sum())[:-1] @ v[seen]
 
 
-def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtype, sinks: bool = True) -> Case:
+class Bits:
+    """Pages in 8 bits as TPUs have them: any bytes where no token is, and NaN scales."""
+
+    def __init__(self, shape: tuple[int, ...], format: str):
+        self.dtype, self.n = jnp.dtype(quantized_pages.FORMATS[format][0]), quantized_pages.scales(shape[-1])
+        self.read = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}[format]
+        self.values = np.random.default_rng(1).integers(0, 256, shape, np.uint8).view(self.dtype)
+        with tracing_for("tpu"):
+            rows = quantized_pages.scale_rows(self.n, shape[-2])
+        self.scales = np.full((*shape[:3], *rows), np.nan, np.float32)
+        self.places = [tuple(map(int, x)) for x in zip(*quantized_pages.scale_places(self.n, shape[-2], rows[0]), strict=True)]
+
+    def put(self, page: int, x: np.ndarray) -> np.ndarray:
+        """Write the first tokens of layer 1's page, [heads tokens channels], and give what it then holds, in float64."""
+        values, scales = map(np.asarray, quantized_pages.encode(jnp.asarray(x, jnp.float32), self.dtype, self.n))
+        self.values[1, page, :, : x.shape[1]] = values
+        for i, (row, first) in enumerate(self.places):
+            self.scales[1, page, :, row, first : first + x.shape[1]] = scales[..., i]
+        parts = values.view(self.read).astype(np.float64).reshape(*scales.shape, -1)
+        return (parts * scales[..., None]).reshape(x.shape)
+
+
+def case(
+    sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtype, sinks: bool = True, format: str = ""
+) -> Case:
     """Sequences of (length, new tokens) in blocks of `block`; none has pages 0 and 1, whose layer 0 is NaN as well."""
     r = np.random.default_rng(0)
     kv_heads, dim, side, page, width, latent = sizes
@@ -52,7 +79,8 @@ def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtyp
     total = len(sequences) * width + 2
     draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), dtype), np.float64)
     row = -(-dim // 128) * 128 if latent else dim * side
-    k, v = (np.full((2, total, kv_heads // side, page, row), np.nan) for _ in range(2))
+    shape = 2, total, kv_heads // side, page, row
+    k, v = (Bits(shape, format) if format else np.full(shape, np.nan) for _ in range(2))
     table, free = np.full((len(blocks), width), total), iter(r.permutation(total))
     q, sink = draw(len(blocks) * block, heads, dim), r.normal(size=heads) if sinks else np.full(heads, -np.inf)
     positions, want, past = np.full((len(blocks), block), -1), np.zeros((*q.shape[:2], latent or dim)), []
@@ -67,7 +95,11 @@ def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtyp
             for pages, x in [*zip((k, v), past[-1], strict=True)][: 1 if latent else 2]:
                 rows = np.zeros((len(x[part]), kv_heads // side, row))
                 rows[..., : dim * side] = x[part].reshape(-1, kv_heads // side, dim * side)
-                pages[1, table[mine[0], j], :, : len(rows)] = rows.swapaxes(0, 1)
+                if format:
+                    held = pages.put(table[mine[0], j], rows.swapaxes(0, 1)).swapaxes(0, 1)
+                    x[part] = held[..., : dim * side].reshape(x[part].shape)
+                else:
+                    pages[1, table[mine[0], j], :, : len(rows)] = rows.swapaxes(0, 1)
     for b, (i, j) in enumerate(blocks):
         length, new = sequences[i]
         for t in range(min(block, new - j)):
@@ -78,7 +110,9 @@ def case(sizes: Sizes, block: int, heads: int, sequences: list, mask: Mask, dtyp
                 want[row, n] = formula(q[row, n], keys, values, positions[b, t], mask, sink[n])
     ints = lambda x: jnp.asarray(x, jnp.int32)
     batch = Paged(ints(positions.reshape(-1)), ints(table), ints([i for i, _ in blocks]), block)
-    arrays = (None if latent and x is v else jnp.asarray(x, dtype) for x in (k, v))
+    kept = [None if latent and x is v else x for x in (k, v)]
+    arrays = [None if x is None else jnp.asarray(x.values) if format else jnp.asarray(x, dtype) for x in kept]
+    arrays += [None if x is None else jnp.asarray(x.scales) for x in kept if format]
     return Case(
         batch, Pages(*arrays), jnp.asarray(q, dtype), jnp.asarray(sink, jnp.float32), want, positions.ravel() >= 0
     )

@@ -258,8 +258,8 @@ def quantized(state_spec: ops.State, format: str | None) -> ops.State:
 
     def scales(p: Param) -> Param:
         layers, pages, heads, page, _ = p.axes.split()
-        shape = (*p.shape[:3], quantized_pages.scales(p.shape[-1]), p.shape[3])
-        return Param(f"{layers} {pages} {heads} scales {page}", shape, zeros, dtype="float32")
+        shape = quantized_pages.scale_rows(quantized_pages.scales(p.shape[-1]), p.shape[3])
+        return Param(f"{layers} {pages} {heads} scales {page}", (*p.shape[:3], *shape), zeros, dtype="float32")
 
     values = lambda p: replace(p, dtype=quantized_pages.FORMATS[format][0])
     pool = lambda p: ops.Pages(*jax.tree.map(values, (p.k, p.v)), *jax.tree.map(scales, (p.k, p.v)))
