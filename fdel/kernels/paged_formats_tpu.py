@@ -74,6 +74,8 @@ def decoded(stored: Any, kept: Any, out: Any, slot: Any, count: Any) -> None:
         for c in range(0, width, LANES):
             x = numbers(stored[slot, i, 0, :, c : c + LANES], jnp.float32) * unit(stored.dtype)
             both = jnp.where(lane < GROUP, scale(c // GROUP), scale(c // GROUP + 1))
-            out[pl.ds(pl.multiple_of(i * size, size), size), c : c + LANES] = jnp.where(here, x * both, 0).astype(out.dtype)
+            out[pl.ds(pl.multiple_of(i * size, size), size), c : c + LANES] = jnp.where(here, x * both, 0).astype(
+                out.dtype
+            )
 
     jax.lax.fori_loop(0, group, page, None)

@@ -45,6 +45,7 @@ CALLS = {
     "decode, latents, 16 heads, fp8": (64, 8192, 64, 1, 16, 576),
     "prefill, latents, int8": (1, 4096, 64, 1, 128, 576),
 }
+FEW = tuple(quantized_pages.FORMATS)  # ends of names whose pages are in 8 bits
 LATENT = 512  # channels of values, the first of keys of 576
 BLOCK = 32  # tokens of a block of a prompt
 
@@ -60,7 +61,7 @@ def lower(chip: str, name: str, impl: str, length: int):
     side = max(1, 128 // dim)
     row = -(-dim // 128) * 128 if v_dim else dim * side
     shape = 2, sequences * length // page, heads // side, page
-    format = next((format for format in quantized_pages.FORMATS if name.endswith(format)), None)
+    format = next((format for format in FEW if name.endswith(format)), None)
     kept = put(jnp.bfloat16 if format is None else quantized_pages.FORMATS[format][0], *shape, row)
     with platform.tracing_for("tpu"):
         rows = quantized_pages.scale_rows(quantized_pages.scales(row), page)
@@ -108,7 +109,7 @@ def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tupl
     sequences, length, page, heads, group, dim = CALLS[name]
     about, (step, each, one, products), prefill = aot.CHIPS[chip], counted, "prefill" in name
     # Bytes of a token that are needed and those that are copied, in rows of whole lanes; channels of keys and values.
-    few = name.endswith(tuple(quantized_pages.FORMATS))
+    few = name.endswith(FEW)
     needed, token, channels = 4 * heads * dim, 4 * heads * dim, 2 * dim
     if few:  # a scale of 4 bytes, in rows of which a page fills a part
         needed, token = 2 * heads * (dim + 4), 2 * heads * (dim + 4 * 128 // page)
@@ -136,11 +137,13 @@ def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tupl
 
 
 def main(chip: str, only: str = "") -> None:
-    """Print one line of JSON for each call: bundles, estimate, floor and XLA's estimate for the reference, in seconds."""
+    """Print one line of JSON for each call: bundles, estimate, floor and XLA's estimate for the reference, in seconds.
+
+    Without `only`, a part of names, those of pages in 8 bits are left out."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
-        for name in [name for name in CALLS if not only or only in name]:
+        for name in [name for name in CALLS if (only in name if only else not name.endswith(FEW))]:
             lower(chip, name, "mosaic", CALLS[name][1])
             found = [x for x in Path(folder).glob("*paged_attention*-final_bundles.txt") if "analysis" not in x.name]
             counted = bundles(max(found, key=lambda x: x.name).read_text())

@@ -160,22 +160,41 @@ def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(name, devices, c
 
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
-def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip):
+@pytest.mark.parametrize("only", ["", pytest.param("8", marks=pytest.mark.matrix)], ids=["whole", "8 bits"])
+def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, only):
     """Decoding: 1.3 times the floor, with one key head of few query heads 1.4. XLA's takes longer.
 
-    Prompts are bound by vector operations, of latents on a v5p by products: 1.5."""
-    command = [sys.executable, "-m", "tests.aot.bundles", chip]
+    Prompts are bound by vector operations, of latents on a v5p by products: 1.5. Of pages in 8 bits, one key head is bound by
+    requests for copies, and of latents what makes them numbers: 2.4, and 1.5."""
+    command = [sys.executable, "-m", "tests.aot.bundles", chip, only]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     calls = {x["call"]: x for x in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
-    assert len(calls) == 9
+    assert len(calls) == 9  # of either kind
     for name, x in calls.items():
         print(name, {k: x[k] for k in ("bundles", "estimate", "floor", "xla")})
         latents = 1.5 if chip == "v5p" else 2.5
-        most = {"prefill": 6, "prefill, latents": latents, "decode, one key head": 1.4}.get(name, 1.3)
+        most = {"prefill": 6, "prefill, latents": latents, "decode, one key head": 2.4 if only else 1.4}
+        most = most.get(name.removesuffix(", int8").removesuffix(", fp8"), 1.5 if only and "latents" in name else 1.3)
         assert x["estimate"] <= most * x["floor"] and 2 * x["estimate"] < x["xla"]
+
+
+@pytest.mark.aot
+@pytest.mark.matrix
+@pytest.mark.parametrize("chip", ["v5p"], indirect=True)
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_a_decode_step_over_pages_in_8_bits_copies_neither_them_nor_scales(kv, devices, chip, record_property):
+    """The kernel in each layer, on one chip and on eight; as many temporaries as beside bfloat16."""
+    plain, _ = row(record_property, "llama-1b-h128", "decode", chip, devices)
+    how = aot.Serving("tp=8" if devices > 1 else "fsdp=1", 64, 1024, kv=kv)
+    c, cache = aot.serving(target(chip, devices), *model("llama-1b-h128"), how, "decode")
+    note(record_property, "llama-1b-h128", f"decode {kv}", chip, devices, c, cache)
+    assert len(re.findall(r"custom-call\(.*tpu_custom_call", c.text)) >= 1
+    assert copies(c.text, 64 * 16 * 8 // devices * 128) == 0  # numbers of all scales of a layer's keys
+    assert c.temporaries <= 1.1 * plain.temporaries and c.loops == plain.loops
 
 
 @pytest.mark.aot

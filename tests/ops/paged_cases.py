@@ -57,7 +57,9 @@ class Bits:
         with tracing_for("tpu"):
             rows = quantized_pages.scale_rows(self.n, shape[-2])
         self.scales = np.full((*shape[:3], *rows), np.nan, np.float32)
-        self.places = [tuple(map(int, x)) for x in zip(*quantized_pages.scale_places(self.n, shape[-2], rows[0]), strict=True)]
+        self.places = [
+            tuple(map(int, x)) for x in zip(*quantized_pages.scale_places(self.n, shape[-2], rows[0]), strict=True)
+        ]
 
     def put(self, page: int, x: np.ndarray) -> np.ndarray:
         """Write the first tokens of layer 1's page, [heads tokens channels], and give what it then holds, in float64."""

@@ -131,11 +131,14 @@ REASONS = [
     ({"alibi": jnp.zeros(8)}, "alibi"),
     ({"v_dim": 32}, "values in the first 32 of 128 channels"),
     ({"v_dim": 512, "dim": 576, "row": 576}, "rows of 576"),
-    ({"scale": True}, "8 bits"),
+    ({"bits": (64, 64)}, "scales in 1 rows of 64"),
+    ({"bits": (48, 128)}, "pages of 48 tokens"),
+    ({"bits": (64, 128), "dim": 512, "row": 512}, "8 scales a token"),
     ({"width": 2**16}, "a page table of"),
     ({"block": 8192}, "blocks of 8192 tokens"),
     pytest.param({}, None, marks=NAMED),
     pytest.param({"dim": 64}, None, marks=NAMED),
+    pytest.param({"bits": (64, 128)}, None, marks=NAMED),
     pytest.param({"dim": 576, "v_dim": 512}, None, marks=NAMED),
     pytest.param({"dim": 576, "v_dim": 512, "block": 32, "heads": 128}, None, marks=NAMED),
 ]
@@ -147,8 +150,10 @@ def test_the_kernel_says_what_it_cannot_serve(call, reason):
     block = call.get("block", 1)
     q = jax.ShapeDtypeStruct((2 * block, call.get("heads", 8), dim), dtype)
     row = call.get("row", {64: 128, 576: 640}.get(dim, dim))
-    pages = jax.ShapeDtypeStruct((2, 5, 2, call.get("size", 64), row), dtype)
-    cache = Pages(pages, None if "v_dim" in call else pages, pages if "scale" in call else None)
+    size, lanes = call.get("bits", (call.get("size", 64), 0))
+    pages = jax.ShapeDtypeStruct((2, 5, 2, size, row), jnp.int8 if lanes else dtype)
+    scales = jax.ShapeDtypeStruct((2, 5, 2, 1, lanes), jnp.float32) if lanes else None
+    cache = Pages(pages, None if "v_dim" in call else pages, scales, scales)
     table = jax.ShapeDtypeStruct((2, call.get("width", 2)), int)
     batch = Paged(jnp.zeros(2 * block, int), table, jnp.arange(2), block)
     given = dict(mask=ops.Mask(0.1), alibi=call.get("alibi"), v_dim=call.get("v_dim"))
