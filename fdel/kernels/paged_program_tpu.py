@@ -7,8 +7,8 @@ the next run. The query heads of a key head are rows of one product. Rows of oth
 this walk. Pages without values have them in the first channels of the keys, which are then copied once for both products.
 Pages in 8 bits are copied with their scales, and become numbers here: see `paged_formats_tpu`.
 
-Bytes read: keys and values once for each run, 4 * keys * kv_heads * head_dim in bfloat16, of latents 2 * keys * C; in 8 bits
-half, and 4 bytes for each scale, with as many that are unused. FLOPs: 2 * rows * keys * (channels of keys + channels of values).
+Bytes read: keys and values once for each run, 4 * keys * kv_heads * head_dim in bfloat16, of latents 2 * keys * C; in 8
+bits half, and 4 bytes for each scale, with as many that are unused. FLOPs: 2 * rows * keys * (channels of keys + of values).
 """
 
 import functools
@@ -197,8 +197,8 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
 
     mask = tile.mask
     start, index, count = (r.spans[at, i] for i in range(3))
-    _, group, heads, size, _ = r.k_s.shape
-    rows, keys, end = r.q.shape[1], group * size, start + count
+    heads = r.k_s.shape[2]
+    rows, end = r.q.shape[1], start + count
     part = next(n for n in range(min(ROWS, rows), 0, -8) if rows % n == 0)
     parts = rows // part
     work = heads * parts
