@@ -3,7 +3,7 @@
 Pages arrive as bytes, their scales beside them, as `ops.quantized_pages.scale_rows` lays them out. A byte becomes a number
 of the queries' dtype, which holds every int8 and e4m3 exactly. Where a token of a head has one scale, that is a factor of
 its scores and of its probabilities, so no key or value is multiplied: `factors` lays a group's scales out as scores have
-keys. Latents have a scale for every 64 channels: `decoded` writes a group as numbers, rounded as by `quantized_pages.decode`.
+keys. Latents have a scale for every 64 channels: `decoded` writes a group as numbers, rounded as `decode` does.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ this walk. Pages without values have them in the first channels of the keys, whi
 Pages in 8 bits are copied with their scales, and become numbers here: see `paged_formats_tpu`.
 
 Bytes read: keys and values once for each run, 4 * keys * kv_heads * head_dim in bfloat16, of latents 2 * keys * C; in 8
-bits half, and 4 bytes for each scale, with as many that are unused. FLOPs: 2 * rows * keys * (channels of keys + of values).
+bits half, and 4 bytes for each scale, and as many unused. FLOPs: 2 * rows * keys * (channels of keys + channels of values).
 """
 
 import functools
@@ -70,7 +70,9 @@ def attend(
     )
     numbers = pltpu.VMEM((heads, rows, LANES), jnp.float32)
     names, read = _names(state), []
-    if scales:  # a group's keys as numbers, or what its scores and its probabilities are multiplied with
+    if (
+        state.k_scale is not None
+    ):  # a group's keys as numbers, or what its scores and its probabilities are multiplied with
         lanes = state.k_scale.shape[4]
         keys = pltpu.VMEM((heads, -(-group * size // lanes) * lanes), jnp.float32)
         read = [pltpu.VMEM((group * size, width), q.dtype)] if state.k_scale.shape[3] > 1 else [keys, keys]

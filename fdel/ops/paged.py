@@ -57,7 +57,7 @@ def filled(x: Array, channels: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
-@operation("", _CACHE, "", "tokens heads", "tokens heads", out=_CACHE)
+@operation("", _CACHE, "", "tokens heads", "tokens heads", out=_CACHE, mosaic=kernel("write_pages_tpu"))
 def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
     _, total_pages, heads, size, _ = state.k.shape
