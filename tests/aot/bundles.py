@@ -146,9 +146,9 @@ def main(chip: str, only: str = "") -> None:
         for name in [name for name in CALLS if (only in name if only else not name.endswith(FEW))]:
             lower(chip, name, "mosaic", CALLS[name][1])
             found = [x for x in Path(folder).glob("*paged_attention*-final_bundles.txt") if "analysis" not in x.name]
-            counted = bundles(max(found, key=lambda x: x.name).read_text())
-            seconds, floor = estimate(chip, name, counted)
             loop = lower(chip, name, "xla", 512).estimate * CALLS[name][1] / 512  # one round of its loop is of 512 keys
+            counted = bundles(max(found, key=lambda x: x.name).read_text())  # libtpu wrote it in the meantime
+            seconds, floor = estimate(chip, name, counted)
             print(json.dumps(dict(call=name, bundles=counted, estimate=seconds, floor=floor, xla=loop)), flush=True)
 
 
