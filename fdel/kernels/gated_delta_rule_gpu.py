@@ -20,10 +20,11 @@ from jaxtyping import Array, Float
 from fdel.kernels import delta_backward_gpu as backward
 from fdel.kernels import delta_channels_backward_gpu as channels_backward
 from fdel.kernels import delta_channels_gpu as channels
+from fdel.kernels import delta_decode_gpu as decode
 from fdel.kernels import delta_program_gpu as program
 from fdel.kernels.delta_walk_gpu import CHUNK, WIDTH
 from fdel.kernels.device import no_hopper
-from fdel.ops.batch import Batch, Packed
+from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
 
@@ -34,8 +35,10 @@ def unsupported(
     """Say why the kernel cannot serve this call, or None."""
     if why := no_hopper():
         return why
-    if not isinstance(batch, Packed) or batch.key_segment_ids is not None or batch.prefix_ids is not None:
-        return "it serves Packed batches, without key_segment_ids and prefix_ids"
+    if isinstance(batch, Paged):
+        return decode.unsupported(batch, carry, q, k, v)
+    if batch.key_segment_ids is not None or batch.prefix_ids is not None:
+        return "it serves Packed batches without key_segment_ids and prefix_ids"
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"it multiplies bfloat16; found {q.dtype}, {k.dtype}, {v.dtype}"
     if q.shape[-1] != WIDTH or v.shape[-1] != WIDTH:
@@ -44,11 +47,13 @@ def unsupported(
 
 
 def call(
-    batch: Packed, carry: Carry | None, layer: Any,
-    q: Float[Array, "B T N H"], k: Float[Array, "B T N H"], v: Float[Array, "B T N H"],
-    g: Float[Array, "B T N"] | Float[Array, "B T N H"], beta: Float[Array, "B T N"], *, chunk: int = 64,
-) -> tuple[Float[Array, "B T N H"], Carry]:  # fmt: skip
+    batch: Batch, carry: Carry | None, layer: Any,
+    q: Float[Array, "... T N Hk"], k: Float[Array, "... T N Hk"], v: Float[Array, "... T N Hv"],
+    g: Float[Array, "... T N"] | Float[Array, "... T N Hk"], beta: Float[Array, "... T N"], *, chunk: int = 64,
+) -> tuple[Float[Array, "... T N Hv"], Carry]:  # fmt: skip
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
+    if isinstance(batch, Paged):
+        return decode.delta(batch, carry or Carry(), layer, q, k, v, g, beta)
     return rule(False, batch, q, k, v, g, beta), carry or Carry()
 
 

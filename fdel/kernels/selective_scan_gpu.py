@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import recurrent_decode_gpu as decode
 from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import selective_scan_backward_gpu as backward
 from fdel.kernels.device import no_hopper
 from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, UNROLL
-from fdel.ops.batch import Batch, Packed
+from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
 
@@ -36,8 +37,10 @@ def unsupported(
     """Say why the kernel cannot serve this call, or None."""
     if why := no_hopper():
         return why
-    if not isinstance(batch, Packed) or batch.key_segment_ids is not None or batch.prefix_ids is not None:
-        return "it serves Packed batches, without key_segment_ids and prefix_ids"
+    if isinstance(batch, Paged):
+        return decode.unsupported_scan(batch, carry, x, a)
+    if batch.key_segment_ids is not None or batch.prefix_ids is not None:
+        return "it serves Packed batches without key_segment_ids and prefix_ids"
     if len(found := {y.dtype for y in (x, b, c)}) > 1 or not found <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:
         return f"inputs are all bfloat16 or all float32; found {', '.join(sorted(map(str, found)))}"
     if dt.dtype != jnp.float32:
@@ -49,12 +52,15 @@ def unsupported(
 
 
 def call(
-    batch: Packed, carry: Carry | None, layer: Any,
-    x: Float[Array, "B T C"], dt: Float[Array, "B T C"], a: Float[Array, "C S"],
-    b: Float[Array, "B T S"], c: Float[Array, "B T S"], *, d: Float[Array, " C"] | None = None, chunk: int = 16,
-) -> tuple[Float[Array, "B T C"], Carry]:  # fmt: skip
+    batch: Batch, carry: Carry | None, layer: Any,
+    x: Float[Array, "... T C"], dt: Float[Array, "... T C"], a: Float[Array, "C S"],
+    b: Float[Array, "... T S"], c: Float[Array, "... T S"], *, d: Float[Array, " C"] | None = None, chunk: int = 16,
+) -> tuple[Float[Array, "... T C"], Carry]:  # fmt: skip
     """Compute as `selective_scan`, token by token; see `unsupported` for what it can serve."""
-    return _scan(batch, x, dt, a, b, c, jnp.zeros_like(a[:, 0]) if d is None else d), carry or Carry()
+    d = jnp.zeros_like(a[:, 0]) if d is None else d
+    if isinstance(batch, Paged):
+        return decode.scan(batch, carry or Carry(), layer, x, dt, a, b, c, d)
+    return _scan(batch, x, dt, a, b, c, d), carry or Carry()
 
 
 @jax.custom_vjp

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
+from fdel.kernels import recurrent_decode_gpu as decode
 from fdel.kernels import ssd_backward_gpu
 from fdel.kernels import ssd_program_gpu as program
 from fdel.kernels.device import no_hopper
 from fdel.kernels.ssd_program_gpu import CHUNK, WIDTH, About
-from fdel.ops.batch import Batch, Packed
+from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
 STATES = (128, 64)  # of a channel in a program; of 256 the registers spill
@@ -39,8 +40,10 @@ def unsupported(
     """Say why the kernel cannot serve this call, or None."""
     if why := no_hopper():
         return why
-    if not isinstance(batch, Packed) or batch.key_segment_ids is not None or batch.prefix_ids is not None:
-        return "it serves Packed batches, without key_segment_ids and prefix_ids"
+    if isinstance(batch, Paged):
+        return decode.unsupported_ssd(batch, carry, x, b, c)
+    if batch.key_segment_ids is not None or batch.prefix_ids is not None:
+        return "it serves Packed batches without key_segment_ids and prefix_ids"
     if found := {str(y.dtype) for y in (x, b, c)} - {"bfloat16"}:
         return f"it multiplies bfloat16; found {', '.join(sorted(found))}"
     (heads, channels), (groups, states) = x.shape[-2:], b.shape[-2:]
@@ -50,12 +53,15 @@ def unsupported(
 
 
 def call(
-    batch: Packed, carry: Carry | None, layer: Any,
-    x: Float[Array, "B T N H"], dt: Float[Array, "B T N"], a: Float[Array, " N"],
-    b: Float[Array, "B T G S"], c: Float[Array, "B T G S"], *, d: Float[Array, " N"] | None = None, chunk: int = 128,
-) -> tuple[Float[Array, "B T N H"], Carry]:  # fmt: skip
+    batch: Batch, carry: Carry | None, layer: Any,
+    x: Float[Array, "... T N H"], dt: Float[Array, "... T N"], a: Float[Array, " N"],
+    b: Float[Array, "... T G S"], c: Float[Array, "... T G S"], *, d: Float[Array, " N"] | None = None, chunk: int = 128,
+) -> tuple[Float[Array, "... T N H"], Carry]:  # fmt: skip
     """Compute as `ssd`, in chunks of its own size; see `unsupported` for what it can serve."""
-    return in_parts(False, batch, x, dt, a, b, c, jnp.zeros_like(a) if d is None else d), carry or Carry()
+    d = jnp.zeros_like(a) if d is None else d
+    if isinstance(batch, Paged):
+        return decode.ssd(batch, carry or Carry(), layer, x, dt, a, b, c, d)
+    return in_parts(False, batch, x, dt, a, b, c, d), carry or Carry()
 
 
 def in_parts(

@@ -54,7 +54,7 @@ REASONS = [
     ({"platform": "tpu"}, "written for NVIDIA GPUs"),
     ({"dtype": jnp.float32}, "it multiplies bfloat16"),
     ({"dim": 64}, "heads of 64 and 64 channels"),
-    ({"paged": True}, "Packed batches"),
+    ({"paged": True}, "slots.ssm of shape"),
     ({}, None),
     ({"gate": (128,)}, None),
 ]

@@ -220,7 +220,7 @@ SSD_REASONS = [
     ({"dtype": jnp.float32}, "multiplies bfloat16; found float32"),
     ({"channels": 96}, "heads of 96 channels"),
     ({"states": 96}, "with 96 states"),
-    ({"paged": True}, "Packed batches"),
+    ({"paged": True}, "slots.ssm of shape"),
     ({"channels": 128, "states": 64}, None),
     ({"states": 256}, None),
     ({}, None),

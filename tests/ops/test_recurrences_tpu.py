@@ -523,7 +523,7 @@ HOPPER_REASONS = [
     ({"states": 32}, "128 channels of 32 states"),
     ({"dtype": jnp.float16}, "all bfloat16 or all float32"),
     ({"dt": BF16}, "dt is float32"),
-    ({"paged": True}, "Packed batches"),
+    ({"paged": True}, "slots.ssm of shape"),
     ({"platform": "tpu"}, "written for NVIDIA GPUs"),
     ({}, None),
 ]

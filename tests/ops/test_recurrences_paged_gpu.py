@@ -1,0 +1,88 @@
+"""The Hopper kernels for recurrences over Paged batches, interpreted, against float64: see `interpreted_decode`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdel import ops
+from fdel.ops.batch import Paged, Slots, State
+from fdel.ops.carry import Carry
+from fdel.ops.platform import tracing_for
+from tests.ops.test_kernels import interpret
+
+F32, BF16, MATRIX = jnp.float32, jnp.bfloat16, pytest.mark.matrix
+KINDS = "delta", "ssd", "scan"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [
+        ((*KINDS, "few"), [8e-3, 1e-6] * 3),
+        *[pytest.param((kind,), [8e-3, 1e-6, 1e-6, 1e-6], marks=MATRIX) for kind in KINDS],
+    ],
+    ids=str,
+)
+def test_a_decode_step_on_hopper_equals_float64(arguments, most):
+    """Outputs in bfloat16 and in float32, and states (seen: 4e-3, 1.2e-7, 8e-8); no race; no other slot is touched."""
+    done = interpret("decode", *arguments)
+    assert done.returncode == 0, done.stderr
+    errors = [float(x) for x in done.stdout.split()[-len(most) :]]
+    assert all(a < b for a, b in zip(errors, most, strict=True)), errors
+    assert "RACE" not in done.stdout + done.stderr
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_race_planted_in_a_decode_step_is_found(kind):
+    done = interpret("decode", kind, "few", "race")
+    assert "RACE DETECTED" in done.stdout + done.stderr
+
+
+SHAPE = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+HALF = lambda *sizes: SHAPE(BF16, 4, *sizes)
+NUMBERS = lambda *sizes: SHAPE(F32, 4, *sizes)
+CALLS = {
+    "gated_delta_rule": lambda keys, values: (
+        (2, keys, values), (HALF(2, keys), HALF(2, keys), HALF(2, values), NUMBERS(2), NUMBERS(2)),
+    ),
+    "ssd": lambda channels, states: (
+        (2, channels, states), (HALF(2, channels), NUMBERS(2), SHAPE(F32, 2), HALF(1, states), HALF(1, states)),
+    ),
+    "selective_scan": lambda channels, states: (
+        (channels, states), (HALF(channels), NUMBERS(channels), SHAPE(F32, channels, states), HALF(states), HALF(states)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(
+    ("op", "sizes", "states", "reason"),
+    [
+        ("gated_delta_rule", (136, 128), F32, "136 channels of keys and 128 of values"),
+        ("gated_delta_rule", (128, 64), F32, "128 channels of keys and 64 of values"),
+        ("ssd", (96, 128), F32, "96 channels of 128 states"),
+        ("ssd", (64, 96), F32, "64 channels of 96 states"),
+        ("selective_scan", (64, 256), F32, "256 states of a channel"),
+        ("selective_scan", (96, 16), F32, "96 channels of 16 states"),
+        ("ssd", (64, 128), BF16, "in float32"),
+        ("gated_delta_rule", (64, 256), F32, None),
+        ("ssd", (128, 256), F32, None),
+        ("selective_scan", (192, 32), F32, None),
+    ],
+    ids=str,
+)
+def test_the_kernels_for_decoding_on_hopper_say_what_they_cannot_serve(op, sizes, states, reason):
+    """They are taken where they are named, and nowhere else."""
+    shape, inputs = CALLS[op](*sizes)
+    batch = Paged(np.arange(4), np.zeros((4, 1), int), np.arange(4), 1)
+    call = batch, Carry(State(slots=Slots(None, SHAPE(states, 1, 5, *shape)))), 0, *inputs
+    with tracing_for("gpu"):
+        assert "xla: chosen" in ops.explain(getattr(ops, op), *call)
+        with ops.use(**{op: "hopper"}):
+            if reason is None:
+                assert "hopper: chosen" in ops.explain(getattr(ops, op), *call)
+            else:
+                with pytest.raises(ValueError, match=reason):
+                    ops.explain(getattr(ops, op), *call)
