@@ -11,7 +11,6 @@ Interpreted on CPU and compiled for H100; it has not run on a GPU.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels import scan_tokens_gpu
 from fdel.kernels import slots_tpu as slots
+from fdel.kernels.slots_gpu import in_place
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry
 
@@ -68,8 +68,6 @@ def ssd(
     b: Float[Array, "T G S"], c: Float[Array, "T G S"], d: Float[Array, " N"],
 ) -> tuple[Float[Array, "T N H"], Carry]:  # fmt: skip
     """Compute as `ssd`, of heads of a multiple of `ROWS` channels."""
-    if batch.block > 1:
-        return slots.reference("ssd")(batch, carry, layer, x, dt, a, b, c, d=d)
     channels, dt, share = x.shape[2], dt.astype(jnp.float32), x.shape[1] // b.shape[1]
     ins = {"x": x.reshape(len(x), -1), "dt": dt, "b": b, "c": c, "d": d.astype(jnp.float32)}
     ins["decay"] = jnp.exp(dt * a.astype(jnp.float32))
@@ -177,30 +175,14 @@ def call(
     program: Callable, name: str, grid: tuple[int, ...], batch: Paged, carry: Carry, layer: Any, ins: dict[str, Array],
     out: Array, scratch: dict[str, Any],
 ) -> tuple[Array, Carry]:  # fmt: skip
-    """Call program(r), r having all arrays by their names: `ins`, "places", "states", and an "out" like the given one.
-
-    States are [rows, columns], written in place; "places" [2 T] are tokens' slots among those of all layers, or -1, and
-    whether they begin a sequence.
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    states = carry.slots.ssm
-    given = {**ins, "places": _places(batch, states.shape[1], layer)}
-    memory = jax.new_ref(states.reshape(-1, states.shape[-1]))
-
-    def body(*refs: Any) -> None:
-        arrays = dict(zip([*given, "states", "out"], refs, strict=True))
-        pl.run_scoped(lambda **own: program(SimpleNamespace(**arrays, **own)), **scratch)
-
-    y = pl.kernel(
-        body,
-        jax.ShapeDtypeStruct(out.shape, out.dtype),
-        mesh=gpu.Mesh(grid=grid, grid_names=GRID[: len(grid)]),
-        compiler_params=scan_tokens_gpu.parameters(),
-        name=name,
-    )(*given.values(), memory)
-    return y, carry.remember(slots=replace(carry.slots, ssm=jax.freeze(memory).reshape(states.shape)))
+    """Call program(r) as `slots_gpu.in_place`; "places" [2 T] are tokens' places, or -1, and whether they are new."""
+    given = {**ins, "places": _places(batch, carry.slots.ssm.shape[1], layer)}
+    grid_of = dict(zip(GRID, grid, strict=False))
+    run = partial(
+        in_place, program, name, grid_of, given, out, scratch=scratch, parameters=scan_tokens_gpu.parameters()
+    )
+    y, states = run(states=carry.slots.ssm)
+    return y, slots.remembered(carry, states)
 
 
 def _places(batch: Paged, count: int, layer: Any) -> Int[Array, "2 T"]:

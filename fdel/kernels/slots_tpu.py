@@ -71,11 +71,11 @@ def reference(op: str) -> Callable[..., Any]:
     return TABLES[op].implementations["xla"].call
 
 
-def plan(batch: Paged, slots: int, layer: Any) -> Plan:
+def plan(batch: Paged, slots: int, layer: Any, chunk_size: int = CHUNK) -> Plan:
     """Give each sequence chunks of its own; blocks of padding, and of slots that are none, have no place."""
-    size = min(batch.block, CHUNK)
+    size = min(batch.block, chunk_size)
     positions = batch.positions.reshape(-1, size)
-    parts, index = CHUNK // size, jnp.arange(len(positions))
+    parts, index = chunk_size // size, jnp.arange(len(positions))
     rows = jnp.repeat(batch.rows, batch.block // size)
     used = (positions >= 0).any(1) & (rows >= 0) & (rows < slots)
     row, block, first = jax.lax.sort((jnp.where(used, rows, slots), index, positions[:, 0]), num_keys=1)

@@ -13,7 +13,6 @@ Interpreted and compiled for H100; it has not run on a GPU yet.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -22,15 +21,12 @@ from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import recurrent_decode_gpu as decode
-from fdel.kernels import ssd_backward_gpu
+from fdel.kernels import slots_tpu, ssd_backward_gpu, ssd_slots_gpu
 from fdel.kernels import ssd_program_gpu as program
 from fdel.kernels.device import no_hopper
-from fdel.kernels.ssd_program_gpu import CHUNK, WIDTH, About
+from fdel.kernels.ssd_program_gpu import CHUNK, LOG2E, STATES, WIDTH, About
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
-
-STATES = (128, 64)  # of a channel in a program; of 256 the registers spill
-LOG2E = math.log2(math.e)
 
 
 def unsupported(
@@ -60,7 +56,10 @@ def call(
     """Compute as `ssd`, in chunks of its own size; see `unsupported` for what it can serve."""
     d = jnp.zeros_like(a) if d is None else d
     if isinstance(batch, Paged):
-        return decode.ssd(batch, carry or Carry(), layer, x, dt, a, b, c, d)
+        if batch.block > 1 and not ssd_slots_gpu.serves(batch, x, b, c):
+            return slots_tpu.reference("ssd")(batch, carry, layer, x, dt, a, b, c, d=d)
+        way = decode.ssd if batch.block == 1 else functools.partial(ssd_slots_gpu.call, False)
+        return way(batch, carry or Carry(), layer, x, dt, a, b, c, d)
     return in_parts(False, batch, x, dt, a, b, c, d), carry or Carry()
 
 
@@ -93,11 +92,7 @@ def _prepared(
     step = chunks.cleared(dt, valid)
     log = jnp.maximum(step * (a.astype(jnp.float32) * LOG2E), -program.NOTHING)
     log = jnp.where(starts[..., None], -program.NOTHING, log)
-    cut = lambda y: y.reshape(len(y), -1, CHUNK, *y.shape[2:])
-    real, place = cut(valid)[..., None], jnp.arange(1.0, CHUNK + 1)[:, None]
-    place = jnp.where(real.all(2, keepdims=True), place + program.WHOLE, jnp.where(real, place, -place))
-    rows = [jnp.cumsum(cut(log), 2), cut(step), jnp.broadcast_to(place, cut(log).shape)]
-    numbers = jnp.stack(rows, 2).transpose(0, 4, 1, 2, 3)
+    numbers = program.numbers_of(valid, step, log)
     about = About(x.shape[3], b.shape[3], x.shape[2] // b.shape[2], interpreted)
     flat = lambda y: chunks.padded(y.reshape(*y.shape[:2], -1), valid.shape[1] - y.shape[1])
     return about, numbers, d.astype(jnp.float32), list(map(flat, (x, b, c)))

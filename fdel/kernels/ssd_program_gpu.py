@@ -8,6 +8,7 @@ they stay below 2^8.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ CHUNK, WIDTH = 64, 64  # tokens of a chunk, channels of a program: what one prod
 DEPTH = 2  # chunks on their way; two programs of 128 states then share a multiprocessor's memory
 LOG, STEP, PLACE, NUMBERS = range(4)  # rows of numbers, and how many there are
 NOTHING, WHOLE = 160.0, 1000.0
+STATES = (128, 64)  # of a channel in a program; of 256 the registers spill
+LOG2E = math.log2(math.e)
 ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
@@ -117,38 +120,9 @@ def _program(*refs: Any, about: About, **memory: Any) -> None:
 
     def step(k: Any, state: Array) -> Array:
         slot = jax.lax.rem(k, jnp.int32(DEPTH))
-        n, x_s, b_s, c_s = (ref.at[slot] for ref in (s.numbers_s, s.x_s, s.b_s, s.c_s))
         gpu.barrier_wait(s.full.at[slot])
-        pl.when(n[PLACE, 0] < WHOLE)(lambda: clear(n, x_s, b_s, c_s))
-        if kept:
-            gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.state_s[...] = state.astype(x.dtype)
-        gpu.commit_smem()
-        if kept:
-            gpu.copy_smem_to_gmem(s.state_s, kept[0].at[row, k, here])
-
-        def before(scores: Any, begun: Any) -> None:
-            gpu.wgmma(scores, c_s, b_s.transpose((1, 0)))
-            gpu.wgmma(begun, c_s, s.state_s.transpose((1, 0)))
-
-        scores, begun = products(before, (CHUNK, CHUNK), (CHUNK, WIDTH))
-        weights = scores * decays(n) * along(columns_of(n.at[STEP]))
-        since, later, end = ends(n)
-        token = values(x_s)
-        if not kept:
-            gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.hand_s[...] = (token * across(later * rows_of(n.at[STEP]))).astype(x.dtype)
-        weights = operand(weights.astype(x.dtype), s.operand_s if about.interpreted else None)
-        gpu.commit_smem()
-
-        def after(out: Any, state: Any) -> None:
-            gpu.wgmma(out, weights, x_s)
-            gpu.wgmma(state, s.hand_s.transpose((1, 0)), b_s)
-
-        sums = begun * across(since) + token * skip, state * end
-        out, state = added(about, after, *sums)
-        s.hand_s[...] = out.astype(x.dtype)
-        gpu.commit_smem()
+        keep = (lambda: gpu.copy_smem_to_gmem(s.state_s, kept[0].at[row, k, here])) if kept else None
+        state = advance(about, s, slot, skip, state, keep)
         gpu.copy_smem_to_gmem(s.hand_s, y.at[row, chunk_of(k), here])
         pl.when(k + DEPTH < count)(lambda: fetch(k + DEPTH))
         return state
@@ -157,6 +131,55 @@ def _program(*refs: Any, about: About, **memory: Any) -> None:
         fetch(jnp.int32(k))
     jax.lax.fori_loop(0, count, step, nothing(WIDTH, about.states))
     gpu.wait_smem_to_gmem(0)
+
+
+def advance(about: About, s: Any, slot: Any, skip: Any, state: Array, keep: Callable | None = None) -> Array:
+    """Give `hand_s` the outputs of a chunk in shared memory; return the state after it. keep() copies that before it."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    n, x_s, b_s, c_s = (ref.at[slot] for ref in (s.numbers_s, s.x_s, s.b_s, s.c_s))
+    dtype = s.x_s.dtype
+    pl.when(n[PLACE, 0] < WHOLE)(lambda: clear(n, x_s, b_s, c_s))
+    if keep:
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+    s.state_s[...] = state.astype(dtype)
+    gpu.commit_smem()
+    if keep:
+        keep()
+
+    def before(scores: Any, begun: Any) -> None:
+        gpu.wgmma(scores, c_s, b_s.transpose((1, 0)))
+        gpu.wgmma(begun, c_s, s.state_s.transpose((1, 0)))
+
+    scores, begun = products(before, (CHUNK, CHUNK), (CHUNK, WIDTH))
+    weights = scores * decays(n) * along(columns_of(n.at[STEP]))
+    since, later, end = ends(n)
+    token = values(x_s)
+    if not keep:
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+    s.hand_s[...] = (token * across(later * rows_of(n.at[STEP]))).astype(dtype)
+    weights = operand(weights.astype(dtype), s.operand_s if about.interpreted else None)
+    gpu.commit_smem()
+
+    def after(out: Any, state: Any) -> None:
+        gpu.wgmma(out, weights, x_s)
+        gpu.wgmma(state, s.hand_s.transpose((1, 0)), b_s)
+
+    sums = begun * across(since) + token * skip, state * end
+    out, state = added(about, after, *sums)
+    s.hand_s[...] = out.astype(dtype)
+    gpu.commit_smem()
+    return state
+
+
+def numbers_of(valid: Array, step: Array, log: Array) -> Float[Array, "B N chunks 3 C"]:
+    """Give the numbers of chunks and heads, of which tokens [B T] are some, and steps and log decays [B T N]."""
+    cut = lambda y: y.reshape(len(y), -1, CHUNK, *y.shape[2:])
+    real, place = cut(valid)[..., None], jnp.arange(1.0, CHUNK + 1)[:, None]
+    place = jnp.where(real.all(2, keepdims=True), place + WHOLE, jnp.where(real, place, -place))
+    rows = [jnp.cumsum(cut(log), 2), cut(step), jnp.broadcast_to(place, cut(log).shape)]
+    return jnp.stack(rows, 2).transpose(0, 4, 1, 2, 3)
 
 
 def products(multiply: Callable, *shapes: Any) -> list[Array]:

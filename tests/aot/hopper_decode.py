@@ -1,8 +1,10 @@
-"""What ptxas makes of the Hopper kernels for a decode step of recurrences, at the shapes of models, and what XLA moves.
+"""What ptxas makes of the Hopper kernels that serve recurrences, at the shapes of models, and what XLA moves.
 
-As `hopper_products`, in a process of its own: `python -m tests.aot.hopper_decode`. Calls have 64 tokens of 64 sequences.
+As `hopper_products`, in a process of its own: `python -m tests.aot.hopper_decode`. Calls have 64 tokens of 64 sequences;
+prompts 512 tokens in blocks of 32.
 """
 
+import functools
 import math
 import re
 import sys
@@ -35,6 +37,9 @@ CALLS = {
 }  # fmt: skip
 
 
+PROMPTS = [name for name in CALLS if name.startswith("ssd")]
+
+
 def needed(name: str) -> int:
     """Bytes of a call: states twice, inputs and the output once."""
     _, state, half, single, rates = CALLS[name]
@@ -43,14 +48,14 @@ def needed(name: str) -> int:
     return ROWS * (8 * math.prod(state) + 2 * of([*half, out]) + 4 * of(single)) + 4 * of(rates.values())
 
 
-def lower(name: str, impl: str = "hopper") -> aot.Compiled:
+def lower(name: str, impl: str = "hopper", tokens: int = ROWS, block: int = 1) -> aot.Compiled:
     """Compile a call for one H100; the states are the result's memory."""
     op, state, half, single, rates = CALLS[name]
     target = aot.parse_target("h100:1x1x1")
     mesh = params.make_mesh({}, aot.devices(target))
     put = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    inputs = [put(jnp.bfloat16, ROWS, *x) for x in half]
-    numbers = [put(jnp.float32, ROWS, *x) for x in single]
+    inputs = [put(jnp.bfloat16, tokens, *x) for x in half]
+    numbers = [put(jnp.float32, tokens, *x) for x in single]
     rates = [put(jnp.float32, *x) for x in rates.values()]
     inputs = [inputs[0], *numbers, *rates, *inputs[1:]] if rates else [*inputs, *numbers]
     skip = {"d": put(jnp.float32, state[0])} if rates else {}
@@ -60,8 +65,9 @@ def lower(name: str, impl: str = "hopper") -> aot.Compiled:
         y, carry = getattr(ops, op)(batch, Carry(State(slots=Slots(None, states))), layer, *inputs, **skip)
         return y, carry.slots.ssm
 
-    ints, states = put(jnp.int32, ROWS), put(jnp.float32, LAYERS, SLOTS, *state)
-    batch, program = Paged(ints, put(jnp.int32, ROWS, 1), ints, 1), jax.jit(call, donate_argnums=1)
+    ints, states = functools.partial(put, jnp.int32), put(jnp.float32, LAYERS, SLOTS, *state)
+    batch = Paged(ints(tokens), ints(tokens // block, 1), ints(tokens // block), block)
+    program = jax.jit(call, donate_argnums=1)
     return aot.compile(target, program, batch, states, put(jnp.int32), inputs, skip, mesh=mesh)
 
 
@@ -103,6 +109,13 @@ def main(*some: str) -> None:
         print(
             f"moved: {ours} times the needed bytes, by XLA {xla}, with {plain.temporaries / 2**20:.1f} MiB", flush=True
         )
+    for name in PROMPTS:
+        if some and not any(text in f"prompts, {name}" for text in some):
+            continue
+        plain = lower(name, "xla", 512, 32)
+        print("call: prompts,", name, flush=True)
+        print("temporaries:", lower(name, "hopper", 512, 32).temporaries, flush=True)
+        print(f"by XLA {plain.temporaries / 2**20:.1f} MiB", flush=True)
 
 
 if __name__ == "__main__":

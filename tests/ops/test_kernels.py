@@ -209,7 +209,7 @@ def test_ssd_on_hopper_equals_float64(arguments, tolerances):
     assert "RACE" not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_race_planted_in_ssd_is_found():
     done = interpret("ssd", "race")
     assert "RACE DETECTED" in done.stdout + done.stderr
