@@ -29,6 +29,7 @@ import numpy as np
 import peers
 from model import CONFIG, publish
 
+ROUNDS = 4
 MEASURES = (
     "decode1",
     "decode1_int8",
@@ -79,7 +80,7 @@ def torch_side(measure: str, directory: str, scale: float) -> dict:
         return time.perf_counter() - begin
 
     run(2)
-    return {measure + "_tok_s": len(tokens) * new / (run(1 + new) - run(1))}
+    return {measure + "_tok_s": len(tokens) * rate(run, new)}
 
 
 def llama_side(measure: str, directory: str, scale: float) -> dict:
@@ -96,7 +97,7 @@ def llama_side(measure: str, directory: str, scale: float) -> dict:
         return seconds(lambda: list(itertools.islice(model.generate(tokens, top_k=1, temp=0.0), n)))
 
     run(2)
-    return {measure + "_tok_s": new / (run(1 + new) - run(1))}
+    return {measure + "_tok_s": rate(run, new)}
 
 
 def fdel_side(measure: str, directory: str, scale: float) -> dict:
@@ -148,11 +149,14 @@ def fdel_side(measure: str, directory: str, scale: float) -> dict:
         return {"load_tok_s": 32 * new / seconds(lambda: engine.generate(prompts, sampling))}
     prompts = same_length(int(measure[6]), scale)
     engine.generate(prompts, sampling)  # the prompts' pages stay in the cache, so both calls below hit them
-    spent = [
-        seconds(lambda n=n: engine.generate(prompts, SamplingParams(max_tokens=n, ignore_eos=True)))
-        for n in (1, 1 + new)
-    ]
-    return {measure + "_tok_s": len(prompts) * new / (spent[1] - spent[0])}
+    run = lambda n: seconds(lambda: engine.generate(prompts, SamplingParams(max_tokens=n, ignore_eos=True)))
+    return {measure + "_tok_s": len(prompts) * rate(run, new)}
+
+
+def rate(run, new: int) -> float:
+    """Give tokens per second after the first one, of run(tokens) -> seconds: the least of `ROUNDS` each."""
+    one, more = (min(run(n) for _ in range(ROUNDS)) for n in (1, 1 + new))
+    return new / (more - one)
 
 
 def seconds(run) -> float:

@@ -200,18 +200,19 @@ def _in_lanes(plan: Plan, x: Array, w: Array) -> Array:
 
     Each output is `LANES` sums side by side, of every so manieth input, and then their sum. XLA:CPU makes the former one
     loop of vectors that reads w as it is stored. Its own program for products of 8 bits turns the matrix round in each
-    call; one of floats would have it written as floats first.
+    call; one of floats would have it written as floats first. Sums of `TERMS` products of integers are exact in float32.
     """
     plan, x = inputs_last(plan, x)
     kept, outputs, shape = plan.x[:-1], plan.outputs, w.shape[: len(plan.outputs)]
-    sums, size = wide(x.dtype), x.shape[-1] // LANES
+    f32, size = jnp.float32, x.shape[-1] // LANES
     # A loop with all terms would grow with them.
     parts = next(n for n in range(-(-size // TERMS), size + 1) if size % n == 0)
     w = w.reshape(math.prod(shape), 1, parts, -1, LANES)
     rows = x.reshape(-1, parts, size // parts, LANES)
-    terms = (rows[:, :, i].astype(sums) * w[:, :, :, i].astype(sums) for i in range(size // parts))
+    terms = (rows[:, :, i].astype(f32) * w[:, :, :, i].astype(f32) for i in range(size // parts))
     y = lax.optimization_barrier(reduce(operator.add, terms)).reshape(len(w), len(rows), -1)
-    y = y.sum(-1) if sums == jnp.int32 else y @ jnp.ones(y.shape[-1], sums)  # a sum of floats in order is slower
+    exact = jnp.issubdtype(x.dtype, jnp.integer)
+    y = y.astype(jnp.int32).sum(-1) if exact else y @ jnp.ones(y.shape[-1], f32)  # a sum of floats in order is slower
     sizes = dict(zip(plan.x, x.shape, strict=True))
     return ordered(y.reshape(*shape, *(sizes[c] for c in kept)), outputs + kept, plan.out)
 
