@@ -27,8 +27,9 @@ TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
 # over "summed" ones the results of the devices are added up.
 MESH = {
     "rows": AXES["rows"], "each": AXES["tokens"], "heads": AXES["attending"], "outputs": AXES["vocab"],
-    "summed": AXES["vocab"],
+    "summed": AXES["vocab"], "groups": AXES["attending"],
 }  # fmt: skip
+ONE = ("summed", "groups")  # an array with one of these is whole on each device
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,11 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         over = {name: tuple(context(*axes)) for name, axes in MESH.items()}
         for x, text in arrays.values():
             for name, size in zip(names(text), x.shape, strict=False):
-                if size % math.prod(context(*over.get(name, ())).values()) and (name, size) != ("summed", 1):
+                if size % math.prod(context(*over.get(name, ())).values()) and not (name in ONE and size == 1):
                     over[name] = ()
-        of = lambda name, size=0: (
-            None if (name, size) == ("summed", 1) else over.get(name) or None
-        )  # one for all inputs
+        if not over["heads"] or not over["groups"]:  # groups of heads: both or neither
+            over["heads"] = over["groups"] = ()
+        of = lambda name, size=0: None if name in ONE and size == 1 else over.get(name) or None
         spec = lambda text, *shape: P(*map(of, names(text), *shape))
         total = over["summed"] if any("summed" in text for _, text in arrays.values()) else ()
 

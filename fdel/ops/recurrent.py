@@ -22,6 +22,7 @@ from fdel.ops.carry import Carry
 Layer = int | Int[Array, ""]
 # How inputs, outputs and the carry may be divided: see `dispatch.Table`. Channels of their own decays are heads, too.
 TOKENS, HEADS, SLOTS = "(rows) tokens", "(rows) tokens heads", {"ssm": "layers slots heads"}
+GROUPS = "(rows) tokens groups"  # of heads
 
 
 def recur(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from fdel.ops.batch import Batch
 from fdel.ops.carry import Carry
 from fdel.ops.dispatch import kernel, operation
-from fdel.ops.recurrent import HEADS, SLOTS, TOKENS, Layer, decays, recur, visible
+from fdel.ops.recurrent import GROUPS, HEADS, SLOTS, TOKENS, Layer, decays, recur, visible
 
 
 def causal_conv(
@@ -71,7 +71,7 @@ def selective_scan(
 
 
 @operation(
-    TOKENS, SLOTS, "", HEADS, HEADS, "heads", HEADS, HEADS, out=(HEADS, SLOTS), named={"d": "heads"},
+    TOKENS, SLOTS, "", HEADS, HEADS, "heads", GROUPS, GROUPS, out=(HEADS, SLOTS), named={"d": "heads"},
     mosaic=kernel("ssd_tpu"), hopper=kernel("ssd_gpu", on_request=True),
 )  # fmt: skip
 def ssd(

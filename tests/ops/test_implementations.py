@@ -398,3 +398,22 @@ def test_what_a_mesh_does_not_divide_stays_whole_together(monkeypatch):
             got = on(EIGHT, run, normal(40, 12), w)
         assert seen.pop() == [(5, here, 12), (5, 2, 12), (5, here, 2), (5,)]
         close(got, by_group(normal(40, 12), dense(w)), 2e-5)
+
+
+def test_groups_of_heads_are_divided_with_them_or_one_is_whole(monkeypatch):
+    """Of six heads on two devices three each, with their one group, or with one of two; three groups divide no heads."""
+    table, seen, x = dispatch.TABLES["ssd"], [], {k: jnp.asarray(v)[None] for k, v in test_ssd.draw(40, False).items()}
+    plain = table.implementations["xla"].call
+
+    def call(*args, **kwargs):
+        seen.append((args[3].shape[2], args[6].shape[2]))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setitem(table.implementations, "opaque", dispatch.Implementation(call, local=True))
+    for groups, here in ((1, (3, 1)), (2, (3, 1)), (3, (6, 3))):
+        b, c = (jnp.tile(x[k], (1, 1, 2, 1))[:, :, :groups] for k in "bc")
+        run = lambda u, b, c: packed_call(ops.ssd, u, x["dt"], x["a"][0], b, c, chunk=16, d=x["d"][0])
+        with ops.use(ssd="opaque"):
+            got = on(EIGHT, probed(run), x["x"], b, c)
+        assert {*seen} == {here} and not seen.clear()
+        close(got, probed(run)(x["x"], b, c), 2e-5)
