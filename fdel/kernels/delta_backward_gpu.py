@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import transfer_gpu
 from fdel.kernels.delta_program_gpu import LAST, SINCE, VALID, decay_pairs
 from fdel.kernels.delta_walk_gpu import (
-    ALL,
     CHUNK,
     HALF,
     WALKERS,
@@ -113,7 +113,7 @@ def _walk(s: Any, own: Any, slot: Any, state: list[Array], to: Any) -> list[Arra
     begin = jnp.exp2(since)
     own.new.at[0][...] = dv.astype(q.dtype)
     own.new.at[1][...] = (-begin * dv).astype(q.dtype)
-    give(own.new.at[2], begin * gpu.load(dy, *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32))
+    give(own.new.at[2], begin * transfer_gpu.load(dy, layout=gpu.Layout.WGMMA).astype(jnp.float32))
     gpu.copy_smem_to_gmem(own.new.at[0], to)
     both = zip(parts(q, 1), parts(k, 1), strict=True)
     written = products(*([(turned(a), own.new.at[2]), (turned(b), own.new.at[1])] for a, b in both))

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import transfer_gpu
 from fdel.kernels.delta_walk_gpu import (
-    ALL,
     CHUNK,
     HALF,
     WALKERS,
@@ -115,7 +115,7 @@ def _prepare(*refs: Any, **memory: Any) -> None:
         gpu.copy_gmem_to_smem(x.at[row, tokens, channels(0, WIDTH)], copy, s.full)
     gpu.copy_gmem_to_smem(numbers.at[row, head, :, tokens], s.numbers_s, s.full)
     halves = [g.at[row, tokens, channels(n, HALF)] for n in range(2)]
-    logs = [gpu.load(x, *ALL, layout=gpu.Layout.WGMMA, optimized=False) for x in halves]
+    logs = [transfer_gpu.load(x, layout=gpu.Layout.WGMMA, optimized=False) for x in halves]
     gpu.barrier_wait(s.full)
     pl.when(whole[row, c] == 0)(lambda: clear([s.q_s, s.k_s], numbers.at[row, head, VALID, tokens]))
     _give_decays(s, logs)
@@ -175,7 +175,7 @@ def _scale(x: Any, factors: list[Array], to: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     for part, factor, out in zip(parts(x, 1), factors, parts(to, 1), strict=True):
-        found = gpu.load(part, *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
+        found = transfer_gpu.load(part, layout=gpu.Layout.WGMMA).astype(jnp.float32)
         out[...] = (found * factor).astype(out.dtype)
 
 
@@ -270,7 +270,7 @@ def _ahead(s: Any, own: Any, slot: Any, to: Any) -> list[Array]:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     seen = products([(s.seen_s.at[slot], own.state)])[0]
-    v = gpu.load(s.x_s.at[slot, :, own.columns], *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
+    v = transfer_gpu.load(s.x_s.at[slot, :, own.columns], layout=gpu.Layout.WGMMA).astype(jnp.float32)
     give(own.new.at[0], v - seen)
     give(own.new.at[1], products([(s.solve_s.at[slot], own.new.at[0])])[0])
     out = products([(s.reads_s.at[slot], own.state), (s.pairs_s.at[slot], own.new.at[1])])[0]

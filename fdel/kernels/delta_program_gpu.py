@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import transfer_gpu
 from fdel.kernels.delta_walk_gpu import (
-    ALL,
     CHUNK,
     HALF,
     WALKERS,
@@ -125,7 +125,7 @@ def _walk(s: Any, own: Any, slot: Any, state: list[Array]) -> list[Array]:
     q, k = s.q_s.at[slot], s.k_s.at[slot]
     seen = products([(k, own.state)])[0]
     since, last = (across(number(s.numbers_s.at[slot, which]), HALF) for which in (SINCE, LAST))
-    v = gpu.load(s.v_s.at[slot, :, own.columns], *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
+    v = transfer_gpu.load(s.v_s.at[slot, :, own.columns], layout=gpu.Layout.WGMMA).astype(jnp.float32)
     gpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the chunk before
     give(own.new.at[0], v - jnp.exp2(since) * seen)
     new = products([(s.solve_s.at[slot], own.new.at[0])])[0]

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import transfer_gpu
+
 CHUNK, WIDTH, HALF = 64, 128, 64  # tokens of a chunk, channels of a key and of a value, values of a group of warps
 WALKERS, DEPTH = 2, 2  # groups of warps that walk, chunks on their way
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 def launch(
@@ -132,10 +133,10 @@ def clear(refs: list[Any], valid: Any) -> None:
     """Write zeros over padding, which may be NaN."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    real = across(gpu.load(valid, *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False), CHUNK) > 0
+    real = across(transfer_gpu.load(valid, layout=gpu.Layout.WGMMA.reduce(1), optimized=False), CHUNK) > 0
     for ref in refs:
         for part in parts(ref, 1):
-            x = gpu.load(part, *ALL, layout=gpu.Layout.WGMMA)
+            x = transfer_gpu.load(part, layout=gpu.Layout.WGMMA)
             part[...] = jnp.where(real, x, jnp.zeros_like(x))
     gpu.commit_smem()
 
@@ -217,7 +218,7 @@ def number(ref: Any, axis: int = 1) -> Float[Array, " 64"]:
     """Load a number of each row of a matrix, or of its columns."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(axis))
+    return transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(axis))
 
 
 def places(ref: Any) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from fdel.kernels.flash_tiles_gpu import ALL, END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO, Tests, Tiles, seen
+from fdel.kernels import transfer_gpu
+from fdel.kernels.flash_tiles_gpu import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO, Tests, Tiles, seen
 
 ROWS = 64  # of one product of a group of warps
 COPYING, MULTIPLYING = 24, 240  # registers of a thread, of 168 each
@@ -88,7 +89,7 @@ def _of_rows(refs: tuple, about: About, s: Any, where: tuple[Any, Any, Any, Any]
     (tile, row, n, mine), keys = where, about.tiles.keys
     begin, whole_from, whole_to, end = (bounds[row, tile, i] for i in (FIRST, WHOLE_FROM, WHOLE_TO, END))
     rows = pl.ds(tile * about.tiles.queries + mine * ROWS, ROWS)
-    load = lambda ref: gpu.load(ref.at[row, n, rows], *ALL, layout=gpu.Layout.WGMMA.reduce(1), optimized=False)
+    load = lambda ref: transfer_gpu.load(ref.at[row, n, rows], layout=gpu.Layout.WGMMA.reduce(1), optimized=False)
     registers(about, MULTIPLYING, "increase")
     top, less, here = load(lse), load(delta), numbers.at[row, pl.ds(0, NUMBERS), rows]
 
@@ -112,7 +113,7 @@ def _of_rows(refs: tuple, about: About, s: Any, where: tuple[Any, Any, Any, Any]
 
     gpu.barrier_wait(s.shared.at[mine])
     sums = jax.lax.fori_loop(0, end - begin, step, nothing(about.width))
-    dq.at[row, rows, pl.ds(n * about.width, about.width)][...] = (sums * about.scale).astype(dq.dtype)
+    transfer_gpu.store(dq.at[row, rows, pl.ds(n * about.width, about.width)], (sums * about.scale).astype(dq.dtype))
 
 
 def _slot(i: Any, ring: Any) -> Any:

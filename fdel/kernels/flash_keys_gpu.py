@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import transfer_gpu
 from fdel.kernels.flash_gradients_gpu import (
     COPYING,
     MULTIPLYING,
@@ -23,7 +24,7 @@ from fdel.kernels.flash_gradients_gpu import (
     spread,
     zero,
 )  # fmt: skip
-from fdel.kernels.flash_tiles_gpu import ALL, END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO
+from fdel.kernels.flash_tiles_gpu import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO
 
 HANDS = 2  # tiles of probabilities on their way from one group of warps to the other
 
@@ -137,7 +138,7 @@ def _sums(about: About, w: Walk, weigh: Callable, operands: tuple[Any, Any, Any]
     gpu.barrier_wait(s.shared.at[0])
     for part, x in enumerate(jax.lax.fori_loop(0, w.steps(about), each, [nothing(width)] * parts)):
         rows = pl.ds(w.tile * about.tiles.keys + part * ROWS, ROWS)
-        to.at[w.row, rows, pl.ds(w.head * width, width)][...] = (x * factor).astype(to.dtype)
+        transfer_gpu.store(to.at[w.row, rows, pl.ds(w.head * width, width)], (x * factor).astype(to.dtype))
 
 
 def _scores(about: About, w: Walk, i: Any, slot: Any, part: int, x: Array) -> Any:
@@ -162,7 +163,7 @@ def _weights(about: About, w: Walk, i: Any, slot: Any, part: int, x: Array) -> A
     s, of = w.s, w.hand(about, i, part)
     x -= spread(_columns(s.delta_s.at[slot]), x.shape, 1)
     gpu.barrier_wait(s.given.at[of])
-    x *= gpu.load(s.hand_s.at[of], *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
+    x *= transfer_gpu.load(s.hand_s.at[of], layout=gpu.Layout.WGMMA).astype(jnp.float32)
     gpu.barrier_arrive(s.taken.at[of])
     return operand(about, x.astype(s.hand_s.dtype), s, 1, part)
 
@@ -171,4 +172,4 @@ def _columns(ref: Any) -> Float[Array, " n"]:
     """Load a number for each column of a product."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(0))
+    return transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(0))

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import transfer_gpu
 from fdel.kernels.flash_tiles_gpu import (
     BOUNDS,
     END,
@@ -131,7 +132,7 @@ def _program(*refs: Any, how: Call, **memory: Any) -> None:
         lse.at[row, head, rows][...] = sums
         to = out.at[row, rows, head]
         if o.shape[1] != s.q_s.shape[1]:  # a part of the queries' channels is no place that can be copied from
-            to[...] = o.astype(out.dtype)
+            transfer_gpu.store(to, o.astype(out.dtype))
             return
         s.q_s.at[own][...] = o.astype(out.dtype)  # all products with these queries are done
         gpu.commit_smem()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from fdel.kernels import transfer_gpu
 from fdel.ops.mask import HIDDEN, Mask, Where
 
 LOW, HIGH, SEGMENT, SECOND, NUMBERS = range(5)  # of each query, and how many there are
@@ -121,7 +122,7 @@ def seen(
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     def spread(ref: Any, axis: int) -> Array:
-        x = gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        x = transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
         return jax.lax.broadcast_in_dim(x, shape, [axis])
 
     of_queries = lambda which: spread(numbers.at[which], queries_axis)
@@ -136,6 +137,3 @@ def seen(
         if asked.high:
             found &= ki <= of_queries(HIGH)
     return found
-
-
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from fdel.kernels import transfer_gpu
+
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 GROUPS, ROWS, STEP = 2, 64, 64  # groups of warps that multiply, rows and inputs of a product
 WIDTH, BAND, DEPTH = 128, 8, 4  # outputs are a multiple; tiles of rows side by side; steps on their way
@@ -136,7 +138,7 @@ def _store(total: Array, memory: Any, send: Callable[[int], None]) -> None:
 
     for c in range(0, total.shape[1], 64):
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        memory[...] = total[:, c : c + 64].astype(memory.dtype)
+        transfer_gpu.store(memory, total[:, c : c + 64].astype(memory.dtype))
         gpu.commit_smem()
         send(c)
 
@@ -228,8 +230,7 @@ def _clear(ref: Any, low: Any, high: Any) -> None:
     """Set rows of a chunk to zero but for those from low to high."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    index: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # of all, which older ones ask for
-    value = gpu.load(ref, *index, layout=gpu.Layout.WGMMA)
+    value = transfer_gpu.load(ref, layout=gpu.Layout.WGMMA)
     row = gpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=gpu.Layout.WGMMA)
     ref[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fdel.kernels import transfer_gpu
 from fdel.ops.mask import NEG
 
 ROWS, DEPTH = 64, 2  # of queries in a program, and pages on their way: with queries all of a multiprocessor's memory
@@ -26,7 +27,6 @@ MEMORY = 224 * 2**10  # bytes for queries, pages and probabilities
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each
 CLEARED = 64  # channels that are cleared at once
 LOG2E = math.log2(math.e)
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 class Part(NamedTuple):
@@ -119,13 +119,14 @@ def _program(*refs: Any, how: Any, tile: int, **memory: Any) -> None:
         registers(MULTIPLYING, "increase")
         low, high = (_rows(bounds.at[block, i, rows], optimized=False) for i in range(2))
         o, sums = _lead(s, how, part, left, (low, high))
-        out.at[block, 0, split, rows, left][...] = o.astype(out.dtype)
+        transfer_gpu.store(out.at[block, 0, split, rows, left], o.astype(out.dtype))
         lse.at[block, 0, split, rows][...] = sums
 
     @pl.when(mine == 1)
     def follow() -> None:
         registers(MULTIPLYING, "increase")
-        out.at[block, 0, split, rows, right][...] = _follow(s, how, part, right).astype(out.dtype)
+        o = _follow(s, how, part, right)
+        transfer_gpu.store(out.at[block, 0, split, rows, right], o.astype(out.dtype))
 
 
 def _lead(s: Any, how: Any, part: Part, columns: Any, bounds: Any) -> tuple[Array, Array]:
@@ -210,7 +211,7 @@ def _values(s: Any, how: Any, part: Part, j: Any, columns: Any, o: Array, decay:
     def clear() -> None:
         for c in range(0, columns.size, CLEARED):
             some = s.k_s.at[slot, :, pl.ds(columns.start + c, CLEARED)]
-            value = gpu.load(some, *ALL, layout=gpu.Layout.WGMMA)
+            value = transfer_gpu.load(some, layout=gpu.Layout.WGMMA)
             ki = gpu.broadcasted_iota(jnp.int32, (size, CLEARED), 0, layout=gpu.Layout.WGMMA) + first
             some[...] = jnp.where(ki <= part.last, value, jnp.zeros_like(value))
         gpu.commit_smem()
@@ -232,7 +233,7 @@ def _rows(ref: Any, **how: Any) -> Array:
     """Load a number for each row."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(1), **how)
+    return transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(1), **how)
 
 
 def _across(x: Array, n: int) -> Array:

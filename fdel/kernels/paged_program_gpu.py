@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import transfer_gpu
 from fdel.ops.mask import NEG
 
 TILES = (8, 16, 32, 64)  # queries of a program; the last are rows, others columns
@@ -32,7 +33,6 @@ DEVICE, MEMORY, TOGETHER = (
     (3, 2),
 )  # multiprocessors; bytes of each; programs that share it, of few or many queries
 LOG2E = math.log2(math.e)
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 def tile(queries: int, width: int, bits: int) -> int:
@@ -113,7 +113,7 @@ def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int
         pl.when(j < count)(functools.partial(fetch, jnp.int32(j)))
     gpu.copy_gmem_to_smem(r.q.at[block, head, rows], r.q_s, r.q_bar)
     r.axis = 0 if many < TILES[-1] else 1  # that of keys in scores, and of channels in sums
-    query = lambda ref: gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(r.axis), optimized=False)
+    query = lambda ref: transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(r.axis), optimized=False)
     r.low, r.high = (query(r.bounds.at[block, i, rows]) for i in range(2))
     r.slope = query(r.slopes.at[head, rows]) if hasattr(r, "slopes") else None
     gpu.barrier_wait(r.q_bar)
@@ -130,8 +130,10 @@ def _program(*refs: Any, how: Any, names: tuple[str, ...], heads: int, many: int
     top, total, o = jax.lax.fori_loop(0, count, step, (whole((many,), NEG, row), total, sums))
     total = jnp.maximum(total.sum(axis=0) if r.axis == 0 else total, 1e-30)  # of a row that sees nothing: 0
     place = (slice(None), rows) if r.axis == 0 else (rows, slice(None))
-    r.out.at[block, head, split, *place][...] = o * _spread(1 / total, r.axis, width)
-    r.lse.at[block, head, split, rows][...] = jnp.where(top <= NEG / 2, NEG, (top + jnp.log2(total)) * (1 / LOG2E))
+    transfer_gpu.store(r.out.at[block, head, split, *place], o * _spread(1 / total, r.axis, width))
+    transfer_gpu.store(
+        r.lse.at[block, head, split, rows], jnp.where(top <= NEG / 2, NEG, (top + jnp.log2(total)) * (1 / LOG2E))
+    )
 
 
 def _attend(r: Any, how: Any, j: Any, first: Any, last: Any, carry: tuple) -> tuple:
@@ -147,7 +149,7 @@ def _attend(r: Any, how: Any, j: Any, first: Any, last: Any, carry: tuple) -> tu
     slot, shape, scale = jax.lax.rem(j, jnp.int32(DEPTH)), _shape(axis, size, many), how.scale
     each = lambda x: _spread(x, axis, size)  # a query's number, for its scores
     token = gpu.Layout.WGMMA.reduce(1 - axis)
-    of_token = lambda ref: gpu.load(ref.at[slot], *ALL, layout=token)
+    of_token = lambda ref: transfer_gpu.load(ref.at[slot], layout=token)
     keys, values = (r.kd_s, r.vd_s) if eight else (r.k_s.at[slot], r.v_s.at[slot])
     gpu.barrier_wait(r.full.at[slot])
     if r.v.dtype != jnp.int8:
@@ -204,7 +206,7 @@ def _clear(values: Any, last: Any) -> None:
     layout, part = _layout(values)
     for c in range(0, width, part):
         some = values.at[:, pl.ds(c, part)]
-        value = gpu.load(some, *ALL, layout=layout)
+        value = transfer_gpu.load(some, layout=layout)
         there = gpu.broadcasted_iota(jnp.int32, (size, part), 0, layout=layout) <= last
         if value.dtype.itemsize == 1:  # of which devices know bits alone
             some[...] = value & jnp.where(there, 255, 0).astype(value.dtype)
@@ -215,11 +217,10 @@ def _clear(values: Any, last: Any) -> None:
 def _decode(pages: Any, slot: Any, to: Any) -> None:
     """Write a page of integers, or of the bits of e4m3, as bfloat16."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as gpu
 
     layout, part = _layout(pages.at[slot])
     for c in range(0, pages.shape[2], part):
-        x = gpu.load(pages.at[slot, :, pl.ds(c, part)], *ALL, layout=layout)
+        x = transfer_gpu.load(pages.at[slot, :, pl.ds(c, part)], layout=layout)
         if x.dtype == jnp.uint8:  # devices turn two of them into float16 at once
             x = jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(jnp.float32)
         to.at[:, pl.ds(c, part)][...] = x.astype(jnp.bfloat16)

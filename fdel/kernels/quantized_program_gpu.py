@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import transfer_gpu
 from fdel.kernels.decode_gpu import FORMATS, decoded, scale_of, spread
 from fdel.ops.weights import PACKED, Quantized, scales
 
@@ -187,9 +188,9 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
 
     if turned:
         total = gpu.layout_cast(total.astype(r.o_s.dtype), gpu.Layout.WGMMA_TRANSPOSED)
-        r.o_s.at[mine].transpose((1, 0))[...] = total
+        transfer_gpu.store(r.o_s.at[mine].transpose((1, 0)), total)
     else:
-        r.o_s.at[mine][...] = total
+        transfer_gpu.store(r.o_s.at[mine], total)
     gpu.commit_smem()
     rows, outputs = pl.ds(p.top, t.rows), pl.ds(p.first + mine * EACH, EACH)
 
@@ -211,18 +212,13 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
     gpu.wait_smem_to_gmem(0)
 
 
-def _all() -> tuple:
-    """Give the index of all of an array, which older versions of jax ask for."""
-    return () if jax.version.__version_info__ >= (0, 12) else ((),)
-
-
 def _multiply(r: Any, t: Tiling, kind: str, mine: Any, acc: Any, j: Any, known: list[list[Array]]) -> None:
     """Add the product of a chunk, of whose groups scales are known, and zero points if there are any."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     slot = jax.lax.rem(j, jnp.int32(t.depth))
     gpu.barrier_wait(r.full.at[slot])
-    raw = gpu.load(r.w_s.at[slot, mine], *_all(), layout=gpu.Layout.WGMMA_UPCAST_2X)
+    raw = transfer_gpu.load(r.w_s.at[slot, mine], layout=gpu.Layout.WGMMA_UPCAST_2X)
     more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
     zero = (lambda n: spread([more(x, n) for x in known[1]], raw.shape)) if len(known) == 2 else None
     numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero)
@@ -252,7 +248,7 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
 
     def of_group(ref: Any, group: Any) -> Array:
         some = ref.at[outputs, jnp.minimum(group, ref.shape[1] - 1)]
-        return gpu.load(some, *_all(), layout=row, optimized=False)
+        return transfer_gpu.load(some, layout=row, optimized=False)
 
     def about(at: Any) -> list[list[Array]]:
         """Read scales, and zero points if there are any, of a chunk's groups."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdel.kernels import scan_tokens_gpu
+from fdel.kernels import scan_tokens_gpu, transfer_gpu
 from fdel.kernels import slots_tpu as slots
 from fdel.kernels.slots_gpu import in_place
 from fdel.ops.batch import Paged
@@ -29,7 +29,6 @@ from fdel.ops.carry import Carry
 ROWS, COLUMNS = 64, 128  # of a part: channels, and their states at most
 STATES = (256, 128, 64, 32, 16)  # of a channel: what copies can lay out for threads
 GRID = ("token", "head", "block")
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 LOG2E = float(np.log2(np.e))
 
 
@@ -142,17 +141,19 @@ def _rows(
             decay, adds, total, b, c = of(t, _loaded(r.x.at[t, here], 1))
             gpu.barrier_wait(r.full.at[i])
             for p in range(parts):
-                state = gpu.load(r.state_s.at[i, p], *ALL, layout=gpu.Layout.WGMMA)
+                state = transfer_gpu.load(r.state_s.at[i, p], layout=gpu.Layout.WGMMA)
                 state = decay(p) * jnp.where(fresh == 0, state, 0.0) + _across(adds, width) * _along(b.at[some[p]])
                 r.state_s.at[i, p][...] = state
                 total = total + jnp.sum(state * _along(c.at[some[p]]), axis=1)
             gpu.commit_smem()
             for p in range(parts):
                 gpu.copy_smem_to_gmem(r.state_s.at[i, p], r.states.at[rows(places[i]), some[p]])
-            r.out.at[t, here][...] = total.astype(x.dtype)
+            transfer_gpu.store(r.out.at[t, here], total.astype(x.dtype))
 
         def nothing(i: int) -> None:
-            r.out.at[first + i, here][...] = gpu.layout_cast(jnp.zeros(ROWS, x.dtype), gpu.Layout.WGMMA.reduce(1))
+            transfer_gpu.store(
+                r.out.at[first + i, here], gpu.layout_cast(jnp.zeros(ROWS, x.dtype), gpu.Layout.WGMMA.reduce(1))
+            )
 
         for i in range(tokens):
             pl.when(places[i] >= 0)(partial(fetch, i))
@@ -195,7 +196,7 @@ def _loaded(ref: Any, axis: int | None = None) -> Array:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     layout = gpu.Layout.WGMMA if axis is None else gpu.Layout.WGMMA.reduce(axis)
-    return gpu.load(ref, *ALL, layout=layout, optimized=False).astype(jnp.float32)
+    return transfer_gpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def _across(x: Float[Array, " rows"], n: int) -> Float[Array, "rows n"]:

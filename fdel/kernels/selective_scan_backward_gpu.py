@@ -22,13 +22,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdel.kernels import scan_tokens_gpu as scans
+from fdel.kernels import transfer_gpu
 from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES
 
 GROUP, PAIR = 8, 2  # tokens whose states are in registers, and whose rows are added up at once
 GROUPS = CHUNK // GROUP
 STEPS = 2 * GROUPS - 1  # groups that a chunk's walks pass: all but the last, then all
 ROWS, STRIDE = PAIR * 2 * STATES, CHANNELS + 8  # of numbers to be added up; rows begin in different banks
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 def run(laid: list[Array], dy: Float[Array, "B T C"], kept: Float[Array, "B chunks S C"]) -> list[Array]:
@@ -163,7 +163,7 @@ def _back(r: SimpleNamespace, group: Any, at: Any, slot: Any, carry: tuple) -> t
         carry = _token(r, slot, out, k, states[k] if k else before(), states[k + 1], carry)
         if k % PAIR == 0:
             gpu.commit_smem()
-            some = gpu.load(r.rows_s.at[:, pl.ds(0, CHANNELS)], *ALL, layout=gpu.Layout.WGMMA, optimized=False)
+            some = transfer_gpu.load(r.rows_s.at[:, pl.ds(0, CHANNELS)], layout=gpu.Layout.WGMMA, optimized=False)
             r.sums.at[r.row, r.block, at * (GROUP // PAIR) + k // PAIR][...] = some.sum(axis=1)
             gpu.commit_smem()
     tokens = pl.ds(at * GROUP, GROUP)

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import transfer_gpu
+
 CHUNK, WIDTH = 64, 64  # tokens of a chunk, channels of a program: what one product of a group of warps gives
 DEPTH = 2  # chunks on their way; two programs of 128 states then share a multiprocessor's memory
 LOG, STEP, PLACE, NUMBERS = range(4)  # rows of numbers, and how many there are
 NOTHING, WHOLE = 160.0, 1000.0
 STATES = (128, 64)  # of a channel in a program; of 256 the registers spill
 LOG2E = math.log2(math.e)
-ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 class About(NamedTuple):
@@ -216,21 +217,21 @@ def values(ref: Any) -> Float[Array, "C n"]:
     """Load what products read, in float32."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA).astype(jnp.float32)
+    return transfer_gpu.load(ref, layout=gpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def rows_of(ref: Any) -> Float[Array, " C"]:
     """Load a number for each row of a product."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(1))
+    return transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(1))
 
 
 def columns_of(ref: Any) -> Float[Array, " C"]:
     """Load a number for each column of a product."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *ALL, layout=gpu.Layout.WGMMA.reduce(0))
+    return transfer_gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(0))
 
 
 def across(x: Float[Array, " C"], n: int = CHUNK) -> Float[Array, "C n"]:
@@ -281,6 +282,6 @@ def clear(n: Any, *refs: Any) -> None:
     for ref in refs:
         for first in range(0, ref.shape[1], CHUNK):
             some = ref.at[:, pl.ds(first, CHUNK)]
-            value = gpu.load(some, *ALL, layout=gpu.Layout.WGMMA)
+            value = transfer_gpu.load(some, layout=gpu.Layout.WGMMA)
             some[...] = jnp.where(real, value, jnp.zeros_like(value))
     gpu.commit_smem()

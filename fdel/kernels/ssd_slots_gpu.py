@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from fdel.kernels import slots_gpu as walking
 from fdel.kernels import slots_tpu as slots
 from fdel.kernels import ssd_program_gpu as shared
+from fdel.kernels import transfer_gpu
 from fdel.kernels.ssd_program_gpu import CHUNK, DEPTH, LOG2E, NOTHING, NUMBERS, STATES, WIDTH, About
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry
@@ -106,8 +107,8 @@ def _program(r: SimpleNamespace, *, about: About, size: int, part: int) -> None:
         for k in range(DEPTH):
             pl.when(k < count)(partial(fetch, jnp.int32(k)))
         place, to = r.chunks[walking.FROM, first], r.chunks[walking.TO, first]
-        begun = gpu.load(
-            states_of(jnp.maximum(place, 0)), *shared.ALL, layout=gpu.Layout.WGMMA, optimized=False
+        begun = transfer_gpu.load(
+            states_of(jnp.maximum(place, 0)), layout=gpu.Layout.WGMMA, optimized=False
         )  # fmt: skip
         state = jax.lax.fori_loop(0, count, step, jnp.where(place >= 0, begun, 0.0))
 

@@ -1,0 +1,31 @@
+"""Between memory and registers on NVIDIA GPUs: one form for versions of jax that ask for different ones."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+_ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
+
+
+def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> Array:
+    """Read all of a reference to registers, in a layout of Mosaic GPU's.
+
+    Without `optimized`, also where its threads read less than 32 bytes side by side, or the same bank at once.
+    """
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu.load(ref, *_ALL, layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: Array) -> None:
+    """Write registers to a reference where threads write less than 32 bytes side by side, or the same bank at once.
+
+    From jax 0.12 on that has to be asked for.
+    """
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    if hasattr(gpu, "store"):
+        gpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
