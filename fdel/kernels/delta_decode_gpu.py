@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.kernels import recurrent_decode_gpu
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import recurrent_decode_gpu, slots
 from fdel.kernels.recurrent_decode_gpu import COLUMNS, GRID, call
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import slots_tpu
 from fdel.kernels.chunks_tpu import CHUNK, NEVER, NN, NT, begin, decay_pairs, dot, places
 
 SMALL = 8  # rows of a diagonal block that is inverted by substitution
@@ -54,7 +54,7 @@ class About(NamedTuple):
 
 def run(
     about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array],
-    *, keep: bool, served: slots.Served | None = None,
+    *, keep: bool, served: slots_tpu.Served | None = None,
 ) -> list[Array]:  # fmt: skip
     """Run over q, k, v [B T N*H], and decays of channels: o [B T N*Hv], and the states where a Paged batch is served.
 
@@ -81,7 +81,7 @@ def run(
     scratch = {"state": pltpu.VMEM((about.heads, about.keys, about.values), jnp.float32)}
     run = functools.partial(_program, about)
     scalars, ins = {"whole": whole}, {"rows": (rows, of_rows)} | ins
-    return slots.call(run, "gated_delta_rule", (b, groups, steps), scalars, ins, outs, scratch, served)
+    return slots_tpu.call(run, "gated_delta_rule", (b, groups, steps), scalars, ins, outs, scratch, served)
 
 
 def _program(about: About, r: SimpleNamespace) -> None:

@@ -43,15 +43,6 @@ DEPTH = 3  # tiles of queries on their way to the other, at most
 MEMORY = 208 * 2**10  # bytes that they, keys, values and probabilities may take there
 
 
-def unsupported(q: Array, k: Array, v: Array) -> str | None:
-    """Say why the kernels cannot serve these sizes, or None."""
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it attends in bfloat16 and float16; found {q.dtype}, {k.dtype}, {v.dtype}"
-    if (found := (k.shape[-1], v.shape[-1])) not in OF_QUERIES:
-        return f"heads of {found[0]} and {found[1]} channels; expected one of {', '.join(map(str, OF_QUERIES))}"
-    return None
-
-
 class Arrays(NamedTuple):
     """What both kernels read, filled up to whole tiles; heads lie beside each other. lse is to the base 2."""
 
@@ -66,7 +57,7 @@ class Arrays(NamedTuple):
 def backward(
     m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, *after: Any, interpreted: bool = False
 ) -> tuple:
-    """Give (dq, dk, dv, dsinks): `mask.Passes.backward`, without alibi slopes; see `unsupported` for what it can serve.
+    """Give (dq, dk, dv, dsinks): `mask.Passes.backward`, of what `flash_attention_gpu.unsupported` lets through.
 
     Then come alibi, which is None, out, lse, dout and dlse.
     """

@@ -16,7 +16,7 @@ from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import delta_backward_tpu as backward
 from fdel.kernels import delta_program_tpu as program
 from fdel.kernels import recurrent_decode_tpu as decode
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import slots, slots_tpu
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
@@ -34,7 +34,7 @@ def unsupported(
         return f"heads of {q.shape[-1]} and {v.shape[-1]} channels; expected multiples of {chunks.LANES}"
     if isinstance(batch, Paged) and batch.block == 1 and not decode.heads_of(k.shape[-2]):
         return f"{k.shape[-2]} heads, of one token each; expected a multiple of 8"
-    return slots.unsupported(batch, carry, (*k.shape[-2:], v.shape[-1]))
+    return slots_tpu.unsupported(batch, carry, (*k.shape[-2:], v.shape[-1]))
 
 
 def call(
@@ -49,12 +49,12 @@ def call(
         few = not decode.heads_of(k.shape[1])
         return (slots.reference("gated_delta_rule") if few else decode.delta)(batch, carry, layer, q, k, v, g, beta)
     states = carry.slots.ssm
-    plan = slots.plan(batch, states.shape[1], layer)
+    plan = slots.plan(batch, states.shape[1], layer, chunks.CHUNK)
     wide = [x[None] for x in (q, k, v, *[g] * (g.ndim == 3))]
     small = [slots.laid(plan, x) for x in ([beta] if g.ndim == 3 else [g, beta])]
     about, *laid = _prepared(plan.valid, jnp.zeros_like(plan.valid), *wide, *small)
     shape = about.heads, about.keys, about.values
-    served = slots.Served(plan, tuple("qkvg"[: len(wide)]), states, shape, lambda n: (n, 0, 0))
+    served = slots_tpu.Served(plan, tuple("qkvg"[: len(wide)]), states, shape, lambda n: (n, 0, 0))
     out, states = program.run(about, *laid, keep=False, served=served)
     return slots.taken(plan, out).reshape(v.shape), slots.remembered(carry, states)
 

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdel.kernels import scan_tokens_gpu, transfer_gpu
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import scan_tokens_gpu, slots, transfer_gpu
 from fdel.kernels.slots_gpu import in_place
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry

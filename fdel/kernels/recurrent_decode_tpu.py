@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import slots, slots_tpu
 from fdel.kernels.chunks_tpu import places
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry
@@ -99,8 +99,8 @@ def scan(
         r.out[...] = jnp.sum(state * r.c[...], 0, keepdims=True)
 
     states = jnp.swapaxes(carry.slots.ssm, 2, 3)  # as XLA:TPU lays them out: nothing moves
-    plan = slots.tokens(batch, states.shape[1], layer)
-    served = slots.Served(plan, (), states, (a.shape[1], width), lambda n: (0, n))
+    plan = slots_tpu.tokens(batch, states.shape[1], layer)
+    served = slots_tpu.Served(plan, (), states, (a.shape[1], width), lambda n: (0, n))
     y, states = _call(
         program, "selective_scan_decode", served, ins, (len(x), 1, x.shape[1]), lanes, x.shape[1] // width
     )
@@ -117,14 +117,14 @@ def _heads(
 
     block = lambda w: pl.BlockSpec((None, shape[0], w), lambda b, n, c, *_: (c, n, 0))
     states = carry.slots.ssm
-    served = slots.Served(slots.tokens(batch, states.shape[1], layer), (), states, shape, lambda n: (n, 0, 0))
+    served = slots_tpu.Served(slots_tpu.tokens(batch, states.shape[1], layer), (), states, shape, lambda n: (n, 0, 0))
     given = {key: (x, block(x.shape[-1])) for key, x in ins.items()}
     y, states = _call(program, name, served, given, out, block(out[-1]), out[1] // shape[0])
     return y, slots.remembered(carry, states)
 
 
 def _call(
-    program: Callable, name: str, served: slots.Served, ins: dict[str, tuple[Array, Any]], out: tuple[int, ...],
+    program: Callable, name: str, served: slots_tpu.Served, ins: dict[str, tuple[Array, Any]], out: tuple[int, ...],
     spec: Any, steps: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Run over tokens: outputs in float32, 0 of those that are none, and the states."""
@@ -132,5 +132,5 @@ def _call(
 
     outs = {"out": (jax.ShapeDtypeStruct(out, jnp.float32), spec)}
     scratch = {"state": pltpu.VMEM(served.shape, jnp.float32)}
-    y, states = slots.call(program, name, (1, steps, out[0]), {}, ins, outs, scratch, served)
+    y, states = slots_tpu.call(program, name, (1, steps, out[0]), {}, ins, outs, scratch, served)
     return jnp.where(served.plan.valid[0, :, None, None], y, 0), states

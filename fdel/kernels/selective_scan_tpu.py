@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import recurrent_decode_tpu as decode
 from fdel.kernels import selective_scan_backward_tpu as backward
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import slots, slots_tpu
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, dot, padded
 from fdel.ops.batch import Batch, Packed
 from fdel.ops.carry import Carry
@@ -46,7 +46,7 @@ def unsupported(
     channels, states = a.shape
     if channels % LANES or states % BLOCK or states > LANES:
         return f"{channels} channels of {states} states; expected multiples of {LANES} and of {BLOCK}, at most {LANES}"
-    return slots.unsupported(batch, carry, a.shape)
+    return slots_tpu.unsupported(batch, carry, a.shape)
 
 
 def call(
@@ -63,9 +63,9 @@ def call(
     if batch.block == 1:
         return decode.scan(batch, carry, layer, x, dt, a, b, c, d, _widest(x.shape[1], CHANNELS))
     states = jnp.swapaxes(carry.slots.ssm, 2, 3)  # as XLA:TPU lays them out: nothing moves
-    plan = slots.plan(batch, states.shape[1], layer)
+    plan = slots.plan(batch, states.shape[1], layer, CHUNK)
     shape = states.shape[2], _widest(x.shape[1], CHANNELS)
-    served = slots.Served(plan, ("x", "dt"), states, shape, lambda n: (0, n))
+    served = slots_tpu.Served(plan, ("x", "dt"), states, shape, lambda n: (0, n))
     b, c = (slots.laid(plan, y) for y in (b, c))
     tokens = plan.valid, jnp.zeros_like(plan.valid)
     y, states = _run(tokens, (x[None], dt[None], a, b, c, d), keep=False, served=served)
@@ -119,7 +119,7 @@ def _widest(channels: int, most: int) -> int:
 
 
 def _run(
-    tokens: tuple[Array, Array], inputs: tuple[Array, ...], *, keep: bool, served: slots.Served | None = None
+    tokens: tuple[Array, Array], inputs: tuple[Array, ...], *, keep: bool, served: slots_tpu.Served | None = None
 ) -> list[Array]:
     """Give y [B T C]; with `keep` also the states before each chunk [B chunks S C], in float32, or those in slots."""
     from jax.experimental import pallas as pl
@@ -158,7 +158,7 @@ def _run(
     }
     run, grid = functools.partial(_program, tile), (rows, channels // width, length // CHUNK)
     scalars = {"whole": whole, "begins": begins}
-    y, *more = slots.call(run, "selective_scan", grid, scalars, ins, outs, scratch, served)
+    y, *more = slots_tpu.call(run, "selective_scan", grid, scalars, ins, outs, scratch, served)
     return [y if served else y[:, :t], *more]
 
 

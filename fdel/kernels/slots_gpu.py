@@ -1,6 +1,6 @@
 """How kernels for recurrences on NVIDIA Hopper serve Paged batches: states stay in their slots, and are written in place.
 
-For prompts a sequence's blocks are gathered into chunks of its own, as `slots_tpu.plan` lays them; a program takes one
+For prompts a sequence's blocks are gathered into chunks of its own, as `slots.plan` lays them; a program takes one
 sequence of a call and some channels, and walks its chunks with the state in registers. So sequences run side by side.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdel.kernels import slots_tpu as slots
+from fdel.kernels import slots
 from fdel.ops.batch import Paged
 
 # Of a chunk: the chunks of the sequence that it begins in a call, or 0; where its state comes from and goes to among the

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import recurrent_decode_gpu as decode
-from fdel.kernels import slots_tpu, ssd_backward_gpu, ssd_slots_gpu
+from fdel.kernels import slots, ssd_backward_gpu, ssd_slots_gpu
 from fdel.kernels import ssd_program_gpu as program
 from fdel.kernels.device import no_hopper
 from fdel.kernels.ssd_program_gpu import CHUNK, LOG2E, STATES, WIDTH, About
@@ -57,7 +57,7 @@ def call(
     d = jnp.zeros_like(a) if d is None else d
     if isinstance(batch, Paged):
         if batch.block > 1 and not ssd_slots_gpu.serves(batch, x, b, c):
-            return slots_tpu.reference("ssd")(batch, carry, layer, x, dt, a, b, c, d=d)
+            return slots.reference("ssd")(batch, carry, layer, x, dt, a, b, c, d=d)
         way = decode.ssd if batch.block == 1 else functools.partial(ssd_slots_gpu.call, False)
         return way(batch, carry or Carry(), layer, x, dt, a, b, c, d)
     return in_parts(False, batch, x, dt, a, b, c, d), carry or Carry()

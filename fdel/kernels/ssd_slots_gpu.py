@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import slots, transfer_gpu
 from fdel.kernels import slots_gpu as walking
-from fdel.kernels import slots_tpu as slots
 from fdel.kernels import ssd_program_gpu as shared
-from fdel.kernels import transfer_gpu
 from fdel.kernels.ssd_program_gpu import CHUNK, DEPTH, LOG2E, NOTHING, NUMBERS, STATES, WIDTH, About
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry

@@ -24,8 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import recurrent_decode_tpu as decode
-from fdel.kernels import slots_tpu as slots
-from fdel.kernels import ssd_backward_tpu
+from fdel.kernels import slots, slots_tpu, ssd_backward_tpu
 from fdel.kernels.chunks_tpu import CHUNK, LANES, NN, NT, dot, places
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
@@ -58,7 +57,7 @@ def unsupported(
         return f"{heads} heads of {channels} channels in {b.shape[-2]} groups, which fill no tile of {LANES}"
     if isinstance(batch, Paged) and (channels % 8 or (batch.block == 1 and not decode.heads_of(heads))):
         return f"{heads} heads of {channels} channels; expected multiples of 8 where states are read from slots"
-    return slots.unsupported(batch, carry, (heads, channels, b.shape[-1]))
+    return slots_tpu.unsupported(batch, carry, (heads, channels, b.shape[-1]))
 
 
 def call(
@@ -75,12 +74,12 @@ def call(
     if batch.block == 1:
         return decode.ssd(batch, carry, layer, x, dt, a, b, c, d)
     states = carry.slots.ssm
-    plan = slots.plan(batch, states.shape[1], layer)
+    plan = slots.plan(batch, states.shape[1], layer, CHUNK)
     starts, dt = jnp.zeros_like(plan.valid), slots.laid(plan, dt)
     about, *laid = _prepared(plan.valid, starts, x[None], dt, a, b[None], c[None], d)
     shape, tall = (about.heads, about.channels, about.states), (about.heads * about.channels, about.states)
     load, store = lambda slot: jnp.transpose(slot.reshape(tall)), lambda state: jnp.transpose(state).reshape(shape)
-    served = slots.Served(plan, ("x", "b", "c"), states, shape, lambda n: (n, 0, 0), load, store)
+    served = slots_tpu.Served(plan, ("x", "b", "c"), states, shape, lambda n: (n, 0, 0), load, store)
     y, states = _run(about, *laid, keep=False, served=served)
     return slots.taken(plan, y).reshape(x.shape), slots.remembered(carry, states)
 
@@ -139,7 +138,7 @@ _ssd.defvjp(_forward, _backward)
 
 def _run(
     about: About, whole: Int[Array, " chunks"], rows: Float[Array, "B groups numbers T"], inputs: list[Array],
-    *, keep: bool, served: slots.Served | None = None,
+    *, keep: bool, served: slots_tpu.Served | None = None,
 ) -> list[Array]:  # fmt: skip
     """Run over x [B T N*H], b and c [B T G*S], whose groups serve `share` steps' heads: y [B T N*H].
 
@@ -161,7 +160,7 @@ def _run(
     ins = dict(zip("xbc", zip(inputs, (block, shared, shared), strict=True), strict=True))
     scratch = {"state": pltpu.VMEM((states, width), jnp.float32)}
     grid, run = (rows_b, groups, t // CHUNK), functools.partial(_program, about)
-    return slots.call(run, "ssd", grid, {"whole": whole}, {"rows": (rows, of_rows)} | ins, outs, scratch, served)
+    return slots_tpu.call(run, "ssd", grid, {"whole": whole}, {"rows": (rows, of_rows)} | ins, outs, scratch, served)
 
 
 def _program(about: About, r: SimpleNamespace) -> None:

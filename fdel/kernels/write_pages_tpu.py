@@ -1,9 +1,9 @@
 """Writing new tokens to pages on TPUs: a Pallas Mosaic TPU kernel that changes the cache in place.
 
 Memory holds several tokens of a page in a register's rows, so none can be written alone. What is copied is a *part* of a
-page: as many tokens as fill such rows. Parts are read, their new tokens put in their places, and written; all of a step of
-the grid are on their way at once. A part belongs to the first block with tokens of it, so no two copies meet. Scales are
-parts of a whole page each. Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
+page: as many tokens as fill such rows. Parts are read, their new tokens put in their places, and written; all of a step
+of the grid are on their way at once. A part belongs to its sequence's first block with tokens of it, so no two copies
+meet. Scales are parts of a whole page each. Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
 
 Bytes: each part three times, its new numbers twice. XLA's scatter writes one row of one head after the other.
 """
@@ -104,7 +104,11 @@ def _parts(batch: Paged, total: int, page: int, size: int) -> Parts:
     """Find the parts of `size` tokens that the blocks' tokens lie in."""
     blocks, width = batch.page_table.shape
     block, table = batch.block, batch.page_table.astype(jnp.int32)
-    positions = batch.positions.reshape(blocks, block).astype(jnp.int32)
+    positions, order = batch.positions.reshape(blocks, block).astype(jnp.int32), jnp.arange(blocks)
+    if block > 1:  # those of a sequence one after the other, which others' may stand between
+        of = jnp.argmax((table[:, None] == table).all(-1), 1)
+        order = jnp.lexsort((positions[:, 0], of))
+        positions, table = positions[order], table[order]
     start, count = positions[:, 0], (positions >= 0).sum(1)
     goes_on = (start[1:] == start[:-1] + block) & (count[1:] > 0) & (count[:-1] == block)
     goes_on = jnp.pad(goes_on & (table[1:] == table[:-1]).all(1), (1, 0))
@@ -118,7 +122,8 @@ def _parts(batch: Paged, total: int, page: int, size: int) -> Parts:
     mine &= (base < (start + count)[:, None]) & ~(goes_on[:, None] & (base < start[:, None]))
     plan = jnp.stack([jnp.clip(where, 0, total - 1), base % page, low, jnp.where(mine, high, low)], -1)
     token = (jnp.arange(blocks) * block - start)[:, None, None] + base[..., None] + jnp.arange(size)
-    return Parts(plan.reshape(-1, 4).astype(jnp.int32), jnp.clip(token, 0, blocks * block - 1).reshape(-1, size))
+    token = jnp.clip(token, 0, blocks * block - 1).reshape(-1, size)
+    return Parts(plan.reshape(-1, 4).astype(jnp.int32), order[token // block] * block + token % block)
 
 
 def _put(plan: Int[Array, "parts 4"], layer: Any, pages: list[Array], new: list[Array], period: int = 0) -> list[Array]:
