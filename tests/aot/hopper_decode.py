@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fdel import aot, ops, params
 from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
+from tests.aot.hopper_products import say
 
 ROWS, LAYERS, SLOTS = 64, 4, 65
 BYTES = {"bf16": 2, "f32": 4, "s32": 4, "pred": 1}
@@ -37,7 +38,7 @@ CALLS = {
 }  # fmt: skip
 
 
-PROMPTS = [name for name in CALLS if name.startswith("ssd")]
+PROMPTS = [f"prompts, {name}" for name in CALLS if name.startswith("ssd")]
 
 
 def needed(name: str) -> int:
@@ -48,9 +49,10 @@ def needed(name: str) -> int:
     return ROWS * (8 * math.prod(state) + 2 * of([*half, out]) + 4 * of(single)) + 4 * of(rates.values())
 
 
-def lower(name: str, impl: str = "hopper", tokens: int = ROWS, block: int = 1) -> aot.Compiled:
-    """Compile a call for one H100; the states are the result's memory."""
-    op, state, half, single, rates = CALLS[name]
+def lower(name: str, impl: str = "hopper") -> aot.Compiled:
+    """Compile a call of `CALLS` or `PROMPTS` for one H100; the states are the result's memory."""
+    op, state, half, single, rates = CALLS[name.removeprefix("prompts, ")]
+    tokens, block = (512, 32) if name in PROMPTS else (ROWS, 1)
     target = aot.parse_target("h100:1x1x1")
     mesh = params.make_mesh({}, aot.devices(target))
     put = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -96,27 +98,14 @@ def moved(name: str, text: str) -> int:
     return total
 
 
-def main(*some: str) -> None:
-    """Compile the calls, or those that have some text in their names."""
-    for name in CALLS:
-        if some and not any(text in name for text in some):
-            continue
-        plain = lower(name, "xla")
-        print("call:", name, flush=True)
-        found = lower(name)
-        print("temporaries:", found.temporaries, flush=True)
+def beside(name: str, found: aot.Compiled) -> None:
+    """Say what XLA's program of the call comes to."""
+    plain = lower(name, "xla")
+    if name in CALLS:
         ours, xla = (f"{moved(name, c.text) / needed(name):.2f}" for c in (found, plain))
-        print(
-            f"moved: {ours} times the needed bytes, by XLA {xla}, with {plain.temporaries / 2**20:.1f} MiB", flush=True
-        )
-    for name in PROMPTS:
-        if some and not any(text in f"prompts, {name}" for text in some):
-            continue
-        plain = lower(name, "xla", 512, 32)
-        print("call: prompts,", name, flush=True)
-        print("temporaries:", lower(name, "hopper", 512, 32).temporaries, flush=True)
-        print(f"by XLA {plain.temporaries / 2**20:.1f} MiB", flush=True)
+        print(f"moved: {ours} times the needed bytes, by XLA {xla}", flush=True)
+    print(f"by XLA {plain.temporaries / 2**20:.1f} MiB", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    say([*CALLS, *PROMPTS], lower, sys.argv[1:], beside)

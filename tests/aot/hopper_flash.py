@@ -15,6 +15,7 @@ from fdel.models import llama
 from fdel.ops import platform
 from fdel.ops.batch import Packed
 from fdel.ops.mask import Mask, Where
+from tests.aot.hopper_products import say
 
 ROWS, TOKENS = 4, 4096
 # Heads of queries and of keys, channels of keys and of values, the mask, and whether there are sinks.
@@ -60,15 +61,6 @@ def step(impl: str) -> aot.Compiled:
         return aot.compile(target, step, state, batch, mesh=mesh)
 
 
-def main(*some: str) -> None:
-    """Compile the calls, or those that have some text in their names."""
-    for name in [*CALLS, *(f"training step, {impl}" for impl in STEPS)]:
-        if some and not any(text in name for text in some):
-            continue
-        print("call:", name, flush=True)
-        found = lower(name) if name in CALLS else step(name.split()[-1])
-        print("temporaries:", found.temporaries, flush=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    calls = [*CALLS, *(f"training step, {impl}" for impl in STEPS)]
+    say(calls, lambda name: lower(name) if name in CALLS else step(name.split()[-1]), sys.argv[1:])

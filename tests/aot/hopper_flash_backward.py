@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fdel import aot, ops, params
 from fdel.kernels import flash_backward_gpu as kernel
 from fdel.ops.mask import Where
+from tests.aot.hopper_products import say
 
 ROWS, TOKENS = 4, 4096
 # Query heads, key heads, channels of keys and of values, mask, sinks.
@@ -39,13 +40,5 @@ def lower(name: str) -> aot.Compiled:
     return aot.compile(target, jax.jit(call), segments, sink, *given, mesh=mesh)
 
 
-def main(*some: str) -> None:
-    """Compile the calls, or those that have some text in their names; ptxas writes what it found beside."""
-    for name in CALLS:
-        if not some or any(text in name for text in some):
-            print("call:", name, flush=True)
-            print("temporaries:", lower(name).temporaries, flush=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    say(CALLS, lower, sys.argv[1:])

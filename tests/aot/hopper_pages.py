@@ -15,6 +15,7 @@ from fdel import aot, ops, params
 from fdel.models import llama
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.paged import paged_attention
+from tests.aot.hopper_products import say
 
 DECODE, ONE, PROMPT = (64, 1, 8192), (1, 1, 8192), (16, 32, 4096)  # blocks, tokens of each, tokens of a sequence
 LLAMA, NARROW, GEMMA = (32, 8, 128), (64, 8, 64), (16, 8, 256)  # query heads, key heads, channels
@@ -76,18 +77,12 @@ def step(kv: str, impl: str) -> aot.Compiled:
         ]
 
 
-def main(*some: str) -> None:
-    """Compile the calls and the steps, or those that have some text in their names."""
-    for name in [*CALLS, *STEPS]:
-        if some and not any(text in name for text in some):
-            continue
-        print("call:", name, flush=True)
-        found = lower(name) if name in CALLS else step(*STEPS[name])
-        print("temporaries:", found.temporaries, flush=True)
-        if name in STEPS:
-            kernels = len(re.findall(r"custom-call\(.*mosaic_gpu", found.text))
-            print("loops:", found.loops, "kernels:", kernels, flush=True)
+def of_step(name: str, found: aot.Compiled) -> None:
+    """Say how many loops and kernels a step has."""
+    if name in STEPS:
+        kernels = len(re.findall(r"custom-call\(.*mosaic_gpu", found.text))
+        print("loops:", found.loops, "kernels:", kernels, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    say([*CALLS, *STEPS], lambda name: lower(name) if name in CALLS else step(*STEPS[name]), sys.argv[1:], of_step)

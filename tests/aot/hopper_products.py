@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +156,21 @@ def lower(name: str) -> aot.Compiled:
     return aot.compile(target, jax.jit(call), *args, mesh=mesh)
 
 
-def main(*some: str) -> None:
+def say(
+    names: Iterable[str], lower: Callable[[str], aot.Compiled], some: Sequence[str],
+    more: Callable[[str, aot.Compiled], None] = lambda *_: None,
+) -> None:  # fmt: skip
     """Compile the calls, or those that have some text in their names; ptxas writes what it found beside."""
-    for name in [*QUANTIZED, *GROUPED, *EXPERTS, *LATENTS, *DELTAS]:
-        if some and not any(text in name for text in some):
-            continue
-        print("call:", name, flush=True)
-        print("temporaries:", lower(name).temporaries, flush=True)
+    for name in names:
+        if not some or any(text in name for text in some):
+            print("call:", name, flush=True)
+            found = lower(name)
+            print("temporaries:", found.temporaries, flush=True)
+            more(name, found)
 
 
 def table(*some: str, module: str = "hopper_products") -> list[dict]:
-    """Run a module's `main` in a process and read what it says: one row for each call."""
+    """Run a module in a process and read what it says: one row for each call."""
     command, root = [sys.executable, "-m", f"tests.aot.{module}", *some], Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=root, env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, stdout=subprocess.PIPE,
@@ -186,4 +190,4 @@ def table(*some: str, module: str = "hopper_products") -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    say([*QUANTIZED, *GROUPED, *EXPERTS, *LATENTS, *DELTAS], lower, sys.argv[1:])

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params
 from fdel.ops.batch import Packed
+from tests.aot.hopper_products import say
 
 # Rows, tokens, channels of 16 states, dtype, whether gradients are wanted.
 SCANS = {
@@ -44,13 +45,5 @@ def lower(name: str, impl: str = "hopper") -> aot.Compiled:
     return aot.compile(target, jax.jit(call), Packed(tokens, tokens), x, *inputs, mesh=mesh)
 
 
-def main(*some: str) -> None:
-    """Compile the calls, or those that have some text in their names; ptxas writes what it found beside."""
-    for name in SCANS:
-        if not some or any(text in name for text in some):
-            print("call:", name, flush=True)
-            print("temporaries:", lower(name).temporaries, flush=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    say(SCANS, lower, sys.argv[1:])

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fdel import aot, ops, params, plan
 from fdel.models import mamba2
 from fdel.ops.batch import Packed
+from tests.aot.hopper_products import say
 
 ROWS, TOKENS = 4, 1024
 # Heads, channels, groups, states; whether with the gradient.
@@ -64,15 +65,6 @@ def step(impl: str) -> aot.Compiled:
         return aot.train_step(target, mamba2, MODEL, plan.Training("fsdp=1", ROWS, TOKENS, remat="nothing_saveable"))
 
 
-def main(*some: str) -> None:
-    """Compile the calls and the steps, or those that have some text in their names."""
-    for name in [*CALLS, *(f"training step, {impl}" for impl in STEPS)]:
-        if some and not any(text in name for text in some):
-            continue
-        print("call:", name, flush=True)
-        found = lower(name) if name in CALLS else step(name.split()[-1])
-        print("temporaries:", found.temporaries, flush=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    calls = [*CALLS, *(f"training step, {impl}" for impl in STEPS)]
+    say(calls, lambda name: lower(name) if name in CALLS else step(name.split()[-1]), sys.argv[1:])

@@ -20,6 +20,7 @@ P = hopper_products
 TABLES = [
     *((P, table) for table in (P.QUANTIZED, P.GROUPED, P.EXPERTS, P.LATENTS, P.DELTAS)),
     *((m, m.CALLS) for m in (hopper_flash, hopper_flash_backward, hopper_pages, hopper_ssd, hopper_decode)),
+    (hopper_decode, hopper_decode.PROMPTS),
     (hopper_scans, hopper_scans.SCANS),
 ]
 # CI tries these and the first call of each table: one for each program.
