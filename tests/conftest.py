@@ -28,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     marks = config.option.markexpr
     if "gpu" not in marks or "not gpu" in marks:
         jax.config.update("jax_platforms", "cpu")
+        os.environ["JAX_PLATFORMS"] = (
+            "cpu"  # of the processes that tests start; a CUDA plugin without a driver fails there
+        )
     jax.config.update("jax_num_cpu_devices", 8)
     programs = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fdel import models, params, serve, train
+from fdel import models, ops, params, serve, train
 from fdel.models import llama
 from fdel.ops import cpu
 from fdel.serve.engine import packing, step
@@ -850,6 +850,17 @@ def test_an_engine_that_is_closed_compiles_no_more(model) -> None:
     device.uncompiled = [("decode", n, [lambda n=n: ran.append(n) or device.close()]) for n in (1, 2)]
     device.complete()
     assert ran == [1] and device.uncompiled == []
+
+
+def test_a_program_that_is_refused_keeps_no_other_from_being_compiled(model, caplog) -> None:
+    device, ran = engine(model)._core.device, []
+    refuse = lambda: ops.attend(
+        ops.packed(jnp.zeros((1, 2), int)), None, 0, *[jnp.zeros((1, 2, 1, 8))] * 3, mask=ops.Mask(1.0)
+    )
+    device.uncompiled = [("score", 7, [ops.use(attend="splash")(refuse)]), ("decode", 1, [lambda: ran.append(1)])]
+    device.complete()
+    assert ran == [1] and device.uncompiled == [] and 1 in device.usable["decode"] and "score" not in device.usable
+    assert "score of size 7 is not to be had: attend: impl='splash' cannot serve" in caplog.text
 
 
 @pytest.mark.slow

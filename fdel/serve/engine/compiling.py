@@ -1,5 +1,6 @@
 """The programs of a device, compiled before they are needed: the largest first, the others beside the first steps."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from fdel.serve.engine.request import TOP
 from fdel.serve.engine.sampling import sampling_rows
 from fdel.serve.engine.step import PAGE, Programs
 
+log = logging.getLogger(__name__)
 BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 
 
@@ -55,12 +57,18 @@ class Compiling:
     perform: Callable[[Call], Any]
 
     def complete(self) -> None:
-        """Compile what `warm_up` left, while another thread runs steps: each program is used once it is there."""
+        """Compile what `warm_up` left, while another thread runs steps: each program is used once it is there.
+
+        One that is refused, as by a kernel that is named and cannot serve it, is left out: what asks for it fails alone.
+        """
         while self.uncompiled and threading.main_thread().is_alive():  # a process that ends waits for one at most
             name, size, compilers = self.uncompiled[0]
-            for compile in compilers:
-                compile()
-            self.usable[name] = sorted([*self.usable.get(name, ()), size])
+            try:
+                for compile in compilers:
+                    compile()
+                self.usable[name] = sorted([*self.usable.get(name, ()), size])
+            except ValueError as e:
+                log.warning("%s of size %d is not to be had: %s", name, size, e)
             self.uncompiled = self.uncompiled[1:]
 
     def close(self) -> None:
