@@ -97,7 +97,12 @@ def bundles(text: str) -> tuple[int, int, float, int]:
     products = sum(n for n, matmul, _ in inner if matmul)
     starts = [(n, ops.count("dma.hbm_to_vmem")) for depth, n, ops in loops if depth == 3]  # of some pages, or of one
     starts = [(n, copies) for n, copies in starts if copies]
-    page = min(n * min(c for _, c in starts) / copies for n, copies in starts)  # a whole group is waited for at once
+    if starts:
+        # A whole group is waited for at once.
+        page = min(n * min(c for _, c in starts) / copies for n, copies in starts)
+    else:  # of a large program the compiler makes a loop of its own for each copy
+        each = [n for depth, n, ops in loops if depth == 4 or (depth == 3 and "vmatmul" not in ops)]
+        page = sum(each) / sum(depth == 4 for depth, *_ in loops)
     clear = sum(n for n, *kinds in inner if not any(kinds))  # of what no token wrote: in the last page of a sequence
     # Loops that start copies before a walk are of the first step, and of rows without tokens.
     step, group = (sum(n for depth, n, ops in loops if depth == d and (d == 1 or "hbm_to" not in ops)) for d in (1, 2))
@@ -136,14 +141,14 @@ def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tupl
     return max(busy, made / about.flops, read / about.bandwidth) + keys * token / about.bandwidth, floor
 
 
-def main(chip: str, only: str = "") -> None:
+def main(chip: str, *only: str) -> None:
     """Print one line of JSON for each call: bundles, estimate, floor and XLA's estimate for the reference, in seconds.
 
-    Without `only`, a part of names, those of pages in 8 bits are left out."""
+    `only` those that have some text in their names; without, none of pages in 8 bits."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_dump_{k}={v}" for k, v in flags.items())
-        for name in [name for name in CALLS if (only in name if only else not name.endswith(FEW))]:
+        for name in [x for x in CALLS if (any(text in x for text in only) if only else not x.endswith(FEW))]:
             lower(chip, name, "mosaic", CALLS[name][1])
             found = [x for x in Path(folder).glob("*paged_attention*-final_bundles.txt") if "analysis" not in x.name]
             loop = lower(chip, name, "xla", 512).estimate * CALLS[name][1] / 512  # one round of its loop is of 512 keys

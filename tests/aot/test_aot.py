@@ -160,25 +160,29 @@ def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(name, devices, c
 
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
-@pytest.mark.parametrize("only", ["", pytest.param("8", marks=pytest.mark.matrix)], ids=["whole", "8 bits"])
-def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, only):
+@pytest.mark.parametrize(
+    "few", [(), pytest.param((", int8", ", fp8"), marks=pytest.mark.matrix)], ids=["whole", "8 bits"]
+)
+def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, few):
     """Decoding: 1.3 times the floor, with one key head of few query heads 1.4. XLA's takes longer.
 
     Prompts are bound by vector operations, of latents on a v5p by products: 1.5. Of pages in 8 bits, one key head is bound
-    by requests for copies, latents by what makes them numbers: 2.4, and 1.5; fp8 on v6e takes 1.38."""
-    command = [sys.executable, "-m", "tests.aot.bundles", chip, only]
+    by requests for copies, latents by what makes them numbers, of 128 heads by products, too; fp8 on v6e takes 1.38."""
+    command = [sys.executable, "-m", "tests.aot.bundles", chip, *few]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     calls = {x["call"]: x for x in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
     assert len(calls) == 9  # of either kind
+    v5p = chip == "v5p"
+    bounds = {"prefill": 6, "prefill, latents": 1.5 if v5p else 2.5, "decode, one key head": 2.4 if few else 1.4}
+    if few:
+        bounds |= {"decode, latents": 1.5 if v5p else 2.6, "decode, latents, 16 heads": 1.5}
     for name, x in calls.items():
         print(name, {k: x[k] for k in ("bundles", "estimate", "floor", "xla")})
-        latents = 1.5 if chip == "v5p" else 2.5
-        most = {"prefill": 6, "prefill, latents": latents, "decode, one key head": 2.4 if only else 1.4}
-        other = 1.5 if only and "latents" in name else 1.4 if name.endswith("fp8") and chip == "v6e" else 1.3
-        most = most.get(name.removesuffix(", int8").removesuffix(", fp8"), other)
+        other = 1.4 if name.endswith("fp8") and not v5p else 1.3
+        most = bounds.get(name.removesuffix(", int8").removesuffix(", fp8"), other)
         assert x["estimate"] <= most * x["floor"] and 2 * x["estimate"] < x["xla"]
 
 
@@ -264,7 +268,7 @@ def test_the_tpu_kernels_for_groups_of_rows_are_near_the_floor(chip):
 @pytest.mark.matrix  # all calls of the table: minutes
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernel_for_experts_in_few_bits_reads_them_at_the_floor_s_speed(chip):
-    """64 tokens: bytes 1.3 times the floor; narrow groups of 4 bits, which wait for the multiplier, up to 3 times."""
+    """64 tokens: bytes 1.3 times the floor; narrow groups of 4 bits, which wait for the multiplier, up to 4 times."""
     command = [sys.executable, "-m", "tests.aot.expert_bundles", chip]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=1200
@@ -272,7 +276,7 @@ def test_the_tpu_kernel_for_experts_in_few_bits_reads_them_at_the_floor_s_speed(
     assert done.returncode == 0, done.stderr
     for x in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))):
         print(x)
-        assert x["estimate"] <= (1.3 if "int8" in x["call"] or "fp8" in x["call"] else 3) * x["floor"]
+        assert x["estimate"] <= (1.3 if "int8" in x["call"] or "fp8" in x["call"] else 4) * x["floor"]
 
 
 @pytest.mark.aot

@@ -255,25 +255,29 @@ def hostile() -> dict[str, bytes | str]:
 
 
 def children(root: int) -> dict[int, int]:
-    """The most memory in KiB of each process that a process has forked."""
-    out = {}
-    for pid in open(f"/proc/{root}/task/{root}/children").read().split():
-        out[int(pid)] = _peak(int(pid))
-    return out
+    """The most memory in KiB of each process that a process has forked and that has not ended."""
+    lines = {pid: _read(pid, "status").splitlines() for pid in _read(root, f"task/{root}/children").split()}
+    peaks = {pid: [int(line.split()[1]) for line in said if line.startswith("VmHWM:")] for pid, said in lines.items()}
+    return {int(pid): peak[0] for pid, peak in peaks.items() if peak}
 
 
 def spent(root: int) -> float:
-    """Seconds of CPU of this process, of one that forks, and of all that it has forked."""
+    """Seconds of CPU of this process, of one that forks, and of all that it has forked.
+
+    The time of a process that ends is its parent's, so the parent is read last.
+    """
     ticks = 0
-    for pid in (root, *children(root)):
-        fields = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+    for pid in (*children(root), root):
+        fields = _read(pid, "stat").rpartition(")")[2].split()
         ticks += sum(map(int, fields[11 : 15 if pid == root else 13]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _peak(pid: int) -> int:
-    lines = (line.split() for line in open(f"/proc/{pid}/status"))
-    return next((int(line[1]) for line in lines if line[0] == "VmHWM:"), 0)  # one that ended has none
+def _read(pid: int | str, name: str) -> str:
+    """A file of a process under /proc; nothing of one that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/{name}") as f:
+        return f.read()
+    return ""
 
 
 @pytest.mark.slow
