@@ -1,6 +1,6 @@
 """One token of each sequence through `ssd` or a scan on NVIDIA Hopper: Pallas Mosaic GPU kernels.
 
-Of an engine's calls these are the decode steps; with longer blocks, its prompts, the references are called. A program
+Of an engine's calls these are the decode steps; its prompts are others' (`ssd_slots_gpu`, `scan_slots_gpu`). A program
 takes a part of one token's state, `ROWS` channels of so many states: it copies it from its slot to shared memory, changes
 it as the operation's docstring has it, all in float32, and copies it back, once each; states are the result's memory, so
 no other slot is touched. Nothing is multiplied by tensor cores. `delta_decode_gpu` is called as these are.
@@ -90,7 +90,7 @@ def scan(
     """Compute as `selective_scan`, of channels of so few states that they are one part; a program reads `a` once."""
     from jax.experimental import pallas as pl
 
-    if batch.block > 1 or x.shape[1] % ROWS:  # or a device's part
+    if x.shape[1] % ROWS:  # a device's part of the channels
         return slots.reference("selective_scan")(batch, carry, layer, x, dt, a, b, c, d=d)
     ins = {"x": x, "dt": dt, "b": b, "c": c, "d": d.astype(jnp.float32), "a": a.astype(jnp.float32) * LOG2E}
 

@@ -1,11 +1,12 @@
-"""What both passes of `selective_scan_gpu` share: how tokens are laid out, read, and what they do to a state."""
+"""What the kernels for selective scans share: how tokens are laid out, read, and what they do to a state."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from fdel.ops.batch import Packed
 
@@ -17,21 +18,30 @@ ENDLESS = 3e38  # a step after which nothing is left
 
 
 def prepared(batch: Packed, inputs: tuple[Array, ...]) -> list[Array]:
-    """Lay out x and dt in whole chunks, exponents to the base 2 [S C], the numbers of each token, and d, in float32.
-
-    A token's numbers [NUMBERS] are b, c, the least step of its decay, and whether it is one: b and c of padding are 0.
-    """
+    """Lay out x and dt in whole chunks, `rates` [S C], the numbers of each token, and d in float32."""
     x, dt, a, b, c, d = inputs
     fill = -x.shape[1] % CHUNK
     padded = lambda y: jnp.pad(y, ((0, 0), (0, fill), (0, 0))) if fill else y
     segments = jnp.pad(batch.segment_ids, ((0, 0), (0, fill)), constant_values=-1)
     starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    valid = (segments >= 0)[..., None]
-    floor = jnp.where(starts, ENDLESS, -ENDLESS)[..., None]
-    shared = jnp.concatenate([padded(y).astype(jnp.float32) for y in (b, c)], -1)
-    rest = jnp.pad(jnp.concatenate([floor, valid], -1), ((0, 0), (0, 0), (0, NUMBERS - FLOOR - 2)))
-    numbers = jnp.concatenate([jnp.where(valid, shared, 0), rest], -1)
-    return [padded(x), padded(dt), a.T.astype(jnp.float32) * np.log2(np.e), numbers, d.astype(jnp.float32)]
+    numbers = numbers_of(segments >= 0, starts, padded(b), padded(c))
+    return [padded(x), padded(dt), rates(a), numbers, d.astype(jnp.float32)]
+
+
+def rates(a: Float[Array, "C S"]) -> Float[Array, "S C"]:
+    """Give exponents to the base 2, in float32."""
+    return a.T.astype(jnp.float32) * np.log2(np.e)
+
+
+def numbers_of(valid: Array, starts: Array, b: Array, c: Array) -> Float[Array, "... T numbers"]:
+    """Give what all channels read of a token: b, c, the least step of its decay, and whether it is one.
+
+    b and c of padding, which may hold anything, are 0. A token that starts a sequence leaves nothing of a finite state.
+    """
+    floor, valid = jnp.where(starts, ENDLESS, -ENDLESS)[..., None], valid[..., None]
+    shared = jnp.where(valid, jnp.concatenate([b.astype(jnp.float32), c.astype(jnp.float32)], -1), 0)
+    spare = jnp.zeros((*valid.shape[:-1], NUMBERS - VALID - 1), jnp.float32)
+    return jnp.concatenate([shared, floor, valid.astype(jnp.float32), spare], -1)
 
 
 def parameters() -> Any:
@@ -60,3 +70,20 @@ def token(r: SimpleNamespace, slot: Any, at: Any) -> tuple[Array, Array, Array, 
 def advance(numbers: Any, a: list[Array], decay: Array, add: Array, states: tuple[Array, ...]) -> tuple[Array, ...]:
     """Give the states after a token: `decay` is its step for them, `add` what b of its numbers is multiplied with."""
     return tuple(jnp.exp2(decay * a[n]) * states[n] + add * numbers[n] for n in range(STATES))
+
+
+def outputs(r: SimpleNamespace, slot: Any, a: list[Array], d: Array, states: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Write y of the tokens in a place of shared memory to that of `y_s`, and give the states after them."""
+
+    def several(j: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
+        for k in range(UNROLL):
+            at = j * UNROLL + k
+            x, _, step, decay = token(r, slot, at)
+            states = advance(r.n_s.at[slot, at], a, decay, step * x, states)
+            y = [d * x, jnp.zeros_like(x)]
+            for n in range(STATES):
+                y[n % 2] = y[n % 2] + states[n] * r.n_s[slot, at, STATES + n]
+            r.y_s.at[slot, at][...] = (y[0] + y[1]).astype(r.y_s.dtype)
+        return states
+
+    return jax.lax.fori_loop(0, r.x_s.shape[1] // UNROLL, several, states)

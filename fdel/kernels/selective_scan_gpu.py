@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import recurrent_decode_gpu as decode
+from fdel.kernels import scan_slots_gpu as prompts
 from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import selective_scan_backward_gpu as backward
 from fdel.kernels.device import no_hopper
-from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, UNROLL
+from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
@@ -38,7 +39,7 @@ def unsupported(
     if why := no_hopper():
         return why
     if isinstance(batch, Paged):
-        return decode.unsupported_scan(batch, carry, x, a)
+        return decode.unsupported_scan(batch, carry, x, a) or prompts.unsupported(batch, a)
     if batch.key_segment_ids is not None or batch.prefix_ids is not None:
         return "it serves Packed batches without key_segment_ids and prefix_ids"
     if len(found := {y.dtype for y in (x, b, c)}) > 1 or not found <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:
@@ -59,7 +60,8 @@ def call(
     """Compute as `selective_scan`, token by token; see `unsupported` for what it can serve."""
     d = jnp.zeros_like(a[:, 0]) if d is None else d
     if isinstance(batch, Paged):
-        return decode.scan(batch, carry or Carry(), layer, x, dt, a, b, c, d)
+        way = decode.scan if batch.block == 1 else prompts.call
+        return way(batch, carry or Carry(), layer, x, dt, a, b, c, d)
     return _scan(batch, x, dt, a, b, c, d), carry or Carry()
 
 
@@ -139,18 +141,7 @@ def _program(*refs: Any, **memory: Any) -> None:
 
         gpu.wait_smem_to_gmem(DEPTH - 1, wait_read_only=True)
 
-        def several(j: Any, states: tuple[Array, ...]) -> tuple[Array, ...]:
-            for k in range(UNROLL):
-                at = j * UNROLL + k
-                x, _, step, decay = scans.token(r, slot, at)
-                states = scans.advance(r.n_s.at[slot, at], a, decay, step * x, states)
-                y = [d * x, jnp.zeros_like(x)]
-                for n in range(STATES):
-                    y[n % 2] = y[n % 2] + states[n] * r.n_s[slot, at, STATES + n]
-                r.y_s.at[slot, at][...] = (y[0] + y[1]).astype(r.y_s.dtype)
-            return states
-
-        states = jax.lax.fori_loop(0, CHUNK // UNROLL, several, states)
+        states = scans.outputs(r, slot, a, d, states)
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(r.y_s.at[slot], r.out.at[row, pl.ds(i * CHUNK, CHUNK), channels])
         pl.when(i + DEPTH < chunks)(lambda: fetch(i + DEPTH))

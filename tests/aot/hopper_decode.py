@@ -38,7 +38,7 @@ CALLS = {
 }  # fmt: skip
 
 
-PROMPTS = [f"prompts, {name}" for name in CALLS if name.startswith("ssd")]
+PROMPTS = [f"prompts, {name}" for name in CALLS if not name.startswith("gated")]
 
 
 def needed(name: str) -> int:

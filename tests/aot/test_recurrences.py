@@ -42,7 +42,7 @@ def test_a_decode_step_of_recurrences_on_hopper_leaves_states_where_they_are(fam
 
 @pytest.mark.aot
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", ["mamba2"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
 def test_prefill_of_recurrences_on_hopper_needs_less_memory(family, record_property):
     """As machine code, in each layer; fewer loops, and states stay where they are."""
     if why := aot.missing(target("h100", 1)):

@@ -1,10 +1,12 @@
 """A process that interprets the Hopper kernels for prompts in an engine's blocks: prints errors against float64.
 
-`ssd`: of outputs and states of sequences that come in pieces, with others' between them, relative to the largest number,
-with a detector of races, of which `race` plants one; `few`: one call. See `interpreted_pages`.
+`ssd` and `scan`: of outputs and states of sequences that come in pieces, with others' between them, relative to the largest
+number, with a detector of races, of which `race` plants one; `few`: one call. `shared`: of a scan against the reference, of
+sequences that follow each other in a slot, and of slots that are none. See `interpreted_pages`.
 """
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,9 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import params as interpreter
 from jax.experimental.pallas import mosaic_gpu
 
-from fdel.kernels import ssd_slots_gpu
-from fdel.ops.batch import Slots, State
+from fdel import ops
+from fdel.kernels import scan_slots_gpu, ssd_slots_gpu
+from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
 from tests.ops import test_recurrences_paged_tpu as cases
 
@@ -23,6 +26,8 @@ CALLS = {
     "few": [*FEW, (16, 64, [(1, 20), (0, 3)])],
     "all": [*FEW, (32, 96, []), (32, 224, [(1, 40), (0, 33), (2, 1)]), (64, 192, [(2, 66)]), (16, 64, [(2, 17), (1, 3)])],
 }  # fmt: skip
+SHORT = [(8, 40, [(2, 9), (0, 10)])]  # of scans alone, after all
+SSDS, SCANS = ([(2, 128), (1, 192)], [(1, 64)]), ([(256, 16), (128, 32)], [(128, 16)])  # by whether there are few
 
 
 def ssd_case(heads: int, states: int) -> cases.Case:
@@ -42,13 +47,56 @@ def ssd_case(heads: int, states: int) -> cases.Case:
     return cases.Case("ssd", inputs, step, (heads, 64, states), (1,), (a, d))
 
 
+def scan_case(channels: int, states: int) -> cases.Case:
+    """One or two programs for each sequence, one or two calls."""
+    r = np.random.default_rng(7)
+    a, d = -np.exp(r.normal(size=(channels, states))), r.normal(size=channels)
+    a, d = (np.float32(x).astype(float) for x in (a, d))
+
+    def inputs(r, t: int) -> tuple[np.ndarray, ...]:
+        return r.normal(size=(t, channels)), np.exp(r.normal(size=(t, channels)) - 2), *r.normal(size=(2, t, states))
+
+    def step(state, x, dt, b, c):
+        state = np.exp(dt[:, None] * a) * state + (dt * x)[:, None] * b
+        return state, state @ c + d * x
+
+    return cases.Case("selective_scan", inputs, step, (channels, states), (1,), (a, d))
+
+
 def run(case: str, impl: str, batch, states, inputs):
     """Call the kernel in layer 1, in place of what compiles one."""
     carry, (x, dt, b, c) = Carry(State(slots=Slots(None, states))), inputs
     a, d = (jnp.asarray(x, jnp.float32) for x in cases.CASES[case].rest)
-    with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
-        y, carry = ssd_slots_gpu.call(True, batch, carry, 1, x, dt, a, b, c, d)
+    call = {"ssd": partial(ssd_slots_gpu.call, True), "selective_scan": scan_slots_gpu.call}[cases.CASES[case].op]
+    with interpreted():
+        y, carry = call(batch, carry, 1, x, dt, a, b, c, d)
     return y, carry.slots.ssm
+
+
+def interpreted():
+    return interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True))
+
+
+def shared_slots() -> list[float]:
+    """Slot 2 ends a sequence and begins another, slot 0 goes on; blocks of no slot. NaN where a sequence begins."""
+    case, r, rows, block = scan_case(256, 16), np.random.default_rng(3), np.array([2, 4, 2, 0, 2, 9, 2]), 16
+    begins, lengths = [32, 0, 48, 7, 0, 16, 16], [16, 16, 5, 16, 16, 16, 0]
+    tokens = np.arange(block)
+    positions = np.concatenate([np.where(tokens < n, i + tokens, -1) for i, n in zip(begins, lengths, strict=True)])
+    valid, states = positions >= 0, np.full((2, 4, *case.state), np.nan, np.float32)
+    states[0, [0, 2]] = r.normal(size=(2, *case.state))
+    inputs = [np.where(valid[:, None], x, np.nan) for x in case.inputs(r, len(positions))]
+    x, dt, b, c, a, d = (jnp.asarray(y, jnp.float32) for y in (*inputs, *case.rest))
+    batch = Paged(jnp.asarray(positions), jnp.zeros((7, 1), int), jnp.asarray(rows), block)
+    carry = Carry(State(slots=Slots(None, jnp.asarray(states))))
+    with interpreted():
+        y, new = scan_slots_gpu.call(batch, carry, 0, x, dt, a, b, c, d)
+    with ops.use(selective_scan="xla"):
+        y_want, want = ops.selective_scan(batch, carry, 0, x, dt, a, b, c, d=d)
+    used = valid & np.isin(np.repeat(rows, block), [0, 2])
+    if (y[~used] != 0).any() or (np.isnan(new.slots.ssm) != np.isnan(want.slots.ssm)).any():
+        raise RuntimeError("what is no token has an output, or another slot was written")
+    return [cases.error(y[used], y_want[used]), cases.error(new.slots.ssm[0, [0, 2]], want.slots.ssm[0, [0, 2]])]
 
 
 def errors(name: str, calls: list) -> list[float]:
@@ -67,7 +115,11 @@ if __name__ == "__main__":
     cases.run = run
     if "race" in sys.argv:
         mosaic_gpu.barrier_wait = lambda barrier: None  # no copy is waited for
-    kinds = {"ssd": [ssd_case(1, 64)] if "few" in sys.argv else [ssd_case(2, 128), ssd_case(1, 192)]}
-    for case in kinds[sys.argv[1]]:
+    few = "few" in sys.argv
+    ssd, scan = ([of(*x) for x in sizes] for of, sizes in ((ssd_case, SSDS[few]), (scan_case, SCANS[few])))
+    for case in {"ssd": ssd, "scan": scan}.get(sys.argv[1], []):
         cases.CASES["case"] = case
-        print(*errors("case", CALLS["few" if "few" in sys.argv else "all"]))
+        calls = CALLS["few" if few else "all"]
+        print(*errors("case", calls if few or case.op == "ssd" else calls + SHORT))
+    if sys.argv[1] == "shared":
+        print(*shared_slots())
