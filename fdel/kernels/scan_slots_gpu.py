@@ -15,16 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import slots, slots_gpu, transfer_gpu
-from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES, UNROLL
+from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, STATES, UNROLL
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry
 
-# Of a block, in the order of slots: how many a slot has, if it is the first of them; the slot's place among those of all
-# layers; whether it begins a sequence; and which block it is.
+# Of a block, in the order of slots: how many its slot has, if it is the first of them, else 0, or -1 if it has no slot; the
+# slot's place among those of all layers; whether it begins a sequence; and which block it is.
 COUNT, PLACE, FRESH, BLOCK = range(4)
 
 
@@ -45,9 +45,7 @@ def call(
     if x.shape[1] % CHANNELS:  # a device's part of the channels
         return slots.reference("selective_scan")(batch, carry, layer, x, dt, a, b, c, d=d)
     states, size = carry.slots.ssm, next(n for n in (CHUNK, 2 * UNROLL, UNROLL) if batch.block % n == 0)
-    used, blocks = _blocks(batch, states.shape[1], layer, size)
-    valid = (batch.positions >= 0) & jnp.repeat(used, size)
-    total = jnp.zeros(())
+    blocks, valid, total = _blocks(batch, states.shape[1], layer, size), batch.positions >= 0, jnp.zeros(())
     for part in range(a.shape[1] // STATES):
         some = slice(part * STATES, (part + 1) * STATES)
         skip = d.astype(jnp.float32) if part == 0 else jnp.zeros(len(d))
@@ -55,14 +53,11 @@ def call(
         ins = {"x": x, "dt": dt.astype(jnp.float32), "a": scans.rates(a[:, some]), "numbers": numbers, "d": skip}
         y, states = _run(size, part, ins | {"blocks": blocks}, states)
         total = total + y.astype(jnp.float32) if a.shape[1] > STATES else y
-    y = jnp.where(valid[:, None], total, 0)  # what no program writes holds anything
-    return y.astype(x.dtype), slots.remembered(carry, states)
+    return total.astype(x.dtype), slots.remembered(carry, states)
 
 
-def _blocks(
-    batch: Paged, count: int, layer: Any, size: int
-) -> tuple[Bool[Array, " blocks"], Int[Array, "numbers blocks"]]:
-    """Tell which blocks of so many tokens belong to slots, and give the numbers of each, those of a slot side by side."""
+def _blocks(batch: Paged, count: int, layer: Any, size: int) -> Int[Array, "numbers blocks"]:
+    """Give the numbers of each block of so many tokens, those of a slot side by side; those of no slot come last."""
     positions, rows = batch.positions.reshape(-1, size), jnp.repeat(batch.rows, batch.block // size)
     index = jnp.arange(len(positions))
     used = (positions >= 0).any(1) & (rows >= 0) & (rows < count)
@@ -70,32 +65,26 @@ def _blocks(
     change = jnp.append(row[1:] != row[:-1], True)
     last = jax.lax.cummin(jnp.where(change, index, len(index)), reverse=True)
     opens = (row < count) & jnp.pad(change[:-1], (1, 0), constant_values=True)
-    numbers = [jnp.where(opens, last + 1 - index, 0), layer * count + row, first == 0, block]
-    return used, jnp.stack([x.astype(jnp.int32) for x in numbers])
+    many = jnp.where(opens, last + 1 - index, jnp.where(row < count, 0, -1))
+    numbers = [many, layer * count + row, first == 0, block]
+    return jnp.stack([x.astype(jnp.int32) for x in numbers])
 
 
 def _run(size: int, part: int, ins: dict[str, Array], states: Array) -> tuple[Array, Array]:
     """Run over blocks of so many tokens, with one part of the states."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    x, depth = ins["x"], DEPTH * CHUNK // size
-    tile = depth, size, CHANNELS
-    scratch = {
-        "x_s": gpu.SMEM(tile, x.dtype), "dt_s": gpu.SMEM(tile, jnp.float32), "y_s": gpu.SMEM(tile, x.dtype),
-        "n_s": gpu.SMEM((depth, size, NUMBERS), jnp.float32), "full": gpu.Barrier(num_arrivals=3, num_barriers=depth),
-    }  # fmt: skip
+    x, scratch = ins["x"], scans.memory(ins["x"].dtype, size)
     grid = {"block": len(x) // size, "column": x.shape[1] // CHANNELS}
     program = partial(_program, part=part)
     return slots_gpu.in_place(program, "selective_scan_prefill", grid, ins, x, states, scratch, scans.parameters())
 
 
 def _program(r: SimpleNamespace, *, part: int) -> None:
-    """Walk the blocks of the slot whose first is this one, if any's is."""
+    """Walk the blocks of the slot whose first is this one, if any's is; outputs of a block that has no slot are 0."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     first, column = (jax.lax.axis_index(name) for name in ("block", "column"))
-    channels, count, (depth, size, _) = pl.ds(column * CHANNELS, CHANNELS), r.blocks[COUNT, first], r.x_s.shape
+    channels, count, (depth, size) = pl.ds(column * CHANNELS, CHANNELS), r.blocks[COUNT, first], r.x_s.shape[:2]
     place = lambda k: jax.lax.rem(k, jnp.int32(depth))
     tokens = lambda k: pl.ds(r.blocks[BLOCK, first + k] * size, size)
 
@@ -104,6 +93,13 @@ def _program(r: SimpleNamespace, *, part: int) -> None:
         gpu.copy_gmem_to_smem(r.x.at[here, channels], r.x_s.at[slot], r.full.at[slot])
         gpu.copy_gmem_to_smem(r.dt.at[here, channels], r.dt_s.at[slot], r.full.at[slot])
         gpu.copy_gmem_to_smem(r.numbers.at[here], r.n_s.at[slot], r.full.at[slot])
+
+    @pl.when(count < 0)
+    def _() -> None:
+        for at in range(size):
+            r.y_s.at[0, at][...] = scans.nothing().astype(r.y_s.dtype)
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(r.y_s.at[0], r.out.at[tokens(0), channels])
 
     @pl.when(count > 0)
     def _() -> None:
@@ -127,4 +123,5 @@ def _program(r: SimpleNamespace, *, part: int) -> None:
         begun = tuple(transfer_gpu.load(ref, optimized=False) for ref in held)
         for ref, state in zip(held, jax.lax.fori_loop(0, count, block, begun), strict=True):
             transfer_gpu.store(ref, state)
-        gpu.wait_smem_to_gmem(0)
+
+    gpu.wait_smem_to_gmem(0)

@@ -52,6 +52,17 @@ def parameters() -> Any:
     return gpu.CompilerParams(lowering_semantics=lane, approx_math=True, unsafe_no_auto_barriers=True)
 
 
+def memory(dtype: Any, size: int) -> dict[str, Any]:
+    """Give a forward program's shared memory: so many tokens a copy, `DEPTH` chunks on their way, and results."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    depth = DEPTH * CHUNK // size
+    tile, barriers = (depth, size, CHANNELS), gpu.Barrier(num_arrivals=3, num_barriers=depth)
+    numbers = gpu.SMEM((depth, size, NUMBERS), jnp.float32)
+    x, dt, y = (gpu.SMEM(tile, kind) for kind in (dtype, jnp.float32, dtype))
+    return {"x_s": x, "dt_s": dt, "y_s": y, "n_s": numbers, "full": barriers}
+
+
 def nothing() -> Array:
     """Give a zero for each channel."""
     from jax.experimental.pallas import mosaic_gpu as gpu

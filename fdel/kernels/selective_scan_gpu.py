@@ -26,7 +26,7 @@ from fdel.kernels import scan_slots_gpu as prompts
 from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import selective_scan_backward_gpu as backward
 from fdel.kernels.device import no_hopper
-from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, NUMBERS, STATES
+from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, STATES
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
@@ -98,18 +98,14 @@ def _run(batch: Packed, *inputs: Array, keep: bool) -> list[Array]:
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((rows, length // CHUNK, STATES, channels), jnp.float32),
     ]
-    tile = (DEPTH, CHUNK, CHANNELS)
     run = gpu.kernel(
         _program,
         out_type=out[: 1 + keep],
-        scratch_types={
-            "x_s": gpu.SMEM(tile, x.dtype), "dt_s": gpu.SMEM(tile, jnp.float32), "y_s": gpu.SMEM(tile, x.dtype),
-            "n_s": gpu.SMEM((DEPTH, CHUNK, NUMBERS), jnp.float32), "full": gpu.Barrier(num_arrivals=3, num_barriers=DEPTH),
-        },
+        scratch_types=scans.memory(x.dtype, CHUNK),
         grid=(channels // CHANNELS, rows),
         grid_names=("block", "row"),
         compiler_params=scans.parameters(),
-    )  # fmt: skip
+    )
     y, *kept = run(*laid)
     return [y[:, :t], *kept]
 
@@ -140,7 +136,6 @@ def _program(*refs: Any, **memory: Any) -> None:
                 r.kept.at[row, i, n, channels][...] = states[n]
 
         gpu.wait_smem_to_gmem(DEPTH - 1, wait_read_only=True)
-
         states = scans.outputs(r, slot, a, d, states)
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(r.y_s.at[slot], r.out.at[row, pl.ds(i * CHUNK, CHUNK), channels])
