@@ -25,8 +25,9 @@ FEW = [(32, 160, [(0, 70), (1, 5)])]
 CALLS = {
     "few": [*FEW, (16, 64, [(1, 20), (0, 3)])],
     "all": [*FEW, (32, 96, []), (32, 224, [(1, 40), (0, 33), (2, 1)]), (64, 192, [(2, 66)]), (16, 64, [(2, 17), (1, 3)])],
+    "scans": [(32, 96, [(0, 37), (1, 5)]), (64, 128, [(2, 40)]), (32, 64, []), (16, 80, [(1, 20), (0, 3), (2, 9)]),
+              (8, 40, [(2, 9), (0, 10)])],
 }  # fmt: skip
-SHORT = [(8, 40, [(2, 9), (0, 10)])]  # of scans alone, after all
 SSDS, SCANS = ([(2, 128), (1, 192)], [(1, 64)]), ([(256, 16), (128, 32)], [(128, 16)])  # by whether there are few
 
 
@@ -119,7 +120,6 @@ if __name__ == "__main__":
     ssd, scan = ([of(*x) for x in sizes] for of, sizes in ((ssd_case, SSDS[few]), (scan_case, SCANS[few])))
     for case in {"ssd": ssd, "scan": scan}.get(sys.argv[1], []):
         cases.CASES["case"] = case
-        calls = CALLS["few" if few else "all"]
-        print(*errors("case", calls if few or case.op == "ssd" else calls + SHORT))
+        print(*errors("case", CALLS["few" if few else "all" if case.op == "ssd" else "scans"]))
     if sys.argv[1] == "shared":
         print(*shared_slots())
