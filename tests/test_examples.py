@@ -141,7 +141,7 @@ def of_own_samples(name: str, tiny: Path, out: Path, teacher: Path, steps: int, 
     return wanted.set("sharding.axis_dims", [1, devices, 1, 1, 1])
 
 
-OWN = [pytest.param(n, marks=[MORE] * (n != "grpo")) for n in ("gkd", *SAMPLED)]
+OWN = [pytest.param(n, marks=MORE) for n in ("gkd", *SAMPLED)]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from fdel import models, params
 from fdel.train import losses
 from tests.models import tiny
 
-SOME, ALL, SEED = 6, 60, 5
+SOME, ALL, SEED = 4, 60, 5
 ROWS, LENGTH = 4, 12
 FAMILIES = [n for n, e in tiny.TINY.items() if ":" not in n and e.causal]
 MESHES = [{"fsdp": 4}, {"dp": 2, "tp": 2}, {"sp": 2, "tp": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"sp": 4}]

@@ -96,7 +96,7 @@ REFERRED = {  # how the loss is asked for, and what it would be of equal models
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", *(pytest.param(k, marks=pytest.mark.matrix) for k in ("apo", "bco"))])
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(k, marks=pytest.mark.matrix) for k in ("kto", "apo", "bco"))])
 def test_a_reference_computed_before_is_the_one_computed_in_each_step(tiny, pairs, rated, tmp_path, monkeypatch, kind):
     """Losses, gradient norms and evaluations within 1e-6; afterwards the step holds no reference.
 

@@ -78,7 +78,7 @@ ALL = [pytest.param(kind, marks=MORE) for kind in KINDS]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=MORE), pytest.param(2, marks=MORE)])
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[MORE] * (k not in ("grpo", "gfpo", "ppo"))) for k in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[MORE] * (k not in ("grpo", "gfpo"))) for k in KINDS])
 def test_the_reward_rises(kind, seed, folder, tmp_path):
     """The share of even tokens, from about a half."""
     found = recipe.train(made(folder, tmp_path, kind, seed=seed, **KINDS[kind]))

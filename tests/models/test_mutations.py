@@ -76,7 +76,7 @@ def test_the_suite_finds_a_planted_mistake(mutation, name, tmp_path, monkeypatch
     assert suite.logits_error(case) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3_text", marks=pytest.mark.matrix)])
 def test_the_suite_finds_leaks_between_segments_and_from_the_future(name, tmp_path, monkeypatch):
     case = suite.make_case(name, tmp_path)
 

@@ -56,7 +56,7 @@ def check(got, want):
 @pytest.mark.parametrize(
     "way,shape,name,scaled",
     [
-        ("all_to_all", {"ep": 8}, "one", False),
+        pytest.param("all_to_all", {"ep": 8}, "one", False, marks=pytest.mark.matrix),
         ("all_to_all", {"ep": 8}, "dropped", True),
         ("all_to_all", {"ep": 2, "tp": 2, "fsdp": 2}, "crooked", False),
         pytest.param("all_to_all", {"ep": 4, "sp": 2}, "even", False, marks=pytest.mark.matrix),

@@ -175,7 +175,8 @@ def test_on_a_mesh(model, adapters, alone) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 def test_latents_experts_and_recurrence(pair, name: str) -> None:
     """What is adapted outside of experts shares calls; experts' adapters still answer, in calls of their own."""
     model = pair(name)[1]

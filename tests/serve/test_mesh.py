@@ -44,7 +44,9 @@ def on_disk(model, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "int8", pytest.param("nf4", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "quantize", ["int8", *(pytest.param(form, marks=pytest.mark.matrix) for form in (None, "nf4"))]
+)
 def test_what_was_trained_is_served_as_if_it_were_loaded(tokenizer, on_disk, quantize) -> None:
     """fsdp=4, tp=2: the same places as of a fresh load, no gathering of weights in a step, the same tokens."""
     mesh = params.make_mesh({"fsdp": 4, "tp": 2})
@@ -93,7 +95,7 @@ def test_adapters_are_moved_with_their_base(model) -> None:
     ("kv_heads", "tp", "copies"),
     [(2, 4, 2), *(pytest.param(*s, marks=pytest.mark.matrix) for s in ((1, 2, 2), (2, 8, 4), (1, 8, 8)))],
 )
-@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("kv", ["int8", pytest.param(None, marks=pytest.mark.matrix)])
 def test_more_devices_than_key_value_heads(kv_heads, tp, copies, kv) -> None:
     """Each device keeps the keys and values that its query heads read, and no others; the tokens are one device's."""
     cfg = llama.Config.from_hf(CFG.to_hf() | dict(num_attention_heads=8, head_dim=4, num_key_value_heads=kv_heads))

@@ -34,7 +34,11 @@ MESHES = {
 ALL = [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
 FAST = {("llama", "dp=2,fsdp=2,tp=2")}
 DEAR = [  # whose axes others have together
-    *(("llama", mesh) for mesh in ("dp=8", "sp=8", "fsdp=2,sp=4", "fsdp=2,tp=2,sp=2", "dp=4,tp=2", "fsdp=4,tp=2")),
+    *(
+        ("llama", mesh)
+        for mesh in ("dp=8", "sp=8", "tp=8", "fsdp=2,sp=4", "fsdp=2,tp=2,sp=2", "dp=4,tp=2", "tp=4,dp=2", "fsdp=4,tp=2")
+    ),
+    ("one_key", "fsdp=2,tp=2,sp=2"),
     *(
         ("qwen3_moe", mesh)
         for mesh in (

@@ -297,11 +297,10 @@ def test_a_batch_as_text(engine):
 @pytest.mark.parametrize(
     "how",
     [
-        "prefix",
         "int8",
         "experts",
         "adapter",
-        *(pytest.param(h, marks=pytest.mark.matrix) for h in ("chunks", "decode_steps", "bfloat16")),
+        *(pytest.param(h, marks=pytest.mark.matrix) for h in ("prefix", "chunks", "decode_steps", "bfloat16")),
     ],
 )
 def test_log_probabilities_agree_however_they_are_computed(how):
