@@ -1,20 +1,22 @@
 """Weights in few bits become bfloat16 in the registers of a GPU: a format is a row of `FORMATS`, and no copy in memory.
 
-Integers and their differences from zero points are exact in bfloat16 (the bits 0x4300 + n are 128 + n). So are floating
-point numbers of few bits: theirs are put below an exponent that has those bits empty, and where the exponent was 0 the 1
-that bfloat16 puts before the mantissa is subtracted. Nothing is subnormal on the way, which some devices take for 0. Tables
-are trees of choices, one level for each bit.
+Integers and their differences from zero points are exact in bfloat16 (the bits 0x4300 + n are 128 + n). Floating point of
+8 bits goes through float16, which devices make of two numbers at once, and float32: exact, too. Numbers of four bits lie
+eight in a word (`words_gpu`). Integers get their high byte by a permutation of bytes; others are looked up by one, which
+takes four bits to choose each of four bytes: the high bytes of four positive values, of four negative ones, those with the
+right sign, and the low bytes alike. Nothing is subnormal on the way, which some devices take for 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, UInt32
 
-from fdel.ops.weights import FP4, NF4, PACKED
+from fdel.kernels.words_gpu import chosen, halves, joined
+from fdel.ops.weights import E2M1, FP4, NF4, PACKED
 
 
 class Whole(NamedTuple):
@@ -25,11 +27,10 @@ class Whole(NamedTuple):
 
 
 class Small(NamedTuple):
-    """Floating point: bits of the exponent and of the mantissa, below the sign (OCP Microscaling Formats v1.0)."""
+    """Floating point of 8 bits, and its type (OCP 8-bit Floating Point Specification)."""
 
-    exponent: int
-    mantissa: int
-    factor: float  # 2 to the power of 2^(exponent - 1)
+    dtype: Any
+    factor: float = 1.0
 
 
 class Table(NamedTuple):
@@ -41,28 +42,46 @@ class Table(NamedTuple):
 
 FORMATS: dict[str, Any] = {  # each with a factor that its numbers lack
     "int8": Whole(), "uint8": Whole(), "uint4": Whole(), "int4": Whole(8),
-    "fp8": Small(4, 3, 2.0**8), "e5m2": Small(5, 2, 2.0**16), "e2m1": Small(2, 1, 2.0**2),
+    "fp8": Small(jnp.float8_e4m3fn), "e5m2": Small(jnp.float8_e5m2), "e2m1": Table(E2M1),
     "nf4": Table(NF4), "fp4": Table(tuple(12 * x for x in FP4), 1 / 12),
 }  # fmt: skip
 
 
-def decoded(raw: Array, format: str, zero: Callable[[int], Array] | None) -> list[Array]:
+def codes_of(format: str) -> UInt32[np.ndarray, "8"] | None:
+    """Give a table as words: low bytes of values, then high ones, each of codes from 0 on; None of what has no table."""
+    if not isinstance(how := FORMATS[format], Table):
+        return None
+    low, high = np.asarray(how.values, jnp.bfloat16).view(np.uint8).reshape(-1, 2).T
+    return np.concatenate([low, high]).view("<u4").astype(np.uint32)
+
+
+def decoded(
+    raw: Array, format: str, zero: Callable[[int], Array] | None, codes: Sequence[Any], plain: bool
+) -> list[Array]:
     """Cut bytes into bfloat16 numbers, less their zero points: all, or if `PACKED` those in high bits, then in low ones.
 
-    zero(n) gives n more than the zero points, of the shape of `raw` and in bfloat16.
+    zero(n) gives n more than the zero points, of the shape of `raw` and in bfloat16. `codes` are those of `codes_of`, read
+    from memory: of constants ptxas makes copies for each permutation. `plain` is that of `words_gpu`.
     """
     how = FORMATS[format]
-    if isinstance(how, Whole):
-        return _integers(raw, format, how.middle, zero)
-    wide = raw.astype(jnp.uint16)
-    codes = [wide >> jnp.uint16(4), wide & jnp.uint16(15)] if format in PACKED else [wide]
-    return [_small(code, how) if isinstance(how, Small) else _chosen(code, how.values) for code in codes]
+    if isinstance(how, Small):
+        return [_small(raw, how)]
+    if format not in PACKED:
+        signed = raw if format == "int8" else raw ^ jnp.int8(-128)
+        return [_less(signed.astype(jnp.bfloat16), zero, -128 * (format == "uint8"))]
+    words = joined(raw, plain)
+    if isinstance(how, Table):
+        table = codes_of(format)
+        return _looked_up(words, codes, [bool((part[:2] == part[2:]).all()) for part in table.reshape(2, 4)], plain)
+    digits = (words >> jnp.uint32(4)) & jnp.uint32(0x0F0F0F0F), words & jnp.uint32(0x0F0F0F0F)
+    above = [[chosen(x, 0x43, choice, plain) for choice in (0x4140, 0x4342)] for x in digits]
+    return [_less(halves(first, second, plain), zero, how.middle + 128) for first, second in above]
 
 
 def scale_of(stored: Array, kind: str, dtype: Any) -> Array:
-    """Read scales: "float", "exponent" (2^(stored - 127); 0 of 0) or, less `FORMATS`' factor and in bfloat16, "fp8"."""
+    """Read scales: "float", "exponent" (2^(stored - 127); 0 of 0) or, in bfloat16, "fp8"."""
     if kind == "fp8":
-        return _small(stored.astype(jnp.uint16), FORMATS["fp8"])
+        return _small(stored, FORMATS["fp8"])
     if kind == "float":
         return stored.astype(dtype)
     if dtype == jnp.bfloat16:
@@ -87,40 +106,28 @@ def _number(bits: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _integers(raw: Array, format: str, middle: int, zero: Callable[[int], Array] | None) -> list[Array]:
-    def less(x: Array, lower: int) -> Array:
-        if zero is not None:
-            return x - zero(lower)
-        return x - jnp.bfloat16(lower) if lower else x
-
-    if format not in PACKED:
-        signed = raw if format == "int8" else raw ^ jnp.int8(-128)
-        return [less(signed.astype(jnp.bfloat16), -128 * (format == "uint8"))]
-    wide = raw.astype(jnp.uint16)
-    number = lambda bits: _number(wide & jnp.uint16(bits) | jnp.uint16(0x4300))
-    high = (number(0x70) + number(0x80)) * jnp.bfloat16(1 / 16)
-    return [less(high, middle + 16), less(number(0x0F), middle + 128)]
+def _less(x: Array, zero: Callable[[int], Array] | None, lower: int) -> Array:
+    if zero is not None:
+        return x - zero(lower)
+    return x - jnp.bfloat16(lower) if lower else x
 
 
 def _small(code: Array, how: Small) -> Array:
-    """Read numbers, 1 / how.factor of them: exact, but for NaN and infinities, which are numbers like others."""
-    bits = how.exponent + how.mantissa
-    base = 128 - 2**how.exponent  # the exponent of bfloat16 with those bits empty
-    low = code & jnp.uint16(2**bits - 1)
-    x = _number(low << jnp.uint16(7 - how.mantissa) | jnp.uint16(base << 7))
-    x = x + jnp.minimum(x - jnp.bfloat16(2.0 ** (base - 126)), jnp.bfloat16(0))
-    sign = (code & jnp.uint16(2**bits)) << jnp.uint16(15 - bits)
-    return _number(jax.lax.bitcast_convert_type(x, jnp.uint16) | sign)
+    x = jax.lax.bitcast_convert_type(code, how.dtype)
+    return x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
 
 
-def _chosen(code: Array, values: tuple[float, ...]) -> Array:
-    """Choose by the three high bits among pairs of values, each pair a number of 32 bits, then by the lowest bit."""
-    bits = np.asarray(values, jnp.bfloat16).view(np.uint16).astype(int)
-    code = code.astype(jnp.uint32)
-    level: list[Any] = [
-        jnp.full(code.shape, low | high << 16, jnp.uint32) for low, high in bits.reshape(-1, 2).tolist()
-    ]
-    for i in (2, 4, 8):
-        one = (code & jnp.uint32(i)) != jnp.uint32(0)
-        level = [jnp.where(one, b, a) for a, b in zip(level[::2], level[1::2], strict=True)]
-    return _number((level[0] >> ((code & jnp.uint32(1)) << jnp.uint32(4))).astype(jnp.uint16))
+def _looked_up(words: Array, codes: Sequence[Any], even: list[bool], plain: bool) -> list[Array]:
+    """Look up numbers of four bits, whose highest bit chooses between two tables of eight values; equal ones, if `even`."""
+    number, pairs = jnp.uint32, []
+    signs, digits = (words >> number(1)) & number(0x44444444) | number(0x32103210), words & number(0x77777777)
+    for shift in (0, 16):  # of four numbers
+        digit, sign = (x >> number(shift) if shift else x for x in (digits, signs))
+
+        def find(table: Sequence[Any], even: bool, digit: Array = digit, sign: Array = sign) -> Array:
+            first = chosen(table[0], table[1], digit, plain)
+            return first if even else chosen(first, chosen(table[2], table[3], digit, plain), sign, plain)
+
+        low, high = find(codes[:4], even[0]), find(codes[4:], even[1])
+        pairs.append([chosen(low, high, choice, plain) for choice in (0x7351, 0x6240)])
+    return [halves(first, second, plain) for first, second in zip(*pairs, strict=True)]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import transfer_gpu
-from fdel.kernels.decode_gpu import FORMATS, decoded, scale_of, spread
+from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded, scale_of, spread
 from fdel.ops.weights import PACKED, Quantized, scales
 
 GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
@@ -108,6 +108,7 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
     if t.in_memory:
         scratch["a_s"] = gpu.SMEM((GROUPS, EACH, t.chunk), jnp.bfloat16, transforms=half)
     given = {"x": x, "values": w.values, "scale": w.scale, "zero": w.zero, "outer": w.outer}
+    given["codes"] = None if (codes := codes_of(t.format)) is None else jnp.asarray(codes)
     given |= dict(zip(("table", "items"), table, strict=False))
     given = {name: a for name, a in given.items() if a is not None}
     program = functools.partial(_program, t=t, kind=w.kind, turned=turned, names=(*given, "out"))
@@ -176,7 +177,7 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
     def multiply() -> None:
         registers(MULTIPLYING, "increase")
         total = _sum(r, t, kind, mine, part(mine), p)
-        if (factor := FORMATS[t.format].factor * (FORMATS["fp8"].factor if kind == "fp8" else 1)) != 1:
+        if (factor := FORMATS[t.format].factor) != 1:
             total = total * factor
         _store(total, r, t, mine, p, turned)
 
@@ -221,7 +222,7 @@ def _multiply(r: Any, t: Tiling, kind: str, mine: Any, acc: Any, j: Any, known: 
     raw = transfer_gpu.load(r.w_s.at[slot, mine], layout=gpu.Layout.WGMMA_UPCAST_2X)
     more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
     zero = (lambda n: spread([more(x, n) for x in known[1]], raw.shape)) if len(known) == 2 else None
-    numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero)
+    numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.table_of, t.in_memory)
     if t.narrow:
         scale = spread([scale_of(x, kind, jnp.bfloat16) for x in known[0]], raw.shape)
         numbers = [x * scale for x in numbers]
@@ -242,6 +243,7 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
+    r.table_of = [r.codes[i] for i in range(r.codes.shape[0])] if hasattr(r, "codes") else []
     row, shape = gpu.Layout.WGMMA.reduce(1), (EACH, t.rows)
     columns = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
     stored = [r.scale, *([r.zero] if hasattr(r, "zero") else [])]
