@@ -222,7 +222,7 @@ def _multiply(r: Any, t: Tiling, kind: str, mine: Any, acc: Any, j: Any, known: 
     raw = transfer_gpu.load(r.w_s.at[slot, mine], layout=gpu.Layout.WGMMA_UPCAST_2X)
     more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
     zero = (lambda n: spread([more(x, n) for x in known[1]], raw.shape)) if len(known) == 2 else None
-    numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.table_of, t.in_memory)
+    numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.words, t.in_memory)
     if t.narrow:
         scale = spread([scale_of(x, kind, jnp.bfloat16) for x in known[0]], raw.shape)
         numbers = [x * scale for x in numbers]
@@ -243,19 +243,21 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    r.table_of = [r.codes[i] for i in range(r.codes.shape[0])] if hasattr(r, "codes") else []
+    r.words = [r.codes[i] for i in range(r.codes.shape[0])] if hasattr(r, "codes") else []
     row, shape = gpu.Layout.WGMMA.reduce(1), (EACH, t.rows)
     columns = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
     stored = [r.scale, *([r.zero] if hasattr(r, "zero") else [])]
 
-    def of_group(ref: Any, group: Any) -> Array:
-        some = ref.at[outputs, jnp.minimum(group, ref.shape[1] - 1)]
-        return transfer_gpu.load(some, layout=row, optimized=False)
+    of_group = lambda ref, group: transfer_gpu.load(ref.at[outputs, group], layout=row, optimized=False)
+    most, each = r.scale.shape[1] - 1, t.narrow or 1
 
     def about(at: Any) -> list[list[Array]]:
-        """Read scales, and zero points if there are any, of a chunk's groups."""
-        groups = [at * t.narrow + i for i in range(t.narrow)] or [jax.lax.div(at, jnp.int32(p.inner))]
-        return [[of_group(ref, group) for group in groups] for ref in stored]
+        """Read scales, and zero points if there are any, of a chunk's groups; of the last ones after the last chunk."""
+        group = at * each if t.narrow else jax.lax.div(at, jnp.int32(p.inner))
+        groups = [group + i for i in range(each)]
+        if r.scale.shape[1] % each == 0:  # one address for all
+            groups = [jnp.minimum(group, most + 1 - each) + i for i in range(each)]
+        return [[of_group(ref, jnp.minimum(group, most)) for group in groups] for ref in stored]
 
     sums, whole = gpu.ACC(shape, jnp.float32), r.scale.shape[1] == 1  # one scale for an output: the result is scaled
     if whole or t.narrow:
