@@ -48,9 +48,12 @@ FORMATS: dict[str, Any] = {  # each with a factor that its numbers lack
 
 
 def codes_of(format: str) -> UInt32[np.ndarray, "8"] | None:
-    """Give a table as words: low bytes of values, then high ones, each of codes from 0 on; None of what has no table."""
+    """Give what `decoded` chooses bytes from, or None.
+
+    Of a table: words of the low bytes of values, then of the high ones, each of codes from 0 on.
+    """
     if not isinstance(how := FORMATS[format], Table):
-        return None
+        return np.asarray([0x43], np.uint32) if format in PACKED else None
     low, high = np.asarray(how.values, jnp.bfloat16).view(np.uint8).reshape(-1, 2).T
     return np.concatenate([low, high]).view("<u4").astype(np.uint32)
 
@@ -71,10 +74,10 @@ def decoded(
         return [_less(signed.astype(jnp.bfloat16), zero, -128 * (format == "uint8"))]
     words = joined(raw, plain)
     if isinstance(how, Table):
-        table = codes_of(format)
-        return _looked_up(words, codes, [bool((part[:2] == part[2:]).all()) for part in table.reshape(2, 4)], plain)
+        even = [bytes(part[:2]) == bytes(part[2:]) for part in np.asarray(codes_of(format)).reshape(2, 4)]
+        return _looked_up(words, codes, even, plain)
     digits = (words >> jnp.uint32(4)) & jnp.uint32(0x0F0F0F0F), words & jnp.uint32(0x0F0F0F0F)
-    above = [[chosen(x, 0x43, choice, plain) for choice in (0x4140, 0x4342)] for x in digits]
+    above = [[chosen(x, codes[0], choice, plain) for choice in (0x4140, 0x4342)] for x in digits]
     return [_less(halves(first, second, plain), zero, how.middle + 128) for first, second in above]
 
 

@@ -213,7 +213,7 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
     gpu.wait_smem_to_gmem(0)
 
 
-def _multiply(r: Any, t: Tiling, kind: str, mine: Any, acc: Any, j: Any, known: list[list[Array]]) -> None:
+def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, known: list[list[Array]]) -> None:
     """Add the product of a chunk, of whose groups scales are known, and zero points if there are any."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
@@ -224,8 +224,7 @@ def _multiply(r: Any, t: Tiling, kind: str, mine: Any, acc: Any, j: Any, known: 
     zero = (lambda n: spread([more(x, n) for x in known[1]], raw.shape)) if len(known) == 2 else None
     numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.words, t.in_memory)
     if t.narrow:
-        scale = spread([scale_of(x, kind, jnp.bfloat16) for x in known[0]], raw.shape)
-        numbers = [x * scale for x in numbers]
+        numbers = [x * spread(known[0], raw.shape) for x in numbers]
     for half, operand in enumerate(numbers):
         if t.in_memory:
             r.a_s.at[mine][...] = operand
@@ -264,8 +263,9 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
 
         def all_chunks(acc: Any) -> Array:
             def step(j: Any, known: Any) -> Any:
+                now = [[scale_of(x, kind, jnp.bfloat16) for x in known[0]], *known[1:]] if t.narrow else known
                 later = known if whole else about(p.begin + j + 1)  # on its way while this chunk is multiplied
-                _multiply(r, t, kind, mine, acc, j, known)
+                _multiply(r, t, mine, acc, j, now)
                 return later
 
             jax.lax.fori_loop(0, p.count, step, about(p.begin))
@@ -282,7 +282,7 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
         later = about(p.begin + j + 1)
 
         def one(acc: Any) -> Array:
-            _multiply(r, t, kind, mine, acc, j, known)
+            _multiply(r, t, mine, acc, j, known)
             return acc[...]
 
         scale = scale_of(known[0][0], kind, jnp.float32)
