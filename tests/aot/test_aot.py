@@ -29,7 +29,8 @@ from aot_programs import (
 from tiny import TINY
 
 from fdel import aot, ops, params, plan
-from tests.aot import expert_parts, hopper_pages, hopper_products, hopper_scans
+from fdel.kernels.decode_gpu import FORMATS
+from tests.aot import expert_parts, hopper_decoding, hopper_pages, hopper_products, hopper_scans
 
 LARGE = 2**20  # numbers of an array that is worth a bound: every matrix of the large model has more
 LENGTH = 4096  # of a row in its training step; no weight has such an axis
@@ -361,6 +362,19 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
         assert x["registers"] and not x["spills"] and not x["serialized"]
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
         assert x["temporaries"] <= (2**27 if in_order else 2**25 if "16 heads" in x["call"] else 1.01 * 2**22)
+
+
+@pytest.mark.aot
+@pytest.mark.matrix
+def test_instructions_of_a_hopper_decode_every_code():
+    """Exact, but for nf4's values, which are rounded to bfloat16, and fp4's, which have a factor of 1 / 12."""
+    if why := aot.missing(target("h100", 1)):
+        pytest.skip(why)
+    texts = hopper_decoding.texts()
+    assert texts.keys() == FORMATS.keys()
+    for name, ptx in texts.items():
+        found = hopper_decoding.errors(name, ptx)
+        assert found.size >= 1984 and found.max() <= {"nf4": 2**-8, "fp4": 1e-7}.get(name, 0), name
 
 
 @pytest.mark.aot
