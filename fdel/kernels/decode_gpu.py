@@ -2,9 +2,9 @@
 
 Integers and their differences from zero points are exact in bfloat16 (the bits 0x4300 + n are 128 + n). Floating point of
 8 bits goes through float16, which devices make of two numbers at once, and float32: exact, too. Numbers of four bits lie
-eight in a word (`words_gpu`). Integers get their high byte by a permutation of bytes; others are looked up by one, which
-takes four bits to choose each of four bytes: the high bytes of four positive values, of four negative ones, those with the
-right sign, and the low bytes alike. Nothing is subnormal on the way, which some devices take for 0.
+eight in a word (`words_gpu`), and one instruction permutes bytes. It puts 0x43 above integers. With four numbers as what it
+chooses by it is a table of eight bytes: values are looked up as low bytes and high ones, which it then joins. Nothing is
+subnormal on the way, which some devices take for 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,15 +47,19 @@ FORMATS: dict[str, Any] = {  # each with a factor that its numbers lack
 }  # fmt: skip
 
 
-def codes_of(format: str) -> UInt32[np.ndarray, "8"] | None:
+def codes_of(format: str) -> UInt32[np.ndarray, "codes"] | None:
     """Give what `decoded` chooses bytes from, or None.
 
-    Of a table: words of the low bytes of values, then of the high ones, each of codes from 0 on.
+    Of a table: words of its values' low bytes and of their high ones, from code 0 on. Where its halves differ in signs only,
+    the first half's; else also a word that chooses the bytes of another as they are.
     """
-    if not isinstance(how := FORMATS[format], Table):
-        return np.asarray([0x43], np.uint32) if format in PACKED else None
-    low, high = np.asarray(how.values, jnp.bfloat16).view(np.uint8).reshape(-1, 2).T
-    return np.concatenate([low, high]).view("<u4").astype(np.uint32)
+    if format not in PACKED:
+        return None
+    if isinstance(how := FORMATS[format], Whole):
+        return np.asarray([0x43], np.uint32)
+    low, high = np.asarray(how.values[: 8 if _even(how) else 16], jnp.bfloat16).view(np.uint8).reshape(-1, 2).T
+    words = np.concatenate([low, high]).view("<u4").astype(np.uint32)
+    return words if _even(how) else np.append(words, np.uint32(0x32103210))
 
 
 def decoded(
@@ -74,8 +78,7 @@ def decoded(
         return [_less(signed.astype(jnp.bfloat16), zero, -128 * (format == "uint8"))]
     words = joined(raw, plain)
     if isinstance(how, Table):
-        even = [bytes(part[:2]) == bytes(part[2:]) for part in np.asarray(codes_of(format)).reshape(2, 4)]
-        return _looked_up(words, codes, even, plain)
+        return _looked_up(words, codes, _even(how), plain)
     digits = (words >> jnp.uint32(4)) & jnp.uint32(0x0F0F0F0F), words & jnp.uint32(0x0F0F0F0F)
     above = [[chosen(x, codes[0], choice, plain) for choice in (0x4140, 0x4342)] for x in digits]
     return [_less(halves(first, second, plain), zero, how.middle + 128) for first, second in above]
@@ -120,17 +123,23 @@ def _small(code: Array, how: Small) -> Array:
     return x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
 
 
-def _looked_up(words: Array, codes: Sequence[Any], even: list[bool], plain: bool) -> list[Array]:
-    """Look up numbers of four bits, whose highest bit chooses between two tables of eight values; equal ones, if `even`."""
+def _even(table: Table) -> bool:
+    bits = np.asarray(table.values, jnp.bfloat16).view(np.uint16)
+    return bool((bits[8:] == bits[:8] | 0x8000).all())
+
+
+def _looked_up(words: Array, codes: Sequence[Any], even: bool, plain: bool) -> list[Array]:
+    """Look up numbers of four bits, whose highest bit is the sign, if `even`, or chooses between two tables of eight."""
     number, pairs = jnp.uint32, []
-    signs, digits = (words >> number(1)) & number(0x44444444) | number(0x32103210), words & number(0x77777777)
-    for shift in (0, 16):  # of four numbers
-        digit, sign = (x >> number(shift) if shift else x for x in (digits, signs))
-
-        def find(table: Sequence[Any], even: bool, digit: Array = digit, sign: Array = sign) -> Array:
-            first = chosen(table[0], table[1], digit, plain)
-            return first if even else chosen(first, chosen(table[2], table[3], digit, plain), sign, plain)
-
-        low, high = find(codes[:4], even[0]), find(codes[4:], even[1])
+    digits = words & number(0x77777777)
+    more = words << number(4) if even else (words >> number(1)) & number(0x44444444) | codes[8]
+    for i in (0, 1):  # a word's halves, of four numbers
+        digit, sign = (x >> number(16) if i else x for x in (digits, more))
+        find = lambda at, digit=digit: chosen(codes[at], codes[at + 1], digit, plain)
+        if even:
+            signs = chosen(more, words, 0x7362 if i else 0x5140, plain)
+            low, high = find(0), find(2) | signs & number(0x80808080)
+        else:
+            low, high = (chosen(find(at), find(at + 2), sign, plain) for at in (0, 4))
         pairs.append([chosen(low, high, choice, plain) for choice in (0x7351, 0x6240)])
     return [halves(first, second, plain) for first, second in zip(*pairs, strict=True)]
