@@ -50,7 +50,7 @@ FORMATS: dict[str, Any] = {  # each with a factor that its numbers lack
 def codes_of(format: str) -> UInt32[np.ndarray, "codes"] | None:
     """Give what `decoded` chooses bytes from, or None.
 
-    Of a table: words of its values' low bytes and of their high ones, from code 0 on. Where its halves differ in signs only,
+    Of a table: words of its values' low bytes and of their high ones, from code 0 on. Where halves differ in signs only,
     the first half's; else also a word that chooses the bytes of another as they are.
     """
     if format not in PACKED:

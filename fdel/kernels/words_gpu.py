@@ -15,7 +15,7 @@ from jaxtyping import Array, BFloat16, Int8, UInt8, UInt32
 WORD = 4  # bytes
 
 
-def joined(raw: UInt8[Array, "... N"] | Int8[Array, "... N"], plain: bool) -> UInt32[Array, "... N/4"]:
+def joined(raw: UInt8[Array, "... N"] | Int8[Array, "... N"], plain: bool) -> UInt32[Array, "... N//4"]:
     """Join a thread's bytes in words: two neighbours, and the two that a product's layout has after them."""
     if plain:
         return jax.lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, WORD), jnp.uint32)

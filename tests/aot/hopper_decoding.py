@@ -1,7 +1,7 @@
 """What a warp group's instructions make of bytes in few bits: PTX of `decode_gpu` alone, carried out here.
 
 Below Pallas' types (`words_gpu`) no interpreter follows, so `run` does, for 128 threads and instructions without branches,
-as PTX ISA 9.0 says (9.7). `python -m tests.aot.hopper_decoding`, with `MOSAIC_GPU_DUMP_PTX=1` in the environment, prints it.
+as PTX ISA 9.0 says (9.7). `python -m tests.aot.hopper_decoding`, with `MOSAIC_GPU_DUMP_PTX=1` set, prints it.
 """
 
 import os
