@@ -21,16 +21,15 @@ from jaxtyping import Array, Float
 
 from fdel.kernels import quantized_gradient
 from fdel.kernels import quantized_program_gpu as program
-from fdel.kernels.decode_gpu import FORMATS, Whole
+from fdel.kernels.decode_gpu import FORMATS, Small, Whole
 from fdel.kernels.device import no_hopper
-from fdel.kernels.quantized_program_gpu import EACH, GROUPS, NARROW, ROWS, Tiling
+from fdel.kernels.quantized_program_gpu import EACH, GROUPS, NARROW, ROWS, SHARED, Tiling
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.weights import PACKED, Quantized
 
 CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
 DEPTH = 8  # chunks on their way, at most
 DEVICE, MEMORY = 132, 190 * 2**10  # multiprocessors of an H100 or H200, and bytes of each for chunks
-SHARED = 16  # rows up to which two programs share one
 SPLITS = (1, 2, 4, 8, 16)  # parts of the inputs
 
 
@@ -82,8 +81,11 @@ def cut(rows: int, w: Quantized) -> Tiling:
     lanes, groups = w.values.shape[-1], w.scale.shape[-1]
     each, halves = lanes // groups, 2 if w.format in PACKED else 1
     narrow = groups > 1 and each in NARROW
-    # Of narrow groups: 32 bytes where two programs share the registers, else 64.
-    chunk = CHUNKS[beside(rows)] if narrow else next(n for n in CHUNKS if each % n == 0)
+    shared, small = beside(rows) == 2, isinstance(FORMATS[w.format], Small)
+    if narrow:  # where two programs share the registers 32 bytes; of 8 rows and groups of 16 bytes 64, in two pieces
+        chunk = 32 if shared and (each < NARROW[-1] or rows > ROWS[0]) else 64
+    else:
+        chunk = next(n for n in CHUNKS if each % n == 0 and n <= (64 if shared and small else 128))
     depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
     return Tiling(rows, chunk, depth, 1, w.format, chunk // each if narrow else 0)
 

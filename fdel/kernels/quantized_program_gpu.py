@@ -3,7 +3,7 @@
 One group of warps copies chunks of weight and x, `GROUPS` others decode (`decode_gpu`) 64 outputs each and multiply. Groups
 of inputs of 32 bytes or more have chunks of their own, whose float32 sums are scaled. *Narrow* groups lie several
 in a chunk: there decoded numbers are multiplied with scales in bfloat16, exact for the scales of MXFP4 and NVFP4, powers of
-two and e4m3, whose products with e2m1 have six bits.
+two and e4m3, whose products with e2m1 have six bits. Two programs that share registers decode `PIECE` bytes at once.
 """
 
 import functools
@@ -23,6 +23,7 @@ from fdel.ops.weights import PACKED, Quantized, scales
 GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
 ROWS = (8, 16, 32, 64, 128)  # of x in a program
 NARROW = (8, 16)  # bytes of narrow groups
+SHARED, PIECE = 16, 32  # rows up to which two programs share a multiprocessor; bytes that one then decodes at once
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where there are many rows
 
 
@@ -45,6 +46,7 @@ class Tiling:
 
     few = property(lambda self: self.rows < ROWS[-1])
     halves = property(lambda self: 2 if self.format in PACKED else 1)
+    piece = property(lambda self: PIECE if self.narrow and self.rows <= SHARED else self.chunk)
 
 
 class Stored(NamedTuple):
@@ -91,11 +93,12 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
     outputs = t.outputs or len(w.values)
     turned = bool(table) or not t.few and dtype == jnp.bfloat16  # rows by outputs already
     tiled = lambda bits, n: (gpu.TilingTransform((8, n)), gpu.SwizzleTransform(n * bits // 8))
-    half, tile = tiled(16, min(64, t.chunk)), math.gcd(t.chunk, w.values.shape[1])
+    half, tile = tiled(16, min(64, t.piece)), math.gcd(t.piece, w.values.shape[1])
+    parts = 1 if t.narrow or w.values.shape[1] // w.scale.shape[1] == t.chunk else t.halves  # of a chunk's inputs
     scratch: dict[str, Any] = {
         "w_s": gpu.SMEM((t.depth, GROUPS, EACH, t.chunk), w.values.dtype, transforms=tiled(8, tile)),
-        "x_s": gpu.SMEM((t.depth, t.halves, t.rows, t.chunk), jnp.bfloat16, transforms=half),
-        "full": gpu.Barrier(num_arrivals=GROUPS + t.halves, num_barriers=t.depth),
+        "x_s": gpu.SMEM((t.depth, parts, t.rows, t.halves * t.chunk // parts), jnp.bfloat16, transforms=half),
+        "full": gpu.Barrier(num_arrivals=GROUPS + parts, num_barriers=t.depth),
         "free": gpu.Barrier(num_arrivals=GROUPS, num_barriers=t.depth),
     }
     if turned:
@@ -106,7 +109,7 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
         scratch["o_s"] = gpu.SMEM((GROUPS, EACH, t.rows), jnp.float32, transforms=tiled(32, min(32, t.rows)))
         out = jax.ShapeDtypeStruct((t.splits, outputs, len(x)), jnp.float32)
     if t.in_memory:
-        scratch["a_s"] = gpu.SMEM((GROUPS, EACH, t.chunk), jnp.bfloat16, transforms=half)
+        scratch["a_s"] = gpu.SMEM((GROUPS, EACH, t.piece), jnp.bfloat16, transforms=half)
     given = {"x": x, "values": w.values, "scale": w.scale, "zero": w.zero, "outer": w.outer}
     given["codes"] = None if (codes := codes_of(t.format)) is None else jnp.asarray(codes)
     given |= dict(zip(("table", "items"), table, strict=False))
@@ -164,8 +167,8 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
             gpu.copy_gmem_to_smem(some, r.w_s.at[slot, i], r.full.at[slot])
         group = jax.lax.div(at, jnp.int32(inner))
         column = (group * inner * t.halves + jax.lax.rem(at, jnp.int32(inner))) * t.chunk
-        for i in range(t.halves):
-            some = r.x.at[pl.ds(p.top, t.rows), pl.ds(column + i * inner * t.chunk, t.chunk)]
+        for i in range(r.x_s.shape[1]):
+            some = r.x.at[pl.ds(p.top, t.rows), pl.ds(column + i * inner * t.chunk, r.x_s.shape[3])]
             gpu.copy_gmem_to_smem(some, r.x_s.at[slot, i], r.full.at[slot])
 
     @pl.when((mine == GROUPS) & p.there)
@@ -219,20 +222,26 @@ def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, known: list[list[A
 
     slot = jax.lax.rem(j, jnp.int32(t.depth))
     gpu.barrier_wait(r.full.at[slot])
-    raw = transfer_gpu.load(r.w_s.at[slot, mine], layout=gpu.Layout.WGMMA_UPCAST_2X)
     more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
-    zero = (lambda n: spread([more(x, n) for x in known[1]], raw.shape)) if len(known) == 2 else None
-    numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.words, t.in_memory)
-    if t.narrow:
-        numbers = [x * spread(known[0], raw.shape) for x in numbers]
-    for half, operand in enumerate(numbers):
-        if t.in_memory:
-            r.a_s.at[mine][...] = operand
-            gpu.commit_smem()
-            operand = r.a_s.at[mine]
-        gpu.wgmma(acc, operand, r.x_s.at[slot, half].transpose((1, 0)))
-        if t.in_memory:
+    for begin in range(0, t.chunk, t.piece):
+        raw = transfer_gpu.load(r.w_s.at[slot, mine, :, begin : begin + t.piece], layout=gpu.Layout.WGMMA_UPCAST_2X)
+        some = slice(*(at * len(known[0]) // t.chunk for at in (begin, begin + t.piece)))
+        scale, *zeros = (x[some] for x in known)
+        zero = (lambda n, zeros=zeros, raw=raw: spread([more(x, n) for x in zeros[0]], raw.shape)) if zeros else None
+        numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.words, t.in_memory)
+        if t.narrow:
+            numbers = [x * spread(scale, raw.shape) for x in numbers]
+        if begin:  # so that a piece takes the registers of the one before
             gpu.wgmma_wait(0)
+        for half, operand in enumerate(numbers):
+            if t.in_memory:
+                r.a_s.at[mine][...] = operand
+                gpu.commit_smem()
+                operand = r.a_s.at[mine]
+            part, column = divmod(half * t.chunk + begin, r.x_s.shape[3])
+            gpu.wgmma(acc, operand, r.x_s.at[slot, part, :, column : column + t.piece].transpose((1, 0)))
+            if t.in_memory:
+                gpu.wgmma_wait(0)
     gpu.wgmma_wait(0)
     gpu.barrier_arrive(r.free.at[slot])
 
@@ -246,17 +255,15 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     row, shape = gpu.Layout.WGMMA.reduce(1), (EACH, t.rows)
     columns = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
     stored = [r.scale, *([r.zero] if hasattr(r, "zero") else [])]
-
     of_group = lambda ref, group: transfer_gpu.load(ref.at[outputs, group], layout=row, optimized=False)
     most, each = r.scale.shape[1] - 1, t.narrow or 1
 
     def about(at: Any) -> list[list[Array]]:
         """Read scales, and zero points if there are any, of a chunk's groups; of the last ones after the last chunk."""
         group = at * each if t.narrow else jax.lax.div(at, jnp.int32(p.inner))
-        groups = [group + i for i in range(each)]
         if r.scale.shape[1] % each == 0:  # one address for all
-            groups = [jnp.minimum(group, most + 1 - each) + i for i in range(each)]
-        return [[of_group(ref, jnp.minimum(group, most)) for group in groups] for ref in stored]
+            group = jnp.minimum(group, most + 1 - each)
+        return [[of_group(ref, jnp.minimum(group + i, most)) for i in range(each)] for ref in stored]
 
     sums, whole = gpu.ACC(shape, jnp.float32), r.scale.shape[1] == 1  # one scale for an output: the result is scaled
     if whole or t.narrow:
