@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -16,8 +18,9 @@ from fdel.serve.engine import follow, step
 from fdel.serve.engine.device import Device
 from fdel.serve.engine.engine import Engine, Settings
 from fdel.serve.engine.pages import Pool
+from fdel.serve.engine.pictures import PromptMedia
 from fdel.serve.likelihood import likelihoods
-from tests.serve import small
+from tests.serve import seer, small, test_sight
 
 SECRET = b"known to both of the processes"
 SETTINGS = Settings(rows=4, pages=9, budget=64, batches=(4,), kv_cache_dtype="int8")
@@ -90,13 +93,49 @@ def changed(e: Engine) -> list:
     return [*found, said(), compiled]
 
 
+def new_size() -> tuple[list[int], PromptMedia]:
+    """A prompt with a picture of a size for which nothing is compiled at the start."""
+    return test_sight.prompt(5, test_sight.picture(1, 70), 7)
+
+
+def seen(e: Engine) -> list:
+    """Tokens of a text while a program of the tower is compiled, then those of the picture that waited for it."""
+    device, done = e._core.device, threading.Event()
+    make = device.compiler
+    device.compiler = lambda *size: (compile := make(*size)) and (lambda: done.wait(60) and compile())
+    e.start(wait=True)
+    tokens, media = new_size()
+    held = e.submit(tokens, ASK, media=media)
+    text = e.submit(PROMPTS[2], replace(ASK, max_tokens=60))
+    e.wait(lambda: text.reply.finish_reason is not None)
+    before = len(held.reply.tokens)
+    done.set()
+    e.wait(lambda: held.reply.finish_reason is not None)
+    return [len(text.reply.tokens), before, held.reply.tokens, held.reply.error]
+
+
+def late(device: Device) -> list[str]:
+    """Have a follower's programs compiled later than the leader's: the threads that did it."""
+    threads, make = list[str](), device.compiler
+
+    def compiler(name: str, n: int):
+        compile = make(name, n)
+        return lambda: (time.sleep(2), threads.append(threading.current_thread().name), compile())
+
+    device.compiler = compiler
+    return threads
+
+
 def main(coordinator: str, index: str, address: str, what: str) -> None:
     jax.distributed.initialize(coordinator, 2, int(index))
-    model = small.make_model()
-    at = params.shardings(params.unstack(llama.spec(small.CFG)), params.make_mesh({"tp": 2}), params.SERVE)
+    model, family, how = small.make_model(), llama, {}
+    if what == "sees":
+        model, family, how = test_sight.made(), seer, {"sight": test_sight.SIGHT}
+    at = params.shardings(params.unstack(family.spec(model.cfg)), params.make_mesh({"tp": 2}), params.SERVE)
     model = model._replace(params=jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), model.params, at))
     if index == "1":
-        device = Device(model, SETTINGS)
+        device = Device(model, SETTINGS, **how)
+        threads = late(device)
         if what == "dies":
             whole, execute = [], device.execute
 
@@ -108,9 +147,13 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
 
             device.execute = dying
         follow.follow(device, address, SECRET)
-        print("followed to the end", flush=True)
+        print(*threads, "followed to the end", flush=True)
         return
-    e = Engine(model, SETTINGS, make=follow.leading(address, SECRET, 1, 120.0))
+    e = Engine(model, SETTINGS, make=follow.leading(address, SECRET, 1, 120.0), **how)
+    if what == "sees":
+        print(json.dumps(seen(e)), flush=True)
+        e.close()
+        return
     if what == "dies":
         e.start(wait=True)
         job = e.submit(PROMPTS[0], serve.SamplingParams(max_tokens=100, ignore_eos=True))

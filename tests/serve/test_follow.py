@@ -18,7 +18,7 @@ import pytest
 
 from fdel.serve.engine import follow, packing
 from fdel.serve.engine.engine import Engine
-from tests.serve import follow_worker, small
+from tests.serve import follow_worker, small, test_sight
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +72,18 @@ def test_two_processes_answer_as_one(model) -> None:
     assert after[:-1] == alone[:-1] and after[-1] == 0
     assert after[0] == after[3] == fresh(1) and after[4] == fresh(2) and len({str(x) for x in after[:-1]}) == 4
     assert said[1].splitlines()[-1] == "followed to the end"
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_a_picture_of_a_new_size_holds_no_process_up() -> None:
+    """Both compile beside their steps: a text goes on meanwhile. The follower, which needs longer, waits for itself."""
+    codes, said, complaints = run("sees")
+    assert codes == [0, 0], complaints
+    want = test_sight.naive(test_sight.made(), *follow_worker.new_size(), follow_worker.ASK.max_tokens)
+    assert json.loads(said[0].splitlines()[-1]) == [60, 0, want, None]
+    first, *rest = said[1].splitlines()[-1].split()
+    assert first.startswith("ThreadPoolExecutor") and " ".join(rest) == "followed to the end"
 
 
 @pytest.mark.slow

@@ -54,6 +54,10 @@ def prompt(*parts: int | Medium, seed: int = 0, turned: bool = True) -> tuple[li
 
 @pytest.fixture(scope="module")
 def model() -> models.Model:
+    return made()
+
+
+def made() -> models.Model:
     make = jax.jit(lambda key: params.unstack(params.init(seer.spec(CFG), key, dtype=jnp.float32)))
     return models.Model(seer, CFG, jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, make(jax.random.key(0))))
 

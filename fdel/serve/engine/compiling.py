@@ -48,6 +48,8 @@ class Compiling:
     sight: Any  # how it sees
     like: Any  # the shape of one
     holders: Holders
+    _entries_like: Callable[[], jax.ShapeDtypeStruct]
+    _blank_medium: Callable[[str, int], tuple[np.ndarray, ...]]
     length: int
     execute: Callable[[Call], Any]
     example: tuple[int, int] | None  # of a model that sees: patches of a picture, and numbers of a patch
@@ -71,6 +73,17 @@ class Compiling:
                 log.warning("%s of size %d is not to be had: %s", name, size, e)
             self.uncompiled = self.uncompiled[1:]
 
+    def compiler(self, name: str, n: int) -> Callable[[], None]:
+        """Make what compiles a size, in any thread and while steps run; then it is `usable`."""
+        compilers = self._compilers(name, n)
+
+        def run() -> None:
+            for compile in compilers:
+                compile()
+            self.usable[name] = sorted({*self.usable.get(name, ()), n})
+
+        return run
+
     def close(self) -> None:
         """Leave what is not compiled yet; see also `engine.follow`."""
         self.uncompiled = []
@@ -86,9 +99,10 @@ class Compiling:
         every += [("extend", n) for n in self.fine if self.writes]
         sized = [(name, n, self._compilers(name, n)) for name, n in every]
         largest = {"extend": self.blocks[-1], "decode": self.batches[-1]}
-        self.uncompiled = [(name, n, c) for name, n, c in sized if least and n != largest.get(name)]
+        later = lambda name, n: least and name != "encode" and n != largest.get(name)
+        self.uncompiled = [(name, n, c) for name, n, c in sized if later(name, n)]
         now = [c for c in sized if c not in self.uncompiled]
-        self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in largest}
+        self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in (*largest, "encode")}
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
         if not self.writes:
@@ -119,22 +133,17 @@ class Compiling:
         elif name == "extend":
             seen = (blank_seen(n), shape(self.entries)) if self.example is not None else ()
             args, ways = (*arrays, self._blank(packing.Extend, n), self.unmasked[n], *seen), [{"block": BLOCK}]
-        elif name == "encode" and self.example is not None:
-            values = np.zeros((n, self.example[1]), np.float32)
-            args = (
-                shape(self.entries),
-                values,
-                np.zeros((n, 3), np.int32),
-                np.zeros(self.sight.count(n), np.int32),
-                one[0],
-            )
+        elif name in ("encode", "hear"):
+            args = (self._entries_like(), *self._blank_medium(name, n), one[0])
         elif name == "decode":
             args = (*arrays, self._blank(packing.Decode, n), self.unmasked[n])
             drafted = {(self.drafts, 1)} if self.small else {(0, 1), (self.drafts, 1), (0, self.steps)}
             ways = [{"drafts": drafts, "steps": steps} for drafts, steps in drafted]
-        compile = lambda params, way: getattr(self.programs, name).lower(params, *args, **way).compile()
+        program: Any = self.programs.encode if name == "hear" else getattr(self.programs, name)
+        compile = lambda params, way: program.lower(params, *args, **way).compile()
         steps = name in ("extend", "decode")
-        every = [(params, *self.small) if steps else params for params in self.weights.calls()]
+        weights = [jax.tree.map(shape, params) for params in self.weights.calls()]
+        every = [(params, *self.small) if steps else params for params in weights]
         return [partial(compile, params, way) for params in every for way in ways]
 
     def _blank(self, kind: type[packing.Extend] | type[packing.Decode], lines: int) -> np.ndarray:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from fdel.serve.engine.held import Held
 from fdel.serve.engine.packing import Call, Token, unpack_out
+from fdel.serve.engine.pictures import Size
 from fdel.serve.engine.reply import Delta, Job, accept, allowed, describe, join
 from fdel.serve.engine.schedule import Schedule
 from fdel.serve.engine.work import Chunk, Request, StepPlan
@@ -48,6 +50,7 @@ class Core:
     def __init__(self, device: Any, schedule: Schedule, *, overlap: bool = True):
         self.device, self.schedule, self.overlap = device, schedule, overlap
         self.jobs: dict[int, Job] = {}
+        self.held, self.holds = Held(), False  # who waits for programs; whether any does, which takes a thread
         self.in_flight: list[InFlight] = []
         self.asleep = False  # the device holds no cache and no rows
         self.counts: Counter = Counter()
@@ -59,7 +62,11 @@ class Core:
         return self.asleep or not (self.jobs or self.in_flight)
 
     def add(self, job: Job) -> None:
-        """Queue a request; see `Schedule.add`."""
+        """Queue a request, see `Schedule.add`, or hold it until the programs that encode what it shows are compiled."""
+        if self.holds and (sizes := self.device.lacking(job.request.media)):
+            self.held.jobs[job.request.id] = job, sizes
+            return
+        self.held.jobs.pop(job.request.id, None)
         self.schedule.add(job.request)
         self.jobs[job.request.id] = job
         if self.device.drafts:
@@ -67,12 +74,26 @@ class Core:
 
     def end(self, id: int, reason: str, error: str | None = None) -> Deltas:
         """End a request now, if it has not ended."""
-        job = self.jobs.pop(id, None)
-        if job is None:
+        if id in self.held.jobs:
+            job, _ = self.held.jobs.pop(id)
+            job.request.done = True
+        elif id in self.jobs:
+            job = self.jobs.pop(id)
+            self.schedule.finish(job.request)
+        else:
             return []
-        self.schedule.finish(job.request)
         self.counts[reason] += 1
         return [(job, job.reply.end(reason, error))]
+
+    def compiled(self, size: Size, error: str | None) -> Deltas:
+        """Queue those that were held for this program, unless they need another; with an error, end them."""
+        deltas: Deltas = []
+        for job in self.held.done(size):
+            if error is None:
+                self.add(job)
+            else:
+                deltas += self.end(job.request.id, "error", error)
+        return deltas
 
     def step(self) -> Deltas:
         """Do one step: what it added to each request."""

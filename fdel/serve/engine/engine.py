@@ -232,7 +232,7 @@ class Engine(Reading):
             "pages": schedule.pool.total,
             "free pages": schedule.pool.available,
             "compiled": sum(self._device.programs.traces.values()),
-            "to compile": len(self._device.uncompiled),
+            "to compile": len(self._device.uncompiled) + len(core.held.sizes),
             "seconds since a step": time.monotonic() - self._stepped,
         }
 

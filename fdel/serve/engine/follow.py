@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing.connection import Connection
 from secrets import token_bytes
@@ -30,6 +31,7 @@ from fdel import params as P
 from fdel.serve.engine import transfer
 from fdel.serve.engine.device import Device
 from fdel.serve.engine.packing import Call, pack_call, unpack_call
+from fdel.serve.engine.pictures import Size, size_of
 from fdel.serve.engine.views import View, layer_views
 
 MOST = 1 << 30  # bytes of a message
@@ -83,6 +85,12 @@ class Leader(Device):
         """Compile every program: all processes must have the one that a step needs."""
         super().warm_up()
 
+    def compiler(self, name: str, n: int) -> Callable[[], None]:
+        """Have the followers compile it too, beside their steps."""
+        with self.turn:
+            self._send(Call("compile", static={name: n}))
+        return super().compiler(name, n)
+
     def close(self) -> None:
         """Let the followers go."""
         with self.turn, contextlib.suppress(Lost):  # gone already
@@ -118,13 +126,19 @@ def follow(device: Device, address: str, secret: bytes, timeout: float = 300.0) 
 
     An error here is raised: this process then ends, which the leader notices at its next step.
     """
-    with connect(address, secret, timeout) as connection:
+    compiling: dict[Size, Future] = {}
+    with connect(address, secret, timeout) as connection, ThreadPoolExecutor() as threads:
         while (call := receive(connection)).name != "end":
+            if call.name == "encode" and (waits := compiling.pop(size_of(call.arrays[0]), None)):
+                wait([waits])  # the leader was quicker; if it failed here, the call raises what is wrong
             if call.name == "weights":
                 base = jax.tree.map(View, device.weights[""] if call.adapter else device.weights.like)
                 device.replace(call.adapter, transfer.receiving(call.arrays[0], base, partial(fill, connection)))
             elif call.name == "score":
                 alone(device, call)
+            elif call.name == "compile":
+                ((name, n),) = call.static.items()
+                compiling[name, n] = threads.submit(device.compiler(name, n))
             else:
                 device.execute(call)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fdel.serve.engine.core import Core, Deltas
-from fdel.serve.engine.reply import Delta, DeltaQueue, Job
+from fdel.serve.engine.reply import Delta, DeltaQueue, Job, describe
 from fdel.serve.engine.schedule import QueueFull
 
 
@@ -67,18 +67,40 @@ class Loop:
                 deltas += self._core.step()
             self._stepped = time.monotonic()
             self._deliver(deltas)
+            if not self._core.asleep and threading.main_thread().is_alive():  # a process that ends compiles no more
+                self._compile()
         return deltas
+
+    def _compile(self) -> None:
+        """Have a program compiled that a request waits for, in a thread of its own, unless one is: see `Held`."""
+        if (size := self._core.held.next()) is None:
+            return
+        compile = self._core.device.compiler(*size)
+
+        def run() -> None:
+            error = None
+            try:
+                compile()
+            except Exception as e:
+                what = {"encode": "patches", "hear": "chunks of sound"}[size[0]]
+                error = f"the program that encodes {size[1]} {what} could not be compiled: {describe(e)}"
+            with contextlib.suppress(RuntimeError):  # closed
+                self._post(lambda: self._core.compiled(size, error))
+
+        threading.Thread(target=run, name="fdel-compiler").start()
 
     def start(self, *, wait: bool = False) -> None:
         """Compile, then run the steps in a thread of their own. A second call does nothing.
 
         Steps begin when the programs of the largest size are there, which any step can use; the others are compiled
-        meanwhile, in a thread of their own. With `wait`, they begin when all are there, and nothing compiles afterwards.
+        meanwhile, in a thread of their own. With `wait`, they begin when all are there, and nothing compiles afterwards
+        but what encodes pictures and sounds of other sizes: who shows the first of a size waits for that, nobody else.
         """
         with self._exclusive():
             self.check_open()
             if self._thread is None:
                 self._core.device.warm_up(least=not wait)
+                self._core.holds = True
                 self._thread = threading.Thread(target=self._run, name="fdel-engine", daemon=True)
                 self._thread.start()
                 threading.Thread(target=self._core.device.complete, name="fdel-compiler").start()
@@ -160,7 +182,7 @@ class Loop:
     @property
     def _waiting(self) -> int:
         """Outputs in the queue."""
-        return len(self._core.schedule.waiting) + self._queued
+        return len(self._core.schedule.waiting) + len(self._core.held.jobs) + self._queued
 
     def abort(self, job: Job) -> None:
         """End a request wherever it stands, with finish_reason "abort". Ended ones stay as they are."""

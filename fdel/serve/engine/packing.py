@@ -44,7 +44,7 @@ TOGETHER = (
 NOWHERE = np.iinfo(np.int32).max  # a page that is out of range
 CALLS = (
     "begin", "warm_up", "admit", "encode", "extend", "decode", "copy", "score", "sleep", "weights", "remove",
-    "end",
+    "compile", "end",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from fdel.media import hearing, senses
 from fdel.media import sight as sights
 
 CHUNKS = 4  # of sounds, as ROUND of patches
+Size = tuple[str, int]  # of a program of the towers: "encode" so many patches, or "hear" so many chunks
 ROUND = 64  # patches for whose multiples programs are compiled, up to 1024; beyond, four significant bits
 
 
@@ -47,13 +48,23 @@ class Medium:
         """Whether it is a sound."""
         return self.values.ndim == 3
 
-    def padded(self, example: int) -> tuple[np.ndarray, np.ndarray]:
-        """Values and places, of a size for which there is a program: `example` patches are one."""
+    def size(self, example: int) -> Size:
+        """Name the program that takes it: `example` patches have one of their own."""
         count = len(self.values)
-        size = rounded(count, CHUNKS) if self.heard else count if count == example else rounded(count)
-        more = size - count
+        if self.heard:
+            return "hear", rounded(count, CHUNKS)
+        return "encode", count if count == example else rounded(count)
+
+    def padded(self, example: int) -> tuple[np.ndarray, np.ndarray]:
+        """Values and places, as many as the program of its `size` takes."""
+        more = self.size(example)[1] - len(self.values)
         fill = lambda x, value: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
         return fill(self.values, 0), fill(self.places.astype(np.int32), 0 if self.heard else -1)
+
+
+def size_of(values: np.ndarray) -> Size:
+    """Name the program that takes values of this size."""
+    return ("hear" if values.ndim == 3 else "encode"), len(values)
 
 
 def digest(values: np.ndarray, places: np.ndarray) -> bytes:

@@ -12,7 +12,7 @@ from fdel.media import sight as sights
 from fdel.media.hearing import states
 from fdel.serve.engine.compiling import BLOCK, Compiling
 from fdel.serve.engine.packing import NOWHERE, Call
-from fdel.serve.engine.pictures import Holders, Key, Medium, PromptMedia
+from fdel.serve.engine.pictures import Holders, Key, Medium, PromptMedia, Size
 from fdel.serve.engine.step import encoded
 from fdel.serve.engine.work import Chunk
 
@@ -44,8 +44,31 @@ class Seeing(Compiling):
     def _begin_to_see(self) -> None:
         """Make the entries."""
         if self.like is not None:
-            shape = (self.holders.total, *self.like.shape)
-            self.entries = jax.device_put(jnp.zeros(shape, self.like.dtype), self.weights.everywhere)
+            like = self._entries_like()
+            self.entries = jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
+
+    def _entries_like(self) -> jax.ShapeDtypeStruct:
+        """Shape the entries, which are not there while the device sleeps."""
+        shape = (self.holders.total, *self.like.shape)
+        return jax.ShapeDtypeStruct(shape, self.like.dtype, sharding=self.weights.everywhere)
+
+    def lacking(self, media: PromptMedia | None) -> set[Size]:
+        """Name the programs that are not compiled of those that a prompt's pictures and sounds need."""
+        sizes = {i.size(self.example[0]) for i in media.items} if media is not None and self.example else set()
+        return {(name, n) for name, n in sizes if n not in self.usable.get(name, ())}
+
+    def _nowhere(self, values: np.ndarray) -> np.ndarray:
+        """Make what names the entries of a picture's patches, or of a sound's features: as yet none."""
+        heard = values.ndim == 3
+        count = len(values) * int(states(np.array(values.shape[2]))) if heard else self.sight.count(len(values))
+        return np.full(count, NOWHERE, np.int32)
+
+    def _blank_medium(self, name: str, n: int) -> tuple[np.ndarray, ...]:
+        """Make what the program of a size takes, of nothing."""
+        s, (_, numbers) = self.sight.sound, self.example or (0, 0)
+        shape, places = ((n, s.bins, s.frames), (n,)) if name == "hear" else ((n, numbers), (n, 3))
+        values = np.zeros(shape, np.float32)
+        return values, np.zeros(places, np.int32), self._nowhere(values)
 
     def check_media(self, media: Any, prompt: Sequence[int]) -> None:
         """Raise ValueError for what a prompt cannot show."""
@@ -96,8 +119,7 @@ class Seeing(Compiling):
         new = self.holders.hold(key for c in chunks for key in self._shown(c))
         for done, (key, medium, which) in enumerate(new):
             values, places = medium.padded(self.example[0] if self.example else 0)
-            each = int(states(np.array(values.shape[2]))) if medium.heard else 0
-            given = np.full(each * len(values) or self.sight.count(len(values)), NOWHERE, np.int32)
+            given = self._nowhere(values)
             given[: len(which)] = which
             try:
                 self.execute(Call("encode", (values, places, given, np.int32(self.weights.slot(key[0]))), key[0]))
