@@ -131,7 +131,8 @@ def main(coordinator: str, index: str, address: str, what: str) -> None:
     model, family, how = small.make_model(), llama, {}
     if what == "sees":
         model, family, how = test_sight.made(), seer, {"sight": test_sight.SIGHT}
-    at = params.shardings(params.unstack(family.spec(model.cfg)), params.make_mesh({"tp": 2}), params.SERVE)
+    rules = params.SERVE | {"numbers": None, "components": None}  # of the tower
+    at = params.shardings(params.unstack(family.spec(model.cfg)), params.make_mesh({"tp": 2}), rules)
     model = model._replace(params=jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), model.params, at))
     if index == "1":
         device = Device(model, SETTINGS, **how)
