@@ -4,8 +4,10 @@
 
 The models are random ones (seers.py), saved by transformers: no weights can be had here. Both sides get the same prepared
 images (one of another content in each round) and the same prompt, and give its first token in float32. "Seen before" asks
-about an image that the engine holds, behind other words, so that no page of the prompt's is shared. Eight chats have images
-of different sizes and texts of different lengths; transformers has them one by one, or as one batch, padded on the left.
+about an image that the engine holds, behind other words, so that no page of the prompt's is shared. First of all, images
+of sizes for which nothing is compiled come beside chats whose tokens are timed (LLaVA and Gemma have one size). Eight chats
+have images of different sizes and texts of different lengths; transformers has them one by one, or as one batch, padded on
+the left.
 Set OMP_WAIT_POLICY=passive where processor time is to count: torch's idle threads spin. Memory is that of `fdel serve`
 and of the process that forks its children, after a tenth of the requests and after all; each shows one of 64 images.
 """
@@ -116,6 +118,51 @@ class Sides:
             logits = self.oracle(**given, logits_to_keep=1).logits[:, -1]
         n = len(chats)
         return logits.argmax(-1).tolist(), [time.perf_counter() - begin] * n, [time.process_time() - used] * n
+
+
+NEW = ((1.0, 1.25), (0.75, 1.0), (1.5, 1.5))  # times the side of the family's images
+
+
+def stalls(sides: Sides, side: int) -> list[str]:
+    """How long a chat waits for its next token while images come of sizes that the engine has not seen."""
+    rng, engine = np.random.default_rng(3), sides.engine
+    sizes = [(max(8, int(side * a)), max(8, int(side * b))) for a, b in NEW]
+    shown = [sides.prompt(rng, rng.integers(0, 256, (*size, 3), np.uint8), 24) for size in sizes]
+    ask = lambda most: serve.SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)
+
+    def gaps(chats: list[Chat]) -> tuple[float, float, list[float]]:
+        """Milliseconds between two tokens of a text, the middle one and the longest; until each image was answered."""
+        text, before, times, took = None, 0, list[tuple[int, float]](), list[float]()
+
+        def tokens() -> int:
+            """Count those of all texts: another follows when one ends, until all images are answered."""
+            nonlocal text, before
+            if text is None or text.reply.finish_reason:
+                before += 0 if text is None else len(text.reply.tokens)
+                text = engine.submit(rng.integers(10, 200, 16).tolist(), ask(CONTEXT - 20))
+            count = before + len(text.reply.tokens)
+            if not times or count > times[-1][0]:
+                times.append((count, time.perf_counter()))
+            return count
+
+        engine.wait(lambda: tokens() > 200)
+        for c in chats:
+            job, begin = engine.submit(c.tokens, ask(1), media=c.media), time.perf_counter()
+            engine.wait(lambda job=job: tokens() and job.reply.finish_reason is not None)
+            took.append((time.perf_counter() - begin) * 1e3)
+        last = tokens()
+        engine.wait(lambda: tokens() > last + 200)
+        engine.abort(text)
+        found = np.diff([t for _, t in times[1:]]) * 1e3
+        return float(np.median(found)), float(found.max()), took
+
+    alone, beside, again = gaps([]), gaps(shown), gaps(shown[:1])
+    row = lambda name, x: f"| {name} | {x[0]:.1f} | {x[1]:.1f} | {', '.join(f'{t:.0f}' for t in x[2]) or 'none'} |"
+    return [
+        "| tokens of a chat, ms between two | median | longest | each image answered after |",
+        "|---|---|---|---|", row("alone", alone),
+        row(f"beside {len(shown)} images of new sizes, one after the other", beside), row("beside one seen before", again),
+    ]  # fmt: skip
 
 
 def prefill(sides: Sides, side: int, rounds: int) -> list[str]:
@@ -252,7 +299,7 @@ def main() -> None:
         oracle = seers.make(directory, args.family, args.shape)
         side = args.side or seers.SHAPES[args.family][args.shape].image
         sides = Sides(directory, args.family, oracle)
-        lines = prefill(sides, side, args.rounds)
+        lines = [*stalls(sides, side), "", *prefill(sides, side, args.rounds)]
         print(*lines, sep="\n", flush=True)
         lines += ["", *several(sides, side, args.rounds)]
         sides.engine.close()
