@@ -47,7 +47,10 @@ def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
     counter = lambda name, help, labels: Metric(f"fdel_{name}_total", "counter", help, labels)
     times = lambda name, help: Metric(f"fdel_{name}_seconds", "histogram", help, buckets=SECONDS)
     sizes = lambda name, help: Metric(f"fdel_{name}", "histogram", help, buckets=TOKENS)
-    later = "Sizes of steps whose programs are still to be compiled; steps use larger ones meanwhile."
+    later = (
+        "Sizes of steps whose programs are still to be compiled (steps use larger ones meanwhile), and of pictures and "
+        "sounds that requests wait for."
+    )
     return [
         gauge("num_requests_running", "running", "Requests in the batch."),
         gauge("num_requests_waiting", "waiting", "Requests that wait for their first step, or again after preemption."),
