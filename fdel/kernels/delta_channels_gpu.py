@@ -11,8 +11,9 @@ decays over a few neighbouring tokens, which is a product, too: of a matrix of o
 parts of bfloat16 each, 16 bits. No sum is a difference of others, so none loses digits to what came before.
 
 `prepare` is a kernel of all chunks at once, two programs on a multiprocessor: it gives D_i q_i, D_i k_i, D'_j k_j, T, q_i^T
-D_ij k_j and D. `walk` has no decay left to compute but D: it walks the chunks as `delta_program_gpu` does, and back for the
-gradient, for which `prepare` runs again: it reads what is cheaper to compute than to keep.
+D_ij k_j and D. `walk`, in `delta_channels_walk_gpu`, has no decay left to compute but D: it walks the chunks as
+`delta_program_gpu` does, and back for the gradient, for which `prepare` runs again: it reads what is cheaper to compute
+than to keep.
 
 Bytes of a chunk and head: `prepare` reads q, k and g, 64 KiB, and writes 64; `walk` reads these and v, and writes o, 96.
 FLOPs: 31 million of `prepare`'s decays and pairs, 7 of its inverse, 8 of `walk`.
@@ -32,25 +33,20 @@ from fdel.kernels import transfer_gpu
 from fdel.kernels.delta_walk_gpu import (
     CHUNK,
     HALF,
-    WALKERS,
     WIDTH,
     across,
     clear,
     down,
     give,
-    give_state,
     invert,
-    launch,
     number,
     operands,
     parts,
-    pipeline,
     places,
     products,
 )
 
 NEVER, LOG2E = -160.0, math.log2(math.e)  # a log2 decay of nothing; from log decays
-PREPARING, WALKING = 104, 200  # registers of a thread, of 168 each
 START, BETA, PLACE, VALID = range(4)  # numbers of each token, see `prepare`
 
 
@@ -69,28 +65,30 @@ class Prepared(NamedTuple):
 def prepare(
     q: Float[Array, "B T NH"], k: Float[Array, "B T NH"], g: Float[Array, "B T NH"],
     numbers: Float[Array, "B N 4 T"], whole: Int[Array, "B chunks"], *, keys: bool,
+    blocks: Int[Array, "chunks parts"] | None = None,
 ) -> Prepared:  # fmt: skip
     """Prepare whole chunks of heads of 128 channels; g are log decays in float32.
 
     `numbers` of each token and head: 1 where a sequence begins, beta, its place in the chunk, and 1 where the token is one.
-    `whole` tells which chunks have no padding.
+    `whole` tells which chunks have no padding. Chunks of q and k may be parts that lie anywhere, `blocks` of so many tokens
+    each; where `whole` is then -1, nothing is prepared.
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    (b, t, _), heads = q.shape, numbers.shape[1]
-    wide, square = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in (q.shape, (b, heads, t, CHUNK))]
+    (b, heads, _, t), parts = numbers.shape, 1 if blocks is None else blocks.shape[1]
+    wide, square = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in ((b, t, q.shape[2]), (b, heads, t, CHUNK))]
     decays = jax.ShapeDtypeStruct((b, heads, t // CHUNK * WIDTH), jnp.float32)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("q_s", "k_s", "near_q_s", "near_k_s"), (CHUNK, WIDTH)),
         **dict.fromkeys(("high_s", "low_s"), (2, CHUNK, HALF)), "which_s": (CHUNK, CHUNK),
     }  # fmt: skip
     call = gpu.kernel(
-        _prepare,
+        functools.partial(_prepare, parts=parts, anywhere=blocks is not None),
         out_type=(wide, wide, wide, square, square, decays, *[square] * keys),
         scratch_types={
             **operands(shapes, q.dtype),
             "numbers_s": gpu.SMEM((4, CHUNK), jnp.float32), "decays_s": gpu.SMEM((WIDTH,), jnp.float32),
-            "full": gpu.Barrier(num_arrivals=3),
+            "full": gpu.Barrier(num_arrivals=1 + 2 * parts),
         },
         grid=(b, heads, t // CHUNK),
         grid_names=("row", "head", "chunk"),
@@ -98,27 +96,44 @@ def prepare(
             lowering_semantics=gpu.LoweringSemantics.Lane, approx_math=True
         ),
     )  # fmt: skip
-    return Prepared(*call(q, k, g, numbers, whole))
+    return Prepared(*call(q, k, g, numbers, whole, *([] if blocks is None else [blocks])))
 
 
-def _prepare(*refs: Any, **memory: Any) -> None:
+def _prepare(*refs: Any, parts: int, anywhere: bool, **memory: Any) -> None:
     """Prepare a chunk of a head; `refs` are the arguments and the results of `prepare`'s kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     q, k, g, numbers, whole, *results = refs
+    blocks, size = results.pop(0) if anywhere else None, CHUNK // parts
     to: Any = Prepared(*results)  # references to what it gives
     s = SimpleNamespace(**memory)
     row, head, c = (jax.lax.axis_index(name) for name in ("row", "head", "chunk"))
     tokens, channels = pl.ds(c * CHUNK, CHUNK), lambda n, size: pl.ds(head * WIDTH + n * size, size)
-    for x, copy in ((q, s.q_s), (k, s.k_s)):
-        gpu.copy_gmem_to_smem(x.at[row, tokens, channels(0, WIDTH)], copy, s.full)
-    gpu.copy_gmem_to_smem(numbers.at[row, head, :, tokens], s.numbers_s, s.full)
-    halves = [g.at[row, tokens, channels(n, HALF)] for n in range(2)]
-    logs = [transfer_gpu.load(x, layout=gpu.Layout.WGMMA, optimized=False) for x in halves]
-    gpu.barrier_wait(s.full)
-    pl.when(whole[row, c] == 0)(lambda: clear([s.q_s, s.k_s], numbers.at[row, head, VALID, tokens]))
-    _give_decays(s, logs)
+
+    def chunk() -> None:
+        for i in range(parts):
+            here = pl.ds(blocks[c, i] * size, size) if blocks is not None else tokens
+            for x, copy in ((q, s.q_s), (k, s.k_s)):
+                copy = copy if parts == 1 else copy.at[pl.ds(i * size, size)]
+                gpu.copy_gmem_to_smem(x.at[row, here, channels(0, WIDTH)], copy, s.full)
+        gpu.copy_gmem_to_smem(numbers.at[row, head, :, tokens], s.numbers_s, s.full)
+        halves = [g.at[row, tokens, channels(n, HALF)] for n in range(2)]
+        logs = [transfer_gpu.load(x, layout=gpu.Layout.WGMMA, optimized=False) for x in halves]
+        gpu.barrier_wait(s.full)
+        pl.when(whole[row, c] == 0)(lambda: clear([s.q_s, s.k_s], numbers.at[row, head, VALID, tokens]))
+        _give_decays(s, logs)
+        _give_others(s, to, row, head, c)
+
+    pl.when(whole[row, c] >= 0 if anywhere else True)(chunk)
+
+
+def _give_others(s: Any, to: Any, row: Any, head: Any, c: Any) -> None:
+    """Send `to` memory what is prepared of a chunk, whose decays are there."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    tokens = pl.ds(c * CHUNK, CHUNK)
     kk, qk = _pairs(s)
     where = functools.partial(places, s.numbers_s.at[PLACE])
     i, j = where()
@@ -131,7 +146,7 @@ def _prepare(*refs: Any, **memory: Any) -> None:
     gpu.commit_smem()
     sent = (s.near_q_s, to.reads), (s.near_k_s, to.seen), (s.k_s, to.wrote)
     for x, out in sent:
-        gpu.copy_smem_to_gmem(x, out.at[row, tokens, channels(0, WIDTH)])
+        gpu.copy_smem_to_gmem(x, out.at[row, tokens, pl.ds(head * WIDTH, WIDTH)])
     gpu.copy_smem_to_gmem(s.decays_s, to.decays.at[row, head, pl.ds(c * WIDTH, WIDTH)])
     high, low, *turns = [*_halves(s.high_s), *_halves(s.low_s), s.which_s]  # the log decays' place is free
     inverse = invert(kk * across(number(s.numbers_s.at[BETA]), CHUNK), high, low, turns, where)[0]
@@ -207,88 +222,3 @@ def _pairs(s: Any) -> tuple[Array, Array]:
     i, j = places(s.numbers_s.at[PLACE])
     same = jnp.where(i == j, qk, jnp.zeros_like(qk))
     return jax.lax.fori_loop(0, CHUNK.bit_length() - 1, level, (0 * same, same))
-
-
-def walk(
-    prepared: Prepared, x: Float[Array, "B T NH"], valid: Float[Array, "B T"], whole: Int[Array, "B chunks"], *,
-    keep: bool, back: bool = False, interpreted: bool = False,
-) -> tuple[Array, ...]:  # fmt: skip
-    """Walk heads' chunks: from v to o, or `back` from the gradient of o to that of v.
-
-    With `keep` also the states before each chunk [B N chunks keys values], or the gradients of those after it.
-    """
-    (b, t, _), heads = x.shape, prepared.solve.shape[1]
-    results = (x.shape, (b, heads, t // CHUNK, WIDTH, WIDTH))[: 2 if keep else 1]
-    program = functools.partial(_program, back=back, interpreted=interpreted)
-    wide, own = ("reads_s", "seen_s", "wrote_s", "x_s"), {"new_s": (WALKERS, 2, CHUNK, HALF)}
-    call = launch(program, results, x.dtype, (b, heads), wide, own, (WIDTH,), copies=7)
-    return call(*prepared[:6], x, valid, whole)
-
-
-def _program(*refs: Any, back: bool, interpreted: bool, **memory: Any) -> None:
-    """Walk the chunks of a head; `refs` are the arguments and the results of `walk`'s kernel."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    *given, x, valid, whole, out = refs[:10]
-    kept: Any = refs[10:]
-    p: Any = Prepared(*given)
-    row, head = (jax.lax.axis_index(name) for name in ("row", "head"))
-    s, count = SimpleNamespace(**memory), whole.shape[1]
-    chunk = lambda i: count - 1 - i if back else i
-    tokens = lambda i: pl.ds(chunk(i) * CHUNK, CHUNK)
-
-    def fetch(i: Any, slot: Any) -> None:
-        for y, to in ((p.reads, s.reads_s), (p.seen, s.seen_s), (p.wrote, s.wrote_s), (x, s.x_s)):
-            gpu.copy_gmem_to_smem(y.at[row, tokens(i), pl.ds(head * WIDTH, WIDTH)], to.at[slot], s.full.at[slot])
-        for y, to in ((p.solve, s.solve_s), (p.pairs, s.pairs_s)):
-            gpu.copy_gmem_to_smem(y.at[row, head, tokens(i)], to.at[slot], s.full.at[slot])
-        decays = p.decays.at[row, head, pl.ds(chunk(i) * WIDTH, WIDTH)]
-        gpu.copy_gmem_to_smem(decays, s.numbers_s.at[slot], s.full.at[slot])
-
-    def prepare(i: Any, slot: Any) -> None:
-        pl.when(whole[row, chunk(i)] == 0)(lambda: clear([s.x_s.at[slot]], valid.at[row, tokens(i)]))
-        gpu.barrier_arrive(s.ready.at[slot])
-
-    def step(i: Any, slot: Any, own: Any, state: list[Array]) -> list[Array]:
-        if kept:
-            gpu.copy_smem_to_gmem(own.state, kept[0].at[row, head, chunk(i), :, own.columns])
-        to = out.at[row, tokens(i), pl.ds(head * WIDTH + own.mine * HALF, HALF)]
-        decays = [across(number(s.numbers_s.at[slot, pl.ds(n, HALF)]), HALF) for n in range(0, WIDTH, HALF)]
-        more = (_back if back else _ahead)(s, own, slot, to)
-        state = [decay * old + x for decay, old, x in zip(decays, state, more, strict=True)]
-        gpu.barrier_arrive(s.free.at[slot])
-        gpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the state, which is written over, too
-        give_state(own, state)
-        return state
-
-    pipeline(s, count, fetch, prepare, step, None if interpreted else (PREPARING, WALKING))
-
-
-def _ahead(s: Any, own: Any, slot: Any, to: Any) -> list[Array]:
-    """Send outputs of a chunk `to` memory, and return what it adds to the state."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    seen = products([(s.seen_s.at[slot], own.state)])[0]
-    v = transfer_gpu.load(s.x_s.at[slot, :, own.columns], layout=gpu.Layout.WGMMA).astype(jnp.float32)
-    give(own.new.at[0], v - seen)
-    give(own.new.at[1], products([(s.solve_s.at[slot], own.new.at[0])])[0])
-    out = products([(s.reads_s.at[slot], own.state), (s.pairs_s.at[slot], own.new.at[1])])[0]
-    give(own.new.at[0], out)
-    gpu.copy_smem_to_gmem(own.new.at[0], to)
-    return products(*([(part.transpose((1, 0)), own.new.at[1])] for part in parts(s.wrote_s.at[slot], 1)))
-
-
-def _back(s: Any, own: Any, slot: Any, to: Any) -> list[Array]:
-    """Send dv of a chunk `to` memory, and return what it adds to the gradient of the state."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    dy, turned = s.x_s.at[slot, :, own.columns], lambda ref: ref.transpose((1, 0))
-    given = products([(turned(s.pairs_s.at[slot]), dy), (s.wrote_s.at[slot], own.state)])[0]
-    give(own.new.at[0], given)
-    dv = products([(turned(s.solve_s.at[slot]), own.new.at[0])])[0]
-    give(own.new.at[1], dv)
-    give(own.new.at[0], -dv)
-    gpu.copy_smem_to_gmem(own.new.at[1], to)
-    both = zip(parts(s.reads_s.at[slot], 1), parts(s.seen_s.at[slot], 1), strict=True)
-    return products(*([(turned(a), dy), (turned(b), own.new.at[0])] for a, b in both))

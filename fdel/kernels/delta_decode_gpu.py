@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fdel.kernels import recurrent_decode_gpu, slots
+from fdel.kernels import recurrent_decode_gpu
 from fdel.kernels.recurrent_decode_gpu import COLUMNS, GRID, call
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry
@@ -21,7 +21,7 @@ KEYS, UNROLL = 128, 8  # channels of keys at most, of which a round of the loop 
 
 
 def unsupported(batch: Paged, carry: Carry | None, q: Array, k: Array, v: Array) -> str | None:
-    """Say why `delta` cannot serve a call, or None."""
+    """Say why `delta` cannot serve a call of one token of each sequence, or None."""
     if why := recurrent_decode_gpu.unsupported(batch, carry, (*k.shape[-2:], v.shape[-1]), q, k, v):
         return why
     if k.shape[-1] > KEYS or k.shape[-1] % UNROLL or v.shape[-1] % COLUMNS:
@@ -38,8 +38,6 @@ def delta(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    if batch.block > 1:
-        return slots.reference("gated_delta_rule")(batch, carry, layer, q, k, v, g, beta)
     (_, heads, keys), decay = k.shape, jnp.exp(g.astype(jnp.float32))
     ins = {"q": q, "k": k, "v": v, "beta": beta.astype(jnp.float32), "decay": decay}
     own = ("q", "k", "decay")[: g.ndim]  # what a program copies beside the state

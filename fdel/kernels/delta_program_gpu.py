@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fdel.kernels import transfer_gpu
 from fdel.kernels.delta_walk_gpu import (
@@ -37,11 +37,15 @@ from fdel.kernels.delta_walk_gpu import (
     number,
     parts,
     pipeline,
+    place_of,
     places,
     products,
+    rows_of,
 )
 
 SINCE, LAST, BETA, PLACE, VALID = range(5)  # numbers of each token, see `run`
+WIDE = "q_s", "k_s", "v_s"  # what is copied of chunks, and what else is needed of shared memory
+OWN = {"a_s": (CHUNK, CHUNK), "work_s": (2, CHUNK, CHUNK), "new_s": (WALKERS, 2, CHUNK, HALF)}
 
 
 def run(
@@ -56,10 +60,19 @@ def run(
     """
     (b, t, _), heads = q.shape, numbers.shape[1]
     shapes = q.shape, (b, heads, t // CHUNK, WIDTH, WIDTH), (b, heads, t, CHUNK)
-    own = {"a_s": (CHUNK, CHUNK), "work_s": (2, CHUNK, CHUNK), "new_s": (WALKERS, 2, CHUNK, HALF)}
-    wide, results = ("q_s", "k_s", "v_s"), shapes[: 3 if keep else 1]
-    call = launch(_program, results, q.dtype, (b, heads), wide, own, (VALID, CHUNK), copies=4)
+    results = shapes[: 3 if keep else 1]
+    call = launch(_program, results, q.dtype, (b, heads), WIDE, OWN, (VALID, CHUNK), copies=4)
     return call(q, k, v, numbers, whole)
+
+
+def numbers_of(
+    valid: Bool[Array, "B T"], decays: Float[Array, "B T N"], beta: Float[Array, "B T N"]
+) -> Float[Array, "B N 5 T"]:
+    """Give the numbers of tokens in whole chunks, as `run` wants them, of log2 decays and of beta, where no token is 0."""
+    since = jnp.cumsum(decays.reshape(len(decays), -1, CHUNK, decays.shape[2]), 2)
+    last = jnp.broadcast_to(since[:, :, -1:], since.shape)
+    since, last = (x.reshape(decays.shape) for x in (since, last))
+    return rows_of([since, last, beta, place_of(decays.shape[1]), valid[..., None]], decays.shape)
 
 
 def _program(*refs: Any, **memory: Any) -> None:
@@ -81,7 +94,7 @@ def _program(*refs: Any, **memory: Any) -> None:
         pl.when(whole[row, c] == 0)(lambda: clear([x.at[slot] for x in (s.q_s, s.k_s, s.v_s)], real))
         if kept:
             gpu.wait_smem_to_gmem(1, wait_read_only=True)  # T of two chunks before
-        _prepare(s, slot)
+        prepare_chunk(s, slot)
         gpu.barrier_arrive(s.ready.at[slot])
         if kept:
             gpu.copy_smem_to_gmem(s.solve_s.at[slot], kept[1].at[row, head, tokens(c)])
@@ -89,14 +102,14 @@ def _program(*refs: Any, **memory: Any) -> None:
     def walk(c: Any, slot: Any, own: Any, state: list[Array]) -> list[Array]:
         if kept:
             gpu.copy_smem_to_gmem(own.state, kept[0].at[row, head, c, :, own.columns])
-        state = _walk(s, own, slot, state)
+        state = walk_chunk(s, own, slot, state)
         gpu.copy_smem_to_gmem(own.new.at[0], out.at[row, tokens(c), pl.ds(head * WIDTH + own.mine * HALF, HALF)])
         return state
 
     pipeline(s, whole.shape[1], fetch, prepare, walk)
 
 
-def _prepare(s: Any, slot: Any) -> None:
+def prepare_chunk(s: Any, slot: Any) -> None:
     """Give `pairs_s` D_ij q_i^T k_j and `solve_s` T."""
     k, numbers = s.k_s.at[slot], s.numbers_s.at[slot]
     high, low = s.a_s, s.pairs_s.at[slot]  # two parts of A; the pairs take the second's place
@@ -118,7 +131,7 @@ def decay_pairs(numbers: Any) -> Array:
     return jnp.where(j <= i, jnp.exp2(difference), 0.0)
 
 
-def _walk(s: Any, own: Any, slot: Any, state: list[Array]) -> list[Array]:
+def walk_chunk(s: Any, own: Any, slot: Any, state: list[Array]) -> list[Array]:
     """Give `own.new` outputs of a chunk and `own.state` the state after it, which is returned in float32."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fdel.kernels import transfer_gpu
 
@@ -30,27 +30,41 @@ def launch(
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(wide, (DEPTH, CHUNK, WIDTH)), "solve_s": (DEPTH, CHUNK, CHUNK), "pairs_s": (DEPTH, CHUNK, CHUNK),
-        "state_s": (WALKERS, WIDTH, HALF), **own,
-    }  # fmt: skip
     return gpu.kernel(
         program,
         out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
-        scratch_types={
-            **operands(shapes, dtype),
-            "numbers_s": gpu.SMEM((DEPTH, *numbers), jnp.float32),
-            "full": gpu.Barrier(num_arrivals=copies, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
-            "free": gpu.Barrier(num_arrivals=WALKERS, num_barriers=DEPTH),
-        },
+        scratch_types=memory(dtype, wide, own, numbers, copies),
         grid=grid,
         grid_names=("row", "head"),
         num_threads=WALKERS + 1,
         thread_name="warps",
-        compiler_params=gpu.CompilerParams(
-            lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024  # of memory that is needed here
-        ),
-    )  # fmt: skip
+        compiler_params=parameters(),
+    )
+
+
+def parameters() -> Any:
+    """Give the compiler's; sums take less memory than it would give them, which is needed here."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane, reduction_scratch_bytes=1024)
+
+
+def memory(
+    dtype: Any, wide: tuple[str, ...], own: Mapping[str, tuple[int, ...]], numbers: tuple[int, ...], copies: int
+) -> dict[str, Any]:
+    """Give what a walk needs of shared memory, as `launch` has it."""
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(wide, (DEPTH, CHUNK, WIDTH)), "solve_s": (DEPTH, CHUNK, CHUNK), "pairs_s": (DEPTH, CHUNK, CHUNK),
+        "state_s": (WALKERS, WIDTH, HALF), **own,
+    }  # fmt: skip
+    return {
+        **operands(shapes, dtype),
+        "numbers_s": gpu.SMEM((DEPTH, *numbers), jnp.float32),
+        "full": gpu.Barrier(num_arrivals=copies, num_barriers=DEPTH), "ready": gpu.Barrier(num_barriers=DEPTH),
+        "free": gpu.Barrier(num_arrivals=WALKERS, num_barriers=DEPTH),
+    }  # fmt: skip
 
 
 def operands(shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> dict[str, Any]:
@@ -64,14 +78,18 @@ def operands(shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> dict[str, Any
 
 
 def pipeline(
-    s: Any, count: int, fetch: Callable[[Any, Any], None], prepare: Callable[[Any, Any], None],
+    s: Any, count: Any, fetch: Callable[[Any, Any], None], prepare: Callable[[Any, Any], None],
     walk: Callable[[Any, Any, Any, list[Array]], list[Array]], registers: tuple[int, int] | None = None,
+    start: Callable[[Any], list[Array]] | None = None, end: Callable[[Any, list[Array]], None] = lambda *_: None,
 ) -> None:  # fmt: skip
     """Take a head's `count` chunks in order: `fetch` each to its slot of memory, `prepare` it, `walk` it with the state.
 
     fetch(i, slot) starts the copies that `s.full` counts. prepare(i, slot) arrives at `s.ready` itself, and may go on after
     it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read. `registers`
     are those of a thread that prepares and of one that walks, if not 168 each; the interpreter has none.
+
+    start(own) gives the state before the first chunk, if not zeros, end(own, state) gets that after the last. `count` may
+    also be a number that only the program finds; there is a chunk then.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -93,9 +111,9 @@ def pipeline(
     def walking(mine: int) -> None:
         if registers:
             gpu.set_max_registers(registers[1], action="increase")
-        for i in range(0 if mine else min(DEPTH, count)):
-            fetch(jnp.int32(i), jnp.int32(i))
-        own, nothing = begin(s, mine)
+        for i in range(0 if mine else DEPTH):
+            pl.when(i < count)(functools.partial(fetch, jnp.int32(i), jnp.int32(i)))
+        own, begun = begin(s, mine, start)
 
         def step(i: Any, state: list[Array]) -> list[Array]:
             slot = slot_of(i)
@@ -111,22 +129,23 @@ def pipeline(
                 pl.when(i + DEPTH < count)(fetch_next)
             return state
 
-        jax.lax.fori_loop(0, count, step, nothing)
+        end(own, jax.lax.fori_loop(0, count, step, begun))
         gpu.wait_smem_to_gmem(0)
 
     for walker in range(WALKERS):  # a program for each: of addresses that depend on a number some would be spilled
         pl.when(mine == walker)(functools.partial(walking, walker))
 
 
-def begin(s: Any, mine: int) -> tuple[Any, list[Array]]:
-    """Give a group of warps that walks its parts of the memory, and a state of zeros."""
+def begin(s: Any, mine: int, start: Callable[[Any], list[Array]] | None) -> tuple[Any, list[Array]]:
+    """Give a group of warps that walks its parts of the memory, and a state: zeros, or what start(parts) gives."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF), mine=mine)
-    nothing = gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)
-    give_state(own, [nothing] * 2)
-    return own, [nothing] * 2
+    nothing = [gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)] * 2
+    state = start(own) if start else nothing
+    give_state(own, state)
+    return own, state
 
 
 def clear(refs: list[Any], valid: Any) -> None:
@@ -212,6 +231,16 @@ def invert(
     give(error, jnp.where(i == j, 1.0, 0.0) - x - product)
     more, *others = products([(inverse, error)], *beside)
     return [x + more, *others]
+
+
+def rows_of(each: Iterable[Array], shape: tuple[int, ...]) -> Float[Array, "B N numbers T"]:
+    """Lay numbers of tokens and heads, of this shape [B T N], out as rows."""
+    return jnp.stack([jnp.broadcast_to(x.astype(jnp.float32), shape) for x in each]).transpose(1, 3, 0, 2)
+
+
+def place_of(t: int) -> Int[Array, "T 1"]:
+    """Give tokens' places in their chunks."""
+    return (jnp.arange(t) % CHUNK)[:, None]
 
 
 def number(ref: Any, axis: int = 1) -> Float[Array, " 64"]:

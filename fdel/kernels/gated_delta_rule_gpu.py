@@ -20,9 +20,11 @@ from jaxtyping import Array, Float
 from fdel.kernels import delta_backward_gpu as backward
 from fdel.kernels import delta_channels_backward_gpu as channels_backward
 from fdel.kernels import delta_channels_gpu as channels
+from fdel.kernels import delta_channels_walk_gpu as channels_walk
 from fdel.kernels import delta_decode_gpu as decode
 from fdel.kernels import delta_program_gpu as program
-from fdel.kernels.delta_walk_gpu import CHUNK, WIDTH
+from fdel.kernels import delta_slots_gpu as prompts
+from fdel.kernels.delta_walk_gpu import CHUNK, WIDTH, place_of, rows_of
 from fdel.kernels.device import no_hopper
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
@@ -36,7 +38,7 @@ def unsupported(
     if why := no_hopper():
         return why
     if isinstance(batch, Paged):
-        return decode.unsupported(batch, carry, q, k, v)
+        return (decode if batch.block == 1 else prompts).unsupported(batch, carry, q, k, v)
     if batch.key_segment_ids is not None or batch.prefix_ids is not None:
         return "it serves Packed batches without key_segment_ids and prefix_ids"
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
@@ -53,7 +55,8 @@ def call(
 ) -> tuple[Float[Array, "... T N Hv"], Carry]:  # fmt: skip
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
     if isinstance(batch, Paged):
-        return decode.delta(batch, carry or Carry(), layer, q, k, v, g, beta)
+        way = decode.delta if batch.block == 1 else functools.partial(prompts.call, False)
+        return way(batch, carry or Carry(), layer, q, k, v, g, beta)
     return rule(False, batch, q, k, v, g, beta), carry or Carry()
 
 
@@ -70,7 +73,7 @@ def _run(interpreted: bool, batch: Packed, inputs: tuple[Array, ...], keep: bool
         out, *kept = program.run(*_laid(batch, *inputs), keep=keep)
     else:
         prepared, filled, valid, whole = _prepared(batch, *inputs, keys=False)
-        out, *kept = channels.walk(prepared, filled[2], valid, whole, keep=keep, interpreted=interpreted)
+        out, *kept = channels_walk.walk(prepared, filled[2], valid, whole, keep=keep, interpreted=interpreted)
     return out[:, : v.shape[1]].reshape(v.shape), *kept
 
 
@@ -87,26 +90,12 @@ def _filled(x: Array) -> Array:
     return jnp.pad(x.reshape(*x.shape[:2], -1), ((0, 0), (0, -x.shape[1] % CHUNK), (0, 0)))
 
 
-def _numbers(each: list[Array], shape: tuple[int, ...]) -> Array:
-    """Lay numbers of tokens and heads out as rows, [B N numbers T]."""
-    return jnp.stack([jnp.broadcast_to(x.astype(jnp.float32), shape) for x in each]).transpose(1, 3, 0, 2)
-
-
-def _place(t: int) -> Array:
-    """Give tokens' places in their chunks, [T 1]."""
-    return (jnp.arange(t) % CHUNK)[:, None]
-
-
 def _laid(batch: Packed, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, ...]:
     """Lay heads beside each other, fill chunks, and give numbers of tokens, as `delta_program_gpu.run` wants them."""
     valid, start, whole = _tokens(batch)
     clear = lambda x: jnp.where(valid[..., None], _filled(x.astype(jnp.float32)), 0)
     decays = channels_backward.log2_decays(_filled(g.astype(jnp.float32)), valid[..., None], start[..., None])
-    since = jnp.cumsum(decays.reshape(len(g), -1, CHUNK, g.shape[2]), 2)
-    last = jnp.broadcast_to(since[:, :, -1:], since.shape)
-    since, last = (x.reshape(decays.shape) for x in (since, last))
-    each = [since, last, clear(beta), _place(decays.shape[1]), valid[..., None]]
-    return _filled(q), _filled(k), _filled(v), _numbers(each, decays.shape), whole
+    return _filled(q), _filled(k), _filled(v), program.numbers_of(valid, decays, clear(beta)), whole
 
 
 def _prepared(
@@ -116,8 +105,8 @@ def _prepared(
     valid, start, whole = _tokens(batch)
     filled = [_filled(x) for x in (q, k, v, g.astype(jnp.float32))]
     beta = jnp.where(valid[..., None], _filled(beta), 0)
-    each = [start[..., None], beta, _place(valid.shape[1]), valid[..., None]]
-    prepared = channels.prepare(filled[0], filled[1], filled[3], _numbers(each, beta.shape), whole, keys=keys)
+    each = [start[..., None], beta, place_of(valid.shape[1]), valid[..., None]]
+    prepared = channels.prepare(filled[0], filled[1], filled[3], rows_of(each, beta.shape), whole, keys=keys)
     return prepared, filled, valid.astype(jnp.float32), whole
 
 
@@ -154,7 +143,7 @@ def _of_channels(
 ) -> tuple[Array, ...]:
     """Give the gradients of the inputs, in whole chunks, with decays of channels."""
     prepared, (q, k, v, g), valid, whole = _prepared(batch, *inputs, keys=True)
-    walk = functools.partial(channels.walk, keep=True, back=True, interpreted=interpreted)
+    walk = functools.partial(channels_walk.walk, keep=True, back=True, interpreted=interpreted)
     dv, gradients = walk(prepared, dy, valid, whole)
     wide, tokens = [g, q, k, v, dy, dv], _tokens(batch)[:2]
     dq, dk, dg, dbeta = channels_backward.gradients(wide, *tokens, prepared, (kept[0], gradients))

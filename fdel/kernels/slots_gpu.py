@@ -45,21 +45,26 @@ def in_place(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Call program(r) for all of a grid, r having all arrays by their names: `ins`, "states" as [rows, columns], "out".
 
-    Gives out, of the shape and dtype that are given, and the states as the programs leave them.
+    Gives out, of the shape and dtype that are given, and the states as the programs leave them. An axis "warps" has the
+    groups of warps of a program.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
+    warps, grid = grid.get("warps"), {axis: n for axis, n in grid.items() if axis != "warps"}
     memory = jax.new_ref(states.reshape(-1, states.shape[-1]))
 
     def body(*refs: Any) -> None:
         arrays = dict(zip([*ins, "states", "out"], refs, strict=True))
-        pl.run_scoped(lambda **own: program(SimpleNamespace(**arrays, **own)), **scratch)
+        call = lambda **own: program(SimpleNamespace(**arrays, **own))
+        pl.run_scoped(call, collective_axes=("warps",) if warps else (), **scratch)
 
     y = pl.kernel(
         body,
         jax.ShapeDtypeStruct(out.shape, out.dtype),
-        mesh=gpu.Mesh(grid=(*grid.values(),), grid_names=(*grid,)),
+        mesh=gpu.Mesh(
+            grid=(*grid.values(),), grid_names=(*grid,), num_threads=warps, thread_name="warps" if warps else None
+        ),
         compiler_params=parameters,
         name=name,
     )(*ins.values(), memory)

@@ -26,7 +26,7 @@ NARROW = dict(vocab_size=32768, hidden_size=2048, intermediate_size=4096, moe_in
               first_k_dense_replace=2, num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536,
               kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=8, n_group=1,
               topk_group=1, num_experts_per_tok=2, n_shared_experts=1, max_position_embeddings=8192)  # fmt: skip
-# Recurrences with the sizes of published heads: Mamba 2.8B, Mamba-2 2.7B, Qwen3-Next 80B with few experts.
+# Recurrences with the sizes of published heads: Mamba 2.8B, Mamba-2 2.7B, Qwen3-Next 80B, Kimi Linear 48B; no experts.
 SCANS = dict(vocab_size=50288, hidden_size=2560, expand=2, num_hidden_layers=4, conv_kernel=4, use_bias=False,
              use_conv_bias=True, tie_word_embeddings=True)  # fmt: skip
 NEXT = dict(vocab_size=32768, hidden_size=2048, num_hidden_layers=4, intermediate_size=5120, num_attention_heads=16,
@@ -34,9 +34,14 @@ NEXT = dict(vocab_size=32768, hidden_size=2048, num_hidden_layers=4, intermediat
             linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=8,
             num_experts_per_tok=2, moe_intermediate_size=512, shared_expert_intermediate_size=512,
             mlp_only_layers=[0, 1, 2, 3], full_attention_interval=4, max_position_embeddings=8192)  # fmt: skip
+KIMI = dict(vocab_size=32768, hidden_size=2304, num_hidden_layers=4, intermediate_size=9216, num_attention_heads=32,
+            num_key_value_heads=32, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+            v_head_dim=128, linear_head_dim=128, linear_num_heads=32, num_local_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=1024, layer_types=["linear_attention"] * 3 + ["full_attention"],
+            mlp_layer_types=["dense"] * 4, max_position_embeddings=8192)  # fmt: skip
 RECURRENT = {"mamba-4-layers": SCANS | dict(state_size=16, intermediate_size=5120, time_step_rank=160),
              "mamba2-4-layers": SCANS | dict(state_size=128, num_heads=80, head_dim=64, n_groups=1, chunk_size=256),
-             "qwen3_next-4-layers": NEXT}  # fmt: skip
+             "qwen3_next-4-layers": NEXT, "kimi_linear-4-layers": KIMI}  # fmt: skip
 MODELS = RECURRENT | {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | dict(num_hidden_layers=24),
           "deepseek_v3-narrow": NARROW}  # fmt: skip
 # Sizes that kernels take, for the toys ("llama-wide"): heads of 128, and matrices of multiples of 128.

@@ -38,7 +38,7 @@ CALLS = {
 }  # fmt: skip
 
 
-PROMPTS = [f"prompts, {name}" for name in CALLS if not name.startswith("gated")]
+PROMPTS = [f"prompts, {name}" for name in sorted(CALLS, key=lambda name: name.startswith("gated"))]
 
 
 def sizes_of(name: str) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """A process that interprets the Hopper kernels for prompts in an engine's blocks: prints errors against float64.
 
-`ssd` and `scan`: of outputs and states of sequences that come in pieces, with others' between them, relative to the largest
-number, with a detector of races, of which `race` plants one; `few`: one call. `shared`: of a scan against the reference, of
-sequences that follow each other in a slot, and of slots that are none. See `interpreted_pages`.
+`ssd`, `delta`, `channels` (a delta rule with a decay of each) and `scan`: of outputs and states of sequences that come in
+pieces, with others' between them, relative to the largest number, with a detector of races, of which `race` plants one;
+`few`: one call or two. `shared`: of a scan against the reference, of sequences that follow each other in a slot, and of
+slots that are none. See `interpreted_pages`.
 """
 
 import sys
@@ -15,15 +16,17 @@ from jax._src.pallas.mosaic_gpu.interpret import params as interpreter
 from jax.experimental.pallas import mosaic_gpu
 
 from fdel import ops
-from fdel.kernels import scan_slots_gpu, ssd_slots_gpu
+from fdel.kernels import delta_slots_gpu, scan_slots_gpu, ssd_slots_gpu
 from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
 from tests.ops import test_recurrences_paged_tpu as cases
+from tests.ops.interpreted_delta import plant_a_race
 
 # Blocks of 32 and 64: pieces shorter than one, of several chunks, none at all, one between others'.
 FEW = [(32, 160, [(0, 70), (1, 5)])]
 CALLS = {
     "few": [*FEW, (16, 64, [(1, 20), (0, 3)])],
+    "dear": [*FEW, (32, 96, []), (16, 64, [(1, 20), (0, 3)]), (64, 192, [(2, 66), (0, 20)])],
     "all": [*FEW, (32, 96, []), (32, 224, [(1, 40), (0, 33), (2, 1)]), (64, 192, [(2, 66)]), (16, 64, [(2, 17), (1, 3)])],
     "scans": [(32, 96, [(0, 37), (1, 5)]), (64, 128, [(2, 40)]), (32, 64, []), (16, 80, [(1, 20), (0, 3), (2, 9)]),
               (8, 40, [(2, 9), (0, 10)])],
@@ -64,13 +67,26 @@ def scan_case(channels: int, states: int) -> cases.Case:
     return cases.Case("selective_scan", inputs, step, (channels, states), (1,), (a, d))
 
 
+def delta_case(heads: int, gate: tuple[int, ...]) -> cases.Case:
+    """Heads of 128 and 128 channels, with a decay of each, or of each of its channels."""
+    cases.N = heads
+    return cases.Case(
+        "gated_delta_rule", lambda r, t: cases.delta_inputs(r, t, gate), cases.delta_step, (heads, 128, 128), (3, 4)
+    )
+
+
 def run(case: str, impl: str, batch, states, inputs):
     """Call the kernel in layer 1, in place of what compiles one."""
-    carry, (x, dt, b, c) = Carry(State(slots=Slots(None, states))), inputs
-    a, d = (jnp.asarray(x, jnp.float32) for x in cases.CASES[case].rest)
-    call = {"ssd": partial(ssd_slots_gpu.call, True), "selective_scan": scan_slots_gpu.call}[cases.CASES[case].op]
+    carry, (a, d) = Carry(State(slots=Slots(None, states))), (None, None)
+    if rest := cases.CASES[case].rest:
+        a, d = (jnp.asarray(x, jnp.float32) for x in rest)
+    call = {
+        "ssd": lambda x, dt, b, c: ssd_slots_gpu.call(True, batch, carry, 1, x, dt, a, b, c, d),
+        "selective_scan": lambda x, dt, b, c: scan_slots_gpu.call(batch, carry, 1, x, dt, a, b, c, d),
+        "gated_delta_rule": partial(delta_slots_gpu.call, True, batch, carry, 1),
+    }[cases.CASES[case].op]
     with interpreted():
-        y, carry = call(batch, carry, 1, x, dt, a, b, c, d)
+        y, carry = call(*inputs)
     return y, carry.slots.ssm
 
 
@@ -113,13 +129,22 @@ def errors(name: str, calls: list) -> list[float]:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    cases.run = run
-    if "race" in sys.argv:
+    jax.config.update("jax_num_cpu_devices", 8)  # threads, of which each group of warps that waits holds one
+    cases.run, kind = run, sys.argv[1]
+    if "race" in sys.argv and kind in ("ssd", "scan"):
         mosaic_gpu.barrier_wait = lambda barrier: None  # no copy is waited for
+    elif "race" in sys.argv:
+        plant_a_race()
     few = "few" in sys.argv
-    ssd, scan = ([of(*x) for x in sizes] for of, sizes in ((ssd_case, SSDS[few]), (scan_case, SCANS[few])))
-    for case in {"ssd": ssd, "scan": scan}.get(sys.argv[1], []):
+    makers = {
+        "ssd": lambda: [ssd_case(*x) for x in SSDS[few]],
+        "scan": lambda: [scan_case(*x) for x in SCANS[few]],
+        "delta": lambda: [delta_case(1 if few else 2, ())],
+        "channels": lambda: [delta_case(1 if few else 2, (128,))],
+    }
+    calls = {"ssd": "all", "scan": "scans"}
+    for case in makers[kind]() if kind in makers else []:
         cases.CASES["case"] = case
-        print(*errors("case", CALLS["few" if few else "all" if case.op == "ssd" else "scans"]))
-    if sys.argv[1] == "shared":
+        print(*errors("case", CALLS["few" if few else calls.get(kind, "dear")]))
+    if kind == "shared":
         print(*shared_slots())

@@ -24,7 +24,10 @@ TABLES = [
     (hopper_scans, hopper_scans.SCANS),
 ]
 # CI tries these and the first call of each table: one for each program.
-TRIED = ("4,096 rows, MXFP4", "512 rows of 128, gate and up", "16 rows of 64, GPTQ", "delta rule, decays of channels")
+TRIED = (
+    "4,096 rows, MXFP4", "512 rows of 128, gate and up", "16 rows of 64, GPTQ",
+    "prompts, gated_delta_rule, a decay per channel",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fdel import ops
+from fdel.kernels import slots
 from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
 from fdel.ops.platform import tracing_for
@@ -46,11 +47,19 @@ def test_a_race_planted_in_a_decode_step_is_found(kind):
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "most"),
-    [(("ssd",), [1e-2] * 4), (("scan",), [1e-2, 1e-6] * 2), (("shared",), [1e-6] * 2)],
+    [
+        (("ssd",), [1e-2] * 4),
+        (("scan",), [1e-2, 1e-6] * 2),
+        (("shared",), [1e-6] * 2),
+        (("delta",), [1e-2] * 2),
+        (("channels",), [1e-2] * 2),
+    ],
     ids=str,
 )
 def test_prompts_in_pieces_on_hopper_equal_float64(arguments, most):
-    """In bfloat16, outputs and states (seen: `ssd` 4.1e-3, 3.5e-3, scans 4.1e-3, 4e-7); no race; NaN in padding and slots.
+    """In bfloat16, outputs and states (seen: `ssd` 4.1e-3, 3.5e-3, scans 4.1e-3, 4e-7, delta rules 6.2e-3); no race.
+
+    NaN is in padding and in slots of nobody.
 
     In float32 what several sequences make of one slot in a call, against the reference (seen: 1.0e-7).
     """
@@ -62,7 +71,7 @@ def test_prompts_in_pieces_on_hopper_equal_float64(arguments, most):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["ssd", "scan"])
+@pytest.mark.parametrize("kind", ["ssd", "scan", "delta", "channels"])
 def test_a_race_planted_in_prompts_is_found(kind):
     done = interpret("prompts", kind, "few", "race")
     assert "RACE DETECTED" in done.stdout + done.stderr
@@ -137,3 +146,37 @@ def say(op: str, sizes: tuple[int, ...], states, tokens: int, block: int, reason
             else:
                 with pytest.raises(ValueError, match=reason):
                     ops.explain(getattr(ops, op), *call)
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(
+    ("block", "dtype", "sizes", "gate", "reason"),
+    [
+        (8, BF16, (128, 128), (), "blocks of 8 tokens"),
+        (48, BF16, (128, 128), (), "blocks of 48 tokens"),
+        (32, F32, (128, 128), (), "multiplies bfloat16 in blocks"),
+        (32, BF16, (64, 128), (), "64 channels of keys and 128 of values, in blocks"),
+        pytest.param(32, BF16, (128, 128), (128,), None, marks=MATRIX),
+        (16, BF16, (128, 128), (), None),
+        pytest.param(128, BF16, (128, 128), (), None, marks=MATRIX),
+    ],
+    ids=str,
+)
+def test_a_delta_rule_on_hopper_serves_the_prompts_that_it_says(block, dtype, sizes, gate, reason, monkeypatch):
+    """What it takes it computes itself: the reference is called for none."""
+    keys, values = sizes
+    x = lambda dtype, *sizes: SHAPE(dtype, 2 * block, 2, *sizes)
+    inputs = x(dtype, keys), x(dtype, keys), x(dtype, values), x(F32, *gate), x(F32)
+    batch = Paged(jnp.arange(2 * block), jnp.zeros((2, 1), int), jnp.arange(2), block)
+    monkeypatch.setattr(slots, "reference", None)
+    call = lambda *inputs: ops.gated_delta_rule(
+        batch, Carry(State(slots=Slots(None, inputs[-1]))), 0, *inputs[:-1]
+    )[0]  # fmt: skip
+    with tracing_for("gpu"), ops.use(gated_delta_rule="hopper"):
+        whole = *inputs, SHAPE(F32, 1, 5, 2, keys, values)
+        if reason:
+            with pytest.raises(ValueError, match=reason):
+                ops.explain(call, *whole)
+        else:
+            assert "hopper: chosen" in ops.explain(call, *whole)
+            assert "gated_delta_rule_prefill" in str(jax.make_jaxpr(call)(*whole))
