@@ -223,7 +223,7 @@ def serving(target: Target, family: ModuleType, cfg: Any, s: Serving, name: str)
     kind, blocks = (packing.Decode, s.rows) if name == "decode" else (packing.Extend, s.budget // BLOCK)
     ints = lambda *shape, dtype=np.int32: whole(jax.ShapeDtypeStruct(shape, dtype))
     tables = ints(*packing.plan_shape(kind, blocks, width)), ints(blocks, -(-cfg.vocab // 32), dtype=np.uint32)
-    args = (weights,), state, jax.tree.map(whole, rows), *tables
+    args = (params.laid(weights),), state, jax.tree.map(whole, rows), *tables
     static = dict(drafts=0, steps=1) if name == "decode" else dict(block=BLOCK)
     program = engine.decode if name == "decode" else engine.extend
     cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -244,7 +244,7 @@ def hand_over(
         given = params.abstract(spec, jnp.float32, params.shardings(spec, meshes[0], params.TRAIN))
         spec = params.unstack(spec)
         like = params.abstract(spec, jnp.dtype(dtype), params.shardings(spec, meshes[1], params.SERVE))
-        arrays, where = views.cuts(jax.tree.leaves(views.layer_views(given)), jax.tree.leaves(like))
+        arrays, where = views.cuts(jax.tree.leaves(views.layer_views(given)), jax.tree.leaves(params.laid(like)))
     return compile(target, views.copier(where), arrays, [], mesh=meshes[0])
 
 

@@ -1,6 +1,7 @@
 """Parameters: declared once by a spec tree; then initialised, sharded, loaded, saved, quantized and adapted from it."""
 
 from . import lora, store
+from .device_layout import laid
 from .files import tensors
 from .hf import load, save
 from .hf_layout import hf_names, layout

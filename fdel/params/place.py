@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from .device_layout import laid
 from .hf_layout import Layout
 from .tensor import Tensor
 
@@ -92,7 +93,7 @@ class Leaf:
         item = buffers.array()
         if self.stacked and self.whole is None:
             self.whole = jax.jit(partial(jnp.zeros, self.shape, self.dtype), out_shardings=self.sharding)()
-        self.whole = self.insert(self.whole, item, index) if self.stacked else item
+        self.whole = self.insert(self.whole, item, index) if self.stacked else laid(item)
         jax.block_until_ready(self.whole)  # else tensors under way pile up in host memory
 
     def array(self) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from fdel import params as P
 from fdel.models import heads
 from fdel.ops.weights import LowRank
+from fdel.params.device_layout import laid, placement
 
 Cut = tuple[int, int | None, Any, Any]  # what a copy is: of which array, which layer of it, its dtype and its layout
 
@@ -75,13 +76,14 @@ def listed(params: Any) -> bool:
 
 
 def owned(params: Any) -> Any:
-    """List the layers of parameters: what was stacked is copied, all of it, and what was listed stays as it is.
+    """List the layers of parameters: what was stacked is copied, all of it, and what was listed stays as it is, but for
+    arrays that lie on TPUs in another order than kernels read.
 
     All is committed to its devices: programs are compiled once more for arrays that are not.
     """
     as_they_are = listed(params)
     held = lambda p: jax.device_put(p.array, p.sharding) if as_they_are and p.sharding is not None else p.copy()
-    return jax.tree.map(held, layer_views(params))
+    return jax.tree.map(lambda p: laid(held(p)), layer_views(params))  # one by one: copies are there once
 
 
 def copies(
@@ -97,9 +99,10 @@ def copies(
     if len(lie) > 1 or None in lie:
         if old:
             old.clear()  # before there is another
-        return [p.copy(x.dtype, x.sharding) for p, x in zip(given, like, strict=True)]
+        return [p.copy(x.dtype, placement(x)) for p, x in zip(given, like, strict=True)]
     arrays, where = cuts(given, like)
-    spare = old or [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in like if old is not None]
+    zeros = lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype, device=x.sharding), placement(x))
+    spare = old or [zeros(x) for x in like if old is not None]
     return copier(where)(arrays, spare)
 
 
@@ -107,7 +110,7 @@ def cuts(given: Sequence[View], like: Sequence[jax.ShapeDtypeStruct]) -> tuple[l
     """List whole arrays, and what `copier` makes of them."""
     whole = {id(p.array): p.array for p in given}
     number = {key: i for i, key in enumerate(whole)}
-    where = tuple((number[id(p.array)], p.at, x.dtype, x.sharding) for p, x in zip(given, like, strict=True))
+    where = tuple((number[id(p.array)], p.at, x.dtype, placement(x)) for p, x in zip(given, like, strict=True))
     return list(whole.values()), where
 
 

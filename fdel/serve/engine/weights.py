@@ -16,6 +16,7 @@ from fdel import models
 from fdel import params as P
 from fdel.models import Model
 from fdel.ops.weights import Adapters, LowRank, is_weight
+from fdel.params.device_layout import laid, placement
 from fdel.params.quantize import change
 from fdel.serve.engine.step import compute_dtype, mesh_of
 from fdel.serve.engine.views import (
@@ -55,11 +56,14 @@ def load(
 
 
 def placed(model: Model, rules: P.Rules = P.SERVE) -> Model:
-    """List the layers of a model and, where it lies on a mesh, lay it out by rules: those of training gather weights."""
+    """List the layers of a model and, where it lies on a mesh, lay it out by rules: those of training gather weights.
+
+    On TPUs the axes of its arrays get the order in which kernels read them (`params.device_layout`), as engines do.
+    """
     params, mesh = P.unstack(model.params), mesh_of(model.params)
     if mesh is not None:
         params = P.reshard(params, models.spec_of(model), mesh, rules)
-    return model._replace(params=params)
+    return model._replace(params=laid(params))
 
 
 class Weights:
@@ -84,7 +88,8 @@ class Weights:
         (first, *_) = jax.tree.leaves(self.trees[""])[0].sharding.device_set  # a mesh of one device is no mesh
         alone = SingleDeviceSharding(first)
         self.everywhere: Any = alone if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.trees[""])
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        self.like = laid(jax.tree.map(shape, self.trees[""]))
         self._remember(layer_views(model.params))
         self.slots: dict[str, int] = {}
         self.kinds: dict[str, LowRank] = {}  # shapes of an update of what may be adapted, by path
@@ -236,7 +241,7 @@ class Weights:
         """Hold an adapter's parameters; where they are the base's, its own arrays."""
         named = dict(P.named_leaves(P.lora.unload(new)))
         shared = all(self.is_base(path, p) for path, p in named.items())
-        take = lambda path, p, x: self.base_arrays[path] if self.is_base(path, p) else p.copy(x.dtype, x.sharding)
+        take = lambda path, p, x: self.base_arrays[path] if self.is_base(path, p) else p.copy(x.dtype, placement(x))
         arrays = [take(path, p, x) for (path, p), x in zip(named.items(), jax.tree.leaves(self.like), strict=True)]
         base = jax.tree.unflatten(jax.tree.structure(self.like), arrays)
 
