@@ -1,7 +1,5 @@
 """In which order a TPU keeps the axes of weights whose sizes fill no lanes: no step copies one to another order first."""
 
-from math import prod
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -62,7 +60,7 @@ def test_a_step_of_gpt_oss_copies_no_weight(model, form, what, chip, devices, me
     cfg = family.Config.from_hf(sizes)
     c, cache = aot.serving(on, family, cfg, aot.Serving(mesh, ROWS, LENGTH, format=form), what)
     note(record_property, f"gpt_oss {model} {form}", what, chip, mesh or devices, c, cache)
-    least = EXPERTS[model] // devices * prod((2880, 90))  # numbers of all scales of a matrix, the smallest
-    if what == "decode":
-        assert copies(c.text, least if form else 2880**2) == 0
+    # No array of a step's rows has so many numbers; all scales of a matrix's experts have.
+    least = max(2**22, EXPERTS[model] // devices * 2880 * 90)
+    assert what == "prefill" or copies(c.text, least) == 0
     assert c.temporaries <= (2**27 if what == "decode" else 2**28)
