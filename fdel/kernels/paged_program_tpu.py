@@ -13,7 +13,6 @@ bits half, and 4 bytes for each scale, and as many unused. FLOPs: 2 * rows * key
 
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,18 +21,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import paged_formats_tpu as formats
+from fdel.kernels import paged_prompt_tpu as prompt
 from fdel.ops.batch import Pages
 from fdel.ops.mask import NEG, Mask
 from fdel.ops.paged import LANES
 
-KEYS = 1024  # of a group of pages at most
-GROUP = {True: 2 * 2**20, False: 4 * 2**20}  # its bytes at most, of decoding and of prompts; two groups are in memory
+KEYS = {
+    True: 1024,
+    False: 512,
+}  # of a group of pages at most, of decoding and of prompts, whose last one is seen in part
+GROUP = {True: 2 * 2**20, False: 4 * 2**20}  # its bytes at most, of both; two groups are in memory
 VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
 ROWS = 512  # of one product at most
 TOGETHER = 8  # pages whose copies set off in a round of a loop
 UNROLL = 8  # products of few rows that are computed side by side
 LOG2E = math.log2(math.e)
-NAMES = "layer spans table q start {pages} out {copies} {read} top total sums turn arrived"  # arguments, result, memory
+# Arguments, result, memory:
+NAMES = "layer spans table q start {pages} out {copies} {read} top total sums {prompt} turn arrived"
 
 
 class Tile(NamedTuple):
@@ -64,21 +68,23 @@ def attend(
     kinds = [x for x in (state.k, state.v) if x is not None]
     scales = [x.reshape(*x.shape[:2], -1, x.shape[4]) for x in (state.k_scale, state.v_scale) if x is not None]
     of_page = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in (*kinds, *scales))
-    group = max(1, min(KEYS // size, GROUP[tile.tokens == 1] // of_page, table.shape[1]))
+    group = max(1, min(KEYS[tile.tokens == 1] // size, GROUP[tile.tokens == 1] // of_page, table.shape[1]))
     of_tile = lambda width: pl.BlockSpec(
         (None, heads, rows, width), lambda c, i, *_: ((c * each + i) // tile.many, 0, 0, 0)
     )
     numbers = pltpu.VMEM((heads, rows, LANES), jnp.float32)
-    names, read = _names(state), []
+    names, read, more = _names(state, tile.tokens > 1), [], []
     if (
         state.k_scale is not None
     ):  # a group's keys as numbers, or what its scores and its probabilities are multiplied with
         lanes = state.k_scale.shape[4]
         keys = pltpu.VMEM((heads, -(-group * size // lanes) * lanes), jnp.float32)
         read = [pltpu.VMEM((group * size, width), q.dtype)] if state.k_scale.shape[3] > 1 else [keys, keys]
+    if tile.tokens > 1:
+        more = prompt.memory(_part(rows), group * size, q.dtype)
     scratch = [
         *[pltpu.VMEM((2, group, *x.shape[2:]), x.dtype) for x in (*kinds, *scales)], *read,
-        numbers, numbers, pltpu.VMEM((heads, rows, tile.values), jnp.float32),
+        numbers, numbers, pltpu.VMEM((heads, rows, tile.values), jnp.float32), *more,
         pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2, len(kinds) + len(scales))),
     ]  # fmt: skip
     run = pl.pallas_call(
@@ -104,11 +110,12 @@ def attend(
     return run(where, spans, jnp.clip(table, 0, pages - 1).astype(jnp.int32), q, start, *kinds, *scales)
 
 
-def _names(state: Pages) -> list[str]:
+def _names(state: Pages, many: bool) -> list[str]:
     """Name what a program gets; arrays that are copied in groups of pages have an end in fast memory, `_s`."""
     pages = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(state, name) is not None]
     read = "" if state.k_scale is None else "decoded" if state.k_scale.shape[3] > 1 else "k_times v_times"
-    return NAMES.format(pages=" ".join(pages), copies=" ".join(f"{x}_s" for x in pages), read=read).split()
+    copies, more = " ".join(f"{x}_s" for x in pages), prompt.NAMES if many else ""
+    return NAMES.format(pages=" ".join(pages), copies=copies, read=read, prompt=more).split()
 
 
 def _program(*refs: Any, tile: Tile, names: list[str]) -> None:
@@ -131,7 +138,8 @@ def _program(*refs: Any, tile: Tile, names: list[str]) -> None:
     @pl.when(step % tile.many == 0)
     def _() -> None:
         r.top[...] = r.start[...]
-        r.total[...] = jnp.ones_like(r.total)  # of a sink; without one it fades as soon as there is a key
+        share = 1 if tile.tokens == 1 else 1 / LANES  # prompts add up lanes at the end
+        r.total[...] = jnp.full_like(r.total, share)  # of a sink; without one it fades as soon as there is a key
         r.sums[...] = jnp.zeros_like(r.sums)
 
     def follow(j: Any, slot: Any) -> None:
@@ -156,7 +164,8 @@ def _program(*refs: Any, tile: Tile, names: list[str]) -> None:
     @pl.when((step + 1) % tile.many == 0)
     def _() -> None:
         for h in range(r.out.shape[0]):
-            r.out[h] = (r.sums[h] / r.total[h][:, :1]).astype(r.out.dtype)
+            total = r.total[h][:, :1] if tile.tokens == 1 else r.total[h].sum(1, keepdims=True)
+            r.out[h] = (r.sums[h] / total).astype(r.out.dtype)
 
 
 def _fetch(r: Any, at: Any, j: Any, slot: Any, wait: bool = False) -> None:
@@ -199,28 +208,32 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
 
     mask = tile.mask
     start, index, count = (r.spans[at, i] for i in range(3))
-    heads = r.k_s.shape[2]
-    rows, end = r.q.shape[1], start + count
-    part = next(n for n in range(min(ROWS, rows), 0, -8) if rows % n == 0)
+    heads, rows = r.k_s.shape[2], r.q.shape[1]
+    part = _part(rows)
     parts = rows // part
     work = heads * parts
-
     by = mask.scale * (LOG2E if mask.softcap is None else 1 / mask.softcap)
-    read = _read(r, tile, slot, end - first, by)
+    read = _read(r, tile, slot, start + count - first, by)
+    cap = lambda x: x if mask.softcap is None else jnp.tanh(x) * (mask.softcap * LOG2E)
+    seen = lambda row, shape, key: _seen(mask, tile.tokens, row, shape, (start, index, count, first + key))
+    if tile.tokens > 1:
+        whole = prompt.whole(mask, tile.tokens, r.k_s.shape[1] * r.k_s.shape[3], (start, index, count, first))
+        what = prompt.Part(heads, part, mask, cap, None)
+        pl.when(whole)(lambda: prompt.attend(r, what, read))
+        pl.when(~whole)(lambda: prompt.attend(r, what._replace(seen=seen), read))
+        return
 
     def head(n: Any) -> None:
         h, mine = n // parts, pl.ds(pl.multiple_of(n % parts * part, 8), part)
-        k, v, k_times, v_times = read(h)
-        x = jax.lax.dot_general(r.q[h, mine], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        x = x * k_times
-        if mask.softcap is not None:
-            x = jnp.tanh(x) * (mask.softcap * LOG2E)
-        x = jnp.where(_seen(mask, tile.tokens, n % parts * part, x.shape, (start, index, count, first)), x, NEG)
+        v, times = read.v(h), read.v_times(h)
+        x = jax.lax.dot_general(r.q[h, mine], read.k(h), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        x = cap(x * read.k_times(h))
+        x = jnp.where(seen(n % parts * part, x.shape, 0), x, NEG)
         old = r.top[h, mine]
         new = jnp.maximum(old, x.max(1, keepdims=True))
         decay, p = jnp.exp2(old - new), jnp.exp2(x - jnp.maximum(new[:, :1], NEG / 2))
         r.top[h, mine], r.total[h, mine] = new, r.total[h, mine] * decay + p.sum(1, keepdims=True)
-        p = p if v_times is None else p * v_times
+        p = p if times is None else p * times
         more = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         r.sums[h, mine] = r.sums[h, mine] * decay[:, :1] + more
 
@@ -233,26 +246,30 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
     jax.lax.fori_loop(0, work // some, several, None)
 
 
-def _read(r: Any, tile: Tile, slot: Any, count: Any, by: float) -> Callable:
-    """Prepare the group in `slot`, of which no token has more than `count` keys, and give what reads a head of it.
+def _part(rows: int) -> int:
+    """Give the rows of a product."""
+    return next(n for n in range(min(ROWS, rows), 0, -8) if rows % n == 0)
 
-    That gives keys, values, and what to multiply scores and probabilities with; scores also with `by`.
-    """
+
+def _read(r: Any, tile: Tile, slot: Any, count: Any, by: float) -> prompt.Read:
+    """Prepare the group in `slot`, of which no token has more than `count` keys, and give what reads a head of it."""
     from jax.experimental import pallas as pl
 
     _, group, heads, size, width = r.k_s.shape
     keys, dtype, values = group * size, r.q.dtype, getattr(r, "v_s", r.k_s)
-    raw = lambda h: (r.k_s[slot, :, h], values[slot, :, h, :, : tile.values])
-    flat = lambda x: x.reshape(keys, x.shape[-1])
+    k = lambda h: r.k_s[slot, :, h].reshape(keys, width)
+    v = lambda h: values[slot, :, h, :, : tile.values].reshape(keys, tile.values)
+    scale, none = lambda h: by, lambda h: None
     if hasattr(r, "decoded"):
         formats.decoded(r.k_s, r.k_scale_s, r.decoded, slot, count)
-        return lambda h: (r.decoded[...], r.decoded[:, : tile.values], by, None)
+        return prompt.Read(lambda h: r.decoded[...], lambda h: r.decoded[:, : tile.values], scale, none)
     if hasattr(r, "k_times"):
         unit = formats.unit(r.k_s.dtype)
         formats.factors(r.k_scale_s, r.k_times, slot, size, by * unit)
         formats.factors(getattr(r, "v_scale_s", r.k_scale_s), r.v_times, slot, size, unit, count)
-        times = lambda h: (x[pl.ds(h, 1), :keys] for x in (r.k_times, r.v_times))
-        return lambda h: (*(formats.numbers(flat(x), dtype) for x in raw(h)), *times(h))
+        numbers = [lambda h, x=x: formats.numbers(x(h), dtype) for x in (k, v)]
+        times = [lambda h, x=x: x[pl.ds(h, 1), :keys] for x in (r.k_times, r.v_times)]
+        return prompt.Read(*numbers, *times)
 
     @pl.when(count < keys)  # what is there may be NaN, and that times 0 too
     def clear() -> None:
@@ -263,7 +280,7 @@ def _read(r: Any, tile: Tile, slot: Any, count: Any, by: float) -> Callable:
 
         jax.lax.fori_loop(count // size, group, page, None)
 
-    return lambda h: (*map(flat, raw(h)), by, None)
+    return prompt.Read(k, v, scale, none)
 
 
 def _seen(mask: Mask, tokens: int, row: Any, shape: tuple[int, ...], run: tuple) -> Array:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fdel import aot, ops, params
 from fdel.kernels import paged_attention_tpu as kernel
 from fdel.kernels import paged_program_tpu as program
+from fdel.kernels import paged_prompt_tpu as prompt
 from fdel.ops import platform, quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.paged import paged_attention
@@ -90,6 +91,21 @@ def parts(text: str) -> list[tuple[int, int, str]]:
     return [(depth, n, ops) for depth, n, ops in loops]
 
 
+def branches(text: str, items: int) -> list[int]:
+    """Count the bundles of a prompt's group of pages, without a mask and with one, which has `items` to compute."""
+    found: list[list[int]] = []  # outside of loops, and in a round of one
+    for part in re.split(r"^(?=\s*0x[0-9a-f]+\s+PF\s*: )", text, flags=re.M):
+        inner = [(depth, n) for depth, n, ops in parts(part) if depth > 1]
+        if "vmatmul" in part:
+            found.append([sum(n for depth, n in inner if depth == d) for d in (2, 3)])
+    rounds = [max(0, items - 2) // prompt.TOGETHER[plain] for plain in (True, False)]
+    if len(found) != 2:
+        raise ValueError(
+            f"{len(found)} parts of the program have products; expected one without a mask, and one with it"
+        )
+    return [once + n * each for n, (once, each) in zip(rounds, found, strict=True)]
+
+
 def bundles(text: str) -> tuple[int, int, float, int]:
     """Count the bundles of a step of the grid, of a group of pages, of a page, and of products in a loop of their own."""
     loops = parts(text)
@@ -109,8 +125,17 @@ def bundles(text: str) -> tuple[int, int, float, int]:
     return step + clear, group, page, products
 
 
-def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tuple[float, float]:
-    """Give the seconds of a call, and the floor: of its bytes, or of its FLOPs if they take longer."""
+def rows_of(name: str) -> tuple[int, int, int]:
+    """Give the tokens of a prompt's tile, the parts of its heads, each with a walk of its own, and the items of a group."""
+    _, _, _, heads, group, _ = CALLS[name]
+    tile, walks = (BLOCK, 2) if "latents" in name else (kernel.TOKENS, 1)
+    return tile, walks, heads * -(-tile * group // walks // program.ROWS)
+
+
+def estimate(chip: str, name: str, counted: tuple, plain: int = 0, masked: int = 0) -> tuple[float, float]:
+    """Give the seconds of a call, and the floor: of its bytes, or of its FLOPs if they take longer.
+
+    `plain` and `masked` are the bundles of a prompt's group of pages (`branches`), which `counted` has in it, too."""
     sequences, length, page, heads, group, dim = CALLS[name]
     about, (step, each, one, products), prefill = aot.CHIPS[chip], counted, "prefill" in name
     # Bytes of a token that are needed and those that are copied, in rows of whole lanes; channels of keys and values.
@@ -122,14 +147,14 @@ def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tupl
         needed, token, channels = 2 * dim, 2 * (dim + -dim % 128), dim + LATENT
         if few:
             needed, token = dim + 4 * dim // 64, dim + -dim % 128 + 4 * 8 * 128 // page
-    pages = max(1, min(program.KEYS // page, program.GROUP[not prefill] // (page * token), length // page))
+    pages = max(1, min(program.KEYS[not prefill] // page, program.GROUP[not prefill] // (page * token), length // page))
     keys = pages * page
-    tile, walks = (BLOCK, 2) if latents else (kernel.TOKENS, 1)  # tokens of a prompt, and parts of its heads
-    rounds = max(1, heads * -(-tile * group // walks // program.ROWS) // 2)  # of products, two at a time
-    cycles = each + pages * one + (rounds * products if prefill else products)
+    tile, walks, _ = rows_of(name)
+    cycles = pages * one + (0 if prefill else each + products)
     if prefill:
         tiles = [end for end in range(tile, length + 1, tile) for _ in range(walks)]
         groups, steps = sum(-(-end // keys) for end in tiles), len(tiles)
+        whole = sum((end - tile + 1) // keys for end in tiles)
         read, flops = sum(-(-end // page) * page for end in tiles) * token, length**2 * heads * group * channels
         floor = max(length * needed / about.bandwidth, flops / about.flops)
     else:
@@ -137,7 +162,8 @@ def estimate(chip: str, name: str, counted: tuple[int, int, float, int]) -> tupl
         flops = 2 * sequences * length * heads * group * channels
         floor = max(sequences * length * needed / about.bandwidth, flops / about.flops)
     made = groups * keys * (tile // walks if prefill else 1) * heads * group * 2 * (channels + latents * (-dim % 128))
-    busy = (groups * cycles + steps * step) / CLOCK / CORES[chip]
+    busy = groups * cycles + steps * step + (whole * plain + (groups - whole) * masked if prefill else 0)
+    busy = busy / CLOCK / CORES[chip]
     return max(busy, made / about.flops, read / about.bandwidth) + keys * token / about.bandwidth, floor
 
 
@@ -152,8 +178,10 @@ def main(chip: str, *only: str) -> None:
             lower(chip, name, "mosaic", CALLS[name][1])
             found = [x for x in Path(folder).glob("*paged_attention*-final_bundles.txt") if "analysis" not in x.name]
             loop = lower(chip, name, "xla", 512).estimate * CALLS[name][1] / 512  # one round of its loop is of 512 keys
-            counted = bundles(max(found, key=lambda x: x.name).read_text())  # libtpu wrote it in the meantime
-            seconds, floor = estimate(chip, name, counted)
+            text = max(found, key=lambda x: x.name).read_text()  # libtpu wrote it in the meantime
+            counted, more = bundles(text), branches(text, rows_of(name)[2]) if "prefill" in name else ()
+            seconds, floor = estimate(chip, name, counted, *more)
+            counted = (counted[0], *more) if more else counted  # of a step; of a group of pages of either kind
             print(json.dumps(dict(call=name, bundles=counted, estimate=seconds, floor=floor, xla=loop)), flush=True)
 
 
