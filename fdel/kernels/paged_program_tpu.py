@@ -218,9 +218,14 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
     seen = lambda row, shape, key: _seen(mask, tile.tokens, row, shape, (start, index, count, first + key))
     if tile.tokens > 1:
         whole = prompt.whole(mask, tile.tokens, r.k_s.shape[1] * r.k_s.shape[3], (start, index, count, first))
-        what = prompt.Part(heads, part, mask, cap, None)
-        pl.when(whole)(lambda: prompt.attend(r, what, read))
-        pl.when(~whole)(lambda: prompt.attend(r, what._replace(seen=seen), read))
+        what = prompt.Part(heads, part, mask, cap, seen)
+        if not hasattr(
+            r, "v_s"
+        ):  # beside the products of latents a mask takes a 25th of the time, and code for each is long
+            prompt.attend(r, what, read)
+            return
+        pl.when(whole)(lambda: prompt.attend(r, what._replace(seen=None), read))
+        pl.when(~whole)(lambda: prompt.attend(r, what, read))
         return
 
     def head(n: Any) -> None:

@@ -99,6 +99,8 @@ def branches(text: str, items: int) -> list[int]:
         if "vmatmul" in part:
             found.append([sum(n for depth, n in inner if depth == d) for d in (2, 3)])
     rounds = [max(0, items - 2) // prompt.TOGETHER[plain] for plain in (True, False)]
+    if len(found) == 1:  # of latents, which have a mask always
+        found, rounds = found * 2, rounds[1:] * 2
     if len(found) != 2:
         raise ValueError(
             f"{len(found)} parts of the program have products; expected one without a mask, and one with it"

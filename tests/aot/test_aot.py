@@ -167,8 +167,9 @@ def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(name, devices, c
 def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, few):
     """Decoding: 1.3 times the floor, with one key head of few query heads 1.4. XLA's takes longer.
 
-    Prompts are bound by vector operations, of latents on a v5p by products: 1.5. Of pages in 8 bits, one key head is bound
-    by requests for copies, latents by what makes them numbers, of 128 heads by products, too; fp8 on v6e takes 1.38."""
+    Prompts are bound by products, which on a v6e are half empty with heads of 128, and so take twice the floor. Of pages in
+    8 bits, one key head is bound by requests for copies, latents by what makes them numbers, of 128 heads by products, too;
+    fp8 on v6e takes 1.38."""
     command = [sys.executable, "-m", "tests.aot.bundles", chip, *few]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=600
@@ -177,7 +178,11 @@ def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, few):
     calls = {x["call"]: x for x in map(json.loads, (x for x in done.stdout.splitlines() if x.startswith("{")))}
     assert len(calls) == 9  # of either kind
     v5p = chip == "v5p"
-    bounds = {"prefill": 6, "prefill, latents": 1.5 if v5p else 2.5, "decode, one key head": 2.4 if few else 1.4}
+    prompts = {
+        "prefill": (1.6 if few else 1.45) if v5p else (4 if few else 3.4),
+        "prefill, latents": 1.35 if v5p else 1.9,
+    }
+    bounds = prompts | {"decode, one key head": 2.4 if few else 1.4}
     if few:
         bounds |= {"decode, latents": 1.5 if v5p else 2.6, "decode, latents, 16 heads": 1.5}
     for name, x in calls.items():
