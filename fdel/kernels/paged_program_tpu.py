@@ -219,9 +219,7 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
     if tile.tokens > 1:
         whole = prompt.whole(mask, tile.tokens, r.k_s.shape[1] * r.k_s.shape[3], (start, index, count, first))
         what = prompt.Part(heads, part, mask, cap, seen)
-        if not hasattr(
-            r, "v_s"
-        ):  # beside the products of latents a mask takes a 25th of the time, and code for each is long
+        if not hasattr(r, "v_s"):  # a mask costs latents 6 to 10 % on a v6e; code for both is long
             prompt.attend(r, what, read)
             return
         pl.when(whole)(lambda: prompt.attend(r, what._replace(seen=None), read))

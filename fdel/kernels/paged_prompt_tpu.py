@@ -59,11 +59,11 @@ def memory(rows: int, keys: int, dtype: Any) -> list:
 def whole(mask: Mask, tokens: int, keys: int, run: tuple) -> Array:
     """Tell whether all rows of a tile see all keys of a group."""
     start, index, count, first = run
-    whole = (index == 0) & (count == tokens) & (first + keys - 1 <= start)
+    seen = (index == 0) & (count == tokens) & (first + keys - 1 <= start)
     last = start + count - 1
     if mask.window is not None:
-        whole &= first >= last - (mask.window - 1)
-    return whole if mask.chunk is None else whole & (first >= jax.lax.div(last, jnp.int32(mask.chunk)) * mask.chunk)
+        seen &= first >= last - (mask.window - 1)
+    return seen if mask.chunk is None else seen & (first >= jax.lax.div(last, jnp.int32(mask.chunk)) * mask.chunk)
 
 
 def attend(r: Any, part: Part, read: Read) -> None:
