@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import recurrent_decode_gpu as decode
-from fdel.kernels import slots, ssd_backward_gpu, ssd_slots_gpu
+from fdel.kernels import ssd_backward_gpu, ssd_slots_gpu
 from fdel.kernels import ssd_program_gpu as program
 from fdel.kernels.device import no_hopper
 from fdel.kernels.ssd_program_gpu import CHUNK, LOG2E, STATES, WIDTH, About
@@ -37,7 +37,8 @@ def unsupported(
     if why := no_hopper():
         return why
     if isinstance(batch, Paged):
-        return decode.unsupported_ssd(batch, carry, x, b, c)
+        why = decode.unsupported_ssd(batch, carry, x, b, c)
+        return why or (ssd_slots_gpu.unsupported(batch, x, b, c) if batch.block > 1 else None)
     if batch.key_segment_ids is not None or batch.prefix_ids is not None:
         return "it serves Packed batches without key_segment_ids and prefix_ids"
     if found := {str(y.dtype) for y in (x, b, c)} - {"bfloat16"}:
@@ -56,8 +57,6 @@ def call(
     """Compute as `ssd`, in chunks of its own size; see `unsupported` for what it can serve."""
     d = jnp.zeros_like(a) if d is None else d
     if isinstance(batch, Paged):
-        if batch.block > 1 and not ssd_slots_gpu.serves(batch, x, b, c):
-            return slots.reference("ssd")(batch, carry, layer, x, dt, a, b, c, d=d)
         way = decode.ssd if batch.block == 1 else functools.partial(ssd_slots_gpu.call, False)
         return way(batch, carry or Carry(), layer, x, dt, a, b, c, d)
     return in_parts(False, batch, x, dt, a, b, c, d), carry or Carry()

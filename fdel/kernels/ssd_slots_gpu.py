@@ -24,11 +24,16 @@ from fdel.ops.carry import Carry
 BLOCK = 16  # tokens of a block at least
 
 
-def serves(batch: Paged, x: Array, b: Array, c: Array) -> bool:
-    """Tell whether blocks, dtypes and sizes are those of the program."""
-    even = batch.block >= BLOCK and (CHUNK % batch.block == 0 or batch.block % CHUNK == 0)
-    half = x.dtype == b.dtype == c.dtype == jnp.bfloat16
-    return even and half and x.shape[-1] % WIDTH == 0 and b.shape[-1] % STATES[-1] == 0
+def unsupported(batch: Paged, x: Array, b: Array, c: Array) -> str | None:
+    """Say why `call` cannot serve blocks of several tokens, or None; slots are `recurrent_decode_gpu`'s to judge."""
+    if batch.block < BLOCK or CHUNK % batch.block and batch.block % CHUNK:
+        return f"blocks of {batch.block} tokens; expected 1, or from {BLOCK} on what divides {CHUNK} or is a multiple of it"
+    if others := {str(y.dtype) for y in (x, b, c)} - {"bfloat16"}:
+        return f"it multiplies bfloat16 in blocks of several tokens; found {', '.join(sorted(others))}"
+    if x.shape[-1] % WIDTH or b.shape[-1] % STATES[-1]:
+        found = f"heads of {x.shape[-1]} channels with {b.shape[-1]} states, in blocks of several tokens"
+        return f"{found}; expected multiples of {WIDTH} and of {STATES[-1]}"
+    return None
 
 
 def call(

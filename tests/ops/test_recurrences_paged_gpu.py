@@ -117,19 +117,22 @@ def test_the_kernels_for_decoding_on_hopper_say_what_they_cannot_serve(op, sizes
 
 @pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(
-    ("sizes", "tokens", "block", "reason"),
+    ("op", "sizes", "tokens", "block", "reason"),
     [
-        ((192, 16), 64, 32, "prompts of 192 channels; expected a multiple of 128"),
-        ((128, 16), 60, 12, "blocks of 12 tokens; expected 1, or a multiple of 8"),
-        ((128, 96), 64, 32, "128 channels of 96 states"),
-        ((128, 32), 64, 8, None),
-        ((256, 16), 96, 48, None),
+        ("selective_scan", (192, 16), 64, 32, "prompts of 192 channels; expected a multiple of 128"),
+        ("selective_scan", (128, 16), 60, 12, "blocks of 12 tokens; expected 1, or a multiple of 8"),
+        ("selective_scan", (128, 96), 64, 32, "128 channels of 96 states"),
+        ("selective_scan", (128, 32), 64, 8, None),
+        ("selective_scan", (256, 16), 96, 48, None),
+        ("ssd", (64, 128), 96, 48, "blocks of 48 tokens; expected 1, or from 16 on"),
+        ("ssd", (64, 32), 64, 32, "heads of 64 channels with 32 states, in blocks of several tokens"),
+        ("ssd", (128, 256), 64, 16, None),
     ],
     ids=str,
 )
-def test_the_kernel_for_prompts_of_scans_on_hopper_says_what_it_cannot_serve(sizes, tokens, block, reason):
-    """The call agrees: no reference is taken in its place."""
-    say("selective_scan", sizes, F32, tokens, block, reason)
+def test_the_kernels_for_prompts_on_hopper_say_what_they_cannot_serve(op, sizes, tokens, block, reason):
+    """The calls agree: no reference is taken in their place."""
+    say(op, sizes, F32, tokens, block, reason)
 
 
 def say(op: str, sizes: tuple[int, ...], states, tokens: int, block: int, reason: str | None) -> None:
