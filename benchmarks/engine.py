@@ -5,7 +5,7 @@
 
 Each measure runs in a process of its own, sides alternating. `decode`: output tokens/s of 1 and 8 sequences after
 prompts of 128, and of 1 with matrices of 8 bits, the head's too (int8; and a8q, which multiplies integers, as llama.cpp
-does with q8_0, its side of both); `load`: 32 requests at once, prompts of 64 to 256, 64 new ones (transformers:
+does with q8_0, its side of both; `:4` with decode_steps 4); `load`: 32 requests at once, prompts of 64 to 256, 64 new ones (transformers:
 generate_batch, its continuous batching); `latency`: time to the first token and between tokens with 1, 8 and 32 readers;
 `host`: time of a step outside the device at batch 32; `start`: from the weights to the first token, cold and with jax's
 compilation cache; `prefix`: a prompt of 1024 tokens, then again; `drafts`: repetitive text with and without n-gram drafts.
@@ -34,6 +34,8 @@ MEASURES = (
     "decode1",
     "decode1_int8",
     "decode1_a8q",
+    "decode1_int8:4",
+    "decode1_a8q:4",
     "decode8",
     "load",
     "latency",
@@ -110,11 +112,10 @@ def fdel_side(measure: str, directory: str, scale: float) -> dict:
     from fdel.serve import Engine, SamplingParams, Settings
 
     model = models.load(directory, stacked=False)
-    if measure.startswith("decode1_"):
+    what, _, together = measure.partition(":")
+    if what.startswith("decode1_"):
         spec = params.unstack(model.family.spec(model.cfg))
-        model = model._replace(
-            params=params.quantize(model.params, measure.partition("_")[2], r"\blayers\b|head", spec=spec)
-        )
+        model = model._replace(params=params.quantize(model.params, what[8:], r"\blayers\b|head", spec=spec))
     jax.block_until_ready(model.params)
     if measure.startswith("start"):
         begin = time.perf_counter()
@@ -129,7 +130,7 @@ def fdel_side(measure: str, directory: str, scale: float) -> dict:
     sampling = SamplingParams(max_tokens=new, ignore_eos=True)
     if measure == "drafts":
         return drafts(model, scale)
-    engine = Engine(model, Settings(rows=32))
+    engine = Engine(model, Settings(rows=32, decode_steps=int(together or 1)))
     if measure == "host":
         return {"host_ms": host(engine)}
     if measure == "prefix":
@@ -257,6 +258,8 @@ MEASURED = {
     "decode1": ("torch", "llama"),
     "decode1_int8": ("llama",),
     "decode1_a8q": ("llama",),
+    "decode1_int8:4": ("llama",),
+    "decode1_a8q:4": ("llama",),
     "decode8": ("torch",),
     "load": ("torch",),
 }

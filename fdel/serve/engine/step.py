@@ -18,6 +18,7 @@ from fdel import ops
 from fdel import params as P
 from fdel.models import heads
 from fdel.ops import quantized_pages
+from fdel.ops.cpu import in_step
 from fdel.params.mesh import joined
 from fdel.params.spec import Param, zeros
 from fdel.serve.engine import packing
@@ -99,8 +100,8 @@ def programs(
 
     def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int) -> tuple:
         lines = packing.unpack_plan(packing.Decode, plan)
-        one = lambda state, rows: _decode(nets, params, state, rows, lines, masks, drafts)
-        return one(state, rows) if steps == 1 else _repeat(one, state, rows, steps)
+        one = lambda params, state, rows: _decode(nets, params, state, rows, lines, masks, drafts)
+        return one(params, state, rows) if steps == 1 else _repeat(one, params, state, rows, steps)
 
     def embed(params, tokens: Array, slot: Array, batch: ops.Packed) -> Float[Array, "B T D"]:
         params = P.lora.choose(params, slot[None])
@@ -236,11 +237,11 @@ def _decode(
     return (big, *small), *advance(rows, plan.row, logits, running, guessed, plan.masked > 0, masks)
 
 
-def _repeat(one: Callable, state: tuple, rows: Rows, steps: int) -> tuple[tuple, Rows, Out]:
+def _repeat(one: Callable, params: tuple, state: tuple, rows: Rows, steps: int) -> tuple[tuple, Rows, Out]:
     """Do several steps that add at most a token to each row; rows that end on the way stand still from there."""
 
     def step(carry: tuple, _: None) -> tuple[tuple, Out]:
-        *carry, out = one(*carry)
+        *carry, out = one(*in_step(params, *carry))
         return tuple(carry), out
 
     (state, rows), (drawn, *likely) = jax.lax.scan(step, (state, rows), length=steps)
