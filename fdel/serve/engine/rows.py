@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from fdel import ops
+from fdel.ops.cpu import in_step
 from fdel.serve.engine.packing import Decode, Drawn, Out, pack_drawn
 from fdel.serve.engine.sampling import Sampling, sample
 
@@ -92,11 +93,11 @@ def guess(
     s, here = replace(s, top=jnp.zeros_like(s.top)), jnp.minimum(plan.row, len(rows.tokens) - 1)
 
     def one(carry: tuple, position: Int[Array, " B"]) -> tuple[tuple, Array]:
-        known, state = carry
+        weights, (known, state) = in_step(params, carry)
         newest = known.at[here, position].get(mode="clip")
         batch = ops.Paged(position, plan.pages, plan.row, 1, trace_once=True)
-        x, state, _ = family.hidden(params, newest, cfg, batch, state)
-        drawn = sample(ops.logits(x, family.head(params, cfg)), s, known, position + 1, here).tokens
+        x, state, _ = family.hidden(weights, newest, cfg, batch, state)
+        drawn = sample(ops.logits(x, family.head(weights, cfg)), s, known, position + 1, here).tokens
         known = known.at[jnp.where(position < 0, len(known), plan.row), position + 1].set(drawn, mode="drop")
         return (known, state), drawn
 
