@@ -28,6 +28,7 @@ from fdel.kernels.delta_program_gpu import LAST, SINCE, VALID, decay_pairs
 from fdel.kernels.delta_walk_gpu import (
     CHUNK,
     HALF,
+    REGISTERS,
     WALKERS,
     WIDTH,
     across,
@@ -40,8 +41,6 @@ from fdel.kernels.delta_walk_gpu import (
     pipeline,
     products,
 )
-
-PREPARING, WALKING = 104, 200  # registers of a thread, of 168 each
 
 
 def run(
@@ -89,7 +88,7 @@ def _program(*refs: Any, interpreted: bool, **memory: Any) -> None:
         gpu.barrier_arrive(s.free.at[slot])
         return state
 
-    pipeline(s, count, fetch, prepare, walk, None if interpreted else (PREPARING, WALKING))
+    pipeline(s, count, fetch, prepare, walk, None if interpreted else REGISTERS)
 
 
 def _prepare(s: Any, slot: Any) -> None:

@@ -19,6 +19,7 @@ from fdel.kernels.delta_channels_gpu import Prepared
 from fdel.kernels.delta_walk_gpu import (
     CHUNK,
     HALF,
+    REGISTERS,
     WALKERS,
     WIDTH,
     across,
@@ -32,7 +33,6 @@ from fdel.kernels.delta_walk_gpu import (
     products,
 )
 
-REGISTERS = 104, 200  # registers of a thread that prepares and of one that walks, of 168 each
 WIDE, OWN = ("reads_s", "seen_s", "wrote_s", "x_s"), {"new_s": (WALKERS, 2, CHUNK, HALF)}  # of a walk, see `launch`
 
 

@@ -24,6 +24,7 @@ from fdel.kernels.delta_channels_gpu import prepare
 from fdel.kernels.delta_walk_gpu import (
     CHUNK,
     HALF,
+    REGISTERS,
     WALKERS,
     WIDTH,
     clear,
@@ -68,10 +69,10 @@ def call(
         program = partial(_channels, size=size, interpreted=interpreted)
         ins = {"v": v, **_of_channels(plan, q, k, g, beta)}
         scratch = memory(v.dtype, channels.WIDE, channels.OWN, (WIDTH,), 6 + CHUNK // size)
-    grid = {"chunk": len(plan.blocks), "head": shape[1], "warps": WALKERS + 1}
+    grid = {"chunk": len(plan.blocks), "head": shape[1]}
     out = jax.ShapeDtypeStruct((1, plan.valid.size, v.shape[1]), v.dtype)
     run = partial(walking.in_place, program, "gated_delta_rule_prefill", grid, {**ins, "chunks": chunks}, out, states)
-    y, states = run(scratch, parameters())
+    y, states = run(scratch, parameters(), warps=WALKERS + 1)
     return slots.taken(plan, y).reshape(shape), slots.remembered(carry, states)
 
 
@@ -160,7 +161,7 @@ def _channels(r: SimpleNamespace, *, size: int, interpreted: bool) -> None:
         return channels.walk_chunk(r, own, slot, to, state, channels.ahead)
 
     come, go = partial(_come, r, r.solve.shape[0], head, first), partial(_go, r, r.solve.shape[0], head, first)
-    registers = None if interpreted else channels.REGISTERS
+    registers = None if interpreted else REGISTERS
     pl.when(count > 0)(lambda: pipeline(r, count, fetch, prepared, walk, registers, come, go))
 
 

@@ -18,6 +18,7 @@ from fdel.kernels import transfer_gpu
 
 CHUNK, WIDTH, HALF = 64, 128, 64  # tokens of a chunk, channels of a key and of a value, values of a group of warps
 WALKERS, DEPTH = 2, 2  # groups of warps that walk, chunks on their way
+REGISTERS = 104, 200  # of a thread that prepares and of one that walks, where both would not do with 168
 
 
 def launch(

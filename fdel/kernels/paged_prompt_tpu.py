@@ -58,8 +58,8 @@ def memory(rows: int, keys: int, dtype: Any) -> list:
 
 def whole(mask: Mask, tokens: int, keys: int, run: tuple) -> Array:
     """Tell whether all rows of a tile see all keys of a group."""
-    start, index, count, first = run
-    seen = (index == 0) & (count == tokens) & (first + keys - 1 <= start)
+    start, _, count, first = run
+    seen = (count == tokens) & (first + keys - 1 <= start)
     last = start + count - 1
     if mask.window is not None:
         seen &= first >= last - (mask.window - 1)

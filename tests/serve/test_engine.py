@@ -899,19 +899,18 @@ def test_steps_update_the_cache_in_place(model) -> None:
 
 
 @pytest.mark.slow
-def test_steps_in_one_call_read_weights_as_they_are_stored() -> None:
-    """XLA:CPU would write int8 as floats before the loop over steps: nine times the time of a step alone."""
+@pytest.mark.parametrize("small", [False, True], ids=["steps", "drafts"])
+def test_steps_in_one_call_read_weights_as_they_are_stored(small: bool) -> None:
+    """XLA:CPU would write int8 as floats before the loop over steps, or over a draft model's: nine times the time."""
     cfg = dataclasses.replace(CFG, vocab=256, embed=256, ffn=512)
     spec = params.unstack(llama.spec(cfg))
     weights = params.quantize(params.init(spec, jax.random.key(0)), "int8", r"\blayers\b|head", spec=spec)
-    program = step.programs(llama, cfg)
-    state, rows = program.begin(rows=1, length=step.PAGE, pages=2, dtypes=(jnp.dtype("float32"),))
+    program, nets = step.programs(llama, cfg, draft=(llama, cfg) if small else None), 1 + small
+    state, rows = program.begin(rows=1, length=step.PAGE, pages=2, dtypes=(jnp.dtype("float32"),) * nets)
     plan, words = np.zeros(packing.plan_shape(packing.Decode, 1, 1), np.int32), np.zeros((1, 8), np.uint32)
-    temporaries = [
-        program.decode.lower((weights,), state, rows, plan, words, drafts=0, steps=steps).compile()
-        .memory_analysis().temp_size_in_bytes for steps in (1, 4)
-    ]  # fmt: skip
-    assert temporaries[1] < temporaries[0] + params.nbytes(weights) / 2, temporaries
+    many = {"drafts": 2, "steps": 1} if small else {"drafts": 0, "steps": 4}
+    lowered = program.decode.lower((weights,) * nets, state, rows, plan, words, **many)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < params.nbytes(weights)
 
 
 @pytest.mark.slow
