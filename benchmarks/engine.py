@@ -5,10 +5,11 @@
 
 Each measure runs in a process of its own, sides alternating. `decode`: output tokens/s of 1 and 8 sequences after
 prompts of 128, and of 1 with matrices of 8 bits, the head's too (int8; and a8q, which multiplies integers, as llama.cpp
-does with q8_0, its side of both; `:4` with decode_steps 4); `load`: 32 requests at once, prompts of 64 to 256, 64 new ones (transformers:
-generate_batch, its continuous batching); `latency`: time to the first token and between tokens with 1, 8 and 32 readers;
-`host`: time of a step outside the device at batch 32; `start`: from the weights to the first token, cold and with jax's
-compilation cache; `prefix`: a prompt of 1024 tokens, then again; `drafts`: repetitive text with and without n-gram drafts.
+does with q8_0, its side of both; `:4` with decode_steps 4); `load`: 32 requests at once, prompts of 64 to 256, 64 new
+ones (transformers: generate_batch, its continuous batching); `latency`: time to the first token and between tokens with
+1, 8 and 32 readers; `host`: time of a step outside the device at batch 32; `start`: from the weights to the first token,
+cold and with jax's compilation cache; `prefix`: a prompt of 1024 tokens, then again; `drafts`: repetitive text with and
+without n-gram drafts.
 llama.cpp is looked for in the interpreters of --python as the module
 llama_cpp; its weights need the package gguf here. `--scale` shrinks the model, prompts and outputs, to try the script out.
 
