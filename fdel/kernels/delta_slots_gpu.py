@@ -69,10 +69,10 @@ def call(
         program = partial(_channels, size=size, interpreted=interpreted)
         ins = {"v": v, **_of_channels(plan, q, k, g, beta)}
         scratch = memory(v.dtype, channels.WIDE, channels.OWN, (WIDTH,), 6 + CHUNK // size)
-    grid = {"chunk": len(plan.blocks), "head": shape[1]}
+    grid = {"chunk": len(plan.blocks), "head": shape[1], "warps": WALKERS + 1}
     out = jax.ShapeDtypeStruct((1, plan.valid.size, v.shape[1]), v.dtype)
-    run = partial(walking.in_place, program, "gated_delta_rule_prefill", grid, {**ins, "chunks": chunks}, out, states)
-    y, states = run(scratch, parameters(), warps=WALKERS + 1)
+    run = partial(walking.in_place, program, "gated_delta_rule_prefill", grid, {**ins, "chunks": chunks}, out)
+    y, states = run(states, scratch, parameters())
     return slots.taken(plan, y).reshape(shape), slots.remembered(carry, states)
 
 

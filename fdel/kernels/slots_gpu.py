@@ -42,28 +42,28 @@ def walks(batch: Paged, count: int, layer: Any, chunk: int) -> tuple[slots.Plan,
 def in_place(
     program: Callable[[SimpleNamespace], None], name: str, grid: dict[str, int], ins: dict[str, Array], out: Any,
     states: Float[Array, "layers slots ..."], scratch: dict[str, Any], parameters: Any,
-    warps: int | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Call program(r) for all of a grid, r having all arrays by their names: `ins`, "states" as [rows, columns], "out".
 
-    Gives out, of the shape and dtype that are given, and the states as the programs leave them. `warps` are the groups
-    of warps of a program, which finds its own on the axis "warps", if it has several.
+    Gives out, of the shape and dtype that are given, and the states as the programs leave them. An axis "warps" of
+    the grid is that of the groups of warps of one program.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    axis = None if warps is None else "warps"
+    axes, warps = {name: n for name, n in grid.items() if name != "warps"}, grid.get("warps")
+    axis = "warps" if warps else None
     memory = jax.new_ref(states.reshape(-1, states.shape[-1]))
 
     def body(*refs: Any) -> None:
         arrays = dict(zip([*ins, "states", "out"], refs, strict=True))
-        call = lambda **own: program(SimpleNamespace(**arrays, **own))
-        pl.run_scoped(call, collective_axes=() if axis is None else (axis,), **scratch)
+        call = lambda **scoped: program(SimpleNamespace(**arrays, **scoped))
+        pl.run_scoped(call, collective_axes=(axis,) if axis else (), **scratch)
 
     y = pl.kernel(
         body,
         jax.ShapeDtypeStruct(out.shape, out.dtype),
-        mesh=gpu.Mesh(grid=(*grid.values(),), grid_names=(*grid,), num_threads=warps, thread_name=axis),
+        mesh=gpu.Mesh(grid=(*axes.values(),), grid_names=(*axes,), thread_name=axis, num_threads=warps),
         compiler_params=parameters,
         name=name,
     )(*ins.values(), memory)
