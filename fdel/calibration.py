@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdel import models, params, text
+from fdel import models, ops, params, text
 from fdel.ops.weights import Observed
 from fdel.params.quantize import change, targets
 
@@ -58,7 +58,7 @@ def grams(
     def step(sums: dict, tree: Any, tokens: Any) -> dict:
         return jax.tree.map(jnp.add, sums, jax.grad(anything)(sums, tree, tokens))
 
-    run, sums = jax.jit(step, donate_argnums=0), zeros
+    run, sums = jax.jit(ops.tracing_once()(step), donate_argnums=0), zeros
     for i in range(0, len(rows), batch):
         sums = run(sums, tree, jnp.asarray(rows[i : i + batch]))
     return {path: np.asarray(x) for path, x in sums.items()}

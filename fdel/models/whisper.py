@@ -178,21 +178,24 @@ def hidden(
 
     def block(x, carry, p, layer):
         a, carry = sublayers.attention(_norm(x, p, "attn_norm"), carry, p, layer, batch, mask)
-        x, c = x + a, p["cross"]
+        x, c, (keys, values) = x + a, p["cross"], p["sound"]
         q = ops.linear("...d,nhd->...nh", _norm(x, p, "cross_norm"), c["q"], c.get("q_bias"))
         q = q.reshape(*rows.shape, *q.shape[-2:])
-        scores = jnp.einsum("btnh,bnhs->bnts", q, memory.k[layer], preferred_element_type=jnp.float32)
+        scores = jnp.einsum("btnh,bnhs->bnts", q, keys, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores * mask.scale)
         if watch:
             here = jnp.reshape(of == layer, (-1, 1, 1, 1))
             carry = replace(carry, kept=jnp.where(here, weights[:, heads].swapaxes(0, 1), carry.kept))
-        a = jnp.einsum("bnts,bnsh->btnh", weights.astype(x.dtype), memory.v[layer])
+        a = jnp.einsum("bnts,bnsh->btnh", weights.astype(x.dtype), values)
         x = x + ops.linear("...nh,dnh->...d", a.reshape(*x.shape[:-1], *a.shape[-2:]), c["o"], c.get("o_bias"))
         return x + ops.mlp(_norm(x, p, "mlp_norm"), p, act), carry
 
     x = ops.embed(params["embed"], tokens)
     x = x + ops.embed(params["positions"], jnp.maximum(batch.positions, 0))
-    x, carry = ops.layers(block, x, ops.Carry(state, kept=kept), params["layers"])
+    join = lambda p, keys, values: {**p, "sound": (keys, values)}
+    tree = params["layers"], memory.k, memory.v
+    layers = list(map(join, *tree)) if isinstance(tree[0], list) else join(*tree)
+    x, carry = ops.layers(block, x, ops.Carry(state, kept=kept), layers)
     return _norm(x, params, "norm"), carry.state, carry.kept
 
 

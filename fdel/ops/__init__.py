@@ -39,7 +39,7 @@ from fdel.ops.embed import embed, entries, place
 from fdel.ops.glu import ACTIVATIONS, glu, linear, mlp
 from fdel.ops.grouped import grouped_glu, grouped_matmul
 from fdel.ops.head import Head, logits
-from fdel.ops.layers import layers, pool_index, rematerialising
+from fdel.ops.layers import layers, pool_index, rematerialising, tracing_once
 from fdel.ops.mask import Mask
 from fdel.ops.mla import mla
 from fdel.ops.moe import moe

@@ -119,8 +119,7 @@ class Paged:
     The T tokens form T // block blocks. A block holds consecutive tokens of *one* sequence (padding at its end has
     position -1); the blocks of a sequence come in order. With block == 1 (decode) every sequence has at most one token.
     `page_table` names the pages of each block's sequence; `rows` is the sequence's slot in recurrent state. A position
-    of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing. With
-    `trace_once` listed layers of one kind are traced and lowered once: a jitted program compiles in half the time.
+    of 0 begins a sequence: its recurrent state starts from zero. Whatever is out of range is dropped on writing.
     `rotary` as in `Packed`, and `ahead`, which names tokens of the same call: none stands in pages that are to come.
     """
 
@@ -128,7 +127,6 @@ class Paged:
     page_table: Int[Array, "blocks pages"]
     rows: Int[Array, " blocks"]
     block: int = field(metadata={"static": True})
-    trace_once: bool = field(default=False, metadata={"static": True})
     media: Media | None = None
     rotary: Int[Array, "T 3"] | None = None
     ahead: Int[Array, " T"] | None = None

@@ -69,7 +69,6 @@ class Carry:
 
     state: State | None = None
     taps: Taps | None = None
-    trace_once: bool = field(default=False, metadata={"static": True})  # see `Paged`
     kept: Any = None  # a family's own, of a Packed call: keys and values that later layers attend to
     media: Media | None = None  # of the batch, encoded
     routing: Routing | None = None  # of the batch
@@ -106,7 +105,7 @@ def begin(
     if not isinstance(batch, Packed):
         if wanted:
             raise ValueError(f"taps.{wanted[0]} with a Paged batch: taps watch Packed calls; leave them out")
-        return batch, Carry(state, trace_once=batch.trace_once, media=batch.media)
+        return batch, Carry(state, media=batch.media)
     if state is not None:
         raise ValueError("a Packed batch leaves nothing in State (Pages, Slots); use a Paged batch, or state None")
     lacking = [name for name in wanted if name not in has]

@@ -30,8 +30,9 @@ class DualEncoder:
         family, cfg = model.family, model.cfg
         self.family, self.cfg, self.pad, self.rows, self.params = family, cfg, pad, rows, unstack(model.params)
         self.context: int = cfg.text.max_positions
-        self._texts = jax.jit(lambda p, tokens: family.text_features(p, tokens, cfg))
-        self._images = jax.jit(lambda p, values, at: family.image_features(p, ops.Patches(values, at), cfg))
+        jit = lambda f: jax.jit(ops.tracing_once()(f))
+        self._texts = jit(lambda p, tokens: family.text_features(p, tokens, cfg))
+        self._images = jit(lambda p, values, at: family.image_features(p, ops.Patches(values, at), cfg))
         self._logits = jax.jit(family.logits)
         self._probabilities = jax.jit(family.probabilities)
 

@@ -197,10 +197,10 @@ def read_once(name: str, chip: str) -> tuple[aot.Compiled, int]:
     args = (
         jax.tree.map(put, weights),
         ints(64),
-        ops.Paged(ints(64), ints(64, 8), ints(64), 1, trace_once=True),
+        ops.Paged(ints(64), ints(64, 8), ints(64), 1),
         jax.tree.map(put, state),
     )
-    program = jax.jit(step, donate_argnums=3)
+    program = jax.jit(ops.tracing_once()(step), donate_argnums=3)
     return aot.compile(on, program, *args, mesh=mesh), params.nbytes(
         family.state_spec(cfg, pages=512, page=64), "bfloat16"
     )

@@ -76,7 +76,7 @@ def test_every_family_declares_its_state_as_one_structure():
     assert isinstance(pages, ops.State) and pages.slots is None and pages.pages.k.shape == (12, 2, *rows)
 
 
-def test_layers_of_one_kind_are_traced_once_where_the_batch_says_so():
+def test_layers_of_one_kind_are_traced_once_where_a_program_says_so():
     """In a list of three layers: one trace of the block, or three; the outputs are the same."""
     traced = []
 
@@ -84,12 +84,11 @@ def test_layers_of_one_kind_are_traced_once_where_the_batch_says_so():
         traced.append(layer)
         return x * p, carry
 
-    def run(once):
+    def run(context):
         traced.clear()
-        carry = ops.Carry(trace_once=once)
-        out = jax.jit(lambda x: ops.layers(block, x, carry, [1.0, 2.0, 3.0])[0])(jnp.ones((2, 3)))
-        return len(traced), out
+        walk = lambda x: ops.layers(block, x, ops.Carry(), [1.0, 2.0, 3.0])[0]
+        return jax.jit(context(walk))(jnp.ones((2, 3))), len(traced)
 
-    (one, a), (three, b) = run(True), run(False)
+    (a, one), (b, three) = run(ops.tracing_once()), run(lambda walk: walk)
     assert (one, three) == (1, 3)
     np.testing.assert_array_equal(a, b)

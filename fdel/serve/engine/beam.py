@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -124,8 +123,8 @@ def _program(family: ModuleType, cfg: Any, keep: int) -> Callable:
             pages = lambda x: x.reshape(len(x), len(parents), -1, *x.shape[2:])[:, parents].reshape(x.shape)
             slots = jax.tree.map(lambda x: x[:, parents], state.slots)
             state = ops.State(jax.tree.map(pages, state.pages), slots)
-        x, state, _ = family.hidden(params, tokens, cfg, replace(batch, trace_once=True), state)
+        x, state, _ = family.hidden(params, tokens, cfg, batch, state)
         logits = ops.logits(x[last], family.head(params, cfg))
         return state, *jax.lax.top_k((jax.nn.log_softmax(logits) + scores[:, None]).reshape(-1), keep)
 
-    return jax.jit(step, donate_argnums=1)
+    return jax.jit(ops.tracing_once()(step), donate_argnums=1)

@@ -95,7 +95,7 @@ def guess(
     def one(carry: tuple, position: Int[Array, " B"]) -> tuple[tuple, Array]:
         weights, (known, state) = in_step(params, carry)
         newest = known.at[here, position].get(mode="clip")
-        batch = ops.Paged(position, plan.pages, plan.row, 1, trace_once=True)
+        batch = ops.Paged(position, plan.pages, plan.row, 1)
         x, state, _ = family.hidden(weights, newest, cfg, batch, state)
         drawn = sample(ops.logits(x, family.head(weights, cfg)), s, known, position + 1, here).tokens
         known = known.at[jnp.where(position < 0, len(known), plan.row), position + 1].set(drawn, mode="drop")

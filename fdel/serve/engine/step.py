@@ -113,7 +113,7 @@ def programs(
         return _score(x, family.head(P.lora.choose(params, slot[None]), cfg), targets, count, top)
 
     def jit(f: Callable, donate: tuple = (), static: tuple = (), out: Any = replicated) -> Callable:
-        counted = _counted(ops.use(**dict(kernels))(f), traces)
+        counted = _counted(ops.tracing_once()(ops.use(**dict(kernels))(f)), traces)
         return jax.jit(counted, donate_argnums=donate, static_argnames=static, out_shardings=mesh and out)
 
     moved = (state_sharding, replicated, replicated)
@@ -196,7 +196,7 @@ def _extend(
     positions = jnp.where(offset < plan.length[:, None], plan.start[:, None] + offset, -1)
     tokens = rows.tokens.at[plan.row[:, None], positions].get(mode="clip").reshape(-1)
     params = _adapted(params, rows, plan.row, block)
-    batch = ops.Paged(positions.reshape(-1), plan.pages, plan.row, block, trace_once=True)
+    batch = ops.Paged(positions.reshape(-1), plan.pages, plan.row, block)
     batches = [batch] * len(nets)
     if seen:
         index, turns = packing.unpack_seen(seen[0])
@@ -227,7 +227,7 @@ def _decode(
     newest = rows.tokens.at[plan.row, length - 1].get(mode="clip")[:, None]
     tokens = jnp.concatenate([newest, guessed.tokens], 1).reshape(-1)
     known = jnp.concatenate([running[:, None], guessed.found], 1) & inside
-    batch = ops.Paged(jnp.where(known, positions, -1).reshape(-1), plan.pages, plan.row, drafts + 1, trace_once=True)
+    batch = ops.Paged(jnp.where(known, positions, -1).reshape(-1), plan.pages, plan.row, drafts + 1)
     if rows.shift is not None:
         turns = (positions + rows.shift.at[plan.row].get(mode="clip")[:, None]).reshape(-1, 1)
         batch = replace(batch, rotary=jnp.broadcast_to(turns, (len(turns), 3)))

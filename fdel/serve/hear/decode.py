@@ -111,7 +111,7 @@ def _step(
     rows, width = new.shape
     pages = -(-model.cfg.max_positions // PAGE)
     table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    batch = ops.Paged(positions.reshape(-1), table, jnp.arange(rows), width, trace_once=True)
+    batch = ops.Paged(positions.reshape(-1), table, jnp.arange(rows), width)
     x, state, _ = model.family.hidden(model.params, new.reshape(-1), model.cfg, memory, batch, state)
     return x.reshape(rows, width, -1), state
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fdel import ops
 from fdel.models import Model
 from fdel.params import unstack
 from fdel.serve.hear import decode
@@ -28,13 +29,14 @@ class Listener:
             raise ValueError(f"found tokens up to {times}, beyond the model's vocabulary of {cfg.vocab}")
         self.cfg, self.tokens, self.rows, self.params = cfg, tokens, rows, unstack(model.params)
         family, whole = model.family, lambda p: Model(model.family, cfg, p)
-        self._hear = jax.jit(lambda p, x: family.remember(p, family.encode(p, x, cfg)))
-        self._begin = jax.jit(lambda p, memory, prompt, how: decode.begin(whole(p), memory, prompt, how, tokens))
+        jit = lambda f, **how: jax.jit(ops.tracing_once()(f), **how)
+        self._hear = jit(lambda p, x: family.remember(p, family.encode(p, x, cfg)))
+        self._begin = jit(lambda p, memory, prompt, how: decode.begin(whole(p), memory, prompt, how, tokens))
         write = lambda p, memory, slots, most: decode.write(whole(p), memory, slots, most, tokens)
-        self._write = jax.jit(write, donate_argnums=2)
+        self._write = jit(write, donate_argnums=2)
         self.pick = jax.jit(decode.pick)
-        self._detect = jax.jit(lambda p, memory, rows: decode.detect(whole(p), memory, rows, tokens), static_argnums=2)
-        self._follow = jax.jit(lambda p, memory, said: decode.follow(whole(p), memory, said, tokens))
+        self._detect = jit(lambda p, memory, rows: decode.detect(whole(p), memory, rows, tokens), static_argnums=2)
+        self._follow = jit(lambda p, memory, said: decode.follow(whole(p), memory, said, tokens))
 
     def answer(self, asks: Sequence[Any]) -> list[Any]:
         """Compute what questions of one kind ask for, all but `Write`; one program for each number of them."""
