@@ -168,9 +168,18 @@ def without_mask(name: str, cfg: Any) -> str | None:
     return None if name.endswith((".bias", ".masked_bias")) and name.split(".")[-2] in ("attn", "attention") else name
 
 
-def conv(name: str, channels: int, kernel: int) -> Param:
-    """Causal depthwise convolution, stored [channels 1 kernel] as torch does."""
-    return Param("channels kernel", (channels, kernel), normal(0.2), name, "channels 1 kernel")
+def conv(name: str, kernel: int, axes: str, *shape: int) -> Param:
+    """Causal convolution of each channel of these axes, stored [channels 1 kernel] as torch does."""
+    return Param(f"{axes} kernel", (*shape, kernel), normal(0.2), name, f"({axes}) 1 kernel")
+
+
+def fused_conv(name: str, kernel: int, **sides: tuple[str, tuple[int, ...]]) -> dict[str, Param]:
+    """Such convolutions that lie one below the other in one tensor: name, kernel, b=("groups state", (g, s)), ..."""
+    cuts = parts(**{part: math.prod(shape) for part, (_, shape) in sides.items()})
+    return {
+        part: replace(conv(name, kernel, axes, *shape), hf_axes=f"[{axes}] 1 kernel", part=cuts[part])
+        for part, (axes, shape) in sides.items()
+    }
 
 
 def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int) -> Pages:
@@ -189,17 +198,18 @@ def kv_state(cfg: Any, *, pages: int, page: int = 64, rows: int = 0) -> State:
     return State(kv_pages(cfg.layers, cfg.kv_heads, cfg.head_dim, pages=pages, page=page))
 
 
-def slots(
-    layers: int, conv: tuple[int, int] | None, ssm: tuple[int, ...], *, rows: int, axes: str = "heads head_dim state"
-) -> Slots:
-    """Spec of recurrent state for `rows` sequences: conv is (channels, kernel - 1), ssm the shape of one layer's state.
+def slots(layers: int, rows: int, ssm: tuple[int, ...], axes: str = "heads head_dim state", conv: Any = None) -> Slots:
+    """Spec of recurrent state for `rows` sequences: `ssm` is the shape of one layer's, along these axes.
 
-    `axes` names those of ssm. Without a convolution, conv is None.
+    `conv` are the convolutions of one layer, which remember as many inputs as their kernels reach back.
     """
-    return Slots(
-        None if conv is None else Param("layers slots channels kernel", (layers, rows, *conv), zeros),
-        Param(f"layers slots {axes}", (layers, rows, *ssm), zeros, dtype="float32"),
-    )
+
+    def kept(p: Param) -> Param:
+        *shape, kernel = p.shape
+        axes = p.axes.removesuffix(" kernel")
+        return Param(f"layers slots kernel {axes}", (layers, rows, kernel - 1, *shape), zeros)
+
+    return Slots(jax.tree.map(kept, conv), Param(f"layers slots {axes}", (layers, rows, *ssm), zeros, dtype="float32"))
 
 
 def decay_init(key, shape, dtype):

@@ -94,8 +94,8 @@ def hidden(params, tokens, cfg: Config, batch: ops.Batch, carry: ops.Carry, rema
     rot, mask, m = ops.rotation(cfg.rope, batch), ops.Mask(cfg.head_dim**-0.5), cfg.mixer
     turn = lambda q, k: (ops.rope(q, rot), ops.rope(k * cfg.key_scale, rot))
     act = lambda x: ops.ACTIVATIONS[cfg.act](x * cfg.mlp_scales[0])
-    z, *xbc, dt = cfg.mixer_scales
-    parts = z, np.repeat(xbc, (m.inner, m.groups * m.state, m.groups * m.state)), dt
+    z, x, b, c, dt = cfg.mixer_scales
+    parts = z, x, np.repeat((b, c), m.groups * m.state), dt
 
     def block(x, carry, p, layer):
         h = ops.rms_norm(x, p["mixer_in_norm"], cfg.norm_eps)

@@ -75,13 +75,19 @@ class Config(deepseek_v3.Config):
         return config.from_hf(cls, d)
 
 
+def convolutions(cfg: Config, name: str) -> dict[str, Param]:
+    """Declare the convolutions of queries, keys and values."""
+    heads = cfg.key_heads, cfg.key_dim
+    return {i: builders.conv(f"{name}{i}_conv1d.weight", cfg.kernel, "heads head_dim", *heads) for i in "qkv"}
+
+
 def delta_spec(cfg: Config, name: str) -> dict:
     """Declare a delta-rule mixer; decay and output gate pass through a narrow layer."""
     n, h, embed, narrow = cfg.key_heads, cfg.key_dim, ("embed", cfg.embed), ("latent", cfg.key_dim)
     wide = lambda part, a: builders.heads_out(f"{name}{part}_proj.weight", ("heads", n), h, a)
     return {
         **{i: wide(i, embed) for i in "qkv"},
-        **{f"{i}_conv": builders.conv(f"{name}{i}_conv1d.weight", n * h, cfg.kernel) for i in "qkv"},
+        "conv": convolutions(cfg, name),
         "decay_a": builders.matrix(name + "f_a_proj.weight", embed, narrow), "decay": wide("f_b", narrow),
         "rate": Param("heads", (n,), builders.decay_init, name + "A_log", "1 1 heads 1", dtype="float32"),
         "step": Param("heads head_dim", (n, h), builders.step_init, name + "dt_bias", "(heads head_dim)", dtype="float32"),
@@ -118,17 +124,15 @@ def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int) -> ops.Sta
     """Declare what serving must remember: latents of the layers that attend, recurrent slots of the others."""
     full = sum(mixer == FULL for mixer, _ in cfg.kinds)
     latents = builders.latent_pages(full, cfg.latent + cfg.rope_dim, pages=pages, page=page)
-    conv, ssm = (3 * cfg.key_heads * cfg.key_dim, cfg.kernel - 1), (cfg.key_heads, cfg.key_dim, cfg.key_dim)
-    return ops.State(latents, builders.slots(cfg.layers - full, conv, ssm, rows=rows))
+    ssm, conv = (cfg.key_heads, cfg.key_dim, cfg.key_dim), convolutions(cfg, "")
+    return ops.State(latents, builders.slots(cfg.layers - full, rows, ssm, conv=conv))
 
 
 def delta(h, carry, p, layer, cfg: Config, batch):
     """Mix by the delta rule: short convolution, unit-length q and k, a decay for each channel of the keys."""
-    flat = [ops.einsum("...d,nhd->...nh", h, p[i]).reshape(*h.shape[:-1], -1) for i in "qkv"]
-    kernel = jnp.concatenate([p[f"{i}_conv"] for i in "qkv"])
-    mixed, carry = ops.causal_conv(batch, carry, layer, jnp.concatenate(flat, -1), kernel)
-    parts = jnp.split(ops.ACTIVATIONS[cfg.act](mixed), 3, -1)
-    q, k, v = (x.reshape(*x.shape[:-1], cfg.key_heads, -1) for x in parts)
+    mixed = {i: ops.einsum("...d,nhd->...nh", h, p[i]) for i in "qkv"}
+    mixed, carry = ops.causal_conv(batch, carry, layer, mixed, p["conv"])
+    q, k, v = (ops.ACTIVATIONS[cfg.act](mixed[i]) for i in "qkv")
     twice = lambda a, b: ops.einsum("...c,nhc->...nh", ops.einsum("...d,cd->...c", h, p[a]), p[b])
     g = -jnp.exp(p["rate"])[:, None] * jax.nn.softplus(twice("decay_a", "decay").astype(jnp.float32) + p["step"])
     beta = jax.nn.sigmoid(ops.einsum("...d,nd->...n", h, p["beta"]))

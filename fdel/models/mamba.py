@@ -38,6 +38,11 @@ class Config(mamba2.Recurrent):
     inner = property(lambda self: self.expand * self.embed)  # channels of the mixer
 
 
+def convolution(cfg: Config, name: str) -> Param:
+    """Declare the convolution of a mixer."""
+    return builders.conv(name + "conv1d.weight", cfg.kernel, "inner", cfg.inner)
+
+
 def spec(cfg: Config) -> dict:
     """Declare every array; the file's in_proj holds x and z one below the other, its x_proj dt, B and C."""
     name = "backbone.layers.{layers}."
@@ -46,7 +51,7 @@ def spec(cfg: Config) -> dict:
     layer = {
         "norm": builders.norm(name + "norm.weight", cfg.embed),
         **builders.fused(mixer + "in_proj.weight", embed, x=("inner", (cfg.inner,)), z=("inner", (cfg.inner,))),
-        "conv": builders.conv(mixer + "conv1d.weight", cfg.inner, cfg.kernel),
+        "conv": convolution(cfg, mixer),
         **builders.fused(mixer + "x_proj.weight", inner, dt=("latent", (cfg.latent,)), b=state, c=state),
         "step": builders.matrix(mixer + "dt_proj.weight", ("latent", cfg.latent), inner),
         "step_bias": Param("inner", (cfg.inner,), builders.step_init, mixer + "dt_proj.bias"),
@@ -59,14 +64,14 @@ def spec(cfg: Config) -> dict:
         layer |= builders.fused(mixer + "in_proj.bias", ("", 0), **sides)
         layer["out_bias"] = builders.bias(mixer + "out_proj.bias", cfg.embed)
     if cfg.conv_bias:
-        layer["conv_bias"] = builders.bias(mixer + "conv1d.bias", cfg.inner, "channels")
+        layer["conv_bias"] = builders.bias(mixer + "conv1d.bias", *reversed(inner))
     return builders.decoder(cfg, layer, "backbone.embeddings", "backbone.norm_f")
 
 
 def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:
     """Declare what serving must remember: convolution inputs and mixer state of `rows` sequences."""
-    conv, ssm = (cfg.inner, cfg.kernel - 1), (cfg.inner, cfg.state)
-    return ops.State(slots=builders.slots(cfg.layers, conv, ssm, rows=rows, axes="inner state"))
+    ssm = cfg.inner, cfg.state
+    return ops.State(slots=builders.slots(cfg.layers, rows, ssm, "inner state", convolution(cfg, "")))
 
 
 @builders.hidden()

@@ -58,17 +58,22 @@ class Config(Recurrent):
         return config.to_hf(self) | {"expand": self.inner // self.embed}
 
     inner = property(lambda self: self.heads * self.head_dim)  # channels of the mixer
-    # Channels that pass through the convolution: x, B and C.
-    channels = property(lambda self: self.inner + 2 * self.groups * self.state)
+    # What passes through the convolution: x, and B beside C.
+    mixed = property(lambda c: {"x": ("inner", (c.inner,)), "bc": ("channels", (2 * c.groups * c.state,))})
+
+
+def convolutions(cfg: Config, name: str) -> dict[str, Param]:
+    """Declare the convolutions of a mixer, which lie one below the other in the file."""
+    return builders.fused_conv(name + "conv1d.weight", cfg.kernel, **cfg.mixed)
 
 
 def mixer_spec(cfg: Config, name: str, *, out_bias: bool) -> dict:
-    """Declare a mixer; the file's in_proj holds z, the convolution's channels and dt side by side."""
+    """Declare a mixer; the file's in_proj holds z, x, B, C and dt one below the other."""
     heads = lambda part, init: Param("heads", (cfg.heads,), init, name + part, dtype="float32")
-    sides = {"z": ("inner", (cfg.inner,)), "xbc": ("channels", (cfg.channels,)), "dt": ("heads", (cfg.heads,))}
+    sides = {"z": ("inner", (cfg.inner,)), **cfg.mixed, "dt": ("heads", (cfg.heads,))}
     tree = {
         **builders.fused(name + "in_proj.weight", ("embed", cfg.embed), **sides),
-        "conv": builders.conv(name + "conv1d.weight", cfg.channels, cfg.kernel),
+        "conv": convolutions(cfg, name),
         "decay": heads("A_log", builders.decay_init),
         "skip": heads("D", builders.ones),
         "step": heads("dt_bias", builders.step_init),
@@ -80,7 +85,7 @@ def mixer_spec(cfg: Config, name: str, *, out_bias: bool) -> dict:
     if out_bias:
         tree["out_bias"] = builders.bias(name + "out_proj.bias", cfg.embed)
     if cfg.conv_bias:
-        tree["conv_bias"] = builders.bias(name + "conv1d.bias", cfg.channels, "channels")
+        tree["conv_bias"] = builders.fused(name + "conv1d.bias", ("", 0), **cfg.mixed)
     return tree
 
 
@@ -99,8 +104,7 @@ def rename(name: str, cfg: Config) -> str:
 
 def mixer_slots(cfg: Config, layers: int, rows: int) -> ops.Slots:
     """Declare what mixers must remember: convolution inputs and state of `rows` sequences."""
-    conv, ssm = (cfg.channels, cfg.kernel - 1), (cfg.heads, cfg.head_dim, cfg.state)
-    return builders.slots(layers, conv, ssm, rows=rows)
+    return builders.slots(layers, rows, (cfg.heads, cfg.head_dim, cfg.state), conv=convolutions(cfg, ""))
 
 
 def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:
@@ -108,20 +112,20 @@ def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops
     return ops.State(slots=mixer_slots(cfg, cfg.layers, rows))
 
 
-def mix(h, carry, p, layer, cfg: Config, batch, scales=(1.0, 1.0, 1.0), gate_first: bool = True):
-    """Apply a mixer to normalised hidden states. `scales` multiply z, x B C and dt, numbers or one for each channel.
+def mix(h, carry, p, layer, cfg: Config, batch, scales=(1.0, 1.0, 1.0, 1.0), gate_first: bool = True):
+    """Apply a mixer to normalised hidden states.
 
-    The norm, if p has one, is of each group of channels, and stands after the gate or before it.
+    `scales` multiply z, x, B beside C, and dt: numbers, or one of each channel. The norm, if p has one, is of each group
+    of channels, and stands after the gate or before it.
     """
-    act, shared = ops.ACTIVATIONS[cfg.act], cfg.groups * cfg.state
-    split = lambda x, *size: x.reshape(*x.shape[:-1], *size)
-    project = lambda i: ops.linear("...d,id->...i", h, p[i], p.get(i + "_bias"))
-    z, xbc, dt = (project(i) * jnp.asarray(s, h.dtype) for i, s in zip(("z", "xbc", "dt"), scales, strict=True))
-    xbc, carry = ops.causal_conv(batch, carry, layer, xbc, p["conv"], p.get("conv_bias"))
-    u, b, c = jnp.split(act(xbc), (cfg.inner, cfg.inner + shared), -1)
+    act, split = ops.ACTIVATIONS[cfg.act], lambda x, *size: x.reshape(*x.shape[:-1], *size)
+    project = lambda i, scale: ops.linear("...d,id->...i", h, p[i], p.get(i + "_bias")) * jnp.asarray(scale, h.dtype)
+    z, x, bc, dt = map(project, ("z", "x", "bc", "dt"), scales)
+    mixed, carry = ops.causal_conv(batch, carry, layer, {"x": x, "bc": bc}, p["conv"], p.get("conv_bias"))
+    x, (b, c) = act(mixed["x"]), jnp.split(act(mixed["bc"]), 2, -1)
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + p["step"]), *cfg.limits)
     y, carry = ops.ssd(
-        batch, carry, layer, split(u, cfg.heads, cfg.head_dim), dt, -jnp.exp(p["decay"].astype(jnp.float32)),
+        batch, carry, layer, split(x, cfg.heads, cfg.head_dim), dt, -jnp.exp(p["decay"].astype(jnp.float32)),
         split(b, cfg.groups, cfg.state), split(c, cfg.groups, cfg.state), d=p["skip"], chunk=min(cfg.chunk, 256),
     )  # fmt: skip
     y, gate = y.reshape(z.shape).astype(jnp.float32), jax.nn.silu(z.astype(jnp.float32))

@@ -84,7 +84,7 @@ def state_spec(cfg: Config, *, pages: int, page: int = 64, rows: int) -> ops.Sta
     full = cfg.kinds.count(FULL)
     kv = builders.kv_pages(full, cfg.kv_heads, cfg.head_dim, pages=pages, page=page)
     ssm = (cfg.heads, cfg.head_dim, cfg.head_dim)
-    return ops.State(kv, builders.slots(cfg.layers - full, None, ssm, rows=rows))
+    return ops.State(kv, builders.slots(cfg.layers - full, rows, ssm))
 
 
 def lightning(h, carry, p, layer, decay, cfg: Config, batch):

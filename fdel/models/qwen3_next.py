@@ -77,12 +77,21 @@ def linear_spec(cfg: Config, name: str) -> dict:
     return inputs | {"beta": gate("beta"), "decay": gate("decay")} | delta_spec(cfg, name)
 
 
+def convolutions(cfg: Any, name: str) -> dict[str, Param]:
+    """Declare the convolutions of q, k and v, which lie one below the other in the file."""
+    narrow, wide = (
+        ("heads head_dim", (cfg.key_heads, cfg.key_dim)),
+        ("heads rep head_dim", (cfg.key_heads, cfg.rep, cfg.value_dim)),
+    )
+    return builders.fused_conv(name + "conv1d.weight", cfg.kernel, q=narrow, k=narrow, v=wide)
+
+
 def delta_spec(cfg: Any, name: str) -> dict:
     """Declare what a delta-rule mixer has beside its input projections."""
     d, g, r, v = cfg.embed, cfg.key_heads, cfg.rep, cfg.value_dim
     per_head = lambda part, init: Param("heads rep", (g, r), init, name + part, "(heads rep)", dtype="float32")
     return {
-        "conv": builders.conv(name + "conv1d.weight", cfg.channels, cfg.kernel),
+        "conv": convolutions(cfg, name),
         "rate": per_head("A_log", builders.decay_init), "step": per_head("dt_bias", ones),
         "mixer_norm": builders.norm(name + "norm.weight", v, "head_dim"),
         "o": Param("embed heads rep head_dim", (d, g, r, v), normal(0.02), name + "out_proj.weight",
@@ -137,25 +146,23 @@ def rename(name: str, cfg: Any) -> str | None:
 def state_spec(cfg: Any, *, pages: int, page: int = 64, rows: int) -> ops.State:
     """Declare what serving must remember: pages of the full layers, recurrent slots of the linear ones."""
     full = sum(mixer == FULL for mixer, _ in cfg.kinds)
-    conv, ssm = (cfg.channels, cfg.kernel - 1), (cfg.value_heads, cfg.key_dim, cfg.value_dim)
+    ssm = cfg.value_heads, cfg.key_dim, cfg.value_dim
     kv = builders.kv_pages(full, cfg.kv_heads, cfg.head_dim, pages=pages, page=page)
-    return ops.State(kv, builders.slots(cfg.layers - full, conv, ssm, rows=rows))
+    return ops.State(kv, builders.slots(cfg.layers - full, rows, ssm, conv=convolutions(cfg, "")))
 
 
 def delta(h, carry, p, layer, cfg, batch):
     """Mix by the gated delta rule: short convolution, unit-length q and k, decay and write strength from the input."""
-    q, k = (ops.einsum("...d,ghd->...gh", h, p[i]) for i in "qk")
-    v, z = (ops.einsum("...d,grhd->...grh", h, p[i]) for i in "vz")
+    mixed = {i: ops.einsum("...d,ghd->...gh", h, p[i]) for i in "qk"}
+    mixed["v"], z = (ops.einsum("...d,grhd->...grh", h, p[i]) for i in "vz")
     b, a = (ops.einsum("...d,grd->...gr", h, p[i]) for i in ("beta", "decay"))
     flat = lambda x: x.reshape(*h.shape[:-1], -1)
-    mixed, carry = ops.causal_conv(batch, carry, layer, jnp.concatenate([flat(q), flat(k), flat(v)], -1), p["conv"])
-    keys = cfg.key_heads * cfg.key_dim
-    q, k, v = jnp.split(ops.ACTIVATIONS[cfg.act](mixed), (keys, 2 * keys), -1)
-    heads = lambda x, n: x.reshape(*h.shape[:-1], n, -1)
-    q, k = (jnp.repeat(ops.l2norm(heads(x, cfg.key_heads)), cfg.rep, -2) for x in (q, k))
+    mixed, carry = ops.causal_conv(batch, carry, layer, mixed, p["conv"])
+    q, k, v = (ops.ACTIVATIONS[cfg.act](mixed[i]) for i in "qkv")
+    q, k = (jnp.repeat(ops.l2norm(x), cfg.rep, -2) for x in (q, k))
     g = -jnp.exp(p["rate"].astype(jnp.float32)) * jax.nn.softplus(a.astype(jnp.float32) + p["step"].astype(jnp.float32))
     o, carry = ops.gated_delta_rule(
-        batch, carry, layer, q * cfg.key_dim**-0.5, k, heads(v, cfg.value_heads), flat(g), jax.nn.sigmoid(flat(b))
+        batch, carry, layer, q * cfg.key_dim**-0.5, k, v.reshape(*q.shape[:-1], -1), flat(g), jax.nn.sigmoid(flat(b))
     )
     o = ops.rms_norm(o.reshape(z.shape), p["mixer_norm"], cfg.norm_eps)
     o = (o.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))).astype(h.dtype)

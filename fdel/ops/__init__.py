@@ -32,6 +32,7 @@ from fdel.ops.carry import (
     router_load,
     watch_router,
 )
+from fdel.ops.conv import causal_conv
 from fdel.ops.delta import gated_delta_rule, l2norm
 from fdel.ops.dispatch import Implementation, explain, use
 from fdel.ops.einsum import einsum
@@ -60,7 +61,7 @@ from fdel.ops.route_capacity import (
     update_router_bias,
 )
 from fdel.ops.sparse import Chosen, choose_keys, none_chosen, sparse_mla
-from fdel.ops.ssm import causal_conv, selective_scan, ssd
+from fdel.ops.ssm import selective_scan, ssd
 from fdel.ops.wkv import token_shift, wkv
 
 __all__ = [name for name, x in globals().items() if name[0] != "_" and not inspect.ismodule(x)]

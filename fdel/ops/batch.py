@@ -158,9 +158,12 @@ class Place(NamedTuple):
 @register
 @dataclass(frozen=True)
 class Slots:
-    """Recurrent state of all layers of one kind: `ssm`, and in `conv` the last inputs of a causal convolution."""
+    """Recurrent state of all layers of one kind: `ssm`, and in `conv` the last inputs of causal convolutions.
 
-    conv: Float[Array, "layers slots channels kernel_1"] | None
+    `conv` is an array [layers slots K-1 *C] or a tree of them, as `causal_conv` takes it, or None.
+    """
+
+    conv: Any
     ssm: Float[Array, "layers slots ..."]
 
 

@@ -37,9 +37,7 @@ def recur(
     """
     carry = carry or Carry()
     if isinstance(batch, Packed):
-        if batch.key_segment_ids is not None or batch.prefix_ids is not None:
-            why = "say what attention sees; a recurrent layer has no keys, leave them out"
-            raise ValueError(f"Packed.key_segment_ids and prefix_ids {why}")
+        no_keys(batch)
         change = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
         starts = jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
         valid = batch.segment_ids >= 0
@@ -49,13 +47,7 @@ def recur(
         out = jax.vmap(lambda row: jax.lax.scan(step, zero, row)[1])(rows)
         return out.reshape(b, -1, *out.shape[3:])[:, :t].astype(inputs[0].dtype), carry
 
-    slots = carry.slots
-    state = getattr(slots, field, None)
-    if slots is None or state is None or state.shape[2:] != shape:
-        needs = f"slots.{field} of shape (layers, slots, {str(shape)[1:-1]})"
-        found = f"found {None if state is None else state.shape}"
-        fix = "make the state with params.init(family.state_spec(cfg, ...))"
-        raise ValueError(f"Paged needs {needs}, {found}; {fix}")
+    state = fitting(getattr(carry.slots, field, None), field, shape)
     chunk = batch.block if batch.block <= chunk else math.gcd(batch.block, chunk)
     starts, valid = batch.positions == 0, batch.positions >= 0
     chunks = _split((starts, valid, *inputs), valid, chunk)
@@ -84,7 +76,24 @@ def recur(
         last, out = jax.lax.scan(block, (state, *nothing), (rows, fresh, prepared))
         state = store(*last)
     out = out.reshape(-1, *out.shape[2:]).astype(inputs[0].dtype)
-    return out, carry.remember(slots=dataclasses.replace(slots, **{field: state}))
+    return out, carry.remember(slots=dataclasses.replace(carry.slots, **{field: state}))
+
+
+def no_keys(batch: Packed) -> None:
+    """Refuse what hides keys, which a recurrent layer has none of."""
+    if batch.key_segment_ids is not None or batch.prefix_ids is not None:
+        why = "say what attention sees; a recurrent layer has no keys, leave them out"
+        raise ValueError(f"Packed.key_segment_ids and prefix_ids {why}")
+
+
+def fitting(state: Array | None, field: str, shape: tuple[int, ...]) -> Array:
+    """Give `slots.field` if it keeps arrays of this shape for each sequence, else a ValueError."""
+    if state is None or state.shape[2:] != shape:
+        needs = f"slots.{field} of shape (layers, slots, {str(shape)[1:-1]})"
+        found = f"found {None if state is None else state.shape}"
+        fix = "make the state with params.init(family.state_spec(cfg, ...))"
+        raise ValueError(f"Paged needs {needs}, {found}; {fix}")
+    return state
 
 
 def _split(arrays: tuple[Array, ...], valid: Bool[Array, "... T"], chunk: int) -> tuple[Array, ...]:

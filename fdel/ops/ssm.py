@@ -1,4 +1,4 @@
-"""State-space mixers: the convolution before them (and before delta rules), Mamba's selective scan, and Mamba-2's SSD."""
+"""State-space mixers: Mamba's selective scan, and Mamba-2's SSD."""
 
 import jax
 import jax.numpy as jnp
@@ -8,33 +8,6 @@ from fdel.ops.batch import Batch
 from fdel.ops.carry import Carry
 from fdel.ops.dispatch import kernel, operation
 from fdel.ops.recurrent import GROUPS, HEADS, SLOTS, TOKENS, Layer, decays, recur, visible
-
-
-def causal_conv(
-    batch: Batch, carry: Carry | None, layer: Layer,
-    x: Float[Array, "... T C"], weight: Float[Array, "C K"], bias: Float[Array, " C"] | None = None,
-) -> tuple[Float[Array, "... T C"], Carry]:  # fmt: skip
-    """Convolve each channel with its own kernel: y_t = sum_k weight[:, k] x_{t-K+1+k} + bias; no activation.
-
-    Inputs before a sequence begins are zero. State `slots.conv` [layers slots C K-1] holds the last K - 1 inputs, the
-    oldest first. The weight is a checkpoint's [C 1 K] without its middle axis.
-    >>> x = jnp.array([[[1.0], [2.0], [3.0]]])
-    >>> ops.causal_conv(ops.packed(tokens[:1, :3]), None, 0, x, jnp.ones((1, 2)))[0].ravel()
-    Array([1., 3., 5.], dtype=float32)
-    """
-    k = weight.shape[1]
-    taps = weight.astype(jnp.float32)
-
-    def step(last: Float[Array, "C past"], inputs: tuple) -> tuple[Array, Array]:
-        starts, valid, x = inputs
-        t = len(x)
-        past = jnp.concatenate([last.T, x])
-        run = jnp.pad(jnp.cumsum(starts), (k - 1, 0))  # what came before the chunk belongs to run 0
-        reads = lambda j: jnp.where((run[j : j + t] == run[k - 1 :])[:, None], past[j : j + t], 0)
-        y: Array = sum((taps[:, j] * reads(j) for j in range(k)), start=jnp.zeros(()))
-        return jax.lax.dynamic_slice_in_dim(past, valid.sum(), k - 1).T, y if bias is None else y + bias
-
-    return recur(batch, carry, layer, "conv", (x.shape[-1], k - 1), lambda inputs: inputs, step, (x,), x.shape[-2])
 
 
 @operation(

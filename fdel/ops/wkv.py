@@ -6,8 +6,8 @@ from jaxtyping import Array, Float
 
 from fdel.ops.batch import Batch
 from fdel.ops.carry import Carry
+from fdel.ops.conv import causal_conv
 from fdel.ops.recurrent import Layer, recur
-from fdel.ops.ssm import causal_conv
 
 NEVER = -1e30  # the logarithm of no weight at all; finite, so that differences of two are numbers
 

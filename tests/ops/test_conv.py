@@ -6,7 +6,7 @@ import pytest
 
 from fdel.ops.batch import Slots, State, packed, paged
 from fdel.ops.carry import Carry
-from fdel.ops.ssm import causal_conv
+from fdel.ops.conv import causal_conv
 
 C = 5
 
@@ -61,7 +61,7 @@ def test_decode_equals_transformers():
     state = tx[:, 3:6].mT.clone()
     want_next = mamba2.causal_conv1d_update(tx[:, 6:].mT, state, tw, tb).mT  # updates `state`
 
-    table, slots = np.zeros((2, 1), int), Slots(np.full((1, 2, C, 3), np.nan, np.float32), None)
+    table, slots = np.zeros((2, 1), int), Slots(np.full((1, 2, 3, C), np.nan, np.float32), None)
     carry = jax.tree.map(jax.numpy.asarray, Carry(State(slots=slots)))
     prefill = np.concatenate([x[0, :6], np.zeros((2, C), np.float32)])
     run = jax.jit(lambda batch, carry, x: causal_conv(batch, carry, 0, x, weight, bias))
@@ -69,4 +69,39 @@ def test_decode_equals_transformers():
     np.testing.assert_allclose(y[:6], want[0].numpy(), rtol=1e-5, atol=1e-6)
     y, carry = run(paged([(1, 6, [0])], table)[1], carry, x[0, 6:])
     np.testing.assert_allclose(y, want_next[0].numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(carry.slots.conv[0, 1], state[0].numpy())
+    np.testing.assert_array_equal(carry.slots.conv[0, 1], state[0].mT.numpy())
+
+
+@pytest.mark.parametrize("block", [2, 4, 16])
+def test_a_tree_of_channels_over_pages(block):
+    """Channels along two axes beside others along one, pieces of drawn lengths, a slot that passes to another sequence."""
+    rng, shapes = np.random.default_rng(block), {"a": (2, 3), "b": (4,)}
+    sequences = [
+        {i: rng.normal(size=(int(t), *s)).astype(np.float32) for i, s in shapes.items()} for t in (31, 1, 19, 23)
+    ]
+    weight, bias = ({i: rng.normal(size=(*s, *k)).astype(np.float32) for i, s in shapes.items()} for k in ((4,), ()))
+    alone = lambda x, w, b: written_out(x.reshape(1, len(x), -1), w.reshape(-1, 4), b.ravel()).reshape(x.shape)
+    want = [{i: alone(x[i], weight[i], bias[i]) for i in shapes} for x in sequences]
+    rows, done, size = (0, 1, 1, 2), [0] * 4, 12 * block  # the second sequence and the third have one slot
+    carry = Carry(State(slots=Slots({i: jax.numpy.full((2, 3, 3, *s), np.nan) for i, s in shapes.items()}, None)))
+    run = jax.jit(lambda batch, carry, x: causal_conv(batch, carry, 1, x, weight, bias))
+    while any(d < len(x["b"]) for d, x in zip(done, sequences, strict=True)):
+        flat, pieces, room = {i: np.full((size, *s), np.nan, np.float32) for i, s in shapes.items()}, [], 0
+        for n in (0, 1, 2, 3, 0, 3):
+            most = min(len(sequences[n]["b"]) - done[n], 2 * block)
+            length = int(rng.integers(1, most + 1)) if most else 0
+            length -= length % block if length < most else 0  # only the last piece of a call ends within a block
+            if length and room + -(-length // block) <= size // block:
+                pieces.append((n, done[n], length, room * block))
+                done[n], room = done[n] + length, room + -(-length // block)
+        for n, start, length, at in pieces:
+            for i in shapes:
+                flat[i][at : at + length] = sequences[n][i][start : start + length]
+        chunks = [(rows[n], start, [0] * length) for n, start, length, _ in pieces]
+        y, carry = run(paged(chunks, np.zeros((3, 1), int), block=block, size=size)[1], carry, flat)
+        for n, start, length, at in pieces:
+            for i in shapes:
+                np.testing.assert_allclose(
+                    y[i][at : at + length], want[n][i][start : start + length], rtol=1e-5, atol=1e-5
+                )
+    assert all(np.isnan(x[0]).all() for x in carry.slots.conv.values())

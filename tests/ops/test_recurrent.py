@@ -14,8 +14,9 @@ import pytest
 
 from fdel.ops.batch import Packed, Paged, Slots, State, packed, paged
 from fdel.ops.carry import Carry
+from fdel.ops.conv import causal_conv
 from fdel.ops.delta import gated_delta_rule
-from fdel.ops.ssm import causal_conv, selective_scan, ssd
+from fdel.ops.ssm import selective_scan, ssd
 
 N, H, S, C, K, G = 4, 6, 5, 7, 4, 2
 RNG = np.random.default_rng(0)
@@ -49,7 +50,7 @@ CASES = {
         lambda rng, t: (rng.normal(size=(t, C)),),
         lambda batch, carry, layer, inputs, chunk: causal_conv(batch, carry, layer, *inputs, WEIGHT, BIAS),
         "conv",
-        (C, K - 1),
+        (K - 1, C),
     ),
     "delta": Case(lambda rng, t: delta_inputs(rng, t, (N,)), delta, "ssm", (N, H, S)),
     "kda": Case(lambda rng, t: delta_inputs(rng, t, (N, H)), delta, "ssm", (N, H, S)),

@@ -68,7 +68,7 @@ def test_segments_and_padding_are_apart():
 @pytest.mark.parametrize("chunks", [[40], [7, 33], [13, 1, 1, 25]])
 def test_paged_in_parts_from_a_slot_of_nan(chunks):
     p, start, outs = draw(40), 0, []
-    carry = ops.Carry(State(slots=Slots(jnp.full((2, 3, C, 1), jnp.nan), jnp.full((2, 3, C, 3), jnp.nan))))
+    carry = ops.Carry(State(slots=Slots(jnp.full((2, 3, 1, C), jnp.nan), jnp.full((2, 3, C, 3), jnp.nan))))
     mix, shift = jax.jit(ops.wkv), jax.jit(ops.token_shift)
     for n in chunks:
         block = 1 if n == 1 else 4
