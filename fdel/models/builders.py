@@ -168,18 +168,15 @@ def without_mask(name: str, cfg: Any) -> str | None:
     return None if name.endswith((".bias", ".masked_bias")) and name.split(".")[-2] in ("attn", "attention") else name
 
 
-def conv(name: str, kernel: int, axes: str, *shape: int) -> Param:
+def conv(name: str, kernel: int, axes: str, shape: tuple[int, ...]) -> Param:
     """Causal convolution of each channel of these axes, stored [channels 1 kernel] as torch does."""
     return Param(f"{axes} kernel", (*shape, kernel), normal(0.2), name, f"({axes}) 1 kernel")
 
 
 def fused_conv(name: str, kernel: int, **sides: tuple[str, tuple[int, ...]]) -> dict[str, Param]:
-    """Such convolutions that lie one below the other in one tensor: name, kernel, b=("groups state", (g, s)), ..."""
-    cuts = parts(**{part: math.prod(shape) for part, (_, shape) in sides.items()})
-    return {
-        part: replace(conv(name, kernel, axes, *shape), hf_axes=f"[{axes}] 1 kernel", part=cuts[part])
-        for part, (axes, shape) in sides.items()
-    }
+    """Such convolutions that lie one below the other in one tensor: see `fused`."""
+    as_conv = lambda p: replace(p, init=normal(0.2), hf_axes=p.hf_axes.replace("]", "] 1"))
+    return jax.tree.map(as_conv, fused(name, ("kernel", kernel), **sides))
 
 
 def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int) -> Pages:
@@ -199,17 +196,10 @@ def kv_state(cfg: Any, *, pages: int, page: int = 64, rows: int = 0) -> State:
 
 
 def slots(layers: int, rows: int, ssm: tuple[int, ...], axes: str = "heads head_dim state", conv: Any = None) -> Slots:
-    """Spec of recurrent state for `rows` sequences: `ssm` is the shape of one layer's, along these axes.
-
-    `conv` are the convolutions of one layer, which remember as many inputs as their kernels reach back.
-    """
-
-    def kept(p: Param) -> Param:
-        *shape, kernel = p.shape
-        axes = p.axes.removesuffix(" kernel")
-        return Param(f"layers slots kernel {axes}", (layers, rows, kernel - 1, *shape), zeros)
-
-    return Slots(jax.tree.map(kept, conv), Param(f"layers slots {axes}", (layers, rows, *ssm), zeros, dtype="float32"))
+    """Spec of recurrent state for `rows` sequences: of each layer `ssm`, along these axes, and inputs of the Params `conv`."""
+    past = lambda axes, *shape, kernel: Param(f"layers slots kernel {axes}", (layers, rows, kernel - 1, *shape), zeros)
+    kept = jax.tree.map(lambda p: past(p.axes.removesuffix(" kernel"), *p.shape[:-1], kernel=p.shape[-1]), conv)
+    return Slots(kept, Param(f"layers slots {axes}", (layers, rows, *ssm), zeros, dtype="float32"))
 
 
 def decay_init(key, shape, dtype):

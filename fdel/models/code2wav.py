@@ -96,7 +96,7 @@ def spec(cfg: Config) -> dict[str, Any]:
 
     def ratio(i: int, n: int) -> dict[str, Any]:
         name = f"code2wav.upsample.{i}.1."
-        depthwise = builders.conv(name + "dwconv.conv.weight", KERNEL, "channels", d)
+        depthwise = builders.conv(name + "dwconv.conv.weight", KERNEL, "channels", (d,))
         return {
             "longer": _longer(f"code2wav.upsample.{i}.0", d, d, n),
             "conv": depthwise, "conv_bias": builders.bias(name + "dwconv.conv.bias", d),

@@ -78,7 +78,7 @@ class Config(deepseek_v3.Config):
 def convolutions(cfg: Config, name: str) -> dict[str, Param]:
     """Declare the convolutions of queries, keys and values."""
     heads = cfg.key_heads, cfg.key_dim
-    return {i: builders.conv(f"{name}{i}_conv1d.weight", cfg.kernel, "heads head_dim", *heads) for i in "qkv"}
+    return {i: builders.conv(f"{name}{i}_conv1d.weight", cfg.kernel, "heads head_dim", heads) for i in "qkv"}
 
 
 def delta_spec(cfg: Config, name: str) -> dict:

@@ -40,7 +40,7 @@ class Config(mamba2.Recurrent):
 
 def convolution(cfg: Config, name: str) -> Param:
     """Declare the convolution of a mixer."""
-    return builders.conv(name + "conv1d.weight", cfg.kernel, "inner", cfg.inner)
+    return builders.conv(name + "conv1d.weight", cfg.kernel, "inner", (cfg.inner,))
 
 
 def spec(cfg: Config) -> dict:

@@ -58,13 +58,8 @@ class Config(Recurrent):
         return config.to_hf(self) | {"expand": self.inner // self.embed}
 
     inner = property(lambda self: self.heads * self.head_dim)  # channels of the mixer
-    # What passes through the convolution: x, and B beside C.
+    # What is convolved: x, and B beside C.
     mixed = property(lambda c: {"x": ("inner", (c.inner,)), "bc": ("channels", (2 * c.groups * c.state,))})
-
-
-def convolutions(cfg: Config, name: str) -> dict[str, Param]:
-    """Declare the convolutions of a mixer, which lie one below the other in the file."""
-    return builders.fused_conv(name + "conv1d.weight", cfg.kernel, **cfg.mixed)
 
 
 def mixer_spec(cfg: Config, name: str, *, out_bias: bool) -> dict:
@@ -73,7 +68,7 @@ def mixer_spec(cfg: Config, name: str, *, out_bias: bool) -> dict:
     sides = {"z": ("inner", (cfg.inner,)), **cfg.mixed, "dt": ("heads", (cfg.heads,))}
     tree = {
         **builders.fused(name + "in_proj.weight", ("embed", cfg.embed), **sides),
-        "conv": convolutions(cfg, name),
+        "conv": builders.fused_conv(name + "conv1d.weight", cfg.kernel, **cfg.mixed),
         "decay": heads("A_log", builders.decay_init),
         "skip": heads("D", builders.ones),
         "step": heads("dt_bias", builders.step_init),
@@ -104,7 +99,8 @@ def rename(name: str, cfg: Config) -> str:
 
 def mixer_slots(cfg: Config, layers: int, rows: int) -> ops.Slots:
     """Declare what mixers must remember: convolution inputs and state of `rows` sequences."""
-    return builders.slots(layers, rows, (cfg.heads, cfg.head_dim, cfg.state), conv=convolutions(cfg, ""))
+    conv = builders.fused_conv("", cfg.kernel, **cfg.mixed)
+    return builders.slots(layers, rows, (cfg.heads, cfg.head_dim, cfg.state), conv=conv)
 
 
 def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:

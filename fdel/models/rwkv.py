@@ -63,7 +63,7 @@ def spec(cfg: Config) -> dict:
 
 def state_spec(cfg: Config, *, pages: int = 0, page: int = 64, rows: int) -> ops.State:
     """Declare what serving must remember of `rows` sequences: the last token at two places of a layer, and its sums."""
-    shift = builders.conv("", 2, "channels", cfg.embed)
+    shift = builders.conv("", 2, "channels", (cfg.embed,))
     slots = lambda layers: builders.slots(layers, rows, (cfg.inner, 3), "inner state", shift)
     return ops.State(slots=replace(slots(cfg.layers), conv=slots(2 * cfg.layers).conv))
 

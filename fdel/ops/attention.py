@@ -89,7 +89,7 @@ def _blocks(schedule: Schedule | None = None) -> Callable:
     return lambda *args, bias, **kwargs: flash_attention(*args, schedule=schedule, **kwargs)
 
 
-_QKV = "rows tokens heads head_dim"
+_Q, _KV = "rows tokens heads head_dim", "rows tokens kv_heads head_dim"
 ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, bias=) and returns (out, lse or None)
     "attend",
     {
@@ -101,8 +101,8 @@ ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, b
         "flash": Implementation(_blocks(), ring.no_bias),
         "dense": Implementation(dense_attention),
     },
-    (_QKV, _QKV, _QKV, "rows tokens"),
-    out=(_QKV, "rows tokens heads"),
+    (_Q, _KV, _KV, "rows tokens"),
+    out=(_Q, "rows tokens heads"),
     named={"sinks": "heads", "alibi": "heads", "bias": "(rows) heads tokens keys"},
     also={  # EasyDeL's names
         "vanilla": "dense", "flash_attn2": "flash", "blockwise": "flash", "blocksparse": "splash", "sdpa": "cudnn",

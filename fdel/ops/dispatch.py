@@ -15,6 +15,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fdel.ops.cpu import collective
@@ -24,12 +25,14 @@ from fdel.ops.shard import AXES, divided
 F = TypeVar("F", bound=Callable)
 TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
 # Axes that `divide` may divide; "each" are tokens that are computed one by one, for which others need whole sequences;
-# over "summed" ones the results of the devices are added up.
+# over "summed" ones the results of the devices are added up. "kv_rows" are those of a cache that hold several heads each.
+TOGETHER = ("heads", "kv_heads", "kv_rows", "groups")  # all are divided, or none
 MESH = {
-    "rows": AXES["rows"], "each": AXES["tokens"], "heads": AXES["attending"], "outputs": AXES["vocab"],
-    "summed": AXES["vocab"], "groups": AXES["attending"],
+    "rows": AXES["rows"], "each": AXES["tokens"], "outputs": AXES["vocab"], "summed": AXES["vocab"],
+    **dict.fromkeys(TOGETHER, AXES["attending"]),
 }  # fmt: skip
 ONE = ("summed", "groups")  # an array with one of these is whole on each device
+FEW = ("kv_heads", "groups")  # where devices are a multiple of them, several devices have the same one
 
 
 @dataclass(frozen=True)
@@ -209,13 +212,10 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         }
         rows = next((x.ndim >= len(text.split()) for x, text in arrays.values() if text.startswith("(rows)")), True)
         names = lambda text: text.replace("(rows)", "rows" if rows else "").split()
-        over = {name: tuple(context(*axes)) for name, axes in MESH.items()}
-        for x, text in arrays.values():
-            for name, size in zip(names(text), x.shape, strict=False):
-                if size % math.prod(context(*over.get(name, ())).values()) and not (name in ONE and size == 1):
-                    over[name] = ()
-        if not over["heads"] or not over["groups"]:  # groups of heads: both or neither
-            over["heads"] = over["groups"] = ()
+        over, times = _places([(names(text), x.shape) for x, text in arrays.values()])
+        if isinstance(outs, str) and any(name in times for name in names(outs)):  # it would be sent to be whole again
+            return next(way for way in table.implementations.values() if not way.local).call(*args, **kwargs)
+        arrays = {i: (_repeated(x, names(text), times), text) for i, (x, text) in arrays.items()}
         of = lambda name, size=0: None if name in ONE and size == 1 else over.get(name) or None
         spec = lambda text, *shape: P(*map(of, names(text), *shape))
         total = over["summed"] if any("summed" in text for _, text in arrays.values()) else ()
@@ -245,6 +245,26 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         return jax.tree.map(complete, outs, found, is_leaf=mapping)
 
     return divided_call
+
+
+def _places(arrays: list[tuple[list[str], tuple[int, ...]]]) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
+    """Say over which mesh axes the named axes of arrays go, and how many devices share each thing of `FEW`, if several."""
+    over, times = {name: tuple(context(*axes)) for name, axes in MESH.items()}, dict[str, int]()
+    for names, shape in arrays:
+        for name, size in zip(names, shape, strict=False):
+            count = math.prod(context(*over.get(name, ())).values())
+            if size % count and name in FEW and size > 1 and times.setdefault(name, count // size) * size == count:
+                continue
+            if size % count and not (name in ONE and size == 1):
+                over[name] = ()
+    return (over, times) if all(over[name] for name in TOGETHER) else (over | dict.fromkeys(TOGETHER, ()), {})
+
+
+def _repeated(x: Any, names: list[str], times: Mapping[str, int]) -> Any:
+    """Repeat what devices share, once for each: no copy where each has its own already (`params.mesh.SHARED`)."""
+    for axis, name in enumerate(names[: x.ndim]):
+        x = jnp.repeat(x, times[name], axis) if name in times else x
+    return x
 
 
 def _texts(entry: Any, x: Any) -> list[str | None]:

@@ -23,7 +23,7 @@ LANES = 128  # numbers in a row of a TPU's registers
 GROUP = {"cpu": 64, "gpu": 512, "tpu": 512}  # keys per step of the loop
 FEW, TOGETHER = 512, 32  # where no sequence has more keys than that, a CPU takes so many that decode at a time
 
-_CACHE, _PER_HEAD = "layers pages heads", {"sinks": "heads", "alibi": "heads"}
+_PER_HEAD = {"sinks": "heads", "alibi": "heads"}
 _RAGGED = Implementation(
     lambda *_, **__: None,
     lambda *_, **__: (
@@ -57,7 +57,17 @@ def filled(x: Array, channels: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
-@operation("", _CACHE, "", "tokens heads", "tokens heads", out=_CACHE, mosaic=kernel("write_pages_tpu"))
+def _cache(state: Pages, head_dim: int) -> str:
+    """Name the axes of a cache: rows that hold several heads each are divided with whole heads only."""
+    return f"layers pages kv_{'rows' if state.k.shape[-1] >= 2 * head_dim else 'heads'}"
+
+
+def _written(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> tuple[tuple[str, ...], str]:
+    cache = _cache(state, k.shape[-1])
+    return ("", cache, "", "tokens kv_heads", "tokens kv_heads"), cache
+
+
+@operation(_written, mosaic=kernel("write_pages_tpu"))
 def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
     _, total_pages, heads, size, _ = state.k.shape
@@ -124,9 +134,9 @@ def _oldest(qi: Array, window: int) -> Array:
     return jnp.maximum(starts.min() - window + 1, 0)
 
 
-def _axes(batch: Paged, state: Pages, *_: Any, **__: Any) -> tuple[tuple[str, ...], str]:
+def _axes(batch: Paged, state: Pages, layer: Any, q: Array, **_: Any) -> tuple[tuple[str, ...], str]:
     """Divide heads, each with its keys; a key head that all share, as that of latent attention, is whole everywhere."""
-    return ("", "" if state.k.shape[2] == 1 else _CACHE, "", "tokens heads"), "tokens heads"
+    return ("", "" if state.k.shape[2] == 1 else _cache(state, q.shape[-1]), "", "tokens heads"), "tokens heads"
 
 
 @operation(

@@ -11,10 +11,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fdel import ops
+from fdel import ops, params
+from fdel.models import builders
 from fdel.ops import attention, dispatch, flash, ring
 from fdel.ops.batch import Packed
+from fdel.ops.paged import paged_attention, write_pages
 from fdel.params.mesh import make_mesh
+from fdel.serve.engine.step import quantized
 from tests.ops.test_attention import case, f32
 
 MESH = {"dp": 2, "tp": 2, "sp": 2}
@@ -90,6 +93,56 @@ def test_heads_that_a_mesh_does_not_divide_stay_whole(opaque):
         got = jax.jit(run, static_argnums=0)("opaque")
     assert set(opaque) == {((1, 8, 6, 8), (1, 8, 3, 8))}
     np.testing.assert_allclose(got, run("dense"), atol=2e-6)
+
+
+def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque):
+    """Two key heads on four devices, and their gradients: each has one, and two of the eight query heads."""
+    q, *kv = (jax.random.normal(jax.random.key(n), (2, 8, n, 8)) for n in (8, 2, 2))
+    batch, weight = ops.packed(jnp.zeros((2, 8), int)), jnp.cos(jnp.arange(8.0))
+    value = lambda q, k, v, impl: (ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(1.0), impl=impl)[0] * weight).sum()
+    run = jax.jit(jax.value_and_grad(value, (0, 1, 2)), static_argnums=3)
+    with jax.set_mesh(make_mesh({"dp": 2, "tp": 4})):
+        got = run(q, *kv, "opaque")
+    assert set(opaque) == {((1, 8, 2, 8), (1, 8, 1, 8))}
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(run(q, *kv, "dense")), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_a_cache_of_fewer_heads_than_devices_is_not_gathered(monkeypatch, kv):
+    """Its axis lies in two on the devices, as `params.shardings` puts it; so do a call's parts and its results."""
+    seen = []
+
+    def local(name, at):
+        table = dispatch.TABLES[name]
+        *_, last = table.implementations.values()
+
+        def call(*args, **named):
+            seen.append((name, args[1].k.shape[2], args[at].shape[1]))
+            return last.call(*args, **named)
+
+        monkeypatch.setitem(table.implementations, "opaque", dispatch.Implementation(call, local=True))
+
+    local("paged_attention", 3), local("write_pages", 3)
+    mesh, rng = make_mesh({"dp": 2, "tp": 4}), np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(24, n, 64)).astype(np.float32) for n in (8, 2, 2))
+    spec = quantized(ops.State(builders.kv_pages(1, 2, 64, pages=6, page=8)), kv)
+    _, batch = ops.paged([(0, 0, [0] * 13), (1, 0, [0] * 8)], np.array([[5, 0, 2], [1, 3, 4]]), block=8)
+
+    def run(state, q, k, v):
+        state = write_pages(batch, state.pages, 0, k, v)
+        return paged_attention(batch, state, 0, q, mask=ops.Mask(0.3)), state
+
+    state, at = params.init(spec, jax.random.key(0)), params.shardings(spec, mesh, params.SERVE)
+    heads = NamedSharding(mesh, P(None, "tp"))
+    with jax.set_mesh(mesh), ops.use(paged_attention="opaque", write_pages="opaque"):
+        given = jax.device_put(state, at), jax.device_put(q, heads), k, v
+        program = jax.jit(run, out_shardings=(heads, at.pages)).lower(*given).compile()
+        got = program(*given)
+    assert set(seen) == {("paged_attention", 1, 2)}
+    assert not re.search(r"all-gather|all-to-all|collective-permute|all-reduce", program.as_text())
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(run)(state, q, k, v)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
