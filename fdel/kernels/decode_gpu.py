@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from fdel.kernels.words_gpu import chosen, halves, joined
+from fdel.kernels.words_gpu import chosen, floats, halves, joined
 from fdel.ops.weights import E2M1, FP4, NF4, PACKED
 
 
@@ -62,37 +62,45 @@ def codes_of(format: str) -> UInt32[np.ndarray, "codes"] | None:
     return words if _even(how) else np.append(words, np.uint32(0x32103210))
 
 
-def decoded(
-    raw: Array, format: str, zero: Callable[[int], Array] | None, codes: Sequence[Any], plain: bool
-) -> list[Array]:
+def decoded(raw: Array, format: str, zero: Callable[[int], Array] | None, codes: Sequence[Any], plain: bool) -> Array:
     """Cut bytes into bfloat16 numbers, less their zero points: all, or if `PACKED` those in high bits, then in low ones.
 
-    zero(n) gives n more than the zero points, of the shape of `raw` and in bfloat16. `codes` are those of `codes_of`, read
-    from memory: of constants ptxas makes copies for each permutation. `plain` is that of `words_gpu`.
+    zero(n) gives n more than the zero points, of the shape of the result and in bfloat16. `codes` are those of `codes_of`,
+    read from memory: of constants ptxas makes copies for each permutation. `plain` is that of `words_gpu`.
     """
     how = FORMATS[format]
     if isinstance(how, Small):
-        return [_small(raw, how)]
+        return _small(raw, how)
     if format not in PACKED:
         signed = raw if format == "int8" else raw ^ jnp.int8(-128)
-        return [_less(signed.astype(jnp.bfloat16), zero, -128 * (format == "uint8"))]
+        return _less(signed.astype(jnp.bfloat16), zero, -128 * (format == "uint8"))
     words = joined(raw, plain)
     if isinstance(how, Table):
         return _looked_up(words, codes, _even(how), plain)
     digits = (words >> jnp.uint32(4)) & jnp.uint32(0x0F0F0F0F), words & jnp.uint32(0x0F0F0F0F)
     above = [[chosen(x, codes[0], choice, plain) for choice in (0x4140, 0x4342)] for x in digits]
-    return [_less(halves(first, second, plain), zero, how.middle + 128) for first, second in above]
+    return _less(halves(above, plain), zero, how.middle + 128)
 
 
-def scale_of(stored: Array, kind: str, dtype: Any) -> Array:
-    """Read scales: "float", "exponent" (2^(stored - 127); 0 of 0) or, in bfloat16, "fp8"."""
-    if kind == "fp8":
-        return _small(stored, FORMATS["fp8"])
+def scale_of(stored: Array, kind: str) -> Array:
+    """Read float32 scales: "float", or "exponent" (2^(stored - 127); 0 of 0)."""
     if kind == "float":
-        return stored.astype(dtype)
-    if dtype == jnp.bfloat16:
-        return _number(stored.astype(jnp.uint16) << jnp.uint16(7))
+        return stored.astype(jnp.float32)
     return jax.lax.bitcast_convert_type(stored.astype(jnp.uint32) << jnp.uint32(23), jnp.float32)
+
+
+def scales_of(stored: list[Array], kind: str, plain: bool) -> list[Array]:
+    """Read scales of narrow groups, in bfloat16: "float", or several in each word: "exponent" or "fp8"."""
+    if kind == "float":
+        return [x.astype(jnp.bfloat16) for x in stored]
+    if kind == "fp8":
+        return [number for words in stored for number in floats(words, plain)]
+    number, found = jnp.uint32, []
+    for words in stored:
+        x = words.astype(number)
+        pairs = [(x << number(7)) & number(0x7F807F80), (x >> number(1)) & number(0x7F807F80)]  # two at once
+        found += [_number((pairs[i % 2] >> number(i // 2 * 16)).astype(jnp.uint16)) for i in range(words.itemsize)]
+    return found
 
 
 def spread(parts: list[Array], shape: tuple[int, ...]) -> Array:
@@ -128,7 +136,7 @@ def _even(table: Table) -> bool:
     return bool((bits[8:] == bits[:8] | 0x8000).all())
 
 
-def _looked_up(words: Array, codes: Sequence[Any], even: bool, plain: bool) -> list[Array]:
+def _looked_up(words: Array, codes: Sequence[Any], even: bool, plain: bool) -> Array:
     """Look up numbers of four bits, whose highest bit is the sign, if `even`, or chooses between two tables of eight."""
     number, pairs = jnp.uint32, []
     digits = words & number(0x77777777)
@@ -142,4 +150,4 @@ def _looked_up(words: Array, codes: Sequence[Any], even: bool, plain: bool) -> l
         else:
             low, high = (chosen(find(at), find(at + 2), sign, plain) for at in (0, 4))
         pairs.append([chosen(low, high, choice, plain) for choice in (0x7351, 0x6240)])
-    return [halves(first, second, plain) for first, second in zip(*pairs, strict=True)]
+    return halves(list(zip(*pairs, strict=True)), plain)

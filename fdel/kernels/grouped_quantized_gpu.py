@@ -15,9 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import quantized_arrays_gpu as arrays
 from fdel.kernels import quantized_matmul_gpu
 from fdel.kernels import quantized_program_gpu as program
-from fdel.kernels.quantized_program_gpu import ROWS, Tiling
+from fdel.kernels.quantized_arrays_gpu import ROWS, Tiling
 from fdel.ops.platform import context
 from fdel.ops.weights import Quantized
 
@@ -39,8 +40,8 @@ def product(
     """Multiply as `ops.grouped_matmul`; sums are float32. tiles(M, rows of one) lists tiles; those of no group give 0."""
     many = len(x)
     more = max(t.rows - many, -many % 8)  # what is copied are tiles of 8 rows
-    x = jnp.pad(program.laid(x, w, t), ((0, more), (0, 0)))
-    return program.run(x, program.stored(w), x.dtype, t, tiles(len(x), t.rows))[:many]
+    x = jnp.pad(arrays.laid(x, w, t), ((0, more), (0, 0)))
+    return program.run(x, arrays.stored(w, t), x.dtype, t, tiles(len(x), t.rows))[:many]
 
 
 def tiling(x: Any, w: Quantized) -> Tiling:

@@ -3,10 +3,10 @@
 Tensor cores take one operand from registers: there the stored bytes become bfloat16 (`decode_gpu`), as CUTLASS's mixed
 products do it, and are multiplied with rows of x in shared memory. So a program computes outputs by rows, 64 outputs for
 each of `GROUPS` groups of warps, while one more group copies the next chunks of weight and x. Scales multiply float32
-sums of a chunk, which lies in one group of inputs (arXiv 2210.17323, section 5, scales weights), or decoded numbers where
-groups are narrow, as those of MXFP4 and NVFP4 are. *Few rows*, of decoding:
-x has 8 to 64 rows, and inputs are divided between programs where that fills the device; their float32 sums are added by
-XLA. *Many rows*, of prompts: 128 rows of x in a program, which gives the result as it is.
+sums of what lies in one group of inputs (arXiv 2210.17323, section 5, scales weights), or decoded numbers where groups are
+narrow, as those of MXFP4 and NVFP4 are. *Few rows*, of decoding: x has 8 to 64 rows, and inputs are divided between
+programs where that fills the device; their float32 sums are added by XLA. *Many rows*, of prompts: 128 rows of x in a
+program, which gives the result as it is.
 
 Bytes read: the stored values, once for each 128 rows (then from the second-level cache), scales and zero points alike, and
 x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Compiled for H100; it has not run on a GPU yet.
@@ -19,11 +19,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fdel.kernels import quantized_arrays_gpu as arrays
 from fdel.kernels import quantized_gradient
 from fdel.kernels import quantized_program_gpu as program
-from fdel.kernels.decode_gpu import FORMATS, Small, Whole
+from fdel.kernels.decode_gpu import FORMATS, Whole
 from fdel.kernels.device import no_hopper
-from fdel.kernels.quantized_program_gpu import EACH, GROUPS, NARROW, ROWS, SHARED, Tiling
+from fdel.kernels.quantized_arrays_gpu import EACH, GROUPS, NARROW, ROWS, SHARED, Tiling
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.weights import PACKED, Quantized
 
@@ -80,14 +81,14 @@ def cut(rows: int, w: Quantized) -> Tiling:
     """Cut products of a weight with so many rows in a program."""
     lanes, groups = w.values.shape[-1], w.scale.shape[-1]
     each, halves = lanes // groups, 2 if w.format in PACKED else 1
-    narrow = groups > 1 and each in NARROW
-    shared, small = beside(rows) == 2, isinstance(FORMATS[w.format], Small)
-    if narrow:  # where two programs share the registers 32 bytes; of 8 rows and groups of 16 bytes 64, in two pieces
-        chunk = 32 if shared and (each < NARROW[-1] or rows > ROWS[0]) else 64
+    several = groups > 1 and each <= CHUNKS[-1]
+    shared, numbers = beside(rows) == 2, isinstance(FORMATS[w.format], Whole) and halves == 1
+    if several:  # many scales that are no words take registers, which two programs share
+        chunk = 32 if shared and each < NARROW[-1] and arrays.kind_of(w) == "float" else 64
     else:
-        chunk = next(n for n in CHUNKS if each % n == 0 and n <= (64 if shared and small else 128))
+        chunk = next(n for n in CHUNKS if each % n == 0 and n <= (128 if numbers or not shared else 64))
     depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
-    return Tiling(rows, chunk, depth, 1, w.format, chunk // each if narrow else 0)
+    return Tiling(rows, chunk, depth, 1, w.format, max(1, chunk // each), max(1, each // chunk))
 
 
 def beside(rows: int) -> int:
@@ -111,6 +112,6 @@ def tiling(x: Any, w: Quantized) -> Tiling:
 def matmul(x: Float[Array, "M K"], w: Quantized, dtype: jnp.dtype, t: Tiling) -> Float[Array, "M N"]:
     """Run the program and add what its parts give."""
     many = len(x)
-    x = jnp.pad(program.laid(x, w, t), ((0, -many % t.rows), (0, 0)))
-    y = program.run(x, program.stored(w), dtype, t)
+    x = jnp.pad(arrays.laid(x, w, t), ((0, -many % t.rows), (0, 0)))
+    y = program.run(x, arrays.stored(w, t), dtype, t)
     return (y if y.ndim == 2 else y.sum(0).T.astype(dtype))[:many]

@@ -1,89 +1,25 @@
 """The program of `quantized_matmul_gpu` and `grouped_quantized_gpu`: outputs by rows, from weights as they are stored.
 
 One group of warps copies chunks of weight and x, `GROUPS` others decode (`decode_gpu`) 64 outputs each and multiply. Groups
-of inputs of 32 bytes or more have chunks of their own, whose float32 sums are scaled. *Narrow* groups lie several
-in a chunk: there decoded numbers are multiplied with scales in bfloat16, exact for the scales of MXFP4 and NVFP4, powers of
-two and e4m3, whose products with e2m1 have six bits. Two programs that share registers decode `PIECE` bytes at once.
+of inputs of 64 bytes or more have chunks of their own, whose float32 sums are scaled; those of 32 bytes are two pieces of
+one. *Narrow* groups lie several in a piece: there decoded numbers are multiplied with scales in bfloat16, exact for the
+scales of MXFP4 and NVFP4, powers of two and e4m3, whose products with e2m1 have six bits.
 """
 
 import functools
 import math
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import transfer_gpu
-from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded, scale_of, spread
-from fdel.ops.weights import PACKED, Quantized, scales
+from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded, scale_of, scales_of, spread
+from fdel.kernels.quantized_arrays_gpu import EACH, GROUPS, Stored, Tiling
 
-GROUPS, EACH = 2, 64  # groups of warps that multiply, and outputs of each: what one product takes
-ROWS = (8, 16, 32, 64, 128)  # of x in a program
-NARROW = (8, 16)  # bytes of narrow groups
-SHARED, PIECE = 16, 32  # rows up to which two programs share a multiprocessor; bytes that one then decodes at once
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where there are many rows
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way, parts of the inputs.
-
-    `narrow`: groups in a chunk; 0 if they are wide. `outputs`: of each of several matrices, for whose rows there is a table
-    of tiles. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
-    """
-
-    rows: int
-    chunk: int
-    depth: int
-    splits: int
-    format: str
-    narrow: int = 0
-    outputs: int = 0
-    in_memory: bool = False
-
-    few = property(lambda self: self.rows < ROWS[-1])
-    halves = property(lambda self: 2 if self.format in PACKED else 1)
-    piece = property(lambda self: PIECE if self.narrow and self.rows <= SHARED else self.chunk)
-
-
-class Stored(NamedTuple):
-    """A weight's arrays as matrices: a row for each output."""
-
-    values: Array
-    scale: Array
-    zero: Array | None
-    outer: Array | None  # of scales that are numbers of fp8 themselves
-    kind: str  # of scales: see `scale_of`
-
-
-def stored(w: Quantized) -> Stored:
-    """Give a weight's arrays. Only scales that are in few bits, but for NVFP4's, are copied, as numbers."""
-    flat: Any = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
-    scale: Any = w.scale
-    outer, kind = None, "float"
-    if isinstance(scale, Quantized):
-        narrow, one = w.values.shape[-1] // scale.shape[-1] in NARROW, scale.scale.shape[-1] == 1
-        if narrow and one and scale.format == "fp8" and scale.zero is None:
-            scale, outer, kind = scale.values, scales(scale), "fp8"
-        else:
-            scale = scales(w)
-    elif scale.dtype == jnp.uint8:
-        kind = "exponent"
-    values = jax.lax.bitcast_convert_type(w.values, jnp.int8) if w.format in ("int8", "uint8") else w.values
-    return Stored(flat(values), flat(scale), flat(w.zero), flat(outer), kind)
-
-
-def laid(x: Float[Array, "M K"], w: Quantized, t: Tiling) -> Float[Array, "M stored"]:
-    """Pad inputs to whole groups; of narrow groups order them as a chunk has its numbers: high bits, then low ones."""
-    lanes = w.values.shape[-1]
-    if not t.narrow:
-        return jnp.pad(x, ((0, 0), (0, lanes * t.halves - x.shape[1])))
-    full = -(-lanes // t.chunk) * t.chunk * t.halves
-    x = jnp.pad(x, ((0, 0), (0, full - x.shape[1]))).reshape(len(x), -1, t.narrow, t.halves, t.chunk // t.narrow)
-    return x.swapaxes(2, 3).reshape(len(x), full)
 
 
 def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[Array, ...] = ()) -> Array:
@@ -93,12 +29,11 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
     outputs = t.outputs or len(w.values)
     turned = bool(table) or not t.few and dtype == jnp.bfloat16  # rows by outputs already
     tiled = lambda bits, n: (gpu.TilingTransform((8, n)), gpu.SwizzleTransform(n * bits // 8))
-    half, tile = tiled(16, min(64, t.piece)), math.gcd(t.piece, w.values.shape[1])
-    parts = 1 if t.narrow or w.values.shape[1] // w.scale.shape[1] == t.chunk else t.halves  # of a chunk's inputs
+    half, tile = tiled(16, min(64, t.halves * t.piece // t.parts)), math.gcd(t.piece, w.values.shape[1])
     scratch: dict[str, Any] = {
         "w_s": gpu.SMEM((t.depth, GROUPS, EACH, t.chunk), w.values.dtype, transforms=tiled(8, tile)),
-        "x_s": gpu.SMEM((t.depth, parts, t.rows, t.halves * t.chunk // parts), jnp.bfloat16, transforms=half),
-        "full": gpu.Barrier(num_arrivals=GROUPS + parts, num_barriers=t.depth),
+        "x_s": gpu.SMEM((t.depth, t.parts, t.rows, t.halves * t.chunk // t.parts), jnp.bfloat16, transforms=half),
+        "full": gpu.Barrier(num_arrivals=GROUPS + t.parts, num_barriers=t.depth),
         "free": gpu.Barrier(num_arrivals=GROUPS, num_barriers=t.depth),
     }
     if turned:
@@ -109,7 +44,7 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
         scratch["o_s"] = gpu.SMEM((GROUPS, EACH, t.rows), jnp.float32, transforms=tiled(32, min(32, t.rows)))
         out = jax.ShapeDtypeStruct((t.splits, outputs, len(x)), jnp.float32)
     if t.in_memory:
-        scratch["a_s"] = gpu.SMEM((GROUPS, EACH, t.piece), jnp.bfloat16, transforms=half)
+        scratch["a_s"] = gpu.SMEM((GROUPS, EACH, t.halves * t.piece), jnp.bfloat16, transforms=half)
     given = {"x": x, "values": w.values, "scale": w.scale, "zero": w.zero, "outer": w.outer}
     given["codes"] = None if (codes := codes_of(t.format)) is None else jnp.asarray(codes)
     given |= dict(zip(("table", "items"), table, strict=False))
@@ -135,8 +70,8 @@ def _place(r: Any, t: Tiling) -> SimpleNamespace:
     chunks, here = -(-lanes // t.chunk), t.outputs or every
     each = -(-chunks // t.splits)
     p = SimpleNamespace(split=split, begin=split * each, first=output * (GROUPS * EACH), here=here, every=every)
+    p.lanes = lanes
     p.count, p.top, p.many, p.there, p.matrix = jnp.clip(chunks - p.begin, 0, each), row * t.rows, None, True, 0
-    p.inner = 1 if t.narrow else lanes // r.scale.shape[1] // t.chunk  # chunks of a group
     if hasattr(r, "table"):
         group, p.top, p.many = (r.table[row, i] for i in range(3))
         p.there = row < r.items[0]
@@ -152,7 +87,7 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
 
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **memory)
     p, mine = _place(r, t), jax.lax.axis_index("warps")
-    inner, last = p.inner, p.every - EACH  # the last tile may have half as many outputs
+    inner, last = t.inner, p.every - EACH  # the last tile may have half as many outputs
     part = lambda i: pl.ds(jnp.minimum(p.matrix + p.first + i * EACH, last), EACH)
 
     def registers(count: int, action: Any) -> None:
@@ -167,7 +102,7 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
             gpu.copy_gmem_to_smem(some, r.w_s.at[slot, i], r.full.at[slot])
         group = jax.lax.div(at, jnp.int32(inner))
         column = (group * inner * t.halves + jax.lax.rem(at, jnp.int32(inner))) * t.chunk
-        for i in range(r.x_s.shape[1]):
+        for i in range(t.parts):
             some = r.x.at[pl.ds(p.top, t.rows), pl.ds(column + i * inner * t.chunk, r.x_s.shape[3])]
             gpu.copy_gmem_to_smem(some, r.x_s.at[slot, i], r.full.at[slot])
 
@@ -216,34 +151,38 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
     gpu.wait_smem_to_gmem(0)
 
 
-def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, known: list[list[Array]]) -> None:
-    """Add the product of a chunk, of whose groups scales are known, and zero points if there are any."""
+def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, known: list[list[Array]], begins: range) -> None:
+    """Add the products of a chunk's pieces, of whose groups scales are known, and zero points if there are any."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     slot = jax.lax.rem(j, jnp.int32(t.depth))
-    gpu.barrier_wait(r.full.at[slot])
+    if begins[0] == 0:
+        gpu.barrier_wait(r.full.at[slot])
+    twice = lambda x: spread(x * t.halves, (EACH, t.halves * t.piece))  # low bits have the groups of high ones
     more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
-    for begin in range(0, t.chunk, t.piece):
+    for begin in begins:
         raw = transfer_gpu.load(r.w_s.at[slot, mine, :, begin : begin + t.piece], layout=gpu.Layout.WGMMA_UPCAST_2X)
         some = slice(*(at * len(known[0]) // t.chunk for at in (begin, begin + t.piece)))
         scale, *zeros = (x[some] for x in known)
-        zero = (lambda n, zeros=zeros, raw=raw: spread([more(x, n) for x in zeros[0]], raw.shape)) if zeros else None
+        zero = (lambda n, zeros=zeros: twice([more(x, n) for x in zeros[0]])) if zeros else None
         numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.words, t.in_memory)
         if t.narrow:
-            numbers = [x * spread(scale, raw.shape) for x in numbers]
-        if begin:  # so that a piece takes the registers of the one before
+            numbers = numbers * twice(scale)
+        if begin > begins[0]:  # so that a piece takes the registers of the one before
             gpu.wgmma_wait(0)
-        for half, operand in enumerate(numbers):
-            if t.in_memory:
-                r.a_s.at[mine][...] = operand
-                gpu.commit_smem()
-                operand = r.a_s.at[mine]
-            part, column = divmod(half * t.chunk + begin, r.x_s.shape[3])
-            gpu.wgmma(acc, operand, r.x_s.at[slot, part, :, column : column + t.piece].transpose((1, 0)))
-            if t.in_memory:
-                gpu.wgmma_wait(0)
+        if t.in_memory:
+            r.a_s.at[mine][...] = numbers
+            gpu.commit_smem()
+        size, first = t.halves * t.piece // t.parts, begin * t.halves
+        for part in range(t.parts):
+            some = slice(part * size, (part + 1) * size)
+            operand = r.a_s.at[mine, :, some] if t.in_memory else numbers[:, some]
+            gpu.wgmma(acc, operand, r.x_s.at[slot, part, :, first : first + size].transpose((1, 0)))
+        if t.in_memory:
+            gpu.wgmma_wait(0)
     gpu.wgmma_wait(0)
-    gpu.barrier_arrive(r.free.at[slot])
+    if begins[-1] + t.piece == t.chunk:
+        gpu.barrier_arrive(r.free.at[slot])
 
 
 def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array:
@@ -256,23 +195,28 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     columns = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
     stored = [r.scale, *([r.zero] if hasattr(r, "zero") else [])]
     of_group = lambda ref, group: transfer_gpu.load(ref.at[outputs, group], layout=row, optimized=False)
-    most, each = r.scale.shape[1] - 1, t.narrow or 1
+    pieces = range(0, t.chunk, t.piece)
 
     def about(at: Any) -> list[list[Array]]:
         """Read scales, and zero points if there are any, of a chunk's groups; of the last ones after the last chunk."""
-        group = at * each if t.narrow else jax.lax.div(at, jnp.int32(p.inner))
-        if r.scale.shape[1] % each == 0:  # one address for all
-            group = jnp.minimum(group, most + 1 - each)
-        return [[of_group(ref, jnp.minimum(group + i, most)) for i in range(each)] for ref in stored]
+        found = []
+        for ref in stored:
+            count = ref.shape[1]
+            each = max(1, t.chunk * count // p.lanes)
+            column = at * each if t.groups > 1 else jax.lax.div(at, jnp.int32(t.inner))
+            if count % each == 0:  # one address for all
+                column = jnp.minimum(column, count - each)
+            found.append([of_group(ref, jnp.minimum(column + i, count - 1)) for i in range(each)])
+        return found
 
-    sums, whole = gpu.ACC(shape, jnp.float32), r.scale.shape[1] == 1  # one scale for an output: the result is scaled
+    sums, whole = gpu.ACC(shape, jnp.float32), t.groups == r.scale.shape[1] == 1  # whole: only the result is scaled
     if whole or t.narrow:
 
         def all_chunks(acc: Any) -> Array:
             def step(j: Any, known: Any) -> Any:
-                now = [[scale_of(x, kind, jnp.bfloat16) for x in known[0]], *known[1:]] if t.narrow else known
+                now = [scales_of(known[0], kind, t.in_memory), *known[1:]] if t.narrow else known
                 later = known if whole else about(p.begin + j + 1)  # on its way while this chunk is multiplied
-                _multiply(r, t, mine, acc, j, now)
+                _multiply(r, t, mine, acc, j, now, pieces)
                 return later
 
             jax.lax.fori_loop(0, p.count, step, about(p.begin))
@@ -281,19 +225,21 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
         outer = ([r.scale] if whole else []) + ([r.outer] if hasattr(r, "outer") else [])
         total = pl.run_scoped(all_chunks, sums)
         for ref in outer:
-            total = total * columns(scale_of(of_group(ref, 0), kind if whole else "float", jnp.float32))
+            total = total * columns(scale_of(of_group(ref, 0), kind if whole else "float"))
         return total
 
     def step(j: Any, carry: tuple) -> tuple:
         total, known = carry
         later = about(p.begin + j + 1)
+        for i in range(t.groups):
 
-        def one(acc: Any) -> Array:
-            _multiply(r, t, mine, acc, j, known)
-            return acc[...]
+            def one(acc: Any, some: range = pieces[i : i + 1]) -> Array:
+                _multiply(r, t, mine, acc, j, known, some)
+                return acc[...]
 
-        scale = scale_of(known[0][0], kind, jnp.float32)
-        return total + pl.run_scoped(one, sums) * columns(scale), later
+            scale = scale_of(known[0][i], kind)
+            total = total + pl.run_scoped(one, sums) * columns(scale)
+        return total, later
 
     start = gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA)
     return jax.lax.fori_loop(0, p.count, step, (start, about(p.begin)))[0]

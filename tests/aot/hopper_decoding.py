@@ -20,10 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, params
 from fdel.kernels import transfer_gpu
-from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded
+from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded, scales_of
+from fdel.kernels.words_gpu import WORD
 from fdel.ops.weights import PACKED
 from tests.ops.codes import BYTES, CODES
 
+SCALES = {"scales, fp8": CODES["fp8"], "scales, exponent": np.array([0, *2.0 ** np.arange(-126.0, 128), np.nan])}
 SHAPE = (64, 32)  # bytes of a warp group
 THREADS = 128
 SAME = {"fp4": "e2m1"}  # programs: their tables are read from memory
@@ -34,28 +36,35 @@ WHOLE = {
 
 
 def lower(format: str) -> None:
-    """Compile a program that stores what it decodes [halves 64 32]."""
+    """Compile a program that stores what it decodes [64 halves*32], or scales, four in a word, as float32 [4 64]."""
     target = aot.parse_target("h100:1x1x1")
     mesh = params.make_mesh({}, aot.devices(target))
 
-    def program(raw: Any, *refs: Any) -> None:
+    def numbers(raw: Any, *refs: Any) -> None:
         codes = [refs[0][i] for i in range(refs[0].shape[0])] if refs[1:] else []
         some = transfer_gpu.load(raw, layout=gpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-        for i, x in enumerate(decoded(gpu.layout_cast(some, gpu.Layout.WGMMA), format, None, codes, False)):
-            transfer_gpu.store(refs[-1].at[i], x)
+        transfer_gpu.store(refs[-1], decoded(gpu.layout_cast(some, gpu.Layout.WGMMA), format, None, codes, False))
 
-    out = jax.ShapeDtypeStruct((2 if format in PACKED else 1, *SHAPE), jnp.bfloat16)
-    how = gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane)
-    kernel = gpu.kernel(program, out_type=out, grid=(1,), grid_names=("one",), compiler_params=how)
-    codes = codes_of(format)
-    call = lambda raw: kernel(raw, *([] if codes is None else [jnp.asarray(codes)]))
-    dtype = jnp.int8 if "int8" in format else jnp.uint8
-    aot.compile(
-        target,
-        jax.jit(call),
-        jax.ShapeDtypeStruct(SHAPE, dtype, sharding=NamedSharding(mesh, PartitionSpec())),
-        mesh=mesh,
+    def scales(words: Any, out: Any) -> None:
+        some = transfer_gpu.load(words, layout=gpu.Layout.WGMMA.reduce(1), optimized=False)
+        for i, x in enumerate(scales_of([some], format.removeprefix("scales, "), False)):
+            transfer_gpu.store(out.at[i], x.astype(jnp.float32))
+
+    many, codes = SHAPE[1] * (2 if format in PACKED else 1), None
+    out, raw = (
+        jax.ShapeDtypeStruct((SHAPE[0], many), jnp.bfloat16),
+        (SHAPE, jnp.int8 if "int8" in format else jnp.uint8),
     )
+    if format in SCALES:
+        out, raw = jax.ShapeDtypeStruct((WORD, SHAPE[0]), jnp.float32), (SHAPE[:1], jnp.uint32)
+    else:
+        codes = codes_of(format)
+    how = gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane)
+    program = scales if format in SCALES else numbers
+    kernel = gpu.kernel(program, out_type=out, grid=(1,), grid_names=("one",), compiler_params=how)
+    call = lambda raw: kernel(raw, *([] if codes is None else [jnp.asarray(codes)]))
+    put = jax.ShapeDtypeStruct(*raw, sharding=NamedSharding(mesh, PartitionSpec()))
+    aot.compile(target, jax.jit(call), put, mesh=mesh)
 
 
 def run(ptx: str, given: list[np.ndarray], size: int) -> np.ndarray:
@@ -80,13 +89,14 @@ def run(ptx: str, given: list[np.ndarray], size: int) -> np.ndarray:
         elif name.startswith(("ld.", "st.")):
             where, what = (fields[1], fields[0]) if name.startswith("ld.") else fields
             base, _, offset = where.strip("[]").partition("+")
-            at = values[base].astype(np.int64) + int(offset or 0)
+            at, size = values[base].astype(np.int64) + int(offset or 0), int(op[-2:]) // 8
+            kind = np.dtype(f"uint{8 * size}")
             for i, register in enumerate(what.strip("{}").split(",")):
-                bytes_of = at[:, None] + 4 * i + np.arange(4)
+                bytes_of = at[:, None] + size * i + np.arange(size)
                 if name.startswith("ld."):
-                    values[register.strip()] = memory[bytes_of].copy().view(np.uint32)[:, 0].astype(np.uint64)
+                    values[register.strip()] = memory[bytes_of].copy().view(kind)[:, 0].astype(np.uint64)
                 else:
-                    memory[bytes_of] = values[register.strip()].astype(np.uint32)[:, None].view(np.uint8)
+                    memory[bytes_of] = values[register.strip()].astype(kind)[:, None].view(np.uint8)
         elif fields[0].startswith("{"):
             low, high = (x.strip() for x in fields[0].strip("{}").split(","))
             values[low], values[high] = values[fields[1]] & 0xFFFF, values[fields[1]] >> 16
@@ -113,16 +123,17 @@ def _result(op: str, name: str, x: list[np.ndarray]) -> np.ndarray:
     if name.startswith("cvt.rn.f16x2"):
         kind = {"e4m3x2": ml_dtypes.float8_e4m3fn, "e5m2x2": ml_dtypes.float8_e5m2}[name.rpartition(".")[2]]
         return x[0].astype(np.uint16).view(kind).astype(np.float16).view(np.uint32).astype(np.uint64)
-    if name == "cvt.rn.bf16x2.f32":
-        high, low = (word(y).view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint64) for y in x)
-        return high << 16 | low
+    if name in ("cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"):
+        *high, low = (word(y).view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint64) for y in x)
+        return high[0] << 16 | low if high else low
+    narrow = ml_dtypes.bfloat16 if op.endswith("bf16") else np.float16
     simple = {
         "mov.b32": lambda: x[0], "mov.u32": lambda: x[0], "cvta.to": lambda: x[0], "and.b32": lambda: x[0] & x[1],
         "or.b32": lambda: x[0] | x[1], "xor.b16": lambda: (x[0] ^ x[1]) & 0xFFFF, "shr.u32": lambda: x[0] >> x[1],
         "shl.b32": lambda: x[0] << x[1] & 0xFFFFFFFF, "bfe.u32": lambda: x[0] >> x[1] & (1 << x[2]) - 1,
         "mul.wide": lambda: x[0] * x[1], "add.s64": lambda: x[0] + x[1], "setp.ne": lambda: (x[0] != x[1]) + 0,
         "selp.b32": lambda: np.where(x[2], x[0], x[1]), "cvt.u16": lambda: x[0] & 0xFFFF,
-        "cvt.f32": lambda: x[0].astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
+        "cvt.f32": lambda: x[0].astype(np.uint16).view(narrow).astype(np.float32).view(np.uint32),
         "shfl.sync": lambda: x[0][np.arange(THREADS) ^ int(x[1][0])],
     }  # fmt: skip
     if name not in simple:
@@ -144,17 +155,24 @@ def texts() -> dict[str, str]:
 
 def errors(format: str, ptx: str) -> np.ndarray:
     """Decode every byte, in some order: relative differences from what codes stand for, but for NaN and infinities."""
+    if format in SCALES:
+        raw = np.random.default_rng(0).permutation(BYTES).reshape(SHAPE[0], WORD)
+        got, want = run(ptx, [raw], 4 * raw.size).view(np.float32).reshape(WORD, -1), SCALES[format][raw.T]
+        return _off(got, want)
     raw = np.random.default_rng(0).permutation(np.tile(BYTES, 8)).reshape(SHAPE)
     codes, packed, values = codes_of(format), format in PACKED, (CODES | WHOLE)[format]
     given = [raw] if codes is None else [codes, raw]  # in the order in which the kernel reads them
-    got = run(ptx, given, (1 + packed) * 2 * raw.size).view(ml_dtypes.bfloat16).reshape(-1, *SHAPE)
-    want = values[np.stack([raw >> 4, raw & 15])] if packed else values[raw][None]
-    sure = np.isfinite(want)
-    got, want = got.astype(np.float64)[sure] * FORMATS[format].factor, want[sure]
+    got = run(ptx, given, (1 + packed) * 2 * raw.size).view(ml_dtypes.bfloat16).reshape(SHAPE[0], -1)
+    want = values[np.concatenate([raw >> 4, raw & 15], 1) if packed else raw]
+    return _off(got.astype(np.float64) * FORMATS[format].factor, want)
+
+
+def _off(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    got, want = (x[np.isfinite(want)] for x in (got, want))
     return np.abs(got - want) / np.where(want == 0, 1, np.abs(want))
 
 
 if __name__ == "__main__":
-    for format in sys.argv[1:] or FORMATS:
+    for format in sys.argv[1:] or [*FORMATS, *SCALES]:
         print("call:", format, flush=True)
         lower(format)

@@ -365,6 +365,7 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
             assert x["temporaries"] <= (2**30 if channels else 2**29)
             continue
         assert x["registers"] and not x["spills"] and not x["serialized"]
+        assert x["registers"] <= 80 or "8 rows" not in x["call"]  # two programs, of 384 threads, share 65,536
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
         assert x["temporaries"] <= (2**27 if in_order else 2**25 if "16 heads" in x["call"] else 1.01 * 2**22)
 
@@ -376,10 +377,11 @@ def test_instructions_of_a_hopper_decode_every_code():
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     texts = hopper_decoding.texts()
-    assert texts.keys() == FORMATS.keys()
+    assert texts.keys() == FORMATS.keys() | hopper_decoding.SCALES.keys()
     for name, ptx in texts.items():
         found = hopper_decoding.errors(name, ptx)
-        assert found.size >= 1984 and found.max() <= {"nf4": 2**-8, "fp4": 1e-7}.get(name, 0), name
+        least = 254 if name in hopper_decoding.SCALES else 1984
+        assert found.size >= least and found.max() <= {"nf4": 2**-8, "fp4": 1e-7}.get(name, 0), name
 
 
 @pytest.mark.aot

@@ -23,7 +23,7 @@ from tests.ops.test_grouped_tpu import by_hand
 from tests.ops.test_quantized_tpu import Drawn, floating, weight
 
 WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
-    (Drawn("uint4", "int", 128, 512, 128, 3), 2, jnp.float32),
+    (Drawn("uint4", "int", 256, 512, 128, 3), 2, jnp.float32),
     (Drawn("int4", None, 64, 128, 128, 70), 1, jnp.bfloat16),
     (Drawn("int8", None, 256, 256, 256, 3), 1, jnp.float32),
     (Drawn("uint8", "int", 64, 128, 128, 3), 2, jnp.float32),
@@ -31,7 +31,7 @@ WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
 FLOATS = [  # the same, of formats of floating point, and a table
     (Drawn("fp8", None, 256, 256, 128, 3), 1, jnp.float32),
     (Drawn("e2m1", None, 64, 128, 128, 3), 2, jnp.float32),
-    (Drawn("nf4", None, 64, 128, 128, 70), 1, jnp.float32),
+    (Drawn("nf4", None, 64, 192, 128, 70), 1, jnp.float32),
 ]
 NARROW = [  # the same, with groups of 8 and 16 bytes: MXFP4 in rows of 160 bytes, NVFP4, GPTQ
     (("e2m1", 32, "exponent", 320, 192, 3), 2, jnp.float32),
