@@ -196,7 +196,7 @@ def kv_state(cfg: Any, *, pages: int, page: int = 64, rows: int = 0) -> State:
 
 
 def slots(layers: int, rows: int, ssm: tuple[int, ...], axes: str = "heads head_dim state", conv: Any = None) -> Slots:
-    """Spec of recurrent state for `rows` sequences: each layer's `ssm` along these axes, and inputs of its Params `conv`."""
+    """Spec of recurrent state of `rows` sequences: a layer's `ssm` along these axes, and inputs of its Params `conv`."""
     past = lambda axes, *shape, kernel: Param(f"layers slots kernel {axes}", (layers, rows, kernel - 1, *shape), zeros)
     kept = jax.tree.map(lambda p: past(p.axes.removesuffix(" kernel"), *p.shape[:-1], kernel=p.shape[-1]), conv)
     return Slots(kept, Param(f"layers slots {axes}", (layers, rows, *ssm), zeros, dtype="float32"))
