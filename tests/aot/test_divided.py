@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from aot_programs import note, row, target
+from aot_programs import RECURRENT, note, row, target
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import aot, ops, params, plan
@@ -113,3 +113,12 @@ def test_a_family_compiles_for_devices_that_share_its_layers(name, what, mesh, c
     """With its kernels on TPUs, in training and in an engine's steps."""
     c, _ = row(record_property, name, what, chip, 8, mesh)
     assert chip == "h100" or "tpu_custom_call" in c.text
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("what", ["decode", matrix("prefill")])
+@pytest.mark.parametrize("name", ["qwen3_next-4-layers", *map(matrix, (n for n in RECURRENT if "next" not in n))])
+def test_heads_along_tp_send_their_sums_alone(name, what, chip, record_property):
+    """Of Qwen3-Next's two key heads each device reads its own: its cache is 64 MiB. What is convolved is not joined."""
+    c, _ = row(record_property, name, what, chip, 8)
+    assert sum(x.moved for x in plan.collectives(c.text, narrow=False) if x.kind != "all-reduce") < 3 * 2**20

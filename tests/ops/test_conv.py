@@ -1,9 +1,13 @@
 """Causal convolution against torch, float64 numpy, and transformers' own prefill and update functions."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from fdel import params
 from fdel.ops.batch import Slots, State, packed, paged
 from fdel.ops.carry import Carry
 from fdel.ops.conv import causal_conv
@@ -105,3 +109,17 @@ def test_a_tree_of_channels_over_pages(block):
                     y[i][at : at + length], want[n][i][start : start + length], rtol=1e-5, atol=1e-5
                 )
     assert all(np.isnan(x[0]).all() for x in carry.slots.conv.values())
+
+
+def test_channels_that_devices_divide_are_not_sent():
+    mesh = params.make_mesh({"dp": 2, "tp": 4})
+    over = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    put = lambda at, *shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=at)
+    x = {"heads": put(over(None, "tp"), 16, 4, 8), "beside": put(over(), 16, 6)}
+    weight = {"heads": put(over("tp"), 4, 8, 4), "beside": put(over(), 6, 4)}
+    slots = {"heads": put(over(None, None, None, "tp"), 1, 2, 3, 4, 8), "beside": put(over(), 1, 2, 3, 6)}
+    batch = paged([(0, 0, [0] * 7), (1, 8, [0] * 8)], np.zeros((2, 1), int), block=8)[1]
+    run = lambda carry, x, weight: causal_conv(batch, carry, 0, x, weight)
+    with jax.set_mesh(mesh):
+        text = jax.jit(run).lower(Carry(State(slots=Slots(slots, None))), x, weight).compile().as_text()
+    assert "f32[16,1,8]" in text and not re.search("all-gather|all-to-all|collective-permute|all-reduce", text)
