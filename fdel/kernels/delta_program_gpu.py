@@ -35,17 +35,19 @@ from fdel.kernels.delta_walk_gpu import (
     invert,
     launch,
     number,
+    of_slot,
     parts,
     pipeline,
     place_of,
     places,
     products,
     rows_of,
+    zero,
 )
 
 SINCE, LAST, BETA, PLACE, VALID = range(5)  # numbers of each token, see `run`
 WIDE = "q_s", "k_s", "v_s"  # what is copied of chunks, and what else is needed of shared memory
-OWN = {"a_s": (CHUNK, CHUNK), "work_s": (2, CHUNK, CHUNK), "new_s": (WALKERS, 2, CHUNK, HALF)}
+OWN = {"work_s": (3, CHUNK, CHUNK), "new_s": (WALKERS, 2, CHUNK, HALF)}
 
 
 def run(
@@ -94,7 +96,7 @@ def _program(*refs: Any, **memory: Any) -> None:
         pl.when(whole[row, c] == 0)(lambda: clear([x.at[slot] for x in (s.q_s, s.k_s, s.v_s)], real))
         if kept:
             gpu.wait_smem_to_gmem(1, wait_read_only=True)  # T of two chunks before
-        prepare_chunk(s, slot)
+        prepare_chunk(s, slot, zero(c))
         gpu.barrier_arrive(s.ready.at[slot])
         if kept:
             gpu.copy_smem_to_gmem(s.solve_s.at[slot], kept[1].at[row, head, tokens(c)])
@@ -109,17 +111,18 @@ def _program(*refs: Any, **memory: Any) -> None:
     pipeline(s, whole.shape[1], fetch, prepare, walk)
 
 
-def prepare_chunk(s: Any, slot: Any) -> None:
-    """Give `pairs_s` D_ij q_i^T k_j and `solve_s` T."""
+def prepare_chunk(s: Any, slot: Any, none: Any) -> None:
+    """Give `pairs_s` D_ij q_i^T k_j and `solve_s` T. `none` is `delta_walk_gpu.zero` of the chunk."""
     k, numbers = s.k_s.at[slot], s.numbers_s.at[slot]
-    high, low = s.a_s, s.pairs_s.at[slot]  # two parts of A; the pairs take the second's place
+    high, low = s.work_s.at[2], s.pairs_s.at[slot]  # two parts of A; the pairs take the second's place
     where = functools.partial(places, numbers.at[PLACE])
     kk = products([(k, k.transpose((1, 0)))])[0]
     i, j = where()
     kk = kk * decay_pairs(numbers) * across(number(numbers.at[BETA]), CHUNK)
     a = jnp.where(j < i, kk, jnp.zeros_like(kk))
     turns = [s.work_s.at[0], s.work_s.at[1], s.solve_s.at[slot]]
-    x, qk = invert(a, high, low, turns, where, [(s.q_s.at[slot], k.transpose((1, 0)))])
+    reads = [s.work_s.at[2 + none], low, s.work_s.at[none], s.work_s.at[1 + none], turns[2]]
+    x, qk = invert(a, high, low, turns, where, [(s.q_s.at[slot], k.transpose((1, 0)))], reads=reads)
     s.solve_s.at[slot][...] = (x * down(number(numbers.at[BETA], axis=0))).astype(k.dtype)
     give(low, qk * decay_pairs(numbers))
 
@@ -132,24 +135,29 @@ def decay_pairs(numbers: Any) -> Array:
 
 
 def walk_chunk(s: Any, own: Any, slot: Any, state: list[Array]) -> list[Array]:
-    """Give `own.new` outputs of a chunk and `own.state` the state after it, which is returned in float32."""
+    """Give `own.new` outputs of a chunk and `own.state` the state after it, which is returned in float32.
+
+    Decays are read where they are needed: held, they would take registers beside sums and state. So the slot is given back
+    when the state is written, which tells copies of such reads.
+    """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     q, k = s.q_s.at[slot], s.k_s.at[slot]
-    seen = products([(k, own.state)])[0]
-    since, last = (across(number(s.numbers_s.at[slot, which]), HALF) for which in (SINCE, LAST))
-    v = transfer_gpu.load(s.v_s.at[slot, :, own.columns], layout=gpu.Layout.WGMMA).astype(jnp.float32)
+    seen = products([(k, own.read.state)])[0]
+    numbers = lambda which: across(number(s.numbers_s.at[slot, which]), HALF)
+    v = of_slot(slot, lambda n: transfer_gpu.load(s.v_s.at[n, :, own.columns], layout=gpu.Layout.WGMMA))
     gpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the chunk before
-    give(own.new.at[0], v - jnp.exp2(since) * seen)
-    new = products([(s.solve_s.at[slot], own.new.at[0])])[0]
+    give(own.new.at[0], v.astype(jnp.float32) - jnp.exp2(numbers(SINCE)) * seen)
+    new = products([(s.solve_s.at[slot], own.read.new.at[0])])[0]
     gpu.commit_smem()  # all warps have read what is written over
-    own.new.at[1][...] = (new * jnp.exp2(last - since)).astype(k.dtype)
+    own.new.at[1][...] = (new * jnp.exp2(numbers(LAST) - numbers(SINCE))).astype(k.dtype)
     give(own.new.at[0], new)
-    seen, within = products([(q, own.state)], [(s.pairs_s.at[slot], own.new.at[0])])
+    seen, within = products([(q, own.read.state)], [(s.pairs_s.at[slot], own.read.new.at[0])])
     gpu.commit_smem()
-    give(own.new.at[0], jnp.exp2(since) * seen + within)
-    written = products(*([(part.transpose((1, 0)), own.new.at[1])] for part in parts(k, 1)))
-    state = [jnp.exp2(last) * old + more for old, more in zip(state, written, strict=True)]
-    gpu.barrier_arrive(s.free.at[slot])
+    give(own.new.at[0], jnp.exp2(numbers(SINCE)) * seen + within)
+    written = products(*([(part.transpose((1, 0)), own.read.new.at[1])] for part in parts(k, 1)))
+    last = jnp.exp2(numbers(LAST))
+    state = [last * old + more for old, more in zip(state, written, strict=True)]
     give_state(own, state)
+    gpu.barrier_arrive(s.free.at[slot])
     return state

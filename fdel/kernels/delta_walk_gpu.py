@@ -86,8 +86,9 @@ def pipeline(
     """Take a head's `count` chunks in order: `fetch` each to its slot of memory, `prepare` it, `walk` it with the state.
 
     fetch(i, slot) starts the copies that `s.full` counts. prepare(i, slot) arrives at `s.ready` itself, and may go on after
-    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read. `registers`
-    are those of a thread that prepares and of one that walks, if not 168 each; the interpreter has none.
+    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read; `own.read`
+    are its parts of the memory for products, see `zero`. `registers` are those of a thread that prepares and of one that
+    walks, if not 168 each; the interpreter has none.
 
     start(own) gives the state before the first chunk, if not zeros, end(own, state) gets that after the last. `count` may
     also be a number that only the program finds; there is a chunk then.
@@ -125,7 +126,8 @@ def pipeline(
 
             gpu.barrier_wait(s.full.at[slot])
             gpu.barrier_wait(s.ready.at[slot])
-            state = walk(i, slot, own, state)
+            now = SimpleNamespace(**vars(own), read=parts_of(s, mine, zero(i)))
+            state = walk(i, slot, now, state)
             if mine == 0:
                 pl.when(i + DEPTH < count)(fetch_next)
             return state
@@ -139,14 +141,35 @@ def pipeline(
 
 def begin(s: Any, mine: int, start: Callable[[Any], list[Array]] | None) -> tuple[Any, list[Array]]:
     """Give a group of warps that walks its parts of the memory, and a state: zeros, or what start(parts) gives."""
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    own = SimpleNamespace(state=s.state_s.at[mine], new=s.new_s.at[mine], columns=pl.ds(mine * HALF, HALF), mine=mine)
+    own = parts_of(s, mine, 0)
     nothing = [gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)] * 2
     state = start(own) if start else nothing
     give_state(own, state)
     return own, state
+
+
+def parts_of(s: Any, mine: int, none: Any) -> SimpleNamespace:
+    """Give a group of warps its parts of the memory; `none` is 0."""
+    from jax.experimental import pallas as pl
+
+    n = mine + none
+    return SimpleNamespace(state=s.state_s.at[n], new=s.new_s.at[n], columns=pl.ds(mine * HALF, HALF), mine=mine)
+
+
+def zero(i: Any) -> Any:
+    """Give 0 in the i-th step of a loop, which the compiler cannot know if it does not know how many there are.
+
+    Added to the index of an operand, it has the descriptors of its products computed where they are needed. The compiler
+    would compute all of them before the loop, and spill them or what they leave no registers.
+    """
+    return jax.lax.shift_right_logical(i, jnp.int32(30))
+
+
+def of_slot(slot: Any, load: Callable[[int], Array]) -> Array:
+    """Give load(slot), by a program for each slot: its addresses are those of what is written and a constant, no others."""
+    return jax.lax.cond(slot == 0, *(functools.partial(load, n) for n in range(DEPTH)))
 
 
 def clear(refs: list[Any], valid: Any) -> None:
@@ -201,7 +224,7 @@ def products(*sums: list[tuple[Any, Any]]) -> list[Array]:
 
 def invert(
     a: Array, high: Any, low: Any, turns: list[Any], places: Callable[[], tuple[Array, Array]],
-    *beside: list[tuple[Any, Any]],
+    *beside: list[tuple[Any, Any]], reads: list[Any] | None = None,
 ) -> list[Array]:  # fmt: skip
     """Invert I + a, of a strictly lower triangular [64 64], and give sums of products that are computed `beside` the last.
 
@@ -212,25 +235,27 @@ def invert(
 
     Warps of a group do not wait for each other's products. So no buffer is written before a `commit_smem`, which lets all
     arrive, has followed the last product that read it: three take `turns`. `places` gives rows and columns when asked.
+    `reads` are high, low and turns as products read them, if they do so in another way; see `zero`.
     """
+    high_read, low_read, *read = reads or [high, low, *turns]
     where = lambda found, x: jnp.where(found, x, jnp.zeros_like(x))
     low[...] = (a - a.astype(low.dtype).astype(jnp.float32)).astype(low.dtype)
     give(high, a)
     i, j = places()
     x = jnp.where(i == j, 1.0, 0.0) - where(jax.lax.bitwise_xor(i, j) == 1, a)
     for level in range(1, 6):
-        block, below = turns[(2 * level - 2) % 3], turns[(2 * level - 1) % 3]
-        give(block, x)
-        product = products([(block, high)])[0]
+        block, below = (2 * level - 2) % 3, (2 * level - 1) % 3
+        give(turns[block], x)
+        product = products([(read[block], high_read)])[0]
         far = jax.lax.bitwise_xor(*places())  # its highest bit: the size of the blocks that part i from j
-        give(below, where((far >= 1 << level) & (far < 2 << level), product))
-        x = x - products([(below, block)])[0]
-    inverse, error = turns[1], turns[0]
-    give(inverse, x)
-    product = products([(high, inverse), (low, inverse)])[0]
+        give(turns[below], where((far >= 1 << level) & (far < 2 << level), product))
+        x = x - products([(read[below], read[block])])[0]
+    inverse, error = 1, 0
+    give(turns[inverse], x)
+    product = products([(high_read, read[inverse]), (low_read, read[inverse])])[0]
     x, (i, j) = x.astype(low.dtype).astype(jnp.float32), places()
-    give(error, jnp.where(i == j, 1.0, 0.0) - x - product)
-    more, *others = products([(inverse, error)], *beside)
+    give(turns[error], jnp.where(i == j, 1.0, 0.0) - x - product)
+    more, *others = products([(read[inverse], read[error])], *beside)
     return [x + more, *others]
 
 

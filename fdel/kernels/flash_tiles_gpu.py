@@ -131,9 +131,14 @@ def seen(
     if asked.two:
         found |= of_queries(SECOND) == ks
     if asked.low or asked.high:
-        ki = gpu.broadcasted_iota(jnp.int32, shape, 1 - queries_axis, layout=gpu.Layout.WGMMA) + first
+        ki, less = gpu.broadcasted_iota(jnp.int32, shape, 1 - queries_axis, layout=gpu.Layout.WGMMA), 0
+        if queries_axis == 0:  # a thread's columns are 8 n + lane and the next: without it constants, no registers
+            lane = jnp.bitwise_and(ki, 6)
+            ki, less = ki - lane, first + lane
+        else:
+            ki += first
         if asked.low:
-            found &= ki >= of_queries(LOW)
+            found &= ki >= of_queries(LOW) - less
         if asked.high:
-            found &= ki <= of_queries(HIGH)
+            found &= ki <= of_queries(HIGH) - less
     return found
