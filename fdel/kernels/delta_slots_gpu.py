@@ -24,7 +24,6 @@ from fdel.kernels.delta_channels_gpu import prepare
 from fdel.kernels.delta_walk_gpu import (
     CHUNK,
     HALF,
-    REGISTERS,
     WALKERS,
     WIDTH,
     clear,
@@ -56,10 +55,10 @@ def unsupported(batch: Paged, carry: Carry | None, q: Array, k: Array, v: Array)
 
 
 def call(
-    interpreted: bool, batch: Paged, carry: Carry, layer: Any, q: Float[Array, "T N H"], k: Float[Array, "T N H"],
+    batch: Paged, carry: Carry, layer: Any, q: Float[Array, "T N H"], k: Float[Array, "T N H"],
     v: Float[Array, "T N H"], g: Float[Array, "T N"] | Float[Array, "T N H"], beta: Float[Array, "T N"],
 ) -> tuple[Float[Array, "T N H"], Carry]:  # fmt: skip
-    """Compute as `gated_delta_rule`. `interpreted`: leave out what the interpreter lacks."""
+    """Compute as `gated_delta_rule`."""
     states, flat, size = carry.slots.ssm, lambda x: x.reshape(len(x), -1), min(batch.block, CHUNK)
     plan, chunks = walking.walks(batch, states.shape[1], layer, CHUNK)
     q, k, v, shape = flat(q), flat(k), flat(v), v.shape
@@ -67,7 +66,7 @@ def call(
         program, ins = partial(_heads, size=size), {"q": q, "k": k, "v": v, **_of_heads(plan, g, beta)}
         scratch = memory(v.dtype, heads.WIDE, heads.OWN, (heads.VALID, CHUNK), 1 + 3 * (CHUNK // size))
     else:
-        program = partial(_channels, size=size, interpreted=interpreted)
+        program = partial(_channels, size=size)
         ins = {"v": v, **_of_channels(plan, q, k, g, beta)}
         scratch = memory(v.dtype, channels.WIDE, channels.OWN, (WIDTH,), 6 + CHUNK // size)
     grid = {"chunk": len(plan.blocks), "head": shape[1], "warps": WALKERS + 1}
@@ -134,7 +133,7 @@ def _heads(r: SimpleNamespace, *, size: int) -> None:
     pl.when(count > 0)(lambda: pipeline(r, count, fetch, prepared, walk, start=come, end=go))
 
 
-def _channels(r: SimpleNamespace, *, size: int, interpreted: bool) -> None:
+def _channels(r: SimpleNamespace, *, size: int) -> None:
     """Walk them with decays of channels, from what is prepared."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -162,8 +161,7 @@ def _channels(r: SimpleNamespace, *, size: int, interpreted: bool) -> None:
         return channels.walk_chunk(r, own, slot, to, state, channels.ahead)
 
     come, go = partial(_come, r, r.solve.shape[0], head, first), partial(_go, r, r.solve.shape[0], head, first)
-    registers = None if interpreted else REGISTERS
-    pl.when(count > 0)(lambda: pipeline(r, count, fetch, prepared, walk, registers, come, go))
+    pl.when(count > 0)(lambda: pipeline(r, count, fetch, prepared, walk, start=come, end=go))
 
 
 def _states(r: SimpleNamespace, count: int, head: Any, place: Any, own: Any) -> list[Any]:

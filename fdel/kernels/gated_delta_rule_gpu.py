@@ -55,7 +55,7 @@ def call(
 ) -> tuple[Float[Array, "... T N Hv"], Carry]:  # fmt: skip
     """Compute as `gated_delta_rule`, in chunks of its own size; see `unsupported` for what it can serve."""
     if isinstance(batch, Paged):
-        way = decode.delta if batch.block == 1 else functools.partial(prompts.call, False)
+        way = decode.delta if batch.block == 1 else prompts.call
         return way(batch, carry or Carry(), layer, q, k, v, g, beta)
     return rule(False, batch, q, k, v, g, beta), carry or Carry()
 

@@ -83,7 +83,7 @@ def run(case: str, impl: str, batch, states, inputs):
     call = {
         "ssd": lambda x, dt, b, c: ssd_slots_gpu.call(True, batch, carry, 1, x, dt, a, b, c, d),
         "selective_scan": lambda x, dt, b, c: scan_slots_gpu.call(batch, carry, 1, x, dt, a, b, c, d),
-        "gated_delta_rule": partial(delta_slots_gpu.call, True, batch, carry, 1),
+        "gated_delta_rule": partial(delta_slots_gpu.call, batch, carry, 1),
     }[cases.CASES[case].op]
     with interpreted():
         y, carry = call(*inputs)
