@@ -113,7 +113,7 @@ def _gradients(
         out_type=(of(x.dtype, tokens, width), sums, sums, of(jnp.float32, width // WIDTH, chunks, FOUND, CHUNK)),
         scratch_types={
             **operands,
-            "b_s": half(CHUNK, about.states), "c_s": half(CHUNK, about.states), "ones_s": half(CHUNK, CHUNK),
+            "bc_s": half(2, CHUNK, about.states), "ones_s": half(CHUNK, CHUNK),
             "x_s": half(DEPTH, CHUNK, WIDTH), "dy_s": half(DEPTH, CHUNK, WIDTH), "dx_s": half(CHUNK, WIDTH),
             "scores_s": program.tiled(jnp.float32, 2, CHUNK, CHUNK),
             "first_s": half(DEPTH, WIDTH, about.states), "last_s": half(DEPTH, WIDTH, about.states),
@@ -160,8 +160,8 @@ def _program(*refs: Any, about: About, count: int, **memory: Any) -> None:
     def copy() -> None:
         registers(COPYING, "decrease")
         gpu.copy_gmem_to_smem(numbers.at[row, about.head(begin), chunk], s.places_s, s.shared)
-        gpu.copy_gmem_to_smem(b.at[row, some, shared], s.b_s, s.shared)
-        gpu.copy_gmem_to_smem(c.at[row, some, shared], s.c_s, s.shared)
+        gpu.copy_gmem_to_smem(b.at[row, some, shared], s.bc_s.at[0], s.shared)
+        gpu.copy_gmem_to_smem(c.at[row, some, shared], s.bc_s.at[1], s.shared)
         jax.lax.fori_loop(0, count, fetch, None)
 
     def each(work: Any, left: Any, right: Any, *, clears: bool) -> Array:
@@ -176,7 +176,7 @@ def _program(*refs: Any, about: About, count: int, **memory: Any) -> None:
         s.ones_s[...] = jnp.where(i < j, 1.0, 0.0).astype(x.dtype)
         gpu.commit_smem()
         work = lambda column, n, slot, sums: _queries(s, about, at(column), n, slot, sums)
-        dc.at[row, some, mine_of][...] = each(work, s.c_s, s.b_s, clears=True)
+        dc.at[row, some, mine_of][...] = each(work, s.bc_s.at[1], s.bc_s.at[0], clears=True)
 
     @pl.when(mine == 1)
     def later() -> None:
@@ -184,7 +184,7 @@ def _program(*refs: Any, about: About, count: int, **memory: Any) -> None:
             out = dx.at[row, some, pl.ds(column * WIDTH, WIDTH)]
             return _keys(s, about, at(column), n, slot, sums, out, skips[about.head(column)])
 
-        db.at[row, some, mine_of][...] = each(work, s.b_s, s.c_s, clears=False)
+        db.at[row, some, mine_of][...] = each(work, s.bc_s.at[0], s.bc_s.at[1], clears=False)
         gpu.wait_smem_to_gmem(0)
 
 
@@ -217,7 +217,7 @@ def _sums(
         return sums
 
     gpu.barrier_wait(s.shared)
-    clear(*[s.b_s, s.c_s] * clears)
+    clear(*[left, right] * clears)
     (scores,) = products(lambda scores: gpu.wgmma(scores, left, right.transpose((1, 0))), (CHUNK, CHUNK))
     s.scores_s.at[mine][...] = scores
     return jax.lax.fori_loop(0, count, step, program.nothing(CHUNK, about.states))
@@ -229,10 +229,11 @@ def _queries(s: Any, about: About, found: Any, n: Any, slot: Any, sums: Array) -
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     x_s, dy_s, first_s, last_s = (ref.at[slot] for ref in (s.x_s, s.dy_s, s.first_s, s.last_s))
+    b_s, c_s = (s.bc_s.at[i + program.zero(s.places_s)] for i in range(2))
 
     def before(pairs: Any, read: Any) -> None:
         gpu.wgmma(pairs, dy_s, x_s.transpose((1, 0)))
-        gpu.wgmma(read, s.c_s, first_s.transpose((1, 0)))
+        gpu.wgmma(read, c_s, first_s.transpose((1, 0)))
 
     pairs, read = products(before, (CHUNK, CHUNK), (CHUNK, WIDTH))
     since, _, end = program.ends(n)
@@ -246,7 +247,7 @@ def _queries(s: Any, about: About, found: Any, n: Any, slot: Any, sums: Array) -
         gpu.commit_smem()
 
     def after(dc: Any, of_pairs: Any) -> None:
-        gpu.wgmma(dc, weights, s.b_s)
+        gpu.wgmma(dc, weights, b_s)
         gpu.wgmma(dc, begun, first_s)
         gpu.wgmma(of_pairs, weighted, s.ones_s)
 
@@ -265,6 +266,7 @@ def _keys(s: Any, about: About, found: Any, n: Any, slot: Any, sums: Array, out:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     x_s, dy_s, last_s = (ref.at[slot] for ref in (s.x_s, s.dy_s, s.last_s))
+    b_s, c_s = (s.bc_s.at[i + program.zero(s.places_s)] for i in range(2))
 
     held = lambda i, y: program.operand(y.astype(x_s.dtype), s.operand_s.at[1, i] if about.interpreted else None)
     step = program.rows_of(n.at[STEP])
@@ -273,7 +275,7 @@ def _keys(s: Any, about: About, found: Any, n: Any, slot: Any, sums: Array, out:
     weights = held(0, pairs * decay * across(step))
     seen = program.values(s.scores_s.at[1]) * decay
     of_step, seen = (seen * pairs).sum(axis=1), held(1, seen)
-    (read,) = products(lambda read: gpu.wgmma(read, s.b_s, last_s.transpose((1, 0))), (CHUNK, WIDTH))
+    (read,) = products(lambda read: gpu.wgmma(read, b_s, last_s.transpose((1, 0))), (CHUNK, WIDTH))
     _, later, _ = program.ends(n)
     z, x = read * across(later), program.values(x_s)
     last, new = (x * z).sum(axis=1), held(2, x * across(later * step))
@@ -284,7 +286,7 @@ def _keys(s: Any, about: About, found: Any, n: Any, slot: Any, sums: Array, out:
 
     def after(z: Any, db: Any) -> None:
         gpu.wgmma(z, seen, dy_s)
-        gpu.wgmma(db, weights, s.c_s)
+        gpu.wgmma(db, weights, c_s)
         gpu.wgmma(db, new, last_s)
 
     z, sums = added(about, after, z, sums)

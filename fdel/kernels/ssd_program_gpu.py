@@ -183,6 +183,14 @@ def numbers_of(valid: Array, step: Array, log: Array) -> Float[Array, "B N chunk
     return jnp.stack(rows, 2).transpose(0, 4, 1, 2, 3)
 
 
+def zero(numbers: Any) -> Any:
+    """Give 0, of the numbers of a chunk, read in a loop: added to the index of an operand, it has addresses computed there.
+
+    The compiler, which does not know how large places are, would compute them before the loop, and spill others for them.
+    """
+    return (numbers[PLACE, 0] > 2 * WHOLE).astype(jnp.int32)
+
+
 def products(multiply: Callable, *shapes: Any) -> list[Array]:
     """Give the sums, of these shapes, that multiply(*sums) makes from nothing."""
     from jax.experimental import pallas as pl
