@@ -359,12 +359,10 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
         pytest.skip(why)
     for x in hopper_products.table():
         print(x)
-        if "delta rule" in x["call"]:  # four addresses at most, where each head has a decay
-            channels = "channels" in x["call"]
-            assert x["registers"] and x["spills"] <= (0 if channels else 16) and not x["serialized"]
-            assert x["temporaries"] <= (2**30 if channels else 2**29)
-            continue
         assert x["registers"] and not x["spills"] and not x["serialized"]
+        if "delta rule" in x["call"]:
+            assert x["temporaries"] <= (2**30 if "channels" in x["call"] else 2**29)
+            continue
         assert x["registers"] <= 80 or "8 rows" not in x["call"]  # two programs, of 384 threads, share 65,536
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
         assert x["temporaries"] <= (2**27 if in_order else 2**25 if "16 heads" in x["call"] else 1.01 * 2**22)
@@ -426,31 +424,28 @@ def test_a_training_step_with_the_kernel_for_scans_needs_less_memory(name, recor
 @pytest.mark.aot
 @pytest.mark.matrix
 def test_the_hopper_kernels_for_ssd_keep_states_and_sums_in_registers():
-    """No wgmma is serialized; a gradient keeps eleven addresses, 44 bytes, in local memory. A step needs half of XLA's
-    memory, or less."""
+    """No spill, and no wgmma is serialized. A step needs half of XLA's memory, or less."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     *calls, plain, step = hopper_products.table(module="hopper_ssd")
     for x in (*calls, plain, step):
         print(x)
     for x in (*calls, step):
-        most = 44 if x is step or "gradient" in x["call"] else 0
-        assert x["registers"] and not x["serialized"] and x["spills"] <= most
+        assert x["registers"] and not x["serialized"] and not x["spills"]
     assert plain["registers"] is None and 2 * step["temporaries"] < plain["temporaries"]
 
 
 @pytest.mark.aot
 @pytest.mark.matrix
 def test_the_hopper_kernel_for_attention_keeps_sums_and_probabilities_in_registers():
-    """No wgmma is serialized; four addresses at most are kept in local memory. A step needs less memory than with loops."""
+    """No spill, and no wgmma is serialized. A step needs less memory than with loops."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     *calls, plain, step = hopper_products.table(module="hopper_flash")
     for x in (*calls, plain, step):
         print(x)
     for x in (*calls, step):
-        most = 96 if x is step else 16  # with its gradients
-        assert x["registers"] and not x["serialized"] and x["spills"] <= most
+        assert x["registers"] and not x["serialized"] and not x["spills"]
     assert all(x["temporaries"] <= 2**23.1 for x in calls)
     assert plain["registers"] is None and step["temporaries"] < plain["temporaries"]
 
@@ -458,12 +453,12 @@ def test_the_hopper_kernel_for_attention_keeps_sums_and_probabilities_in_registe
 @pytest.mark.aot
 @pytest.mark.matrix
 def test_the_hopper_kernels_for_attention_s_gradients_keep_sums_and_probabilities_in_registers():
-    """No wgmma is serialized; of heads of 128 eleven indices of columns are kept in local memory, for masked tiles."""
+    """No spill, and no wgmma is serialized."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     for x in hopper_products.table(module="hopper_flash_backward"):
         print(x)
-        assert x["registers"] and not x["serialized"] and x["spills"] <= (80 if x["call"].endswith("of 128") else 0)
+        assert x["registers"] and not x["serialized"] and not x["spills"]
         assert x["temporaries"] <= 2**24.1
 
 

@@ -58,13 +58,12 @@ def test_prefill_of_recurrences_on_hopper_needs_less_memory(family, kernels, rec
 @pytest.mark.aot
 @pytest.mark.matrix
 def test_the_hopper_kernels_for_decoding_move_states_once():
-    """XLA's programs move twice what is needed, or more; prompts of scans are moved once, too. No sums are spilled."""
+    """XLA's programs move twice what is needed, or more; prompts of scans are moved once, too. Nothing is spilled."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     for x in hopper_products.table(module="hopper_decode"):
         print(x)
-        most = 250 if x["call"].startswith("prompts, gated") else 0  # addresses, of which a chunk reads some twenty
-        assert x["registers"] and x["spills"] <= most and not x["serialized"]
+        assert x["registers"] and not x["spills"] and not x["serialized"]
         assert x["call"].startswith(("prompts, ssd", "prompts, gated")) or x["temporaries"] < 2**21
     for name in hopper_decode.CALLS:
         ours, plain = (hopper_decode.moved(name, hopper_decode.lower(name, impl).text) for impl in ("hopper", "xla"))
