@@ -31,6 +31,7 @@ from fdel.kernels.delta_walk_gpu import (
     parts,
     pipeline,
     products,
+    zero,
 )
 
 WIDE, OWN = ("reads_s", "seen_s", "wrote_s", "x_s"), {"new_s": (WALKERS, 2, CHUNK, HALF)}  # of a walk, see `launch`
@@ -103,14 +104,15 @@ def ahead(s: Any, own: Any, slot: Any, to: Any) -> list[Array]:
     """Send outputs of a chunk `to` memory, and return what it adds to the state."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    seen = products([(s.seen_s.at[slot], own.read.state)])[0]
+    read = own.read(zero(s.numbers_s[slot, 0]))
+    seen = products([(s.seen_s.at[slot], read.state)])[0]
     v = transfer_gpu.load(s.x_s.at[slot, :, own.columns], layout=gpu.Layout.WGMMA).astype(jnp.float32)
     give(own.new.at[0], v - seen)
-    give(own.new.at[1], products([(s.solve_s.at[slot], own.read.new.at[0])])[0])
-    out = products([(s.reads_s.at[slot], own.read.state), (s.pairs_s.at[slot], own.read.new.at[1])])[0]
+    give(own.new.at[1], products([(s.solve_s.at[slot], read.new.at[0])])[0])
+    out = products([(s.reads_s.at[slot], read.state), (s.pairs_s.at[slot], read.new.at[1])])[0]
     give(own.new.at[0], out)
     gpu.copy_smem_to_gmem(own.new.at[0], to)
-    return products(*([(part.transpose((1, 0)), own.read.new.at[1])] for part in parts(s.wrote_s.at[slot], 1)))
+    return products(*([(part.transpose((1, 0)), read.new.at[1])] for part in parts(s.wrote_s.at[slot], 1)))
 
 
 def _back(s: Any, own: Any, slot: Any, to: Any) -> list[Array]:

@@ -96,7 +96,7 @@ def _program(*refs: Any, **memory: Any) -> None:
         pl.when(whole[row, c] == 0)(lambda: clear([x.at[slot] for x in (s.q_s, s.k_s, s.v_s)], real))
         if kept:
             gpu.wait_smem_to_gmem(1, wait_read_only=True)  # T of two chunks before
-        prepare_chunk(s, slot, zero(c))
+        prepare_chunk(s, slot)
         gpu.barrier_arrive(s.ready.at[slot])
         if kept:
             gpu.copy_smem_to_gmem(s.solve_s.at[slot], kept[1].at[row, head, tokens(c)])
@@ -111,8 +111,8 @@ def _program(*refs: Any, **memory: Any) -> None:
     pipeline(s, whole.shape[1], fetch, prepare, walk)
 
 
-def prepare_chunk(s: Any, slot: Any, none: Any) -> None:
-    """Give `pairs_s` D_ij q_i^T k_j and `solve_s` T. `none` is `delta_walk_gpu.zero` of the chunk."""
+def prepare_chunk(s: Any, slot: Any) -> None:
+    """Give `pairs_s` D_ij q_i^T k_j and `solve_s` T."""
     k, numbers = s.k_s.at[slot], s.numbers_s.at[slot]
     high, low = s.work_s.at[2], s.pairs_s.at[slot]  # two parts of A; the pairs take the second's place
     where = functools.partial(places, numbers.at[PLACE])
@@ -121,6 +121,7 @@ def prepare_chunk(s: Any, slot: Any, none: Any) -> None:
     kk = kk * decay_pairs(numbers) * across(number(numbers.at[BETA]), CHUNK)
     a = jnp.where(j < i, kk, jnp.zeros_like(kk))
     turns = [s.work_s.at[0], s.work_s.at[1], s.solve_s.at[slot]]
+    none = zero(s.numbers_s[slot, PLACE, 0])
     reads = [s.work_s.at[2 + none], low, s.work_s.at[none], s.work_s.at[1 + none], turns[2]]
     x, qk = invert(a, high, low, turns, where, [(s.q_s.at[slot], k.transpose((1, 0)))], reads=reads)
     s.solve_s.at[slot][...] = (x * down(number(numbers.at[BETA], axis=0))).astype(k.dtype)
@@ -142,20 +143,20 @@ def walk_chunk(s: Any, own: Any, slot: Any, state: list[Array]) -> list[Array]:
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    q, k = s.q_s.at[slot], s.k_s.at[slot]
-    seen = products([(k, own.read.state)])[0]
+    q, k, read = s.q_s.at[slot], s.k_s.at[slot], own.read(zero(s.numbers_s[slot, PLACE, 0]))
+    seen = products([(k, read.state)])[0]
     numbers = lambda which: across(number(s.numbers_s.at[slot, which]), HALF)
     v = of_slot(slot, lambda n: transfer_gpu.load(s.v_s.at[n, :, own.columns], layout=gpu.Layout.WGMMA))
     gpu.wait_smem_to_gmem(0, wait_read_only=True)  # outputs of the chunk before
     give(own.new.at[0], v.astype(jnp.float32) - jnp.exp2(numbers(SINCE)) * seen)
-    new = products([(s.solve_s.at[slot], own.read.new.at[0])])[0]
+    new = products([(s.solve_s.at[slot], read.new.at[0])])[0]
     gpu.commit_smem()  # all warps have read what is written over
     own.new.at[1][...] = (new * jnp.exp2(numbers(LAST) - numbers(SINCE))).astype(k.dtype)
     give(own.new.at[0], new)
-    seen, within = products([(q, own.read.state)], [(s.pairs_s.at[slot], own.read.new.at[0])])
+    seen, within = products([(q, read.state)], [(s.pairs_s.at[slot], read.new.at[0])])
     gpu.commit_smem()
     give(own.new.at[0], jnp.exp2(numbers(SINCE)) * seen + within)
-    written = products(*([(part.transpose((1, 0)), own.read.new.at[1])] for part in parts(k, 1)))
+    written = products(*([(part.transpose((1, 0)), read.new.at[1])] for part in parts(k, 1)))
     last = jnp.exp2(numbers(LAST))
     state = [last * old + more for old, more in zip(state, written, strict=True)]
     give_state(own, state)

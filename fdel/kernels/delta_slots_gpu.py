@@ -32,7 +32,6 @@ from fdel.kernels.delta_walk_gpu import (
     pipeline,
     place_of,
     rows_of,
-    zero,
 )
 from fdel.ops.batch import Paged
 from fdel.ops.carry import Carry
@@ -121,7 +120,7 @@ def _heads(r: SimpleNamespace, *, size: int) -> None:
     def prepared(c: Any, slot: Any) -> None:
         real = r.numbers.at[head, heads.VALID, tokens(c)]
         pl.when(r.whole[first + c] == 0)(lambda: clear([x.at[slot] for x in (r.q_s, r.k_s, r.v_s)], real))
-        heads.prepare_chunk(r, slot, zero(c))
+        heads.prepare_chunk(r, slot)
         gpu.barrier_arrive(r.ready.at[slot])
 
     def walk(c: Any, slot: Any, own: Any, state: list[Array]) -> list[Array]:

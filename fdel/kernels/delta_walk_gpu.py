@@ -86,7 +86,7 @@ def pipeline(
     """Take a head's `count` chunks in order: `fetch` each to its slot of memory, `prepare` it, `walk` it with the state.
 
     fetch(i, slot) starts the copies that `s.full` counts. prepare(i, slot) arrives at `s.ready` itself, and may go on after
-    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read; `own.read`
+    it. walk(i, slot, own, state) gives the state, and arrives at `s.free` as soon as the slot is no more read; own.read(0)
     are its parts of the memory for products, see `zero`. `registers` are those of a thread that prepares and of one that
     walks, if not 168 each; the interpreter has none.
 
@@ -126,8 +126,7 @@ def pipeline(
 
             gpu.barrier_wait(s.full.at[slot])
             gpu.barrier_wait(s.ready.at[slot])
-            now = SimpleNamespace(**vars(own), read=parts_of(s, mine, zero(i)))
-            state = walk(i, slot, now, state)
+            state = walk(i, slot, own, state)
             if mine == 0:
                 pl.when(i + DEPTH < count)(fetch_next)
             return state
@@ -143,7 +142,7 @@ def begin(s: Any, mine: int, start: Callable[[Any], list[Array]] | None) -> tupl
     """Give a group of warps that walks its parts of the memory, and a state: zeros, or what start(parts) gives."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    own = parts_of(s, mine, 0)
+    own = SimpleNamespace(**vars(parts_of(s, mine, 0)), read=functools.partial(parts_of, s, mine))
     nothing = [gpu.layout_cast(jnp.zeros((CHUNK, HALF), jnp.float32), gpu.Layout.WGMMA)] * 2
     state = start(own) if start else nothing
     give_state(own, state)
@@ -158,13 +157,13 @@ def parts_of(s: Any, mine: int, none: Any) -> SimpleNamespace:
     return SimpleNamespace(state=s.state_s.at[n], new=s.new_s.at[n], columns=pl.ds(mine * HALF, HALF), mine=mine)
 
 
-def zero(i: Any) -> Any:
-    """Give 0 in the i-th step of a loop, which the compiler cannot know if it does not know how many there are.
+def zero(x: Any) -> Any:
+    """Give 0, of a number that is read in a loop and is never negative, which the compiler cannot know.
 
     Added to the index of an operand, it has the descriptors of its products computed where they are needed. The compiler
     would compute all of them before the loop, and spill them or what they leave no registers.
     """
-    return jax.lax.shift_right_logical(i, jnp.int32(30))
+    return (x < 0).astype(jnp.int32)
 
 
 def of_slot(slot: Any, load: Callable[[int], Array]) -> Array:
