@@ -18,7 +18,7 @@ from fdel.kernels.device import no_tpu
 from fdel.ops import quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import NEG, Mask, PerHead
-from fdel.ops.paged import LANES, filled, gathered, spread
+from fdel.ops.paged import LANES, filled
 
 TOKENS = 128  # of a tile of queries
 TILE = 24 * 2**20  # bytes of queries, outputs and sums of a tile
@@ -62,14 +62,13 @@ def call(
 ) -> Float[Array, "T N H"]:  # fmt: skip
     """Attend over cached pages; see `unsupported` for what it can serve, `paged_attention` for the meaning."""
     _, _, heads, size, width = state.k.shape
-    blocks, block, side = len(batch.page_table), batch.block, 1 if state.v is None else width // q.shape[-1]
+    blocks, block = len(batch.page_table), batch.block
     parts, values = _parts(batch, state, q, v_dim) or 1, _values(state, q, v_dim)
     most = 1 if block == 1 else max(1, min(TOKENS, TILE * parts // _token_bytes(state, q, v_dim)) // block)
     many = next(n for n in range(most, 0, -1) if blocks % n == 0)
     tiles, tokens = blocks // many, many * block
     q = q.reshape(tiles, tokens, heads, parts, -1, q.shape[-1]).transpose(3, 0, 2, 4, 1, 5)
-    q = q.reshape(parts * tiles, *q.shape[2:])  # [parts*tiles K G tokens H]
-    q = filled(q, width) if side == 1 else spread(q, side)
+    q = filled(q.reshape(parts * tiles, *q.shape[2:]), width)  # [parts*tiles K G tokens H]
     rows = q.shape[2] * tokens
     fill = -rows % 8
     lay = lambda x: jnp.pad(x.reshape(*x.shape[:-3], rows, x.shape[-1]), [(0, 0)] * (x.ndim - 3) + [(0, fill), (0, 0)])
@@ -80,7 +79,6 @@ def call(
     spans, table = (jnp.tile(x, (parts, 1)) for x in (_spans(batch, mask, many, size), batch.page_table))
     out = program.attend(program.Tile(mask, many, tokens, values), spans, table, layer, lay(q), start, state)
     out = out[:, :, :rows].reshape(*q.shape[:-1], values)
-    out = out if side == 1 else gathered(out, side)
     out = out.reshape(parts, tiles, *out.shape[1:]).transpose(1, 4, 2, 0, 3, 5)
     return out.reshape(blocks * block, -1, out.shape[-1])
 

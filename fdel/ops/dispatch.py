@@ -25,8 +25,8 @@ from fdel.ops.shard import AXES, divided
 F = TypeVar("F", bound=Callable)
 TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
 # Axes that `divide` may divide; "each" are tokens that are computed one by one, for which others need whole sequences;
-# over "summed" ones the results of the devices are added up. "kv_rows" are those of a cache that hold several heads each.
-TOGETHER = ("heads", "kv_heads", "kv_rows", "groups")  # all are divided, or none
+# over "summed" ones the results of the devices are added up.
+TOGETHER = ("heads", "kv_heads", "groups")  # all are divided, or none
 MESH = {
     "rows": AXES["rows"], "each": AXES["tokens"], "outputs": AXES["vocab"], "summed": AXES["vocab"],
     **dict.fromkeys(TOGETHER, AXES["attending"]),

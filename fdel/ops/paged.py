@@ -7,6 +7,7 @@ afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side th
 zeros (`latent_row`).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,13 @@ from fdel.ops.batch import Paged, Pages
 from fdel.ops.cpu import each_row
 from fdel.ops.dispatch import Implementation, kernel, operation
 from fdel.ops.mask import Mask, PerHead, begin, finish, online, scores
+from fdel.ops.shard import whole
 
 LANES = 128  # numbers in a row of a TPU's registers
 GROUP = {"cpu": 64, "gpu": 512, "tpu": 512}  # keys per step of the loop
 FEW, TOGETHER = 512, 32  # where no sequence has more keys than that, a CPU takes so many that decode at a time
 
-_PER_HEAD = {"sinks": "heads", "alibi": "heads"}
+_CACHE, _PER_HEAD = "layers pages kv_heads", {"sinks": "heads", "alibi": "heads"}
 _RAGGED = Implementation(
     lambda *_, **__: None,
     lambda *_, **__: (
@@ -57,19 +59,16 @@ def filled(x: Array, channels: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
-def _cache(state: Pages, head_dim: int) -> str:
-    """Name the axes of a cache: rows that hold several heads each are divided with whole heads only."""
-    return f"layers pages kv_{'rows' if state.k.shape[-1] >= 2 * head_dim else 'heads'}"
-
-
-def _written(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> tuple[tuple[str, ...], str]:
-    cache = _cache(state, k.shape[-1])
-    return ("", cache, "", "tokens kv_heads", "tokens kv_heads"), cache
-
-
-@operation(_written, mosaic=kernel("write_pages_tpu"))
 def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
+    count = state.k.shape[2]
+    if k.shape[1] > count:  # heads join in rows; else the compiler may divide the rows' channels, and then all pages
+        k, v = jax.tree.map(lambda x: whole(x.reshape(len(x), count, -1)), (k, v))
+    return _write_pages(batch, state, layer, k, v)
+
+
+@operation("", _CACHE, "", "tokens kv_heads", "tokens kv_heads", out=_CACHE, mosaic=kernel("write_pages_tpu"))
+def _write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     _, total_pages, heads, size, _ = state.k.shape
     table = jnp.repeat(batch.page_table, batch.block, axis=0, total_repeat_length=batch.positions.shape[0])
     page = jnp.take_along_axis(table, jnp.maximum(batch.positions, 0)[:, None] // size, 1, mode="clip")[:, 0]
@@ -113,30 +112,38 @@ def _load(pages: Array, scales: Array | None, layer: Any, ids: Array, dtype: Any
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def spread(q: Array, side: int) -> Array:
-    """Lay queries [b K s*G q H] out for rows of `side` heads, [b K s*G q s*H]: zeros beside each head's own channels.
-
-    Cut and joined: XLA:TPU takes six times a layer's largest product to sum over a diagonal of 64 channels.
-    """
-    width = q.shape[-1]
-    place = lambda i: [(0, 0)] * 4 + [(i * width, (side - 1 - i) * width)]
-    return jnp.concatenate([jnp.pad(x, place(i)) for i, x in enumerate(jnp.split(q, side, 2))], 2)
-
-
-def gathered(out: Array, side: int) -> Array:
-    """Take each head's own channels, [b K s*G q s*H] -> [b K s*G q H]."""
-    return jnp.concatenate([jnp.split(x, side, -1)[i] for i, x in enumerate(jnp.split(out, side, 2))], 2)
-
-
 def _oldest(qi: Array, window: int) -> Array:
     """Give the oldest position that a window reaches from blocks of query positions; blocks of padding see none."""
     starts = jnp.where(qi.max(-1, keepdims=True) < 0, jnp.iinfo(jnp.int32).max, qi[..., :1])
     return jnp.maximum(starts.min() - window + 1, 0)
 
 
-def _axes(batch: Paged, state: Pages, layer: Any, q: Array, **_: Any) -> tuple[tuple[str, ...], str]:
+def paged_attention(
+    batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
+    mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,
+) -> Float[Array, "T N Hv"]:  # fmt: skip
+    """Attend over cached pages; formula as in `attend`.
+
+    Without `v` pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no
+    effect. Where a row of the cache holds several heads, a query has zeros beside its own head's channels: nothing is cut
+    along heads, which devices may divide.
+    """
+    rows, width = state.k.shape[2], state.k.shape[-1]
+    side = 1 if state.v is None else width // q.shape[-1]
+    attend = partial(_paged_attention, batch, state, layer, mask=mask, sinks=sinks, alibi=alibi)
+    if side == 1:
+        return attend(q, v_dim=v_dim)
+    own = (jnp.arange(q.shape[1]) * rows * side // q.shape[1] % side)[:, None]  # the head's place in its row
+    q = jnp.where(own == jnp.arange(width) // q.shape[-1], jnp.tile(q, side), 0)
+    first, *more = jnp.split(attend(q, v_dim=v_dim and v_dim * side), side, -1)
+    for i, out in enumerate(more):
+        first = jnp.where(own == i + 1, out, first)
+    return first
+
+
+def _axes(batch: Paged, state: Pages, *_: Any, **__: Any) -> tuple[tuple[str, ...], str]:
     """Divide heads, each with its keys; a key head that all share, as that of latent attention, is whole everywhere."""
-    return ("", "" if state.k.shape[2] == 1 else _cache(state, q.shape[-1]), "", "tokens heads"), "tokens heads"
+    return ("", "" if state.k.shape[2] == 1 else _CACHE, "", "tokens heads"), "tokens heads"
 
 
 @operation(
@@ -144,16 +151,15 @@ def _axes(batch: Paged, state: Pages, layer: Any, q: Array, **_: Any) -> tuple[t
     hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu"), ragged=_RAGGED,
     also=ALSO,
 )  # fmt: skip
-def paged_attention(
+def _paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
     mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,
 ) -> Float[Array, "T N Hv"]:  # fmt: skip
-    """Attend over cached pages with an online softmax over groups of pages; formula as in `attend`.
+    """Attend with an online softmax over groups of pages.
 
     The loop runs from the first group that any query's window reaches to the longest context in the batch. On CPU each
     block has a loop of its own, which ends at its last token: what it gathers stays in the nearest cache. One query is too
-    little work there for a second core: where no sequence is long, those that decode share a loop. Without `v` pages,
-    values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no effect.
+    little work there for a second core: where no sequence is long, those that decode share a loop.
     """
     _, total_pages, kv_heads, size, channels = state.k.shape
     blocks, width = batch.page_table.shape
@@ -163,10 +169,8 @@ def paged_attention(
     qi = batch.positions.reshape(blocks, 1, 1, batch.block)
     ends = qi if batch.ahead is None else qi + batch.ahead.reshape(qi.shape)  # the last position that each sees
     group = lambda x: None if x is None else x.reshape(kv_heads, -1)
-    side = 1 if state.v is None else channels // q.shape[-1]  # a query is zero where its row holds other heads
     q = q.reshape(blocks, batch.block, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)  # [b K G q H]
-    values = (q.shape[-1] if v_dim is None else v_dim) * side
-    q = filled(q, channels) if side == 1 else spread(q, side)
+    values, q = q.shape[-1] if v_dim is None else v_dim, filled(q, channels)
 
     def some(q: Array, qi: Array, ends: Array, table: Array) -> Array:
         """Attend from some of the blocks."""
@@ -195,5 +199,4 @@ def paged_attention(
 
     together = TOGETHER if batch.block == 1 and width * size <= FEW else 1
     out = each_row(some, q, qi, ends, table, loop=steps > 1, together=together)
-    out = out if side == 1 else gathered(out, side)
     return out.transpose(0, 3, 1, 2, 4).reshape(blocks * batch.block, -1, out.shape[-1])

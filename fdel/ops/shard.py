@@ -62,6 +62,11 @@ def shard(x: Array, axes: str) -> Array:
     return x if all(s is None for s in spec) else jax.lax.with_sharding_constraint(x, spec)
 
 
+def whole(x: Array) -> Array:
+    """Have all of a small array on every device of the mesh of `jax.set_mesh`, if there is one."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec()) if context(*itertools.chain(*AXES.values())) else x
+
+
 def by_rows(f: Callable, rows: Any, whole: Any, *beside: Any, total: bool) -> Any:
     """Compute f(rows, whole, *beside) on each device with its own part of the arrays [B T ...] and with all of `whole`.
 
