@@ -43,7 +43,6 @@ class Hybrid(config.Decoder):
 
     normalize = True  # the weights of the experts that are chosen sum to one
     rep = property(lambda self: self.value_heads // self.key_heads)  # value heads per key head
-    channels = property(lambda self: 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim)
 
 
 @config.config
@@ -79,10 +78,8 @@ def linear_spec(cfg: Config, name: str) -> dict:
 
 def convolutions(cfg: Any, name: str) -> dict[str, Param]:
     """Declare the convolutions of q, k and v, which lie one below the other in the file."""
-    narrow, wide = (
-        ("heads head_dim", (cfg.key_heads, cfg.key_dim)),
-        ("heads rep head_dim", (cfg.key_heads, cfg.rep, cfg.value_dim)),
-    )
+    narrow = "heads head_dim", (cfg.key_heads, cfg.key_dim)
+    wide = "heads rep head_dim", (cfg.key_heads, cfg.rep, cfg.value_dim)
     return builders.fused_conv(name + "conv1d.weight", cfg.kernel, q=narrow, k=narrow, v=wide)
 
 
