@@ -41,7 +41,10 @@ def causal_conv(
     past = weights[0].shape[-1] - 1
     if isinstance(batch, Packed):
         no_keys(batch)
-        same = [batch.segment_ids == _shifted(batch.segment_ids, past - j, -2) for j in range(past)]
+        ids = batch.segment_ids
+        same = [
+            ids == jnp.pad(ids, ((0, 0), (n, 0)), constant_values=-2)[:, : ids.shape[1]] for n in range(past, 0, -1)
+        ]
         ys = [
             _sum(jnp.pad(x, [(past if i == 1 else 0, 0) for i in range(x.ndim)]), w, b, same)
             for x, w, b in zip(xs, weights, biases, strict=True)
@@ -60,10 +63,6 @@ def causal_conv(
 
 def _wide(chosen: Array, x: Array) -> Array:
     return chosen.reshape(chosen.shape + (1,) * (x.ndim - chosen.ndim))
-
-
-def _shifted(x: Int[Array, "B T"], by: int, fill: int) -> Int[Array, "B T"]:
-    return jnp.pad(x, ((0, 0), (by, 0)), constant_values=fill)[:, : x.shape[1]]
 
 
 def _sum(
@@ -94,9 +93,7 @@ def _edges(batch: Paged, layer: Layer, past: int) -> Edges:
     else:
         slot, earlier = (rows[:, None] == rows) & last, here < here[:, None]
         last &= ~(slot & (here > here[:, None])).any(1)
-        number = (slot & begins & (here <= here[:, None])).sum(
-            1
-        )  # of the sequence, of those that its slot has in this call
+        number = (slot & begins & (here <= here[:, None])).sum(1)  # of the sequence, among those of its slot
         same = slot & (number[:, None] == number)
         begins = (same & begins).any(1)
         done = jnp.where(same & earlier, count, 0).sum(1)  # tokens of the sequence in earlier blocks

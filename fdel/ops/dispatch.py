@@ -24,9 +24,9 @@ from fdel.ops.shard import AXES, divided
 
 F = TypeVar("F", bound=Callable)
 TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
+TOGETHER = ("heads", "kv_heads", "groups")  # all are divided, or none
 # Axes that `divide` may divide; "each" are tokens that are computed one by one, for which others need whole sequences;
 # over "summed" ones the results of the devices are added up.
-TOGETHER = ("heads", "kv_heads", "groups")  # all are divided, or none
 MESH = {
     "rows": AXES["rows"], "each": AXES["tokens"], "outputs": AXES["vocab"], "summed": AXES["vocab"],
     **dict.fromkeys(TOGETHER, AXES["attending"]),
@@ -142,10 +142,11 @@ def choose(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Impleme
     """Choose the implementation `impl`, else the one that `use` names, else the first that supports the call."""
     name = impl or dict(_wanted.value).get(table.op)
     ways = table.implementations
-    why_not = lambda way: way.unsupported(*args, **kwargs) or way.passed_over(*args, **kwargs)
+    cannot = lambda way: way.unsupported(*args, **kwargs) or (_sent(table, args, kwargs) if way.local else None)
+    why_not = lambda way: cannot(way) or way.passed_over(*args, **kwargs)
     if name is None:
         name = next(n for n, way in ways.items() if not way.on_request and why_not(way) is None)
-    elif why := ways[name := _ours(table, name)].unsupported(*args, **kwargs):
+    elif why := cannot(ways[name := _ours(table, name)]):
         raise ValueError(f"{table.op}: impl={name!r} cannot serve this call: {why}; leave it out to use one that can")
     if _notes.value is not None:
         later = lambda way: "supported, where `use` names it" if way.on_request else "supported, later in the order"
@@ -200,21 +201,10 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         mesh = set(jax.sharding.get_abstract_mesh().auto_axes)  # all: the compiler cannot divide these calls
         if not mesh:
             return call(*args, **kwargs)
-        axes, outs = table.axes(*args, **kwargs) if callable(table.axes) else (table.axes, out or table.out)
-        of_keywords = ((table.named.get(name, ""), kwargs[name]) for name in sorted(kwargs))
-        given = [*zip_longest(axes[: len(args)], args, fillvalue=""), *of_keywords]
-        texts = [text for entry, x in given for text in _texts(entry, x)]
+        given, outs = _axes(table, out, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = {
-            i: (x, text)
-            for i, (x, text) in enumerate(zip(leaves, texts, strict=True))
-            if _is_array(x) and text is not None
-        }
-        rows = next((x.ndim >= len(text.split()) for x, text in arrays.values() if text.startswith("(rows)")), True)
-        names = lambda text: text.replace("(rows)", "rows" if rows else "").split()
+        texts, arrays, names = _named(given, leaves)
         over, times = _places([(names(text), x.shape) for x, text in arrays.values()])
-        if isinstance(outs, str) and any(name in times for name in names(outs)):  # it would be sent to be whole again
-            return next(way for way in table.implementations.values() if not way.local).call(*args, **kwargs)
         arrays = {i: (_repeated(x, names(text), times), text) for i, (x, text) in arrays.items()}
         of = lambda name, size=0: None if name in ONE and size == 1 else over.get(name) or None
         spec = lambda text, *shape: P(*map(of, names(text), *shape))
@@ -245,6 +235,35 @@ def divide(call: Callable, table: Table, out: Any = None) -> Callable:
         return jax.tree.map(complete, outs, found, is_leaf=mapping)
 
     return divided_call
+
+
+def _axes(table: Table, out: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
+    """Give each argument's axes beside it, and those of the results, `out` or the table's."""
+    axes, outs = table.axes(*args, **kwargs) if callable(table.axes) else (table.axes, out or table.out)
+    of_keywords = ((table.named.get(name, ""), kwargs[name]) for name in sorted(kwargs))
+    return [*zip_longest(axes[: len(args)], args, fillvalue=""), *of_keywords], outs
+
+
+def _named(
+    given: list[tuple[Any, Any]], leaves: list[Any]
+) -> tuple[list, dict[int, tuple[Any, str]], Callable[[str], list[str]]]:
+    """Give the axes of all leaves of the arguments, the arrays that a local implementation gets, and how axes are read."""
+    texts = [text for entry, x in given for text in _texts(entry, x)]
+    both = enumerate(zip(leaves, texts, strict=True))
+    arrays = {i: (x, text) for i, (x, text) in both if _is_array(x) and text is not None}
+    rows = next((x.ndim >= len(text.split()) for x, text in arrays.values() if text.startswith("(rows)")), True)
+    return texts, arrays, lambda text: text.replace("(rows)", "rows" if rows else "").split()
+
+
+def _sent(table: Table, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+    """Say why each device's part of the results would not do, or None."""
+    if not jax.sharding.get_abstract_mesh().auto_axes:
+        return None
+    given, outs = _axes(table, None, args, kwargs)
+    _, arrays, names = _named(given, jax.tree.leaves((args, kwargs)))
+    times = _places([(names(text), x.shape) for x, text in arrays.values()])[1]
+    found = [name for text in jax.tree.leaves(outs) for name in names(text) if name in times]
+    return f"{times[found[0]]} devices have the same {found[0]}: results would have to be exchanged" if found else None
 
 
 def _places(arrays: list[tuple[list[str], tuple[int, ...]]]) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:

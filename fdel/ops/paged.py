@@ -19,7 +19,7 @@ from fdel.ops.batch import Paged, Pages
 from fdel.ops.cpu import each_row
 from fdel.ops.dispatch import Implementation, kernel, operation
 from fdel.ops.mask import Mask, PerHead, begin, finish, online, scores
-from fdel.ops.shard import whole
+from fdel.ops.shard import whole_rows
 
 LANES = 128  # numbers in a row of a TPU's registers
 GROUP = {"cpu": 64, "gpu": 512, "tpu": 512}  # keys per step of the loop
@@ -62,8 +62,8 @@ def filled(x: Array, channels: int) -> Array:
 def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
     count = state.k.shape[2]
-    if k.shape[1] > count:  # heads join in rows; else the compiler may divide the rows' channels, and then all pages
-        k, v = jax.tree.map(lambda x: whole(x.reshape(len(x), count, -1)), (k, v))
+    if k.shape[1] > count:  # heads join in rows; the compiler would divide a row's channels, and then gather all pages
+        k, v = jax.tree.map(lambda x: whole_rows(x.reshape(len(x), count, -1)), (k, v))
     return _write_pages(batch, state, layer, k, v)
 
 

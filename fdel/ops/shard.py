@@ -62,9 +62,12 @@ def shard(x: Array, axes: str) -> Array:
     return x if all(s is None for s in spec) else jax.lax.with_sharding_constraint(x, spec)
 
 
-def whole(x: Array) -> Array:
-    """Have all of a small array on every device of the mesh of `jax.set_mesh`, if there is one."""
-    return jax.lax.with_sharding_constraint(x, PartitionSpec()) if context(*itertools.chain(*AXES.values())) else x
+def whole_rows(x: Array) -> Array:
+    """Divide rows [T rows channels] of a cache between devices, if there are enough, and never a row's channels."""
+    if not context(*AXES["attending"]):
+        return x
+    spec = partition(x, "new attending head_dim")
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, *spec[1:]))
 
 
 def by_rows(f: Callable, rows: Any, whole: Any, *beside: Any, total: bool) -> Any:

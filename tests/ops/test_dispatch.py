@@ -16,6 +16,7 @@ from fdel.models import builders
 from fdel.ops import attention, dispatch, flash, ring
 from fdel.ops.batch import Packed
 from fdel.ops.paged import paged_attention, write_pages
+from fdel.ops.platform import tracing_for
 from fdel.params.mesh import make_mesh
 from fdel.serve.engine.step import quantized
 from tests.ops.test_attention import case, f32
@@ -108,41 +109,50 @@ def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv", [None, "int8"])
-def test_a_cache_of_fewer_heads_than_devices_is_not_gathered(monkeypatch, kv):
-    """Its axis lies in two on the devices, as `params.shardings` puts it; so do a call's parts and its results."""
-    seen = []
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "kv"), [(2, 128, None), (2, 128, "int8"), (4, 64, None), (8, 64, None)]
+)
+def test_a_cache_of_fewer_rows_than_devices_is_not_gathered(monkeypatch, kv_heads, head_dim, kv):
+    """Its axis lies in two on the devices, as `params.shardings` puts it; so do a call's parts and its results.
 
-    def local(name, at):
-        table = dispatch.TABLES[name]
-        *_, last = table.implementations.values()
+    As on TPUs: two heads of 64 are a row. Eight such heads are rows enough.
+    """
+    table, seen = dispatch.TABLES["paged_attention"], []
+    write = dispatch.TABLES["write_pages"].implementations
 
-        def call(*args, **named):
-            seen.append((name, args[1].k.shape[2], args[at].shape[1]))
-            return last.call(*args, **named)
+    def call(*args, **named):
+        seen.append((args[1].k.shape[2], args[3].shape[1]))
+        return table.implementations["xla"].call(*args, **named)
 
-        monkeypatch.setitem(table.implementations, "opaque", dispatch.Implementation(call, local=True))
-
-    local("paged_attention", 3), local("write_pages", 3)
+    monkeypatch.setitem(table.implementations, "opaque", dispatch.Implementation(call, local=True))
+    monkeypatch.setitem(write, "opaque", dispatch.Implementation(write["xla"].call, local=True))
     mesh, rng = make_mesh({"dp": 2, "tp": 4}), np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(24, n, 128)).astype(np.float32) for n in (8, 2, 2))
-    spec = quantized(ops.State(builders.kv_pages(1, 2, 128, pages=60, page=8)), kv)
+    q, k, v = (rng.normal(size=(24, n, head_dim)).astype(np.float32) for n in (16, kv_heads, kv_heads))
     _, batch = ops.paged([(0, 0, [0] * 13), (1, 0, [0] * 8)], np.array([[5, 0, 2], [1, 3, 4]]), block=8)
 
     def run(state, q, k, v):
         state = write_pages(batch, state.pages, 0, k, v)
         return paged_attention(batch, state, 0, q, mask=ops.Mask(0.3)), state
 
-    state, at = params.init(spec, jax.random.key(0)), params.shardings(spec, mesh, params.SERVE)
-    heads = NamedSharding(mesh, P(None, "tp"))
-    with jax.set_mesh(mesh), ops.use(paged_attention="opaque", write_pages="opaque"):
-        given = jax.device_put(state, at), jax.device_put(q, heads), k, v
-        program = jax.jit(run, out_shardings=(heads, at.pages)).lower(*given).compile()
-        got = program(*given)
-    assert set(seen) == {("paged_attention", 1, 2)}
-    tokens, pages = k.nbytes, 60 * 8 * 128  # bytes of the call's keys, and of a head in the cache, if in 8 bits
-    assert all(x.nbytes <= tokens < pages for x in plan.collectives(program.as_text()))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(run)(state, q, k, v)), strict=True):
+    with tracing_for("tpu"):
+        spec = quantized(ops.State(builders.kv_pages(1, kv_heads, head_dim, pages=60, page=8)), kv)
+        state, at = params.init(spec, jax.random.key(0)), params.shardings(spec, mesh, params.SERVE)
+        heads = NamedSharding(mesh, P(None, "tp"))
+        with jax.set_mesh(mesh), ops.use(paged_attention="opaque", write_pages="xla"):
+            new = (k, v) if kv_heads < 4 else jax.device_put((k, v), heads)
+            given = jax.device_put(state, at), jax.device_put(q, heads), *new
+            program = jax.jit(run, out_shardings=(heads, at.pages)).lower(*given).compile()
+            got = program(*given)
+            rows = state.pages.k.shape[2]
+            if rows < 4:
+                with ops.use(write_pages="opaque"), pytest.raises(ValueError, match="2 devices have the same kv_heads"):
+                    jax.eval_shape(run, *given)
+        with ops.use(paged_attention="xla", write_pages="xla"):
+            want = jax.jit(run)(state, q, k, v)
+    assert set(seen) == {(1, 4)}
+    sent, tokens, pages = plan.collectives(program.as_text()), k.nbytes, 60 * 8 * 128  # bytes; of a row in 8 bits
+    assert all(x.nbytes <= tokens < pages for x in sent)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
