@@ -42,9 +42,7 @@ def causal_conv(
     if isinstance(batch, Packed):
         no_keys(batch)
         ids = batch.segment_ids
-        same = [
-            ids == jnp.pad(ids, ((0, 0), (n, 0)), constant_values=-2)[:, : ids.shape[1]] for n in range(past, 0, -1)
-        ]
+        same = [ids == jnp.pad(ids, ((0, 0), (n, 0)))[:, : ids.shape[1]] for n in range(past, 0, -1)]
         ys = [
             _sum(jnp.pad(x, [(past if i == 1 else 0, 0) for i in range(x.ndim)]), w, b, same)
             for x, w, b in zip(xs, weights, biases, strict=True)
@@ -92,7 +90,7 @@ def _edges(batch: Paged, layer: Layer, past: int) -> Edges:
         index = lambda at: jnp.broadcast_to(here[:, None], at.shape)
     else:
         slot, earlier = (rows[:, None] == rows) & last, here < here[:, None]
-        last &= ~(slot & (here > here[:, None])).any(1)
+        last &= ~(slot & (here > here[:, None])).any(1)  # one write a slot: on GPUs several have no order
         number = (slot & begins & (here <= here[:, None])).sum(1)  # of the sequence, among those of its slot
         same = slot & (number[:, None] == number)
         begins = (same & begins).any(1)

@@ -272,9 +272,9 @@ def _places(arrays: list[tuple[list[str], tuple[int, ...]]]) -> tuple[dict[str, 
     for names, shape in arrays:
         for name, size in zip(names, shape, strict=False):
             count = math.prod(context(*over.get(name, ())).values())
-            if size % count and name in FEW and size > 1 and times.setdefault(name, count // size) * size == count:
-                continue
-            if size % count and not (name in ONE and size == 1):
+            if size % count and name in FEW and size > 1 and count % size == 0:
+                times[name] = count // size
+            elif size % count and not (name in ONE and size == 1):
                 over[name] = ()
     return (over, times) if all(over[name] for name in TOGETHER) else (over | dict.fromkeys(TOGETHER, ()), {})
 

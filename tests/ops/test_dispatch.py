@@ -156,6 +156,27 @@ def test_a_cache_of_fewer_rows_than_devices_is_not_gathered(monkeypatch, kv_head
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_groups_that_are_fewer_than_devices_are_on_several(monkeypatch):
+    """Two groups of eight heads on four devices: each has two heads and their group; gradients are those of one device."""
+    table, seen = dispatch.TABLES["ssd"], []
+
+    def call(*args, **named):
+        seen.append((args[3].shape[2], args[6].shape[2]))
+        return table.implementations["xla"].call(*args, **named)
+
+    monkeypatch.setitem(table.implementations, "opaque", dispatch.Implementation(call, local=True))
+    rng, batch = np.random.default_rng(0), ops.packed(jnp.zeros((2, 16), int))
+    x, b, c = (f32(rng.normal(size=(2, 16, n, 4))) for n in (8, 2, 2))
+    dt, a = f32(rng.uniform(0, 1, (2, 16, 8))), -f32(rng.uniform(0, 1, 8))
+    value = lambda x, b, c: jnp.sin(ops.ssd(batch, None, 0, x, dt, a, b, c, chunk=8)[0]).sum()
+    run = jax.value_and_grad(value, (0, 1, 2))
+    with jax.set_mesh(make_mesh({"dp": 2, "tp": 4})), ops.use(ssd="opaque"):
+        got = jax.jit(run)(x, b, c)
+    assert set(seen) == {(2, 1)}
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(run)(x, b, c)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
 def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
     q = jnp.ones((1, 8, 2, 8))
     batch = ops.packed(jnp.zeros((1, 8), int))

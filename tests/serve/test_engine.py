@@ -898,6 +898,18 @@ def test_steps_update_the_cache_in_place(model) -> None:
         assert memory.temp_size_in_bytes < cache / CFG.layers
 
 
+def test_layers_of_one_kind_are_lowered_once() -> None:
+    """The program for six layers has as many products as that for two; a Packed call, which towers make, too."""
+
+    def products(layers: int) -> int:
+        cfg = dataclasses.replace(CFG, layers=layers)
+        weights = params.abstract(params.unstack(llama.spec(cfg)), "float32")
+        args = np.zeros((1, 8), np.int32), np.int32(0), ops.packed(np.zeros((1, 8), np.int32))
+        return step.programs(llama, cfg).embed.lower(weights, *args).as_text().count("dot_general")
+
+    assert products(2) == products(6) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("small", [False, True], ids=["steps", "drafts"])
 def test_steps_in_one_call_read_weights_as_they_are_stored(small: bool) -> None:
