@@ -41,8 +41,8 @@ def causal_conv(
     past = weights[0].shape[-1] - 1
     if isinstance(batch, Packed):
         no_keys(batch)
-        ids = batch.segment_ids
-        same = [ids == jnp.pad(ids, ((0, 0), (n, 0)))[:, : ids.shape[1]] for n in range(past, 0, -1)]
+        run = jnp.pad(jnp.cumsum(batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1], 1), ((0, 0), (1, 0)))
+        same = [run == jnp.pad(run, ((0, 0), (n, 0)))[:, : run.shape[1]] for n in range(past, 0, -1)]
         ys = [
             _sum(jnp.pad(x, [(past if i == 1 else 0, 0) for i in range(x.ndim)]), w, b, same)
             for x, w, b in zip(xs, weights, biases, strict=True)

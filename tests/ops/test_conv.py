@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdel import params
-from fdel.ops.batch import Slots, State, packed, paged
+from fdel.ops.batch import Packed, Slots, State, packed, paged
 from fdel.ops.carry import Carry
 from fdel.ops.conv import causal_conv
 
@@ -40,6 +40,14 @@ def test_written_out(t, k):
     y = run(x, weight, bias)
     np.testing.assert_allclose(y, written_out(x, weight, bias), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(run(x, weight), y - bias, rtol=1e-5, atol=1e-6)
+
+
+def test_segments_that_touch_are_apart():
+    x, weight, bias = draw(1, 9, 4)
+    batch = Packed(np.zeros((1, 9), int), np.array([[0] * 5 + [1] * 2 + [0] * 2]))
+    y = causal_conv(batch, None, 0, x, weight, bias)[0]
+    want = np.concatenate([written_out(x[:, i:j], weight, bias) for i, j in ((0, 5), (5, 7), (7, 9))], 1)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_equals_torch():
