@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
-from fdel.ops.recurrent import Layer, fitting, no_keys
+from fdel.ops.recurrent import FROM_FRONT, Layer, fitting, no_keys
 
 # edges(x [T *C], kept [layers slots K-1 *C]): what is before each block, [blocks K-1 *C], and what is kept after the call.
 Edges = Callable[[Array, Array], tuple[Array, Array]]
@@ -103,7 +103,7 @@ def _edges(batch: Paged, layer: Layer, past: int) -> Edges:
             return block * size + at - done[block]
 
     def edges(x: Float[Array, "T *C"], kept: Float[Array, "layers slots past *C"]) -> tuple[Array, Array]:
-        old = kept.at[layer, rows].get(mode="fill", fill_value=0).astype(x.dtype)
+        old = kept.at[layer, rows].get(mode="fill", fill_value=0, **FROM_FRONT).astype(x.dtype)
         # A new sequence must not see what its slot held before, not even times zero: that may be NaN.
         old = jnp.where(_wide(begins, old), 0, old)
 
@@ -114,6 +114,6 @@ def _edges(batch: Paged, layer: Layer, past: int) -> Edges:
         first = done[:, None] + back
         new = before(first + count[:, None]).astype(kept.dtype)
         nowhere = jnp.asarray(kept.shape[1], rows.dtype)
-        return before(first), kept.at[layer, jnp.where(last & (rows >= 0), rows, nowhere)].set(new, mode="drop")
+        return before(first), kept.at[layer, jnp.where(last, rows, nowhere)].set(new, mode="drop", **FROM_FRONT)
 
     return edges

@@ -72,7 +72,7 @@ def _write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | No
     _, total_pages, heads, size, _ = state.k.shape
     table = jnp.repeat(batch.page_table, batch.block, axis=0, total_repeat_length=batch.positions.shape[0])
     page = jnp.take_along_axis(table, jnp.maximum(batch.positions, 0)[:, None] // size, 1, mode="clip")[:, 0]
-    page = jnp.where(batch.positions < 0, total_pages, page)
+    page = jnp.where((batch.positions < 0) | (page < 0), total_pages, page)  # jax counts negative ones from the end
     offset = batch.positions % size
     where: tuple = (layer, page[:, None], jnp.arange(heads), offset[:, None])
     if platform.target() == "cpu":

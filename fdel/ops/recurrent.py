@@ -23,6 +23,7 @@ Layer = int | Int[Array, ""]
 # How inputs, outputs and the carry may be divided: see `dispatch.Table`. Channels of their own decays are heads, too.
 TOKENS, HEADS, SLOTS = "(rows) tokens", "(rows) tokens heads", {"ssm": "layers slots heads"}
 GROUPS = "(rows) tokens groups"  # of heads
+FROM_FRONT: Any = {"wrap_negative_indices": False}  # no row that is negative is a slot counted from the end
 
 
 def recur(
@@ -55,12 +56,12 @@ def recur(
     prepared = jax.vmap(prepare)(chunks)
 
     def load(state: Array, row: Array, fresh: Array) -> Array:
-        old = state.at[layer, row].get(mode="fill", fill_value=0).astype(jnp.float32)
+        old = state.at[layer, row].get(mode="fill", fill_value=0, **FROM_FRONT).astype(jnp.float32)
         # A new sequence must not see what its slot held before, not even times zero: that may be NaN.
         return jnp.where(fresh.reshape(fresh.shape + (1,) * len(shape)), 0, old)
 
     def store(state: Array, row: Array, new: Array) -> Array:
-        return state.at[layer, row].set(new.astype(state.dtype), mode="drop")
+        return state.at[layer, row].set(new.astype(state.dtype), mode="drop", **FROM_FRONT)
 
     def block(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
         # Store what the last block left, then load: a load fused with the store of its result copies the whole state.

@@ -9,7 +9,7 @@ from fdel import ops, params
 from fdel.models import builders
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import Mask
-from fdel.ops.paged import heads_per_row, paged_attention
+from fdel.ops.paged import heads_per_row, paged_attention, write_pages
 from fdel.ops.platform import tracing_for
 from fdel.serve.engine.step import quantized
 
@@ -70,6 +70,24 @@ def test_short_heads_fill_the_rows_of_a_tpu():
         assert shape(8, 64) == (2, 3, 4, PAGE, 128)
     with tracing_for("gpu"):
         assert shape(8, 64) == (2, 3, 8, PAGE, 64)
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_tokens_whose_page_is_none_are_not_stored(platform, kind):
+    """One below 0, or past the last: the cache stays as it was."""
+    rng = np.random.default_rng(2)
+    k, v = rng.normal(size=(2, 8, KV, DIM)).astype(np.float32)
+    with tracing_for(platform), ops.use(write_pages="xla"):
+        spec = quantized(ops.State(builders.kv_pages(2, KV, DIM, pages=4, page=PAGE)), kind)
+        old = params.init(spec, jax.random.key(0), dtype=jnp.float32).pages
+        write = lambda pages: write_pages(
+            Paged(jnp.arange(8) % 4, jnp.asarray(pages)[:, None], jnp.arange(2), 4), old, 1, k, v
+        )
+        alone = write([2, 4])
+        for page in (-1, -3, 9):
+            jax.tree.map(np.testing.assert_array_equal, write([2, page]), alone)
+        assert np.abs(np.asarray(alone.k[1, 2], np.float32)).max() > 0
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -163,6 +163,26 @@ def test_paged_equals_packed(case, block, chunk):
 
 @pytest.mark.slow
 @every_op
+@pytest.mark.parametrize("block", [1, 8])
+def test_a_row_that_is_no_slot_is_neither_read_nor_written(case, block):
+    """Negative ones, too: what begins with the call starts from zero, and so does what says that it goes on."""
+    inputs, table, before = inputs_of(case, 3 * block, 4), np.zeros((3, 1), int), slots_of(case, 2, 4)
+    starts = np.array([0, block, 0])  # the second block's sequence began in another call, says its position
+    positions = (starts[:, None] + np.arange(block)).ravel()
+    for row in (-1, -4, 4):
+        batch = Paged(positions, table, np.array([row, row - 5 * (row < 0) + (row > 0), 2]), block)
+        y, carry = call(case, batch, before, 1, 16, inputs)
+        for i in range(3):
+            mine = slice(i * block, (i + 1) * block)
+            assert_close(y[mine], alone(case, tuple(x[mine] for x in inputs)))
+        old, new = (np.array(getattr(c.slots, case.field)) for c in (before, carry))
+        assert np.isfinite(new[1, 2]).all()
+        new[1, 2] = old[1, 2]
+        np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.slow
+@every_op
 def test_gradient_stays_where_it_belongs(case):
     """Token 12 depends on tokens 9 to 12 of its segment only, and no gradient depends on what padding holds."""
     segments = np.array([[0] * 9 + [1] * 8 + [-1] * 3])
