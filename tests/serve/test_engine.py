@@ -863,6 +863,41 @@ def test_a_program_that_is_refused_keeps_no_other_from_being_compiled(model, cap
     assert "score of size 7 is not to be had: attend: impl='splash' cannot serve" in caplog.text
 
 
+def test_programs_run_over_nothing_before_requests_need_them(model, solo) -> None:
+    """Each size once, which changes neither cache nor rows, so that what a prompt left there is found."""
+    e, ran = engine(model, budget=128), []
+    device = e._core.device
+    device.warm_up()
+    assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo)
+    before, execute = jax.tree.map(np.asarray, (device.state, device.sequences)), device.execute
+    device.execute = lambda call: ran.append((call.name, len(call.arrays[0]))) or execute(call)
+    while device.use_next():
+        pass
+    device.execute = execute
+    assert set(ran) == {(name, n) for name in ("extend", "decode") for n in device.usable[name]}
+    jax.tree.map(np.testing.assert_array_equal, before, (device.state, device.sequences))
+    assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo) and e.stats()["found"] > 0
+
+
+def test_a_program_that_fails_over_nothing_ends_no_request(model, solo, caplog) -> None:
+    e = engine(model)
+    device, execute, failed = e._core.device, e._core.device.execute, []
+
+    def once(call: packing.Call) -> object:
+        if call.name == "extend" and not failed:
+            failed.append(call)
+            raise RuntimeError("no memory")
+        return execute(call)
+
+    device.execute = once
+    e.start(wait=True)
+    while device.unused:
+        time.sleep(0.01)
+    assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo)
+    assert len(failed) == 1 and "a program failed over nothing: RuntimeError: no memory" in caplog.text
+    e.close()
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_waits_for_one_program_at_most() -> None:
     code = """

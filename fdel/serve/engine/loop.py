@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,8 @@ from typing import Any
 from fdel.serve.engine.core import Core, Deltas
 from fdel.serve.engine.reply import Delta, DeltaQueue, Job, describe
 from fdel.serve.engine.schedule import QueueFull
+
+log = logging.getLogger(__name__)
 
 
 class Loop:
@@ -215,7 +218,7 @@ class Loop:
                 self._changed.clear()
                 if self._actions or not (self._paused or self._core.idle):
                     self.step()
-                else:
+                elif not self._use_next():
                     self._stepped = time.monotonic()
                     self._changed.wait(1.0)
         except BaseException as e:
@@ -228,6 +231,19 @@ class Loop:
                 self._end_all("abort")
             else:
                 self._end_all("error", f"the engine stopped: {self._error!r}")
+
+    def _use_next(self) -> bool:
+        """While nobody waits, run a program for the first time, over nothing; whether there was one."""
+        if self._paused or self._core.asleep:
+            return False
+        with self._exclusive():
+            try:
+                return self._core.device.use_next()
+            except Exception as e:
+                log.warning("a program failed over nothing: %s", describe(e))
+                self._core.sleep(False)  # what was donated to it is lost
+                self._core.wake()
+                return True
 
     def _end_all(self, reason: str, error: str | None = None) -> None:
         with self._exclusive():
