@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fdel import models, ops, params, serve, train
 from fdel.models import llama
 from fdel.ops import cpu
-from fdel.serve.engine import packing, step
+from fdel.serve.engine import compiling, packing, step
 from fdel.serve.engine.engine import Engine, Settings, unsupported
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.request import end_ids, fit
@@ -875,8 +875,16 @@ def test_programs_run_over_nothing_before_requests_need_them(model, solo) -> Non
         pass
     device.execute = execute
     assert set(ran) == {(name, n) for name in ("extend", "decode") for n in device.usable[name]}
+    assert [name for name, _ in ran] == sorted(name for name, _ in ran) and ran[-1] == ("extend", 4)  # 128 tokens
     jax.tree.map(np.testing.assert_array_equal, before, (device.state, device.sequences))
     assert tokens(e.generate(PROMPTS, MIXED)) == tokens(solo) and e.stats()["found"] > 0
+
+
+def test_programs_that_take_long_are_not_run_over_nothing(model, monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "LONGEST", 0.0)
+    device = engine(model)._core.device
+    device.warm_up()
+    assert len(device.unused) > 1 and device.use_next() and not device.unused and not device.use_next()
 
 
 def test_a_program_that_fails_over_nothing_ends_no_request(model, solo, caplog) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +21,7 @@ from fdel.serve.engine.sampling import sampling_rows
 from fdel.serve.engine.step import PAGE, Programs
 
 log = logging.getLogger(__name__)
+LONGEST = 1.0  # seconds of a program's run over nothing
 BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 
 
@@ -57,7 +58,7 @@ class Compiling:
     turned: bool  # whether it sees, and turns tokens by three components
     usable: dict[str, list[int]]
     uncompiled: list[tuple[str, int, list[Callable[[], Any]]]]
-    unused: deque[tuple[str, int]]  # sizes of programs that have not run: see `use_next`
+    unused: list[tuple[str, int]]  # sizes of programs that have not run: see `use_next`
     perform: Callable[[Call], Any]
 
     def complete(self) -> None:
@@ -84,13 +85,16 @@ class Compiling:
         self.unused.append((name, n))
 
     def use_next(self) -> bool:
-        """Run the programs of a size that have not run, over nothing, between two steps; False if there are none.
+        """Run the programs of the smallest size that have not run, over nothing, between steps; False if there are none.
 
-        The first run of a program takes longer: 2 ms more on a CPU for each product, and GPUs load its code.
+        The first run of a program takes longer: 2 ms more on a CPU for each product, and GPUs load its code. Once one took
+        more than `LONGEST` seconds, which a request might wait for, the others are left.
         """
         if not self.unused or not self.writes:
             return False
-        name, n = self.unused.popleft()
+        tokens = lambda size: size[1] * (BLOCK if size[0] == "extend" else 1)
+        begun, (name, n) = time.monotonic(), min(self.unused, key=tokens)
+        self.unused.remove((name, n))
         if name == "extend":
             seen = [] if self.example is None else [blank_seen(n)]
             self.execute(Call(name, [self._blank(packing.Extend, n), *seen], static={"block": BLOCK}))
@@ -100,6 +104,8 @@ class Compiling:
         elif name in ("encode", "hear"):
             self.execute(Call("encode", [*self._blank_medium(name, n), np.int32(self.weights.slot(""))]))
         jax.block_until_ready((self.state, self.sequences, self.entries))
+        if time.monotonic() - begun > LONGEST:
+            self.unused.clear()
         return True
 
     def close(self) -> None:
@@ -121,7 +127,7 @@ class Compiling:
         self.uncompiled = [(name, n, c) for name, n, c in sized if later(name, n)]
         now = [c for c in sized if c not in self.uncompiled]
         self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in (*largest, "encode")}
-        self.unused = deque((name, n) for name, n, _ in now if name in self.usable)
+        self.unused = [(name, n) for name, n, _ in now if name in self.usable]
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
         if not self.writes:

@@ -1,7 +1,6 @@
 """The arrays of one engine: weights, cache and rows, and the programs that change them."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -81,7 +80,7 @@ class Device(Seeing):
         self.apart = target() == "gpu"  # whose kernel knows one sequence per row: a text alone has its own program
         self.usable = {"extend": coarse, "decode": list(self.batches)}  # the sizes that plans may have
         self.uncompiled: list[tuple[str, int, list[Callable[[], Any]]]] = []  # program, size, and what compiles it
-        self.unused: deque[tuple[str, int]] = deque()
+        self.unused: list[tuple[str, int]] = []
         self.state: Any = None  # an `ops.State` for each model
         self.sequences: Any = None  # `Rows`
         self.reset()
