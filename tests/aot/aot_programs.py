@@ -98,7 +98,10 @@ def model(name: str) -> tuple[Any, Any]:
         return family, family.Config.from_hf(widened(values) | {"model_type": family.MODEL_TYPE})
     # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8
     # rotary; nor of 24 channels in Gemma 2's layers, and Gemma 3's.
-    values = {key: 24 if key in LATENT and name not in MODELS else value for key, value in values.items()}
+    of_latents = lambda values: {key: 24 if key in LATENT else value for key, value in values.items()}
+    if name not in MODELS:
+        values = of_latents(values)
+        values |= {"text_config": of_latents(values["text_config"])} if name == "kimi_vl" else {}
     values |= {"head_dim": 32} if name == "gemma2" else {}
     if name == "gemma3":
         values["text_config"] = values["text_config"] | {"head_dim": 32}
