@@ -47,8 +47,9 @@ TOYS = [
     for name in FAMILIES for what in PROGRAMS[TINY[name].causal] for n in (1, 8)
 ]  # fmt: skip
 CAUSAL = [name for name in FAMILIES if TINY[name].causal]
-# Families whose programs of heads of 128 have no kernel on TPUs: recurrences, slopes of alibi, latents of other sizes.
-PLAIN = {"train": ("rwkv", "mpt"), "decode": ("rwkv", "mpt", "xerxes2")}
+# Families whose programs of heads of 128 have no kernel on TPUs: recurrences, slopes of alibi, latents of other sizes,
+# and attention to chosen tokens, beside experts that few tokens take densely.
+PLAIN = {"train": ("rwkv", "mpt"), "decode": ("rwkv", "mpt", "xerxes2", "glm_moe_dsa")}
 # Latent attention: DeepSeek-V3's heads, all and a part of eight; and toys whose latents the kernel for Hopper takes.
 NARROWS = [pytest.param("deepseek_v3-narrow", n, marks=pytest.mark.matrix) for n in (1, 8)]
 LATENT_TOYS = [
