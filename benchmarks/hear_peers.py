@@ -263,6 +263,7 @@ def started(directory: Path, args: Any) -> tuple[dict[str, Any], list[str]]:
         exe, log = sys.executable if name in ("fdel", "transformers") else args.peers, directory / f"{name}.log"
         if exe is None:
             continue
+        # -P: kernels.py beside this file is not the package `kernels` that transformers looks for.
         command = [exe, "-P", __file__, "--side", name, "--folder", str(directory), "--tokens", str(args.tokens)]
         with open(log, "w") as err:
             process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=err, text=True, env=env)

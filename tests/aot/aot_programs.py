@@ -88,6 +88,11 @@ def widened(values: dict[str, Any]) -> dict[str, Any]:
     return out | inner
 
 
+def tiled(values: dict[str, Any]) -> dict[str, Any]:
+    """Give a toy's latents, and what is not rotated of its heads, 24 channels."""
+    return {k: tiled(v) if k == "text_config" else 24 if k in LATENT else v for k, v in values.items()}
+
+
 @cache
 def model(name: str) -> tuple[Any, Any]:
     """Give a family and a Config; toy models are those of the suite, `tiny.TINY`, of wider sizes if their name says so."""
@@ -98,10 +103,7 @@ def model(name: str) -> tuple[Any, Any]:
         return family, family.Config.from_hf(widened(values) | {"model_type": family.MODEL_TYPE})
     # XLA:GPU finds no tiles, which have 16 rows at least, for gradients of 20 channels a head, or 16 latent and 8
     # rotary; nor of 24 channels in Gemma 2's layers, and Gemma 3's.
-    of_latents = lambda values: {key: 24 if key in LATENT else value for key, value in values.items()}
-    if name not in MODELS:
-        values = of_latents(values)
-        values |= {"text_config": of_latents(values["text_config"])} if name == "kimi_vl" else {}
+    values = values if name in MODELS else tiled(values)
     values |= {"head_dim": 32} if name == "gemma2" else {}
     if name == "gemma3":
         values["text_config"] = values["text_config"] | {"head_dim": 32}

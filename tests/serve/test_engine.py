@@ -885,6 +885,8 @@ def test_programs_that_take_long_are_not_run_over_nothing(model, monkeypatch) ->
     device = engine(model)._core.device
     device.warm_up()
     assert len(device.unused) > 1 and device.use_next() and not device.unused and not device.use_next()
+    device.compiler("extend", device.usable["extend"][-1])()  # later: it is not run either
+    assert not device.unused
 
 
 def test_a_program_that_fails_over_nothing_ends_no_request(model, solo, caplog) -> None:

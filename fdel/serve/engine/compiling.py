@@ -21,7 +21,7 @@ from fdel.serve.engine.sampling import sampling_rows
 from fdel.serve.engine.step import PAGE, Programs
 
 log = logging.getLogger(__name__)
-LONGEST = 1.0  # seconds of a program's run over nothing
+RUN, LONGEST = ("extend", "decode", "encode", "hear"), 1.0  # programs that run over nothing; seconds that one may take
 BLOCK = 32  # tokens of one sequence that a prefill computes together; the last block of a chunk is padded
 
 
@@ -59,6 +59,7 @@ class Compiling:
     usable: dict[str, list[int]]
     uncompiled: list[tuple[str, int, list[Callable[[], Any]]]]
     unused: list[tuple[str, int]]  # sizes of programs that have not run: see `use_next`
+    most: float  # tokens of the smallest program whose run took too long
     perform: Callable[[Call], Any]
 
     def complete(self) -> None:
@@ -82,18 +83,18 @@ class Compiling:
         for compile in compilers:
             compile()
         self.usable[name] = sorted({*self.usable.get(name, ()), n})
-        self.unused.append((name, n))
+        if name in RUN and _tokens((name, n)) < self.most:
+            self.unused.append((name, n))
 
     def use_next(self) -> bool:
         """Run the programs of the smallest size that have not run, over nothing, between steps; False if there are none.
 
         The first run of a program takes longer: 2 ms more on a CPU for each product, and GPUs load its code. Once one took
-        more than `LONGEST` seconds, which a request might wait for, the others are left.
+        more than `LONGEST` seconds, which a request might wait for, no larger one is run any more.
         """
         if not self.unused or not self.writes:
             return False
-        tokens = lambda size: size[1] * (BLOCK if size[0] == "extend" else 1)
-        begun, (name, n) = time.monotonic(), min(self.unused, key=tokens)
+        begun, (name, n) = time.monotonic(), min(self.unused, key=_tokens)
         self.unused.remove((name, n))
         if name == "extend":
             seen = [] if self.example is None else [blank_seen(n)]
@@ -101,11 +102,12 @@ class Compiling:
         elif name == "decode":
             for drafts, steps in self._ways():
                 self.execute(Call(name, [self._blank(packing.Decode, n)], static={"drafts": drafts, "steps": steps}))
-        elif name in ("encode", "hear"):
+        else:
             self.execute(Call("encode", [*self._blank_medium(name, n), np.int32(self.weights.slot(""))]))
         jax.block_until_ready((self.state, self.sequences, self.entries))
         if time.monotonic() - begun > LONGEST:
-            self.unused.clear()
+            self.most = _tokens((name, n))
+            self.unused.clear()  # none was smaller
         return True
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class Compiling:
         self.uncompiled = [(name, n, c) for name, n, c in sized if later(name, n)]
         now = [c for c in sized if c not in self.uncompiled]
         self.usable = {name: sorted(n for kind, n, _ in now if kind == name) for name in (*largest, "encode")}
-        self.unused = [(name, n) for name, n, _ in now if name in self.usable]
+        self.unused = [(name, n) for name, n, _ in now if name in RUN]
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda compile: compile(), (c for _, _, compilers in now for c in compilers)))
         if not self.writes:
@@ -180,6 +182,11 @@ class Compiling:
     def _shift(self, shift: int) -> tuple[np.int32, ...]:
         """What admits a sequence besides, of a model whose tokens have three components."""
         return (np.int32(shift),) if self.turned else ()
+
+
+def _tokens(size: tuple[str, int]) -> int:
+    """Count the tokens, patches or chunks of sound that a program of a size computes."""
+    return size[1] * (BLOCK if size[0] == "extend" else 1)
 
 
 def blank_seen(lines: int) -> np.ndarray:

@@ -81,6 +81,7 @@ class Device(Seeing):
         self.usable = {"extend": coarse, "decode": list(self.batches)}  # the sizes that plans may have
         self.uncompiled: list[tuple[str, int, list[Callable[[], Any]]]] = []  # program, size, and what compiles it
         self.unused: list[tuple[str, int]] = []
+        self.most = math.inf
         self.state: Any = None  # an `ops.State` for each model
         self.sequences: Any = None  # `Rows`
         self.reset()
