@@ -170,7 +170,7 @@ def test_a_row_that_is_no_slot_is_neither_read_nor_written(case, block):
     starts = np.array([0, block, 0])  # the second block's sequence began in another call, says its position
     positions = (starts[:, None] + np.arange(block)).ravel()
     for row in (-1, -4, 4):
-        batch = Paged(positions, table, np.array([row, row - 5 * (row < 0) + (row > 0), 2]), block)
+        batch = Paged(positions, table, np.array([row - 5 * (row < 0) + (row > 0), row, 2]), block)
         y, carry = call(case, batch, before, 1, 16, inputs)
         for i in range(3):
             mine = slice(i * block, (i + 1) * block)
