@@ -906,7 +906,11 @@ def test_a_program_that_fails_over_nothing_ends_no_request(model, solo, caplog) 
         time.sleep(0.01)
     for i, alone in enumerate(solo):  # none is blamed for it, which one by one they would be
         assert tokens(e.generate(PROMPTS[i : i + 1], MIXED[i : i + 1])) == tokens([alone])
-    assert e.stats()["faults"] == 0 and len(failed) == 1 and "a program failed over nothing: RuntimeError: no memory" in caplog.text
+    assert (
+        e.stats()["faults"] == 0
+        and len(failed) == 1
+        and "a program failed over nothing: RuntimeError: no memory" in caplog.text
+    )
     e.close()
 
 
