@@ -1,6 +1,7 @@
 """Each implementation of each operation on this GPU, in one run: first whether it is right, then how fast it is.
 
-    python benchmarks/kernels.py [--only TEXT ...] [--minutes 8] [--out benchmarks/results/FILE.md] [--dry]
+    python benchmarks/kernels.py [--only TEXT ...] [--ways NAME ...] [--minutes 8] [--out benchmarks/results/FILE.md]
+        [--wrong FOLDER] [--dry]
 
 Speeds are fractions of what this machine reaches in the same run, before and after: a product of matrices, a copy, a sum
 over what is read, exponentials. A case (kernel_cases.py, recurrence_cases.py) is run by all implementations in the table
@@ -18,6 +19,7 @@ the small cases are run on the CPU by what serves there.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,14 +32,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from kernel_cases import ATTEND, LONGEST, PAGED, Case, attend, experts, grouped, paged, quantized
 from kernel_report import Row, page, smi, torch_attention, torch_sees_a_gpu, versions
-from kernel_timing import Dry, Job, floors, measured, on_cpu, ways
+from kernel_timing import Dry, Job, expected, floors, measured, on_cpu, ways
 from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_served, ssd, ssd_served
 
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
-QUIET = {"compile": 120, "run": 60}  # seconds after which a worker that says nothing is ended
+QUIET = {"compile": 90, "run": 25}  # seconds after which a worker that says nothing is ended
+BATCH, THREADS = 12, 14  # cases whose programs are compiled before any is timed, by so many threads
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
 
@@ -67,17 +71,16 @@ def cases() -> list[Case]:
     add("selective_scan", hopper_scans.SCANS, scan, 3e-2)
     add("ssd", hopper_ssd.CALLS, ssd, 3e-2)
     add("gated_delta_rule", hopper_products.DELTAS, delta, 4e-2)
-    decays = [name + ", decays of channels" for name in hopper_products.DELTAS]
-    add("gated_delta_rule", [name for name in decays if name not in hopper_products.DELTAS], delta, 4e-2)
     add("gated_delta_rule", [kind + decays for kind in SERVED for decays in RULES], delta_served, 4e-2)
     add("ssd", SERVED, ssd_served, 3e-2)
     add("selective_scan", SERVED, scan_served, 3e-2)
     return [case for _, case in sorted(found, key=lambda x: x[0])]
 
 
-def keys(case: Case) -> list[Key]:
-    """All ways of a case: those of the table, and peers."""
-    return [(case.op, case.name, way) for way in (*ways(case), *case.build(True).others)]
+def keys(case: Case, only: Sequence[str] = ()) -> list[Key]:
+    """All ways of a case, or some: those of the table, and peers."""
+    found = (*ways(case), *case.build(True).others)
+    return [(case.op, case.name, way) for way in found if not only or way in only]
 
 
 def short(e: BaseException) -> str:
@@ -95,29 +98,35 @@ def alive() -> bool:
         return False
 
 
-def judged(job: Job) -> Row:
-    """Check a way of a case, and time it if it is right."""
+def judged(job: Job, wrong: Path | None = None) -> Row:
+    """Check a way of a case, and time it if it is right; what a wrong one gave is kept."""
     case, key = job.case, (job.case.op, job.case.name, job.way)
-    off = job.check()
+    off, got = job.check()
     if not off <= case.tolerance:
+        if wrong:
+            wrong.mkdir(parents=True, exist_ok=True)
+            np.savez_compressed(wrong / (re.sub(r"\W+", "_", " ".join(key)) + ".npz"), *got)
         return Row(*key, off, case.tolerance, None, None, case.target, failed="wrong, so not timed")
     seconds, sample = job.time()
     needs, some = floors(job.full), [float(x) for x in sample[:256]]
     return Row(*key, off, case.tolerance, seconds, needs, case.target, job.temporaries, sample=some)
 
 
-def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int) -> None:
+def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int,
+         only: Sequence[str] = (), wrong: Path | None = None) -> None:  # fmt: skip
     """Measure in batches, whose programs are compiled beside each other before any is timed."""
-    batch = 5 if threads > 1 else 1
+    batch = BATCH if threads > 1 else 1
     for some in (chosen[i : i + batch] for i in range(0, len(chosen), batch)):
         jobs: dict[Key, tuple[Job, Any]] = {}
         with ThreadPoolExecutor(threads) as pool:
-            for case, key in ((c, key) for c in some for key in keys(c) if key not in done):
+            for case, key in ((c, key) for c in some for key in keys(c, only) if key not in done):
                 if time.time() > until:
                     break
                 say(at=key, doing="compile")
                 try:
                     job = Job(case, key[2])
+                    if case not in (j.case for j, _ in jobs.values()):
+                        pool.submit(expected, case)
                     jobs[key] = job, pool.submit(job.compile)
                     if threads == 1:  # so that what ends the process is known
                         wait([jobs[key][1]])
@@ -132,7 +141,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
             say(at=key, doing="run")
             try:
                 future.result()
-                say(row=judged(job))
+                say(row=judged(job, wrong))
             except Exception as e:
                 say(row=Row(*key, target=job.case.target, failed=short(e)))
                 if not alive():
@@ -140,7 +149,8 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
             job.compiled = []
         for case in some:
             key = (case.op, case.name, "torch")
-            if case.op == "attend" and key not in done and time.time() < until and torch_sees_a_gpu():
+            asked = case.op == "attend" and (not only or "torch" in only)
+            if asked and key not in done and time.time() < until and torch_sees_a_gpu():
                 say(at=key, doing="run")
                 name, _, backward = case.name.partition(", backward")
                 seconds = torch_attention(ATTEND[name], case.name != name)
@@ -148,7 +158,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
                     say(row=Row(*key, seconds=seconds, needs=floors(case.build(False)), target=case.target))
 
 
-def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale: float = 1.0) -> None:
+def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale: float = 1.0, **how: Any) -> None:
     """Measure ceilings and cases; what is found is written to the log line by line, so that nothing is lost."""
     before = events(log)
     done = {tuple(e["row"][:3]) for e in before if "row" in e}
@@ -167,7 +177,7 @@ def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale:
         say(at=("ceilings", "", ""), doing="compile")
         say(**{"driver, first": smi()}, device=jax.devices()[0].device_kind)
         say(first=measured(scale))
-    work(chosen, done, until, say, threads)
+    work(chosen, done, until, say, threads, **how)
     say(at=("ceilings", "", ""), doing="compile")
     say(last=measured(scale))
     say(**{"driver, last": smi()})
@@ -186,7 +196,7 @@ def events(log: Path) -> list[dict[str, Any]]:
 
 def supervised(command: list[str], log: Path, until: float) -> None:
     """Run workers until one has done all there is. One that ends, or is silent for long, did so at what it last named."""
-    threads = 8
+    threads = THREADS
     while True:
         process = subprocess.Popen([*command, "--until", str(until), "--threads", str(threads)])
         size, quiet, doing = -1, time.time(), "compile"
@@ -211,14 +221,14 @@ def supervised(command: list[str], log: Path, until: float) -> None:
             why = "did not end" if process.returncode == -9 else f"ended the process ({process.returncode})"
             with log.open("a") as f:
                 f.write(json.dumps({"row": Row(*at["at"], failed=f"{why}, at {at['doing']}")}) + "\n")
-        threads = 8
+        threads = THREADS
 
 
-def dry(chosen: Sequence[Case]) -> str:
+def dry(chosen: Sequence[Case], only: Sequence[str] = ()) -> str:
     """Lower every case for a GPU, and run the small ones here: two tables."""
     target, lowered, here = Dry(), [], []
     for case in chosen:
-        for key in keys(case):
+        for key in keys(case, only):
             row = Row(*key, target=case.target)
             try:
                 job = Job(case, key[2], target)
@@ -245,6 +255,8 @@ def dry(chosen: Sequence[Case]) -> str:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", default=[], help="cases whose operation or name has one of these texts")
+    cli.add_argument("--ways", nargs="*", default=[], help="implementations and peers (default: all)")
+    cli.add_argument("--wrong", type=Path, help="what wrong implementations gave at the small size is written here")
     cli.add_argument(
         "--minutes", type=float, default=8, help="what does not fit is listed as not measured (default: 8)"
     )
@@ -260,21 +272,24 @@ def main() -> None:
         jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
     if args.log:
-        worker(args.log, chosen, args.until, args.threads)
+        worker(args.log, chosen, args.until, args.threads, only=args.ways, wrong=args.wrong)
         return
     if args.dry:
-        found = dry(chosen)
+        found = dry(chosen, args.ways)
     else:
         until = time.time() + 60 * args.minutes - 15  # for the last ceilings
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
-            supervised([sys.executable, __file__, "--log", str(log), "--only", *args.only], log, until)
+            command = [sys.executable, __file__, "--log", str(log), "--only", *args.only, "--ways", *args.ways]
+            supervised(command + (["--wrong", str(args.wrong)] if args.wrong else []), log, until)
             said = events(log)
         order = {key: i for i, key in enumerate((c.op, c.name) for c in chosen)}
         rows = sorted((Row(*e["row"]) for e in said if "row" in e), key=lambda row: order.get(row[:2], -1))
         about = {k: v for e in said for k, v in e.items()} | {"versions": versions()}
         known = {row[:3] for row in rows}
-        left = [": ".join(key[:2]) + f", {key[2]}" for case in chosen for key in keys(case) if key not in known]
+        left = [
+            ": ".join(key[:2]) + f", {key[2]}" for case in chosen for key in keys(case, args.ways) if key not in known
+        ]
         found = page(rows, about, left)
     print(found)
     if args.out:

@@ -89,11 +89,10 @@ def rule(heads: int, width: int, of_channels: bool) -> tuple[Callable, Callable]
 
 
 def delta(name: str, small: bool) -> Problem:
-    """Rows of `hopper_products.DELTAS`, with a decay for each head, or for each channel if the name says so."""
-    base, _, of_channels = name.partition(", decays of channels")
-    count, t, heads, gradient = hopper_products.DELTAS[base]
+    """Rows of `hopper_products.DELTAS`."""
+    count, t, heads, gradient, of_channels = hopper_products.DELTAS[name]
     count, t, heads = (2, 192, 2) if small else (count, t, heads)
-    draw, op = rule(heads, 128, name != base)
+    draw, op = rule(heads, 128, of_channels)
     chunk = 64  # pairs, the states before and after, and the triangular system, which is counted as pairs
     return rows((count, t), draw, op, gradient, 2.0 * count * t * heads * 128 * (2 * 128 + 2 * chunk))
 
