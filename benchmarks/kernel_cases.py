@@ -92,8 +92,9 @@ def _size(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _backward(call: Callable, make: Callable, which: tuple[int, ...]) -> tuple[Callable, Callable]:
-    """Give (prepare, run): the forward pass is computed beforehand. `make`'s last array is what is sent back."""
+def _backward(call: Callable, which: tuple[int, ...]) -> tuple[Callable, Callable]:
+    """Give (prepare, run): the forward pass is computed beforehand. The last array is what is sent back."""
+    known: dict[str, Any] = {}  # how residuals are laid out: no two traces' functions are alike to jax 0.11
 
     def prepare(*arrays: Any) -> tuple:
         def of(*some: Any) -> Any:
@@ -102,9 +103,10 @@ def _backward(call: Callable, make: Callable, which: tuple[int, ...]) -> tuple[C
                 args[i] = x
             return call(*args)
 
-        return jax.vjp(of, *(arrays[i] for i in which))[1], arrays[-1]
+        residuals, known["back"] = jax.tree.flatten(jax.vjp(of, *(arrays[i] for i in which))[1])
+        return residuals, arrays[-1]
 
-    return prepare, lambda back, dy: back(dy)
+    return prepare, lambda residuals, dy: jax.tree.unflatten(known["back"], residuals)(dy)
 
 
 def attend(name: str, backward: bool, small: bool) -> Problem:
@@ -129,7 +131,7 @@ def attend(name: str, backward: bool, small: bool) -> Problem:
     forward, wide = 4 * pairs * n * h, 2 * rows * t * h
     if not backward:
         return Problem(make, lambda segments, q, k, v, _: call(segments, q, k, v), forward, wide * 2 * (n + kv))
-    prepare, run = _backward(call, make, (1, 2, 3))
+    prepare, run = _backward(call, (1, 2, 3))
     return Problem(make, run, 2.5 * forward, wide * 4 * (n + kv), prepare=prepare)
 
 

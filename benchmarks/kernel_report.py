@@ -13,7 +13,8 @@ UNITS = {"dot": "TFLOP/s of a product of 8,192^3, bfloat16", "copy": "TB/s of a 
 
 
 class Row(NamedTuple):
-    """One way of one case. `needs` are its FLOPs, bytes and exponentials; `sample` some numbers of its output."""
+    """One way of one case. `needs` are its FLOPs, bytes and exponentials; `sample` some numbers of its output; `spent` the
+    microseconds of each kernel."""
 
     op: str
     call: str
@@ -26,6 +27,7 @@ class Row(NamedTuple):
     temporaries: float | None = None  # MiB
     failed: str | None = None
     sample: list[float] | None = None
+    spent: Mapping[str, float] | None = None
 
 
 def fraction(row: Row, ceilings: Mapping[str, float]) -> tuple[float, str]:
@@ -108,7 +110,12 @@ def page(rows: Iterable[Row], about: Mapping[str, Any], left: Iterable[str]) -> 
             shown = ["" if x is None else f"{x[kind] / 1e12:.4g}" for x in (first, last)]
             lines.append(f"| {kind}: {unit} | {' | '.join(shown)} |")
         parts.append("\n".join(lines))
+    rows = list(rows)
     parts.append(table(rows, best))
+    for row in rows:
+        if row.spent:
+            each = ", ".join(f"{name[:60]} {us:.2f}" for name, us in row.spent.items())
+            parts.append(f"- {row.op}, {row.call}, {row.way}: {each} microseconds")
     if left := list(left):
         parts.append("Not measured: " + "; ".join(left) + ".")
     return "\n\n".join(parts)

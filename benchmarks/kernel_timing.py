@@ -1,10 +1,13 @@
 """How kernels.py checks and times a case: programs that repeat a call, the ceilings, and a GPU that is not here."""
 
 import math
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -139,7 +142,7 @@ def on_cpu(case: Case, way: str) -> Row:
         arrays = jax.jit(p.make)(jax.random.key(0))
         off = error(jax.jit(checked(p))(*arrays), want)
         sets = [jax.jit(p.prepare)(*arrays)]
-        seconds, sample = timed(jax.jit(repeated(p, 2), donate_argnums=0), sets, 2)
+        seconds, sample, _ = timed(jax.jit(repeated(p, 2), donate_argnums=0), sets, 2)
     failed = None if off <= case.tolerance else "wrong, so not timed"
     some = [float(x) for x in sample[:256]]
     return Row(case.op, case.name, way, off, case.tolerance, seconds, floors(p), case.target, None, failed, some)
@@ -199,13 +202,29 @@ class Job:
         with jax.default_device(jax.devices("cpu")[0]):
             return jax.tree.map(np.asarray, jax.jit(self.small.make)(jax.random.key(0)))
 
-    def time(self) -> tuple[float, np.ndarray]:
-        """Seconds of a call, the median of several runs, and some of the numbers of the first output."""
+    def time(self, profile: bool = False) -> tuple[float, np.ndarray, dict[str, float]]:
+        """Seconds of a call, the median of several runs, some of the numbers of the first output, and `by_kernel`."""
         sets = [self.compiled[2](jax.random.key(i)) for i in range(self.sets)]
-        return timed(self.compiled[0], sets, self.count)
+        seconds, sample, sets = timed(self.compiled[0], sets, self.count)
+        return seconds, sample, by_kernel(self.compiled[0], sets, self.count) if profile else {}
 
 
-def timed(program: Callable, sets: list, count: int) -> tuple[float, np.ndarray]:
+def by_kernel(program: Callable, sets: list, count: int) -> dict[str, float]:
+    """Microseconds of a call in each of the GPU's kernels, as CUPTI tells, the longest first."""
+    spent: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program(sets))
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines if "GPU" in plane.name else ():
+                    if line.name and line.name.startswith("Stream"):
+                        for event in line.events:
+                            spent[event.name] += event.duration_ns / 1e3 / count
+    return dict(spent.most_common(8))
+
+
+def timed(program: Callable, sets: list, count: int) -> tuple[float, np.ndarray, list]:
     """Run a program of `repeated`; fewer times if it takes long."""
     sets, out = jax.block_until_ready(program(sets))
     spent: list[float] = []
@@ -214,7 +233,7 @@ def timed(program: Callable, sets: list, count: int) -> tuple[float, np.ndarray]
         sets, out = jax.block_until_ready(program(sets))
         spent.append(time.perf_counter() - begin)
     first = jnp.ravel(jax.tree.leaves(out[0])[0])
-    return float(np.median(spent)) / count, np.asarray(first[:: max(1, first.size // 4096)], np.float32)
+    return float(np.median(spent)) / count, np.asarray(first[:: max(1, first.size // 4096)], np.float32), sets
 
 
 class Dry:

@@ -1,7 +1,7 @@
 """Each implementation of each operation on this GPU, in one run: first whether it is right, then how fast it is.
 
     python benchmarks/kernels.py [--only TEXT ...] [--ways NAME ...] [--minutes 8] [--out benchmarks/results/FILE.md]
-        [--wrong FOLDER] [--dry]
+        [--profile] [--wrong FOLDER] [--dry]
 
 Speeds are fractions of what this machine reaches in the same run, before and after: a product of matrices, a copy, a sum
 over what is read, exponentials. A case (kernel_cases.py, recurrence_cases.py) is run by all implementations in the table
@@ -98,7 +98,7 @@ def alive() -> bool:
         return False
 
 
-def judged(job: Job, wrong: Path | None = None) -> Row:
+def judged(job: Job, wrong: Path | None, profile: bool) -> Row:
     """Check a way of a case, and time it if it is right; what a wrong one gave is kept."""
     case, key = job.case, (job.case.op, job.case.name, job.way)
     off, got = job.check()
@@ -107,13 +107,13 @@ def judged(job: Job, wrong: Path | None = None) -> Row:
             wrong.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(wrong / (re.sub(r"\W+", "_", " ".join(key)) + ".npz"), *got)
         return Row(*key, off, case.tolerance, None, None, case.target, failed="wrong, so not timed")
-    seconds, sample = job.time()
+    seconds, sample, spent = job.time(profile)
     needs, some = floors(job.full), [float(x) for x in sample[:256]]
-    return Row(*key, off, case.tolerance, seconds, needs, case.target, job.temporaries, sample=some)
+    return Row(*key, off, case.tolerance, seconds, needs, case.target, job.temporaries, None, some, spent)
 
 
 def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int,
-         only: Sequence[str] = (), wrong: Path | None = None) -> None:  # fmt: skip
+         only: Sequence[str] = (), wrong: Path | None = None, profile: bool = False) -> None:  # fmt: skip
     """Measure in batches, whose programs are compiled beside each other before any is timed."""
     batch = BATCH if threads > 1 else 1
     for some in (chosen[i : i + batch] for i in range(0, len(chosen), batch)):
@@ -141,7 +141,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
             say(at=key, doing="run")
             try:
                 future.result()
-                say(row=judged(job, wrong))
+                say(row=judged(job, wrong, profile))
             except Exception as e:
                 say(row=Row(*key, target=job.case.target, failed=short(e)))
                 if not alive():
@@ -256,6 +256,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", default=[], help="cases whose operation or name has one of these texts")
     cli.add_argument("--ways", nargs="*", default=[], help="implementations and peers (default: all)")
+    cli.add_argument("--profile", action="store_true", help="say how long each kernel of the GPU runs in a call")
     cli.add_argument("--wrong", type=Path, help="what wrong implementations gave at the small size is written here")
     cli.add_argument(
         "--minutes", type=float, default=8, help="what does not fit is listed as not measured (default: 8)"
@@ -272,7 +273,7 @@ def main() -> None:
         jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
     if args.log:
-        worker(args.log, chosen, args.until, args.threads, only=args.ways, wrong=args.wrong)
+        worker(args.log, chosen, args.until, args.threads, only=args.ways, wrong=args.wrong, profile=args.profile)
         return
     if args.dry:
         found = dry(chosen, args.ways)
@@ -281,7 +282,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
             command = [sys.executable, __file__, "--log", str(log), "--only", *args.only, "--ways", *args.ways]
-            supervised(command + (["--wrong", str(args.wrong)] if args.wrong else []), log, until)
+            command += ["--wrong", str(args.wrong)] * bool(args.wrong) + ["--profile"] * args.profile
+            supervised(command, log, until)
             said = events(log)
         order = {key: i for i, key in enumerate((c.op, c.name) for c in chosen)}
         rows = sorted((Row(*e["row"]) for e in said if "row" in e), key=lambda row: order.get(row[:2], -1))

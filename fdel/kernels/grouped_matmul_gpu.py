@@ -1,12 +1,13 @@
 """Products of groups of rows with a matrix each, on NVIDIA Hopper: Pallas Mosaic GPU kernels forward and backward.
 
 A persistent grid, one program for each multiprocessor, walks tiles of the result; one group of warps copies what the next
-steps need while two others multiply on tensor cores. A tile has rows of one group alone, from the group's first row on (a
-list of tiles is made from the sizes; megablocks, arXiv 2211.15841, pads groups instead), so a group without rows is not
-read, and no row is multiplied twice. The rows of a last tile are stored in powers of two. Tiles of 8 times all outputs
-follow each other, so that the second-level cache serves rows and matrices again. *Many rows* for a group: tiles of 128
-rows and up to 256 outputs. *Few rows*, of decoding: tiles of 64 rows, where matrices alone matter. The gradient of a
-matrix is a product over its group's rows: what a chunk of 64 has of other groups is set to zero in shared memory.
+steps need while two others multiply on tensor cores. A tile gives rows of one group alone, from the last multiple of 8 on
+before the group's first row, as TMA copies 8 rows together (a list of tiles is made from the sizes; megablocks, arXiv
+2211.15841, pads groups instead), so a group without rows is not read. Some rows of a tile are stored in powers of two.
+Tiles of 8 times all outputs follow each other, so that the second-level cache serves rows and matrices again. *Many rows*
+for a group: tiles of 128 rows and up to 256 outputs. *Few rows*, of decoding: tiles of 64 rows, where matrices alone
+matter. The gradient of a matrix is a product over its group's rows: what a chunk of 64 has of other groups is set to zero
+in shared memory.
 
 Bytes: each group's matrix for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 2 * rows * inputs *
 outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty groups and cuts rows at multiples of a tile,
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import grouped_quantized_gpu
 from fdel.kernels.device import no_hopper
 from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
+from fdel.kernels.transfer_gpu import COPIED
 from fdel.ops.dispatch import TABLES
 from fdel.ops.platform import context
 from fdel.ops.weights import LowRank, Quantized, Weight, dequantize
@@ -112,22 +114,31 @@ def tiling(x: Any, w: Any, turned: bool, interpreted: bool = False, matrices: in
     return Tiling(few, width, turned, matrices, interpreted)
 
 
-def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "tiles 3"], Int[Array, " 1"]]:
-    """List tiles of at most so many rows, each of one group: group, first row, rows; and how many there are.
+def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "tiles 4"], Int[Array, " 1"]]:
+    """List tiles of so many rows, each for one group: group, first row, first row of the group, its end; and their number.
 
-    Rows of no group are those of group E.
+    First rows of tiles are multiples of 8. Rows of no group are those of group E.
     """
     sizes = jnp.append(sizes, many - sizes.sum()).astype(jnp.int32)
-    ends, last = jnp.cumsum(sizes), jnp.cumsum(-(-sizes // rows))
-    i = jnp.arange(many // rows + min(len(sizes), many), dtype=jnp.int32)
+    top, first, end = bounds(sizes).T
+    last = jnp.cumsum(count := -(-(end - top) // rows))
+    some = min(len(sizes), many)  # groups that have rows, at most
+    i = jnp.arange((many + (COPIED - 1) * some) // rows + some, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), len(sizes) - 1).astype(jnp.int32)
-    first = ends[group] - sizes[group] + (i - last[group] + -(-sizes[group] // rows)) * rows
-    return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, rows)], 1), last[-1:]
+    top = top[group] + (i - last[group] + count[group]) * rows
+    return jnp.stack([group, top, *(jnp.clip(x[group], top, top + rows) for x in (first, end))], 1), last[-1:]
+
+
+def bounds(sizes: Int[Array, " E"]) -> Int[Array, "E 3"]:
+    """Give the row from which on each group is copied, a multiple of 8, its first row, and its end."""
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    first = ends - sizes
+    return jnp.stack([jnp.where(sizes > 0, first - first % COPIED, ends), first, ends], 1)
 
 
 def _whole(x: Array, least: int) -> Array:
     """Append rows of no group, up to `least` and to whole tiles of 8 rows, which are what is copied."""
-    return jnp.pad(x, ((0, max(least - len(x), -len(x) % 8)), (0, 0)))
+    return jnp.pad(x, ((0, max(least - len(x), -len(x) % COPIED)), (0, 0)))
 
 
 def rows_times(x: Array, w: tuple, sizes: Array, t: Tiling, join: tuple[Callable, ...] = (lambda y: y,)) -> tuple:
@@ -153,6 +164,5 @@ def gradient_of_matrices(x: Array, dy: Array, sizes: Array, interpreted: bool) -
     width = WIDTH * (1 + (x.shape[1] % (2 * WIDTH) == 0))
     scratch = memory(x.dtype, (GROUPS, STEP, ROWS), (1, STEP, width)) | {"both": gpu.Barrier(num_arrivals=GROUPS)}
     out = jax.ShapeDtypeStruct((len(sizes), dy.shape[1], x.shape[1]), x.dtype)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
     program = functools.partial(of_matrices, width=width, interpreted=interpreted)
-    return run(program, out, scratch, x, dy, jnp.stack([ends - sizes, ends], 1))
+    return run(program, out, scratch, x, dy, bounds(sizes))

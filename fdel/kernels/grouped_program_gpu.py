@@ -216,8 +216,8 @@ def of_rows(*refs: Any, t: Tiling, join: tuple[Callable, ...], **memory: Any) ->
         sums = _products(s, (ROWS, t.width), steps(i), done, one, t.matrices)
         item, column = tile(i)
         to, left = begin(item) + above * ROWS, column * t.outputs + beside * t.width
-        low = jnp.clip(table[item, 1] - to, 0, ROWS)  # rows of this part that are the tile's: low to high
-        high = jnp.clip(table[item, 1] + table[item, 2] - to, low, ROWS)
+        low = jnp.clip(table[item, 2] - to, 0, ROWS)  # rows of this part that are the group's: low to high
+        high = jnp.clip(table[item, 3] - to, low, ROWS)
 
         for out, give in zip(outs, join, strict=True):
             _store_rows(give(*sums), s, mine, out, (to, left), (low, high))
@@ -251,7 +251,7 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
 
     def steps(i: Any) -> Any:
         group = tile(i)[0]
-        return jax.lax.div(bounds[group, 1] - bounds[group, 0] + (STEP - 1), jnp.int32(STEP))
+        return jax.lax.div(bounds[group, 2] - bounds[group, 0] + (STEP - 1), jnp.int32(STEP))
 
     def copy(i: Any, done: Any) -> None:
         group, top, left = tile(i)
@@ -268,14 +268,15 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
         group, top, left = tile(i)
 
         def one(acc: Any, j: Any, slot: Any) -> None:
-            start, end = bounds[group, 0] + j * STEP, bounds[group, 1]
-            first = jnp.minimum(start, x.shape[0] - STEP)
+            at = bounds[group, 0] + j * STEP
+            first = jnp.minimum(at, x.shape[0] - STEP)
+            low, high = jnp.maximum(at, bounds[group, 1]) - first, bounds[group, 2] - first
 
-            @pl.when((first < start) | (first + STEP > end))  # rows of others, or of none: NaN, perhaps
+            @pl.when((low > 0) | (high < STEP))  # rows of others, or of none: NaN, perhaps
             def _() -> None:
-                _clear(s.left.at[slot, mine], start - first, end - first)
+                _clear(s.left.at[slot, mine], low, high)
                 half = width // GROUPS
-                _clear(s.right.at[slot, 0, :, pl.ds(mine * half, half)], start - first, end - first)
+                _clear(s.right.at[slot, 0, :, pl.ds(mine * half, half)], low, high)
                 gpu.commit_smem()
                 gpu.barrier_arrive(s.both)
                 gpu.barrier_wait(s.both)

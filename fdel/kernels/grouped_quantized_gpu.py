@@ -1,8 +1,8 @@
 """Products of groups of rows with a quantized matrix each, on NVIDIA Hopper: `quantized_matmul_gpu`'s program for experts.
 
-A tile has rows of one group alone, from the group's first row on (`grouped_matmul_gpu` lists them), and about twice as many
-as a group has on average: 8 to 128. Matrices of groups with rows are read as they are stored, once for each tile; no other
-is read, and none is written to memory in bfloat16. The rows of a last tile are stored in powers of two.
+A tile gives rows of one group alone, from a multiple of 8 on (`grouped_matmul_gpu` lists them), and has about twice as
+many as a group has on average, and 7: 16 to 128. Matrices of groups with rows are read as they are stored, once for each
+tile; no other is read, and none is written to memory in bfloat16. Some rows of a tile are stored in powers of two.
 
 Bytes: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
 Compiled for H100 and interpreted; it has not run on a GPU yet.
@@ -19,6 +19,7 @@ from fdel.kernels import quantized_arrays_gpu as arrays
 from fdel.kernels import quantized_matmul_gpu
 from fdel.kernels import quantized_program_gpu as program
 from fdel.kernels.quantized_arrays_gpu import ROWS, Tiling
+from fdel.kernels.transfer_gpu import COPIED
 from fdel.ops.platform import context
 from fdel.ops.weights import Quantized
 
@@ -39,12 +40,12 @@ def product(
 ) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`; sums are float32. tiles(M, rows of one) lists tiles; those of no group give 0."""
     many = len(x)
-    more = max(t.rows - many, -many % 8)  # what is copied are tiles of 8 rows
+    more = max(t.rows - many, -many % COPIED)
     x = jnp.pad(arrays.laid(x, w, t), ((0, more), (0, 0)))
     return program.run(x, arrays.stored(w, t), x.dtype, t, tiles(len(x), t.rows))[:many]
 
 
 def tiling(x: Any, w: Quantized) -> Tiling:
     """Choose the tiles for rows [M K] and matrices [E N K]."""
-    rows = next((n for n in ROWS if 2 * len(x) <= n * len(w.values)), ROWS[-1])
+    rows = next((n for n in ROWS if 2 * len(x) <= (n - COPIED + 1) * len(w.values)), ROWS[-1])
     return replace(quantized_matmul_gpu.cut(rows, w), outputs=w.values.shape[1])

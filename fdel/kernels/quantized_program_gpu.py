@@ -71,9 +71,10 @@ def _place(r: Any, t: Tiling) -> SimpleNamespace:
     each = -(-chunks // t.splits)
     p = SimpleNamespace(split=split, begin=split * each, first=output * (GROUPS * EACH), here=here, every=every)
     p.lanes = lanes
-    p.count, p.top, p.many, p.there, p.matrix = jnp.clip(chunks - p.begin, 0, each), row * t.rows, None, True, 0
+    p.count, p.top, p.some, p.there, p.matrix = jnp.clip(chunks - p.begin, 0, each), row * t.rows, None, True, 0
     if hasattr(r, "table"):
-        group, p.top, p.many = (r.table[row, i] for i in range(3))
+        group, p.top, first, end = (r.table[row, i] for i in range(4))
+        p.some = first - p.top, end - first
         p.there = row < r.items[0]
         p.count = jnp.where(group < every // here, p.count, 0)  # rows of no group become 0
         p.matrix = jnp.minimum(group, every // here - 1) * here
@@ -135,18 +136,18 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
 
     @pl.when(p.first + mine * EACH < p.here)
     def _() -> None:
-        if p.many is None:
+        if p.some is None:
             gpu.copy_smem_to_gmem(r.o_s.at[mine], r.out.at[(rows, outputs) if turned else (p.split, outputs, rows)])
             return
-        at: Any = 0
+        at, many = p.some
         for size in (t.rows >> i for i in range(t.rows.bit_length())):
 
-            @pl.when(p.many & size != 0)
+            @pl.when(many & size != 0)
             def _(size: int = size, at: Any = at) -> None:
                 to = r.out.at[pl.ds(p.top + at, size), outputs]
                 gpu.copy_smem_to_gmem(r.o_s.at[mine, pl.ds(at, size)], to)
 
-            at = at + (p.many & size)
+            at = at + (many & size)
 
     gpu.wait_smem_to_gmem(0)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+COPIED = 8  # rows of a tiled reference that TMA copies together; begun elsewhere, it leaves out those in the next tile
 _ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 

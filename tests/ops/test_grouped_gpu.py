@@ -1,10 +1,14 @@
-"""The Hopper kernels for groups of rows are lowered for numbers of rows that no tile divides."""
+"""The Hopper kernels for groups of rows: their tiles, and numbers of rows that no tile divides are lowered."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fdel import ops
+from fdel.kernels.grouped_matmul_gpu import tiles
 from fdel.ops.platform import tracing_for
 from tests.aot.hopper_products import weight
 
@@ -32,3 +36,16 @@ def test_any_number_of_rows_is_lowered(name, rows):
     with tracing_for("gpu"):
         text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=9), st.integers(0, 40), st.sampled_from((8, 16, 64, 128)))
+def test_tiles_begin_at_rows_that_are_copied_together_and_give_each_row_once(sizes, more, rows):
+    """TMA leaves out what lies past the next multiple of 8 of a tile that begins elsewhere; no interpreter does."""
+    many = -(-(sum(sizes) + more) // 8) * 8
+    table, (count,) = map(np.asarray, tiles(jnp.asarray(sizes, jnp.int32), many, rows))
+    owners = np.full(many, -1)
+    for group, top, first, end in table[:count]:
+        assert top % 8 == 0 and top <= first < end <= top + rows
+        assert (owners[first:end] == -1).all()
+        owners[first:end] = group
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(len(sizes) + 1), [*sizes, many - sum(sizes)]))
