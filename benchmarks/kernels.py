@@ -9,14 +9,15 @@ of its operation, under whatever names it has, and by peers: a product in bfloat
 attention if torch finds the GPU. An implementation is compared at a small size with the reference in float32 on the CPU;
 what is off, or raises, is not timed. Times are medians of runs of 20 repetitions or more inside of one program; weights
 and pages that a cache could hold are several, taken in turn. The first case of each kind comes first, then those with a
-target; what the minutes do not suffice for is listed. The work is done by a process of its own: what ends it, or hangs,
-is a row, and the next one goes on.
+target; what the minutes do not suffice for is listed. The work is done by processes that share the cases: while one
+measures, none runs or compiles anything. What ends a process, or hangs, is a row, and the next one goes on.
 
 `--dry` needs no GPU: every program is traced and lowered for one, and compiled where XLA:GPU's compiler is installed;
 the small cases are run on the CPU by what serves there.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -24,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,9 @@ from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_serv
 
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
-QUIET = {"compile": 90, "run": 25}  # seconds after which a worker that says nothing is ended
-BATCH, THREADS = 12, 14  # cases whose programs are compiled before any is timed, by so many threads
+QUIET = {"compile": 90, "run": 25, "wait": 90}  # seconds after which a worker that says nothing is ended
+WORKERS = 3  # processes
+BATCH, THREADS = 6, 5  # cases whose programs are compiled before any is timed, by so many threads
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
 
@@ -112,12 +115,25 @@ def judged(job: Job, wrong: Path | None, profile: bool) -> Row:
     return Row(*key, off, case.tolerance, seconds, needs, case.target, job.temporaries, None, some, spent)
 
 
-def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int,
+@contextmanager
+def holding(lock: Path, alone: bool) -> Iterator[None]:
+    """Hold a lock of all workers: to measure, `alone`; to compile, which tries programs on the device, beside others."""
+    with lock.open("a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int, lock: Path,
          only: Sequence[str] = (), wrong: Path | None = None, profile: bool = False) -> None:  # fmt: skip
     """Measure in batches, whose programs are compiled beside each other before any is timed."""
     batch = BATCH if threads > 1 else 1
     for some in (chosen[i : i + batch] for i in range(0, len(chosen), batch)):
         jobs: dict[Key, tuple[Job, Any]] = {}
+
+        def compiled(job: Job) -> None:
+            with holding(lock, False):
+                job.compile()
+
         with ThreadPoolExecutor(threads) as pool:
             for case, key in ((c, key) for c in some for key in keys(c, only) if key not in done):
                 if time.time() > until:
@@ -127,7 +143,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
                     job = Job(case, key[2])
                     if case not in (j.case for j, _ in jobs.values()):
                         pool.submit(expected, case)
-                    jobs[key] = job, pool.submit(job.compile)
+                    jobs[key] = job, pool.submit(compiled, job)
                     if threads == 1:  # so that what ends the process is known
                         wait([jobs[key][1]])
                 except Exception as e:  # whatever a kernel raises is its row
@@ -135,32 +151,40 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
             for key, (_, future) in jobs.items():
                 say(at=key, doing="compile")
                 wait([future])
-        for key, (job, future) in jobs.items():
-            if time.time() > until:
-                return
-            say(at=key, doing="run")
-            try:
-                future.result()
-                say(row=judged(job, wrong, profile))
-            except Exception as e:
-                say(row=Row(*key, target=job.case.target, failed=short(e)))
-                if not alive():
-                    os._exit(3)  # what is left of the device may wait for ever
-            job.compiled = []
-        for case in some:
-            key = (case.op, case.name, "torch")
-            asked = case.op == "attend" and (not only or "torch" in only)
-            if asked and key not in done and time.time() < until and torch_sees_a_gpu():
+        say(at=next(iter(jobs), ("", "", "")), doing="wait")
+        with holding(lock, True):
+            for key, (job, future) in jobs.items():
+                if time.time() > until:
+                    return
                 say(at=key, doing="run")
-                name, _, backward = case.name.partition(", backward")
-                seconds = torch_attention(ATTEND[name], case.name != name)
-                if seconds is not None:
-                    say(row=Row(*key, seconds=seconds, needs=floors(case.build(False)), target=case.target))
+                try:
+                    future.result()
+                    say(row=judged(job, wrong, profile))
+                except Exception as e:
+                    say(row=Row(*key, target=job.case.target, failed=short(e)))
+                    if not alive():
+                        os._exit(3)  # what is left of the device may wait for ever
+                job.compiled = []
+            beside_torch([c for c in some if not only or "torch" in only], done, until, say)
 
 
-def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale: float = 1.0, **how: Any) -> None:
+def beside_torch(some: Sequence[Case], done: set[Key], until: float, say: Callable[..., None]) -> None:
+    """Time torch's attention at the shapes of ours."""
+    for case in some:
+        key = (case.op, case.name, "torch")
+        if case.op == "attend" and key not in done and time.time() < until and torch_sees_a_gpu():
+            say(at=key, doing="run")
+            name, _, backward = case.name.partition(", backward")
+            seconds = torch_attention(ATTEND[name], case.name != name)
+            if seconds is not None:
+                say(row=Row(*key, seconds=seconds, needs=floors(case.build(False)), target=case.target))
+
+
+def worker(
+    log: Path, chosen: Sequence[Case], until: float, threads: int, scale: float = 1.0, ceilings: bool = True, **how: Any
+) -> None:
     """Measure ceilings and cases; what is found is written to the log line by line, so that nothing is lost."""
-    before = events(log)
+    before, lock = events(log), log.parent / "lock"
     done = {tuple(e["row"][:3]) for e in before if "row" in e}
 
     def say(**event: Any) -> None:
@@ -173,14 +197,17 @@ def worker(log: Path, chosen: Sequence[Case], until: float, threads: int, scale:
     if scale == 1.0 and jax.default_backend() != "gpu":
         say(device="no GPU: nothing is measured; --dry tries all but that")
         return
-    if not any("first" in e for e in before):
+    if ceilings and not any("first" in e for e in before):
         say(at=("ceilings", "", ""), doing="compile")
-        say(**{"driver, first": smi()}, device=jax.devices()[0].device_kind)
-        say(first=measured(scale))
-    work(chosen, done, until, say, threads, **how)
-    say(at=("ceilings", "", ""), doing="compile")
-    say(last=measured(scale))
-    say(**{"driver, last": smi()})
+        with holding(lock, True):
+            say(**{"driver, first": smi()}, device=jax.devices()[0].device_kind)
+            say(first=measured(scale))
+    work(chosen, done, until, say, threads, lock, **how)
+    say(at=("ceilings", "", ""), doing="wait")
+    if ceilings:
+        with holding(lock, True):
+            say(last=measured(scale))
+            say(**{"driver, last": smi()})
 
 
 def events(log: Path) -> list[dict[str, Any]]:
@@ -198,7 +225,10 @@ def supervised(command: list[str], log: Path, until: float) -> None:
     """Run workers until one has done all there is. One that ends, or is silent for long, did so at what it last named."""
     threads = THREADS
     while True:
-        process = subprocess.Popen([*command, "--until", str(until), "--threads", str(threads)])
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(round(0.8 / WORKERS, 2))}
+        process = subprocess.Popen(
+            [*command, "--until", str(until), "--threads", str(threads)], env={**os.environ, **memory}
+        )
         size, quiet, doing = -1, time.time(), "compile"
         while process.poll() is None:
             time.sleep(0.2)
@@ -214,7 +244,7 @@ def supervised(command: list[str], log: Path, until: float) -> None:
             if process.returncode:
                 print(f"the worker ended with {process.returncode}; see above", file=sys.stderr)
             return
-        if at["doing"] == "compile" and threads > 1:
+        if at["doing"] != "run" and threads > 1:
             threads = 1  # several compiled: the next worker does one at a time, and shows which it was
             continue
         if tuple(at["at"]) not in {tuple(e["row"][:3]) for e in found if "row" in e}:
@@ -266,6 +296,7 @@ def main() -> None:
     cli.add_argument("--until", type=float, help=argparse.SUPPRESS)
     cli.add_argument("--threads", type=int, default=8, help=argparse.SUPPRESS)
     cli.add_argument("--log", type=Path, help=argparse.SUPPRESS)
+    cli.add_argument("--share", type=int, help=argparse.SUPPRESS)
     args = cli.parse_args()
     if not args.log:
         jax.config.update("jax_platforms", "cpu")  # the device's memory is the worker's
@@ -273,18 +304,21 @@ def main() -> None:
         jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
     if args.log:
-        worker(args.log, chosen, args.until, args.threads, only=args.ways, wrong=args.wrong, profile=args.profile)
+        how = dict(only=args.ways, wrong=args.wrong, profile=args.profile, ceilings=args.share == 0)
+        worker(args.log, chosen[args.share :: WORKERS], args.until, args.threads, **how)
         return
     if args.dry:
         found = dry(chosen, args.ways)
     else:
         until = time.time() + 60 * args.minutes - 15  # for the last ceilings
         with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "log"
-            command = [sys.executable, __file__, "--log", str(log), "--only", *args.only, "--ways", *args.ways]
+            command = [sys.executable, __file__, "--only", *args.only, "--ways", *args.ways]
             command += ["--wrong", str(args.wrong)] * bool(args.wrong) + ["--profile"] * args.profile
-            supervised(command, log, until)
-            said = events(log)
+            logs = [Path(folder) / f"log{i}" for i in range(WORKERS)]
+            with ThreadPoolExecutor() as pool:
+                for i, log in enumerate(logs):
+                    pool.submit(supervised, [*command, "--log", str(log), "--share", str(i)], log, until)
+            said = [e for log in logs for e in events(log)]
         order = {key: i for i, key in enumerate((c.op, c.name) for c in chosen)}
         rows = sorted((Row(*e["row"]) for e in said if "row" in e), key=lambda row: order.get(row[:2], -1))
         about = {k: v for e in said for k, v in e.items()} | {"versions": versions()}
