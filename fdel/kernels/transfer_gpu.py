@@ -1,12 +1,11 @@
 """Between memory and registers on NVIDIA GPUs: one form for versions of jax that ask for different ones."""
 
+import inspect
 from typing import Any
 
-import jax
 from jaxtyping import Array
 
 COPIED = 8  # rows of a tiled reference that TMA copies together; begun elsewhere, it leaves out those in the next tile
-_ALL: tuple = () if jax.version.__version_info__ >= (0, 12) else ((),)  # the index of all, which older ones ask for
 
 
 def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> Array:
@@ -16,7 +15,9 @@ def load(ref: Any, layout: Any = None, *, optimized: bool = True) -> Array:
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.load(ref, *_ALL, layout=layout, optimized=optimized)
+    index = inspect.signature(gpu.load).parameters.get("idx")  # of all, which jax 0.10 asks for and 0.11 warns of
+    asked = index is not None and index.default is inspect.Parameter.empty
+    return gpu.load(ref, *[()] * asked, layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:
