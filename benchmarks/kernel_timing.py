@@ -1,11 +1,12 @@
 """How kernels.py checks and times a case: programs that repeat a call, the ceilings, and a GPU that is not here."""
 
+import fcntl
 import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def ceiling(what: str, scale: float = 1.0) -> Problem:
         "read": Problem(numbers, jnp.sum, 0, 4.0 * count),
         "exp": Problem(few, exponentials, 0, count / 2, exps=4.0 * count),
     }[what]
+
+
+@contextmanager
+def holding(lock: Path | None, alone: bool) -> Iterator[None]:
+    """Hold a lock of several processes: to measure, `alone`; with others to compile, which tries programs on the device."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def floors(p: Problem) -> dict[str, float]:

@@ -17,7 +17,6 @@ the small cases are run on the CPU by what serves there.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import re
@@ -25,9 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,14 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import ATTEND, LONGEST, PAGED, Case, attend, experts, grouped, paged, quantized
 from kernel_report import Row, page, smi, torch_attention, torch_sees_a_gpu, versions
-from kernel_timing import Dry, Job, expected, floors, measured, on_cpu, ways
+from kernel_timing import Dry, Job, expected, floors, holding, measured, on_cpu, ways
 from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_served, ssd, ssd_served
 
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
 QUIET = {"compile": 90, "run": 25, "wait": 90}  # seconds after which a worker that says nothing is ended
 WORKERS = 3  # processes
-BATCH, THREADS = 6, 5  # cases whose programs are compiled before any is timed, by so many threads
+BATCH, THREADS = 9, 5  # cases whose programs are compiled before any is timed, by so many threads
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
 
@@ -115,15 +113,7 @@ def judged(job: Job, wrong: Path | None, profile: bool) -> Row:
     return Row(*key, off, case.tolerance, seconds, needs, case.target, job.temporaries, None, some, spent)
 
 
-@contextmanager
-def holding(lock: Path, alone: bool) -> Iterator[None]:
-    """Hold a lock of all workers: to measure, `alone`; to compile, which tries programs on the device, beside others."""
-    with lock.open("a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
-
-
-def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int, lock: Path,
+def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int, lock: Path | None,
          only: Sequence[str] = (), wrong: Path | None = None, profile: bool = False) -> None:  # fmt: skip
     """Measure in batches, whose programs are compiled beside each other before any is timed."""
     batch = BATCH if threads > 1 else 1
@@ -181,10 +171,17 @@ def beside_torch(some: Sequence[Case], done: set[Key], until: float, say: Callab
 
 
 def worker(
-    log: Path, chosen: Sequence[Case], until: float, threads: int, scale: float = 1.0, ceilings: bool = True, **how: Any
+    log: Path,
+    chosen: Sequence[Case],
+    until: float,
+    threads: int,
+    scale: float = 1.0,
+    ceilings: bool = True,
+    lock: Path | None = None,
+    **how: Any,
 ) -> None:
     """Measure ceilings and cases; what is found is written to the log line by line, so that nothing is lost."""
-    before, lock = events(log), log.parent / "lock"
+    before = events(log)
     done = {tuple(e["row"][:3]) for e in before if "row" in e}
 
     def say(**event: Any) -> None:
@@ -225,10 +222,8 @@ def supervised(command: list[str], log: Path, until: float) -> None:
     """Run workers until one has done all there is. One that ends, or is silent for long, did so at what it last named."""
     threads = THREADS
     while True:
-        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(round(0.8 / WORKERS, 2))}
-        process = subprocess.Popen(
-            [*command, "--until", str(until), "--threads", str(threads)], env={**os.environ, **memory}
-        )
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(round(0.8 / WORKERS, 2))} | os.environ
+        process = subprocess.Popen([*command, "--until", str(until), "--threads", str(threads)], env=memory)
         size, quiet, doing = -1, time.time(), "compile"
         while process.poll() is None:
             time.sleep(0.2)
@@ -287,6 +282,7 @@ def main() -> None:
     cli.add_argument("--only", nargs="*", default=[], help="cases whose operation or name has one of these texts")
     cli.add_argument("--ways", nargs="*", default=[], help="implementations and peers (default: all)")
     cli.add_argument("--profile", action="store_true", help="say how long each kernel of the GPU runs in a call")
+    cli.add_argument("--lock", type=Path, help="a file: of processes that share it one measures at a time")
     cli.add_argument("--wrong", type=Path, help="what wrong implementations gave at the small size is written here")
     cli.add_argument(
         "--minutes", type=float, default=8, help="what does not fit is listed as not measured (default: 8)"
@@ -304,7 +300,7 @@ def main() -> None:
         jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
     if args.log:
-        how = dict(only=args.ways, wrong=args.wrong, profile=args.profile, ceilings=args.share == 0)
+        how = dict(lock=args.lock, only=args.ways, wrong=args.wrong, profile=args.profile, ceilings=args.share == 0)
         worker(args.log, chosen[args.share :: WORKERS], args.until, args.threads, **how)
         return
     if args.dry:
@@ -313,6 +309,7 @@ def main() -> None:
         until = time.time() + 60 * args.minutes - 15  # for the last ceilings
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--only", *args.only, "--ways", *args.ways]
+            command += ["--lock", str(args.lock or Path(folder) / "lock")]
             command += ["--wrong", str(args.wrong)] * bool(args.wrong) + ["--profile"] * args.profile
             logs = [Path(folder) / f"log{i}" for i in range(WORKERS)]
             with ThreadPoolExecutor() as pool:

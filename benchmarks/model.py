@@ -164,7 +164,7 @@ def main() -> None:
     if "--shape" in sys.argv:
         import shapes
 
-        return shapes.main(lambda shape, _: shapes.trained(shape), __doc__)
+        return shapes.main(lambda shape, _, lock: shapes.trained(shape, lock), __doc__)
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--only", nargs="*", choices=MEASURES, default=MEASURES, help="measures to run (default: all)")
     cli.add_argument("--out", type=Path, help="also write the table here")

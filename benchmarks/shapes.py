@@ -1,12 +1,13 @@
 """Models of published shapes with random weights, made on the device: what model.py and engine.py measure with --shape.
 
 Weights are bfloat16, no checkpoint is read. One device. FLOPs are fractions of a product's, bytes of a copy's, measured
-in the same run (kernel_timing).
+in the same run (kernel_timing). Processes with one --lock compile beside each other and measure in turn.
 """
 
 import argparse
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from kernel_report import smi, versions
-from kernel_timing import measured
+from kernel_timing import holding, measured
 
 from fdel import models, ops, params, report, train
-from fdel.bench import seconds
 from fdel.models import llama
 
 _LLAMA = dict(vocab_size=128256, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072,
@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 RANK = 16  # of the adapters that a model of 8 billion parameters learns
 # Rows and tokens of a training step; sequences that decode, tokens of their prompts, and new ones.
 SIZES = {"1b": (8, 2048), "8b": (4, 2048), "toy": (2, 32)}
-SERVED = {"1b": ((1, 8, 64), 1024, 128), "8b": ((1, 8, 64), 1024, 128), "toy": ((1, 2), 16, 4)}
+SERVED = {"1b": ((1, 8, 64), 1024, 64), "8b": ((1, 64), 1024, 64), "toy": ((1, 2), 16, 4)}
 
 
 def config(shape: str) -> Any:
@@ -81,24 +81,35 @@ def step(shape: str, cfg: Any) -> tuple[Callable, Callable, Callable]:
     return begin, one, forward
 
 
-def trained(shape: str) -> Iterator[tuple[str, str]]:
+def seconds(run: Callable[[], Any], lock: Path | None, repeats: int = 3) -> float:
+    """Time a call: the median of several, after one to warm up."""
+    with holding(lock, False):
+        run()
+    with holding(lock, True):
+        return float(np.median(timeit.repeat(run, repeat=repeats, number=1)))
+
+
+def trained(shape: str, lock: Path | None = None) -> Iterator[tuple[str, str]]:
     """Measure a forward pass and a training step: pairs of what, and the number."""
     cfg, (rows, length) = config(shape), SIZES[shape]
     begin, one, forward = step(shape, cfg)
-    state, base = jax.jit(begin, donate_argnums=0)(drawn(shape, False).params, jax.random.key(1))
+    with holding(lock, False):
+        state, base = jax.jit(begin, donate_argnums=0)(drawn(shape, False).params, jax.random.key(1))
     tokens = np.random.default_rng(0).integers(3, cfg.vocab, (rows, length))
     batch = {"tokens": jnp.asarray(tokens, jnp.int32)}
     flops = report.flops_per_token(llama, cfg, length // 2) * rows * length
-    most = measured(kinds=("dot",))["dot"] if shape != "toy" else 1e12
+    with holding(lock, True):
+        most = measured(kinds=("dot",))["dot"] if shape != "toy" else 1e12
     part = lambda passes, spent: (
         f"{rows * length / spent:,.0f} tokens/s, {passes * flops / spent / most:.3f} of the product's FLOP/s"
     )
     program = jax.jit(forward)
     yield (
         f"loss alone, {rows} x {length}",
-        part(1, seconds(lambda: jax.block_until_ready(program(state, base, batch)), 3)),
+        part(1, seconds(lambda: jax.block_until_ready(program(state, base, batch)), lock)),
     )
-    program = jax.jit(one, donate_argnums=0).lower(state, base, batch).compile()
+    with holding(lock, False):
+        program = jax.jit(one, donate_argnums=0).lower(state, base, batch).compile()
 
     def run() -> None:
         nonlocal state
@@ -107,7 +118,7 @@ def trained(shape: str) -> Iterator[tuple[str, str]]:
 
     passes = 2 if adapted(shape) else 3  # gradients of frozen weights are not computed
     name = f"LoRA step of rank {RANK}" if adapted(shape) else "training step, AdamW"
-    yield f"{name}, {rows} x {length}", part(passes, seconds(run, 3))
+    yield f"{name}, {rows} x {length}", part(passes, seconds(run, lock))
     about = program.memory_analysis()
     yield (
         "its arguments and temporaries, GiB",
@@ -115,13 +126,15 @@ def trained(shape: str) -> Iterator[tuple[str, str]]:
     )
 
 
-def served(shape: str, kernels: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def served(shape: str, kernels: Mapping[str, str], lock: Path | None = None) -> Iterator[tuple[str, str]]:
     """Measure an engine: prefill, and decode of several batches."""
     from fdel.serve import Engine, SamplingParams, Settings
 
     batches, prompt, new = SERVED[shape]
-    model, length = drawn(shape, True), prompt + 2 * new
-    most = measured(kinds=("copy",))["copy"] if shape != "toy" else 1e11
+    with holding(lock, False):
+        model, length = drawn(shape, True), prompt + 2 * new
+    with holding(lock, True):
+        most = measured(kinds=("copy",))["copy"] if shape != "toy" else 1e11
     settings = Settings(
         rows=batches[-1], max_length=length, pages=batches[-1] * -(-length // 64), batches=batches, kernels=kernels,
         cache=False, budget=2048 if shape != "toy" else 32,
@@ -129,7 +142,9 @@ def served(shape: str, kernels: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     engine = Engine(model, settings)  # not started: what a call needs is compiled in its first run, which is not timed
     draw = lambda rows, seed: np.random.default_rng(seed).integers(3, model.cfg.vocab, (rows, prompt)).tolist()
     spent = lambda rows, n: seconds(
-        lambda: engine.generate(draw(rows, n), SamplingParams(max_tokens=n, ignore_eos=True)), 3
+        lambda: engine.generate(draw(rows, n), SamplingParams(max_tokens=n, ignore_eos=True)),
+        lock,
+        3 if rows < 64 else 1,
     )
     once = {rows: spent(rows, 1) for rows in batches}
     yield f"prefill, {batches[-1]} x {prompt}, tokens/s", f"{batches[-1] * prompt / once[batches[-1]]:,.0f}"
@@ -150,7 +165,7 @@ def named(text: str) -> tuple[str, str]:
     return op, name
 
 
-def compared(measure: Callable, shapes: list[str], kernels: list[tuple[str, str]]) -> str:
+def compared(measure: Callable, shapes: list[str], kernels: list[tuple[str, str]], lock: Path | None = None) -> str:
     """Measure each model, as it is and with the kernels; what fails is a row."""
     lines = [
         "| model | measure | as it is |" + " with kernels |" * bool(kernels),
@@ -162,7 +177,7 @@ def compared(measure: Callable, shapes: list[str], kernels: list[tuple[str, str]
             begin = time.perf_counter()
             try:
                 with ops.use(**chosen):
-                    for what, number in measure(shape, chosen):
+                    for what, number in measure(shape, chosen, lock):
                         found.setdefault(what, [""] * i).append(number)
                         print(f"{shape}, {what}: {number}", file=sys.stderr, flush=True)
             except Exception as e:  # out of memory, or a kernel's
@@ -180,9 +195,10 @@ def main(measure: Callable, about: str | None) -> None:
     cli.add_argument("--shape", nargs="+", choices=tuple(SHAPES), required=True, help="with random weights")
     cli.add_argument("--kernels", nargs="*", type=named, default=[], metavar="OPERATION=NAME",
                      help="measure also with these implementations, as paged_attention=hopper")  # fmt: skip
+    cli.add_argument("--lock", type=Path, help="a file: of processes that share it one measures at a time")
     cli.add_argument("--out", type=Path, help="also write the table here")
     args = cli.parse_args()
-    found = compared(measure, args.shape, args.kernels)
+    found = compared(measure, args.shape, args.kernels, args.lock)
     print(found)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

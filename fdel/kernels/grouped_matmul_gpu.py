@@ -121,7 +121,7 @@ def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "ti
     """
     sizes = jnp.append(sizes, many - sizes.sum()).astype(jnp.int32)
     top, first, end = bounds(sizes).T
-    last = jnp.cumsum(count := -(-(end - top) // rows))
+    last = _sums(count := -(-(end - top) // rows))
     some = min(len(sizes), many)  # groups that have rows, at most
     i = jnp.arange((many + (COPIED - 1) * some) // rows + some, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(last, i, side="right", method="compare_all"), len(sizes) - 1).astype(jnp.int32)
@@ -131,9 +131,15 @@ def tiles(sizes: Int[Array, " E"], many: int, rows: int) -> tuple[Int[Array, "ti
 
 def bounds(sizes: Int[Array, " E"]) -> Int[Array, "E 3"]:
     """Give the row from which on each group is copied, a multiple of 8, its first row, and its end."""
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    ends = _sums(sizes)
     first = ends - sizes
     return jnp.stack([jnp.where(sizes > 0, first - first % COPIED, ends), first, ends], 1)
+
+
+def _sums(x: Int[Array, " E"]) -> Int[Array, " E"]:
+    """Add up to each, in one program of XLA; its own for sums so far are several."""
+    i = jnp.arange(len(x))
+    return jnp.where(i <= i[:, None], x, 0).sum(1, dtype=jnp.int32)
 
 
 def _whole(x: Array, least: int) -> Array:

@@ -1,8 +1,8 @@
 """Products of groups of rows with a quantized matrix each, on NVIDIA Hopper: `quantized_matmul_gpu`'s program for experts.
 
-A tile gives rows of one group alone, from a multiple of 8 on (`grouped_matmul_gpu` lists them), and has about twice as
-many as a group has on average, and 7: 16 to 128. Matrices of groups with rows are read as they are stored, once for each
-tile; no other is read, and none is written to memory in bfloat16. Some rows of a tile are stored in powers of two.
+A tile gives rows of one group alone, from a multiple of 8 on (`grouped_matmul_gpu` lists them), and has as many as hold
+most groups: 8 to 128. Matrices of groups with rows are read as they are stored, once for each tile; no other is read, and
+none is written to memory in bfloat16. Some rows of a tile are stored in powers of two.
 
 Bytes: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
 Compiled for H100 and interpreted; it has not run on a GPU yet.
@@ -47,5 +47,6 @@ def product(
 
 def tiling(x: Any, w: Quantized) -> Tiling:
     """Choose the tiles for rows [M K] and matrices [E N K]."""
-    rows = next((n for n in ROWS if 2 * len(x) <= (n - COPIED + 1) * len(w.values)), ROWS[-1])
+    mean = len(x) / len(w.values)
+    rows = next((n for n in ROWS if mean + 1.5 * mean**0.5 + (COPIED - 1) / 2 <= n), ROWS[-1])  # most groups have one tile
     return replace(quantized_matmul_gpu.cut(rows, w), outputs=w.values.shape[1])

@@ -25,7 +25,8 @@ class Tiling:
     """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way, parts of the inputs.
 
     `groups`: in a chunk, or `inner`: chunks of a group. `outputs`: of each of several matrices, for whose rows there is a
-    table of tiles. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
+    table of tiles. `ahead`: chunks whose scales are on their way to registers; one is multiplied in less time than memory
+    answers. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tiling:
     groups: int = 1
     inner: int = 1
     outputs: int = 0
+    ahead: int = 1
     in_memory: bool = False
 
     few = property(lambda self: self.rows < ROWS[-1])

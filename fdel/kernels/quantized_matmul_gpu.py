@@ -88,7 +88,9 @@ def cut(rows: int, w: Quantized) -> Tiling:
     else:
         chunk = next(n for n in CHUNKS if each % n == 0 and n <= (128 if numbers or not shared else 64))
     depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
-    return Tiling(rows, chunk, depth, 1, w.format, max(1, chunk // each), max(1, each // chunk))
+    t = Tiling(rows, chunk, depth, 1, w.format, max(1, chunk // each), max(1, each // chunk))
+    words = arrays.kind_of(w) != "float" and rows == ROWS[0]  # several scales share one, and sums are few
+    return replace(t, ahead=3 if not t.narrow else 1 + words)  # two programs have 80 registers for each thread
 
 
 def beside(rows: int) -> int:

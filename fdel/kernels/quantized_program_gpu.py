@@ -214,13 +214,14 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     if whole or t.narrow:
 
         def all_chunks(acc: Any) -> Array:
-            def step(j: Any, known: Any) -> Any:
+            def step(j: Any, queue: Any) -> Any:
+                known, *later = queue
                 now = [scales_of(known[0], kind, t.in_memory), *known[1:]] if t.narrow else known
-                later = known if whole else about(p.begin + j + 1)  # on its way while this chunk is multiplied
+                later = queue if whole else [*later, about(p.begin + j + t.ahead)]
                 _multiply(r, t, mine, acc, j, now, pieces)
                 return later
 
-            jax.lax.fori_loop(0, p.count, step, about(p.begin))
+            jax.lax.fori_loop(0, p.count, step, [about(p.begin + i) for i in range(1 if whole else t.ahead)])
             return acc[...]
 
         outer = ([r.scale] if whole else []) + ([r.outer] if hasattr(r, "outer") else [])
@@ -230,8 +231,8 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
         return total
 
     def step(j: Any, carry: tuple) -> tuple:
-        total, known = carry
-        later = about(p.begin + j + 1)
+        total, (known, *later) = carry
+        later = [*later, about(p.begin + j + t.ahead)]
         for i in range(t.groups):
 
             def one(acc: Any, some: range = pieces[i : i + 1]) -> Array:
@@ -243,4 +244,4 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
         return total, later
 
     start = gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA)
-    return jax.lax.fori_loop(0, p.count, step, (start, about(p.begin)))[0]
+    return jax.lax.fori_loop(0, p.count, step, (start, [about(p.begin + i) for i in range(t.ahead)]))[0]
