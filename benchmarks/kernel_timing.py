@@ -50,12 +50,18 @@ def ceiling(what: str, scale: float = 1.0) -> Problem:
 
 @contextmanager
 def holding(lock: Path | None, alone: bool) -> Iterator[None]:
-    """Hold a lock of several processes: to measure, `alone`; with others to compile, which tries programs on the device."""
+    """Hold a lock of several processes: to measure, `alone`; with others to compile, which tries programs on the device.
+
+    Who asks waits for those before, so that compiling does not go on for ever while some wait to measure.
+    """
     if lock is None:
         yield
         return
-    with lock.open("a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    with lock.open("a") as held, lock.with_suffix(".turn").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(turn, fcntl.LOCK_UN)
         yield
 
 

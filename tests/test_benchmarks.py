@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,25 @@ def test_a_worker_checks_then_times_and_says_what_fails(bench, tmp_path):
     text = bench.page(rows, {k: v for e in events for k, v in e.items()}, ["one more"])
     assert re.search(r"\| \d+\.\d\d of (dot|copy)[^|]*\| 0\.80 \|", text) and "| before |" in text
     assert "Not measured: one more." in text
+
+
+def test_who_waits_to_measure_is_not_passed_by_those_who_compile(bench, tmp_path):
+    """Two threads compile without a pause: a lock that lets them pass one who waits is never free."""
+    ended = threading.Event()
+
+    def compile_on():
+        while not ended.is_set():
+            with bench.holding(tmp_path / "lock", False):
+                time.sleep(0.02)
+
+    compiling = [threading.Thread(target=compile_on, daemon=True) for _ in range(4)]
+    measured = threading.Thread(target=lambda: bench.holding(tmp_path / "lock", True).__enter__(), daemon=True)
+    for thread in compiling:
+        thread.start()
+    measured.start()
+    measured.join(5)
+    ended.set()
+    assert not measured.is_alive()
 
 
 def test_what_ends_the_process_is_a_row_and_the_next_goes_on(bench, tmp_path, monkeypatch):

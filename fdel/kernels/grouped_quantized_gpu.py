@@ -48,5 +48,7 @@ def product(
 def tiling(x: Any, w: Quantized) -> Tiling:
     """Choose the tiles for rows [M K] and matrices [E N K]."""
     mean = len(x) / len(w.values)
-    rows = next((n for n in ROWS if mean + 1.5 * mean**0.5 + (COPIED - 1) / 2 <= n), ROWS[-1])  # most groups have one tile
+    rows = next(
+        (n for n in ROWS if mean + 1.5 * mean**0.5 + (COPIED - 1) / 2 <= n), ROWS[-1]
+    )  # most groups have one tile
     return replace(quantized_matmul_gpu.cut(rows, w), outputs=w.values.shape[1])
