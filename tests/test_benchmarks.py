@@ -53,7 +53,7 @@ def test_a_worker_checks_then_times_and_says_what_fails(bench, tmp_path):
 
 
 def test_who_waits_to_measure_is_not_passed_by_those_who_compile(bench, tmp_path):
-    """Two threads compile without a pause: a lock that lets them pass one who waits is never free."""
+    """Four threads compile without a pause: a lock that lets them pass one who waits is never free."""
     ended = threading.Event()
 
     def compile_on():
@@ -65,6 +65,7 @@ def test_who_waits_to_measure_is_not_passed_by_those_who_compile(bench, tmp_path
     measured = threading.Thread(target=lambda: bench.holding(tmp_path / "lock", True).__enter__(), daemon=True)
     for thread in compiling:
         thread.start()
+    time.sleep(0.1)
     measured.start()
     measured.join(5)
     ended.set()
