@@ -59,15 +59,15 @@ def test_who_waits_to_measure_is_not_passed_by_those_who_compile(bench, tmp_path
     def compile_on():
         while not ended.is_set():
             with bench.holding(tmp_path / "lock", False):
-                time.sleep(0.02)
+                time.sleep(0.2)
 
     compiling = [threading.Thread(target=compile_on, daemon=True) for _ in range(4)]
     measured = threading.Thread(target=lambda: bench.holding(tmp_path / "lock", True).__enter__(), daemon=True)
     for thread in compiling:
         thread.start()
-    time.sleep(0.1)
+        time.sleep(0.05)
     measured.start()
-    measured.join(5)
+    measured.join(2)
     ended.set()
     assert not measured.is_alive()
 
