@@ -42,6 +42,11 @@ def unsupported(
     return unknown(product, KNOWN, {"jit", "pjit"})
 
 
+def unproven(x: Array, gate: Any, up: Any, sizes: Array, *_: Any) -> str | None:
+    """Say why the kernel is taken only where it is named, or None."""
+    return grouped_matmul_gpu.unproven(x, gate, sizes) or grouped_matmul_gpu.unproven(x, up, sizes)
+
+
 def _arrays(gate: Any, up: Any) -> bool:
     return isinstance(gate, jax.Array) and isinstance(up, jax.Array)
 

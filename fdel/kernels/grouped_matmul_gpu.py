@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import grouped_quantized_gpu
-from fdel.kernels.device import no_hopper
+from fdel.kernels.device import no_hopper, unknown
 from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
 from fdel.kernels.transfer_gpu import COPIED
 from fdel.ops.dispatch import TABLES
@@ -55,6 +55,14 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
     if outputs % WIDTH or w.shape[2] % WIDTH:
         return f"matrices of {outputs} outputs and {w.shape[2]} inputs; expected multiples of {WIDTH}"
     return None
+
+
+def unproven(x: Array, w: Any, sizes: Array) -> str | None:
+    """Say why the kernel is taken only where it is named, or None: matrices in bfloat16 were measured on an H100."""
+    if why := unknown():
+        return why
+    found = str(w.dtype) if isinstance(w, jax.Array) else type(w).__name__
+    return None if found == "bfloat16" else f"it has been measured with matrices in bfloat16; found {found}"
 
 
 def call(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:

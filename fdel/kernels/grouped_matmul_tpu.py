@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import grouped_quantized_tpu
-from fdel.kernels.device import kind, no_tpu
+from fdel.kernels.device import no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
+from fdel.ops.platform import device_kind
 from fdel.ops.weights import LowRank, Quantized, Weight, dequantize
 
 LANES = 128
@@ -121,7 +122,7 @@ _frozen.defvjp(lambda x, w, sizes: (_frozen(x, w, sizes), (w, sizes)), _frozen_b
 
 def device() -> Device:
     """Give what is known of the devices of the mesh that is set."""
-    name = kind() or ""
+    name = device_kind() or ""
     return next((d for part, d in DEVICES.items() if part in name), LEAST)
 
 

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float
 
 from fdel.kernels import latent_program_gpu as latents
 from fdel.kernels import paged_program_gpu as program
-from fdel.kernels.device import no_hopper
+from fdel.kernels.device import no_hopper, unknown
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import NEG, Mask, PerHead
 
 SPLITS = (1, 2, 4, 8, 16)  # into how many parts keys may be divided
 PAGES = (64,)  # tokens of a page
+MEASURED = (64, 128, 576)  # channels of heads, and of latents
 
 
 class Call(NamedTuple):
@@ -62,6 +63,16 @@ def unsupported(
     if state.v is None and alibi is not None:
         return "alibi slopes over latents"
     return "tokens that see later ones (Paged.ahead)" if batch.ahead is not None else None
+
+
+def unproven(batch: Paged, _: Pages, __: Any, q: Array, *, alibi: PerHead = None, **___: Any) -> str | None:
+    """Say why the kernel is taken only where it is named, or None: decoding was measured on an H100."""
+    if why := unknown():
+        return why
+    if batch.block > 1 or alibi is not None or q.dtype != jnp.bfloat16 or q.shape[-1] not in MEASURED:
+        heads = " or ".join(map(str, MEASURED))
+        return f"it has been measured with a token of each sequence, in bfloat16, of heads of {heads}, without slopes"
+    return None
 
 
 def _eight(state: Pages, q: Array) -> str | None:

@@ -47,7 +47,7 @@ class Implementation:
     unsupported: Callable[..., str | None] = lambda *_, **__: None
     local: bool = False
     backward: Callable[..., Any] = lambda *_: None  # of an implementation in two passes: see `mask.Passes`
-    on_request: bool = False  # taken only where `use` or `impl` names it: it has not run on its device yet
+    on_request: bool = False  # taken only where `use` or `impl` names it: it has not run on its device, or is slower
     passed_over: Callable[..., str | None] = lambda *_, **__: None
 
 
@@ -107,11 +107,13 @@ def weight(axes: str) -> Mapping[str, str]:
     return {"a": "", "chosen": "", "": axes}
 
 
-def kernel(module: str, on_request: bool = False) -> Implementation:
-    """Give the local implementation of fdel/kernels/<module>.py: its `call` and `unsupported`, imported on use."""
+def kernel(module: str, on_request: bool = False, unproven: bool = False) -> Implementation:
+    """Give the local implementation of fdel/kernels/<module>.py: its `call` and `unsupported`, imported on use; and
+    `unproven`, a reason to pass it over, if some calls have not run on its device."""
     load = functools.partial(importlib.import_module, f"fdel.kernels.{module}")
     call, why = lambda *a, **k: load().call(*a, **k), lambda *a, **k: load().unsupported(*a, **k)
-    return Implementation(call, why, local=True, on_request=on_request)
+    over = (lambda *a, **k: load().unproven(*a, **k)) if unproven else Implementation.passed_over
+    return Implementation(call, why, local=True, on_request=on_request, passed_over=over)
 
 
 def kernel_of_parts(module: str, on_request: bool = False) -> Implementation:

@@ -153,7 +153,7 @@ _grouped.defvjp(lambda *args: (_forward(*args), args), _grouped_bwd)
 
 
 _EXPERTS, _MOSAIC = weight("experts outputs inputs"), kernel("grouped_matmul_tpu")
-_HOPPER = kernel("grouped_matmul_gpu", on_request=True)
+_HOPPER = kernel("grouped_matmul_gpu", unproven=True)
 
 
 @operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", mosaic=_MOSAIC, hopper=_HOPPER)
@@ -173,7 +173,7 @@ def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -
 
 @operation(
     "tokens inputs", _EXPERTS, _EXPERTS, "experts", "", "experts outputs", "experts outputs", out="tokens outputs",
-    mosaic=kernel("grouped_glu_tpu"), hopper=kernel("grouped_glu_gpu", on_request=True),
+    mosaic=kernel("grouped_glu_tpu"), hopper=kernel("grouped_glu_gpu", unproven=True),
 )  # fmt: skip
 def grouped_glu(
     x: Float[Array, "M K"], gate: Weight, up: Weight, sizes: Int[Array, " E"],

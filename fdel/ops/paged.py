@@ -148,7 +148,7 @@ def _axes(batch: Paged, state: Pages, *_: Any, **__: Any) -> tuple[tuple[str, ..
 
 @operation(
     _axes, named=_PER_HEAD,
-    hopper=kernel("paged_attention_gpu", on_request=True), mosaic=kernel("paged_attention_tpu"), ragged=_RAGGED,
+    hopper=kernel("paged_attention_gpu", unproven=True), mosaic=kernel("paged_attention_tpu"), ragged=_RAGGED,
     also=ALSO,
 )  # fmt: skip
 def _paged_attention(

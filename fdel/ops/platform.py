@@ -1,6 +1,7 @@
 """Tell what a program is traced for: a platform and the mesh, facts of what is set and never of the process."""
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -23,6 +24,17 @@ def target() -> str:
     if default is not None:
         return default if isinstance(default, str) else default.platform
     return jax.default_backend()
+
+
+def device_kind() -> str | None:
+    """Name the devices that run what is traced here, as drivers do; None where `tracing_for` says the platform alone."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        if _override.value is not None:
+            return None
+        default = jax.default_device.value
+        device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    return device.device_kind
 
 
 def tracing_for(platform: str) -> AbstractContextManager[None]:

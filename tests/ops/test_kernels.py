@@ -215,6 +215,42 @@ def test_a_race_planted_in_ssd_is_found():
     assert "RACE DETECTED" in done.stdout + done.stderr
 
 
+def _experts(dtype=jnp.bfloat16):
+    shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
+    return ops.grouped_matmul, shape(8, 128), shape(4, 128, 128), jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def _pages(block=1, heads=128):
+    half = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    some = jnp.zeros(2 * block, jnp.int32)
+    batch, pages = Paged(some, jnp.zeros((2, 4), jnp.int32), some[:2], block), half(1, 8, 2, 64, heads)
+    f = lambda q, k, v: paged_attention(batch, Pages(k, v, None, None), 0, q, mask=ops.Mask(0.1))
+    return f, half(2 * block, 4, heads), pages, pages
+
+
+@pytest.mark.of_cpu("with --target the references are named")
+@pytest.mark.parametrize(
+    ("call", "device", "chosen", "why"),
+    [
+        (_experts(), "NVIDIA H100 80GB HBM3", "hopper", ""),
+        (_experts(), "NVIDIA A100-SXM4-80GB", "xla", "the device is a NVIDIA A100-SXM4-80GB"),
+        (_experts(), None, "xla", "the device is not known to be of Hopper"),
+        (_experts(jnp.float16), "NVIDIA H200", "xla", "measured with matrices in bfloat16; found float16"),
+        (_pages(), "NVIDIA H200", "hopper", ""),
+        (_pages(heads=256), "NVIDIA H200", "xla", "measured with a token of each sequence"),
+        (_pages(block=32), "NVIDIA H200", "xla", "measured with a token of each sequence"),
+        (_pages(), None, "xla", "the device is not known to be of Hopper"),
+    ],
+    ids=str,
+)
+def test_what_was_measured_on_hopper_is_taken_there_unasked(call, device, chosen, why, monkeypatch):
+    """And nowhere else: another GPU refuses its machine code, and what did not run on one is taken where it is named."""
+    monkeypatch.setattr("fdel.kernels.device.device_kind", lambda: device)
+    with tracing_for("gpu"):
+        found = ops.explain(*call)
+    assert f"{chosen}: chosen" in found and why in found
+
+
 SSD_REASONS = [
     ({"platform": "tpu"}, "written for NVIDIA GPUs"),
     ({"dtype": jnp.float32}, "multiplies bfloat16; found float32"),
@@ -264,7 +300,7 @@ def test_gate_and_up_on_hopper_say_what_they_cannot_serve(outputs, product, bias
     f = lambda x, w, n, b: ops.grouped_glu(x, w, w, n, product, b, b)
     with tracing_for("gpu"):
         args = shape(8, 128), w, shape(4, dtype=jnp.int32), bias
-        assert "xla: chosen" in ops.explain(f, *args).split("grouped_matmul")[0]  # it has not run on a GPU yet
+        assert "xla: chosen" in ops.explain(f, *args).split("grouped_matmul")[0]  # of what GPU is not known
         with ops.use(grouped_glu="hopper"):
             if reason is None:
                 assert "hopper: chosen" in ops.explain(f, *args)
