@@ -12,7 +12,7 @@ A log decay of token t is in all D_ij with j < t <= i, so its gradient is a sum 
 
 Bytes of the kernel for a chunk and head: q, k, dy, T, dv and G, 104 KiB; XLA's part reads and writes some 30 matrices of
 64 x 64 and 64 x 128. The group of warps that prepares gives D_ij q_i^T k_j; two walk, as in the forward pass.
-Interpreted on CPU and compiled for H100; it has not run on a GPU.
+Interpreted on CPU, and measured on an H100 (docs/kernels_hopper.md).
 """
 
 import functools

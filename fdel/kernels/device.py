@@ -1,5 +1,9 @@
 """Whether the devices that a program is traced for are those that a kernel is written for: a reason if not, or None."""
 
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fdel.ops.batch import Batch, Paged
 from fdel.ops.platform import device_kind, target
 
 OLD = ("v2", "v3", "v4")  # in the names of TPUs with 16 MiB of fast memory
@@ -26,4 +30,10 @@ def no_hopper() -> str | None:
 
 def unknown() -> str | None:
     """Say why a kernel for Hopper is not taken unless it is named: the device may be another one."""
-    return "the device is not known to be of Hopper" if device_kind() is None else None
+    return "the device is not known to be of Hopper; `use` can name it" if device_kind() is None else None
+
+
+def recurrence(batch: Batch, x: Array) -> str | None:
+    """Say why a recurrence's kernel for Hopper is taken only where it is named, or None: decoding was measured on an H100."""
+    decodes = isinstance(batch, Paged) and batch.block == 1 and x.dtype == jnp.bfloat16
+    return unknown() or (None if decodes else "decoding alone, in bfloat16, was compared with XLA; `use` can name it")

@@ -1,7 +1,7 @@
 """Attention in training batches on NVIDIA Hopper: a Pallas Mosaic GPU kernel, whose program is `flash_program_gpu`.
 
 Packed rows, windows, softcap, sinks, keys with segments of their own, parts of a row; `flash_tiles_gpu` tells which tiles
-meet. The backward pass is `flash_backward_gpu`. Compiled for H100; it has not run on a GPU yet.
+meet. The backward pass is `flash_backward_gpu`. Interpreted, and measured on an H100 (docs/kernels_hopper.md).
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ and to where they lie, so sequences run side by side and nothing is laid out ane
 sequence begins with states of 0. More states than a program has are several calls in turn, whose outputs are added.
 
 Bytes: x, dt and y once; states twice for each sequence; of b and c 144 for each token, as in `selective_scan_gpu`.
-Interpreted on CPU and compiled for H100; it has not run on a GPU.
+Interpreted on CPU, and measured on an H100 (docs/kernels_hopper.md).
 """
 
 from functools import partial

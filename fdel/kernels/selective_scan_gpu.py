@@ -11,7 +11,7 @@ Bytes: x, dt and y once; b and c, 144 for each token, for each 128 channels, fou
 but one. For each token, channel and state: one exponential, of which a multiprocessor computes 16 in a cycle, and four
 products, two of them with sums, of 128 each. Where gradients are wanted, the states before each chunk of `CHUNK` tokens are
 written for `selective_scan_backward_gpu`.
-Interpreted on CPU and compiled for H100; it has not run on a GPU yet.
+Interpreted on CPU, and measured on an H100 (docs/kernels_hopper.md).
 """
 
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from fdel.kernels import recurrent_decode_gpu as decode
 from fdel.kernels import scan_slots_gpu as prompts
 from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import selective_scan_backward_gpu as backward
-from fdel.kernels.device import no_hopper
+from fdel.kernels.device import no_hopper, recurrence
 from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, STATES
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
@@ -50,6 +50,11 @@ def unsupported(
     if channels % CHANNELS or states != STATES:
         return f"{channels} channels of {states} states; expected a multiple of {CHANNELS}, of {STATES}"
     return None
+
+
+def unproven(batch: Batch, _: Carry | None, __: Any, x: Array, *___: Any, **____: Any) -> str | None:
+    """Say why the kernel is taken only where it is named, or None."""
+    return recurrence(batch, x)
 
 
 def call(

@@ -29,7 +29,7 @@ def l2norm(x: Float[Array, "... H"], eps: float = 1e-6) -> Float[Array, "... H"]
     *[HEADS] * 5,
     out=(HEADS, SLOTS),
     mosaic=kernel("gated_delta_rule_tpu"),
-    hopper=kernel("gated_delta_rule_gpu", on_request=True),
+    hopper=kernel("gated_delta_rule_gpu", unproven=True),
 )
 def gated_delta_rule(
     batch: Batch, carry: Carry | None, layer: Layer,

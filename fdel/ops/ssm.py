@@ -12,7 +12,7 @@ from fdel.ops.recurrent import GROUPS, HEADS, SLOTS, TOKENS, Layer, decays, recu
 
 @operation(
     TOKENS, SLOTS, "", HEADS, HEADS, "heads", TOKENS, TOKENS, out=(HEADS, SLOTS), named={"d": "heads"},
-    hopper=kernel("selective_scan_gpu", on_request=True), mosaic=kernel("selective_scan_tpu"),
+    hopper=kernel("selective_scan_gpu", unproven=True), mosaic=kernel("selective_scan_tpu"),
 )  # fmt: skip
 def selective_scan(
     batch: Batch, carry: Carry | None, layer: Layer,
@@ -45,7 +45,7 @@ def selective_scan(
 
 @operation(
     TOKENS, SLOTS, "", HEADS, HEADS, "heads", GROUPS, GROUPS, out=(HEADS, SLOTS), named={"d": "heads"},
-    mosaic=kernel("ssd_tpu"), hopper=kernel("ssd_gpu", on_request=True),
+    mosaic=kernel("ssd_tpu"), hopper=kernel("ssd_gpu", unproven=True),
 )  # fmt: skip
 def ssd(
     batch: Batch, carry: Carry | None, layer: Layer,

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from fdel import ops
 from fdel.kernels import decode_gpu
-from fdel.ops.batch import Packed, Paged, Pages
+from fdel.ops.batch import Packed, Paged, Pages, Slots
 from fdel.ops.paged import paged_attention
 from fdel.ops.platform import tracing_for
 from fdel.ops.weights import PACKED, Quantized
@@ -228,6 +228,14 @@ def _pages(block=1, heads=128):
     return f, half(2 * block, 4, heads), pages, pages
 
 
+def _states(block=1):
+    half, tokens = lambda *s: jax.ShapeDtypeStruct((2 * block, *s), jnp.bfloat16), jnp.zeros(2 * block, jnp.int32)
+    batch = Paged(tokens, jnp.zeros((2, 1), jnp.int32), tokens[:2], block)
+    carry = ops.Carry(ops.State(slots=Slots(None, jnp.zeros((1, 2, 4, 64, 128)))))
+    f = lambda x, dt, b: ops.ssd(batch, carry, 0, x, dt, jnp.ones(4), b, b)[0]
+    return f, half(4, 64), jax.ShapeDtypeStruct((2 * block, 4), jnp.float32), half(1, 128)
+
+
 @pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(
     ("call", "device", "chosen", "why"),
@@ -240,8 +248,9 @@ def _pages(block=1, heads=128):
         (_pages(heads=256), "NVIDIA H200", "xla", "measured with a token of each sequence"),
         (_pages(block=32), "NVIDIA H200", "xla", "measured with a token of each sequence"),
         (_pages(), None, "xla", "the device is not known to be of Hopper"),
+        (_states(), "NVIDIA H100 80GB HBM3", "hopper", ""),
+        (_states(block=32), "NVIDIA H100 80GB HBM3", "xla", "decoding alone, in bfloat16, was compared with XLA"),
     ],
-    ids=str,
 )
 def test_what_was_measured_on_hopper_is_taken_there_unasked(call, device, chosen, why, monkeypatch):
     """And nowhere else: another GPU refuses its machine code, and what did not run on one is taken where it is named."""

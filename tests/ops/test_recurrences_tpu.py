@@ -532,7 +532,7 @@ HOPPER_REASONS = [
 @pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(("call", "reason"), HOPPER_REASONS, ids=str)
 def test_the_kernel_for_selective_scans_on_hopper_says_what_it_cannot_serve(call, reason):
-    """It has not run on a GPU, so it is taken only where it is named."""
+    """Of training rows; it is taken only where it is named."""
     channels, states = call.get("channels", 128), call.get("states", 16)
     shape = lambda n, dtype=None: jax.ShapeDtypeStruct((1, 256, n), dtype or call.get("dtype", BF16))
     x, dt, b = shape(channels), shape(channels, call.get("dt", F32)), shape(states)
@@ -542,7 +542,7 @@ def test_the_kernel_for_selective_scans_on_hopper_says_what_it_cannot_serve(call
     args = batch, None, 0, x, dt, jax.ShapeDtypeStruct((channels, states), F32), b, b
     with tracing_for(call.get("platform", "gpu")):
         if reason is None:
-            assert "hopper: supported, where `use` names it" in ops.explain(ops.selective_scan, *args)
+            assert "hopper: the device is not known" in ops.explain(ops.selective_scan, *args)
             with ops.use(selective_scan="hopper"):
                 assert "hopper: chosen" in ops.explain(ops.selective_scan, *args)
         else:
