@@ -34,6 +34,6 @@ def unknown() -> str | None:
 
 
 def recurrence(batch: Batch, x: Array) -> str | None:
-    """Say why a recurrence's kernel for Hopper is taken only where it is named, or None: decoding was measured on an H100."""
+    """Say why a recurrence's kernel is taken only where it is named, or None: decoding was measured on an H100."""
     decodes = isinstance(batch, Paged) and batch.block == 1 and x.dtype == jnp.bfloat16
     return unknown() or (None if decodes else "decoding alone, in bfloat16, was compared with XLA; `use` can name it")
