@@ -10,8 +10,8 @@ kernel gives dq: a program has 128 queries of a head, half of them for each of t
 that walk most begin first under a causal mask. In tiles that see each other wholly nothing is masked.
 
 FLOPs: for each pair of a query and a key that share a tile 8 H + 6 Hv, where a kernel that adds up dq in memory has
-6 H + 4 Hv. Operands are bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; heads of
-128 were measured on an H100 (docs/kernels_hopper.md).
+6 H + 4 Hv. Operands are bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; heads of 128
+were measured on an H100 (docs/kernels_hopper.md).
 """
 
 import functools

@@ -7,8 +7,7 @@ policy of rematerialization), and XLA joins them, since three results leave too 
 kernels. Quantized matrices are two products of that file, with biases if there are any, and XLA joins them.
 
 Bytes: each group's matrices for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 4 * rows *
-inputs * outputs. Interpreted, and measured on an H100
-(docs/kernels_hopper.md).
+inputs * outputs. Interpreted, and measured on an H100 (docs/kernels_hopper.md).
 """
 
 import functools

@@ -11,8 +11,7 @@ in shared memory.
 
 Bytes: each group's matrix for every 1,024 of its rows, and these for every 16 tiles of outputs. FLOPs: 2 * rows * inputs *
 outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty groups and cuts rows at multiples of a tile,
-`transposed_ragged_dot_mgpu` asks a device for its size. Interpreted, and measured on an H100
-(docs/kernels_hopper.md).
+`transposed_ragged_dot_mgpu` asks a device for its size. Interpreted, and measured on an H100 (docs/kernels_hopper.md).
 """
 
 import functools

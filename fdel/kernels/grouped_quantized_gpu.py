@@ -48,7 +48,6 @@ def product(
 def tiling(x: Any, w: Quantized) -> Tiling:
     """Choose the tiles for rows [M K] and matrices [E N K]."""
     mean = len(x) / len(w.values)
-    rows = next(
-        (n for n in ROWS if mean + 1.5 * mean**0.5 + (COPIED - 1) / 2 <= n), ROWS[-1]
-    )  # most groups have one tile
+    most = mean + 1.5 * mean**0.5 + (COPIED - 1) / 2  # rows of most groups, and those before them in a tile
+    rows = next((n for n in ROWS if most <= n), ROWS[-1])
     return replace(quantized_matmul_gpu.cut(rows, w), outputs=w.values.shape[1])

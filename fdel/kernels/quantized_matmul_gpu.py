@@ -9,8 +9,8 @@ programs where that fills the device; their float32 sums are added by XLA. *Many
 program, which gives the result as it is.
 
 Bytes read: the stored values, once for each 128 rows (then from the second-level cache), scales and zero points alike, and
-x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Interpreted; few rows were measured on an
-H100 (docs/kernels_hopper.md).
+x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Interpreted; few rows were measured on an H100
+(docs/kernels_hopper.md).
 """
 
 import math
