@@ -9,6 +9,7 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,11 @@ def served(shape: str, kernels: Mapping[str, str], lock: Path | None = None) -> 
         rows=batches[-1], max_length=length, pages=batches[-1] * -(-length // 64), batches=batches, kernels=kernels,
         cache=False, budget=2048 if shape != "toy" else 32,
     )  # fmt: skip
-    engine = Engine(model, settings)  # not started: what a call needs is compiled in its first run, which is not timed
+    engine = Engine(model, settings)  # not started: its steps are those of `generate`, in this thread
+    device = engine._core.device
+    sizes = [("extend", n) for n in device.blocks] + [("decode", n) for n in device.batches]
+    with holding(lock, False), ThreadPoolExecutor() as threads:
+        list(threads.map(lambda size: device.compiler(*size)(), sizes))
     draw = lambda rows, seed: np.random.default_rng(seed).integers(3, model.cfg.vocab, (rows, prompt)).tolist()
     spent = lambda rows, n: seconds(
         lambda: engine.generate(draw(rows, n), SamplingParams(max_tokens=n, ignore_eos=True)),
