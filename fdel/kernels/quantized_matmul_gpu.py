@@ -109,7 +109,11 @@ def tiling(x: Any, w: Quantized) -> Tiling:
         """Rounds of programs, times the bytes of an output in each: of the weight, and of sums, written and read."""
         return -(-n * programs // (DEVICE * beside(t.rows))) * (lanes / n + 8 * t.rows)
 
-    return replace(t, splits=min((n for n in SPLITS if n <= lanes // t.chunk), key=cost, default=1) if t.few else 1)
+    if (
+        not t.few or w.scale.shape[-1] == 1 and programs > 0.8 * DEVICE
+    ):  # enough for the memory, where none waits for scales
+        return t
+    return replace(t, splits=min((n for n in SPLITS if n <= lanes // t.chunk), key=cost, default=1))
 
 
 def matmul(x: Float[Array, "M K"], w: Quantized, dtype: jnp.dtype, t: Tiling) -> Float[Array, "M N"]:

@@ -23,11 +23,11 @@ COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where ther
 
 
 def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[Array, ...] = ()) -> Array:
-    """Run the program: [M N] for many rows or a `table` of tiles and their number, else float32 [parts N M]."""
+    """Run the program: [M N] of inputs in one part or a `table` of tiles and their number, else float32 [parts N M]."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     outputs = t.outputs or len(w.values)
-    turned = bool(table) or not t.few and dtype == jnp.bfloat16  # rows by outputs already
+    turned = bool(table) or t.splits == 1 and dtype == jnp.bfloat16  # rows by outputs already
     tiled = lambda bits, n: (gpu.TilingTransform((8, n)), gpu.SwizzleTransform(n * bits // 8))
     half, tile = tiled(16, min(64, t.halves * t.piece // t.parts)), math.gcd(t.piece, w.values.shape[1])
     scratch: dict[str, Any] = {
