@@ -27,6 +27,7 @@ WEIGHTS = [  # outputs, rows; parts of the inputs; dtype of the result
     (Drawn("int4", None, 64, 128, 128, 70), 1, jnp.bfloat16),
     (Drawn("int8", None, 256, 256, 256, 3), 1, jnp.float32),
     (Drawn("uint8", "int", 64, 128, 128, 3), 2, jnp.float32),
+    (Drawn("int8", None, 256, 256, 256, 3), 1, jnp.bfloat16),
 ]
 FLOATS = [  # the same, of formats of floating point, and a table
     (Drawn("fp8", None, 256, 256, 128, 3), 1, jnp.float32),
