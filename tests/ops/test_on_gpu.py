@@ -72,6 +72,6 @@ def greedy(kernels: dict[str, str]) -> tuple[list[int], np.ndarray]:
 @pytest.mark.gpu
 def test_an_engine_with_the_kernel_for_pages_writes_the_same():
     """In bfloat16: the log-probability of a token within 0.05."""
-    (plain, want), (kernel, got) = greedy({}), greedy({"paged_attention": "hopper"})
+    (plain, want), (kernel, got) = (greedy({"paged_attention": name}) for name in ("xla", "hopper"))
     assert plain == kernel
     np.testing.assert_allclose(got, want, atol=0.05)
