@@ -3,7 +3,7 @@
     python benchmarks/tilings.py --case "8 rows, GPTQ" "8 rows, MXFP4" --vary splits=1,2,4 ahead=1,3 [--lock FILE] [--dry]
 
 Cases are those of kernels.py; what may vary are numbers in `quantized_arrays_gpu.Tiling`. The first row of a case is what
-`quantized_matmul_gpu.tiling` chooses, whose result others are compared with. `--dry` compiles for an H100, and runs nothing.
+`quantized_matmul_gpu.tiling` chooses, which others are compared with. `--dry` compiles for an H100, and runs nothing.
 """
 
 import argparse
