@@ -10,7 +10,8 @@ from fdel import aot
 from fdel.ops import dispatch
 
 CAUSAL = [name for name in FAMILIES if TINY[name].causal]
-NONE = ("rwkv",)  # families without an operation that has such a kernel
+# Programs without an operation that has such a kernel; of few tokens sparse attention is XLA's, and all experts are computed.
+NONE = {"train": ("rwkv",), "prefill": ("rwkv",), "decode": ("rwkv", "glm_moe_dsa")}
 
 
 @pytest.mark.aot
@@ -35,4 +36,4 @@ def test_every_family_compiles_with_the_kernels_for_hopper(name, what, devices, 
             del names[found[1]]
     record_property("refused", refused)
     c, _ = note(record_property, f"{name}-wide, hopper", what, "h100", devices, *program)
-    assert "mosaic_gpu" in c.text or refused or name in NONE
+    assert "mosaic_gpu" in c.text or refused or name in NONE[what]
