@@ -10,7 +10,7 @@ from fdel import aot
 from fdel.ops import dispatch
 
 CAUSAL = [name for name in FAMILIES if TINY[name].causal]
-# Programs without an operation that has such a kernel; of few tokens sparse attention is XLA's, and all experts are computed.
+# Programs without an operation that has such a kernel: for few tokens sparse attention and experts are XLA's.
 NONE = {"train": ("rwkv",), "prefill": ("rwkv",), "decode": ("rwkv", "glm_moe_dsa")}
 
 
