@@ -392,7 +392,7 @@ def test_a_mixture_in_few_bits_is_read_as_it_is_stored_on_hopper(name, what, rec
     """Seven products of each layer by the kernels; XLA's program writes all of a layer's experts in bfloat16, in loops."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
-    plain, c = (expert_parts.step(name, what, **chosen) for chosen in ({}, expert_parts.HOPPER))
+    plain, c = (expert_parts.step(name, what, paged_attention="xla", **chosen) for chosen in ({}, expert_parts.HOPPER))
     for about in (plain, c):
         note(record_property, f"{name}, two layers", what, "h100", 1, about, 0)
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) == 2 * 7
