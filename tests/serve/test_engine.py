@@ -26,7 +26,7 @@ from fdel.serve.engine import compiling, packing, step
 from fdel.serve.engine.engine import Engine, Settings, unsupported
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.request import end_ids, fit
-from fdel.serve.engine.rows import propose
+from fdel.serve.engine.rows import Rows, propose
 from fdel.serve.engine.schedule import QueueFull
 from fdel.serve.server import grammar
 from tests.models import tiny
@@ -984,8 +984,9 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     state, rows = program.begin(rows=4, length=256, pages=9, dtypes=(jnp.dtype("float32"),))
     for i, (prompt, ends, room) in enumerate((([5, 6, 8], [EOS], 9), ([9], [], 3))):
         s = serve.sampling_rows(requests[i : i + 1], [len(prompt)], [ends], [room], vocab=VOCAB)
-        padded = np.array(prompt + [0] * (256 - len(prompt)), np.int32)
-        rows = program.admit(rows, np.int32(i), padded, np.int32(len(prompt)), np.bool_(False), s)
+        padded, one = np.array([prompt + [0] * (256 - len(prompt))], np.int32), np.ones(1, np.int32)
+        known = Rows(padded, len(prompt) * one, np.zeros(1, bool), s, -one)
+        rows = program.admit(rows, packing.pack_rows([packing.pack_row(i, known)], rows, 2))
     none = np.iinfo(np.int32).max
     plan = np.array([[0, 0, 3, 1, 0, 0] + [none] * 3, [1, 0, 1, 1, 0, 1] + [none] * 3], np.int32)
     masks = jnp.zeros((2, -(-VOCAB // 32)), jnp.uint32)

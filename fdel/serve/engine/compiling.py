@@ -17,8 +17,7 @@ from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Call
 from fdel.serve.engine.pictures import Holders, rounded
 from fdel.serve.engine.request import TOP
-from fdel.serve.engine.sampling import sampling_rows
-from fdel.serve.engine.step import PAGE, Programs
+from fdel.serve.engine.step import Programs
 
 log = logging.getLogger(__name__)
 RUN, LONGEST = ("extend", "decode", "encode", "hear"), 1.0  # programs that run over nothing; seconds that one may take
@@ -34,6 +33,7 @@ class Compiling:
     blocks: list[int]  # sizes of programs
     fine: list[int]  # those of them that are compiled last: they save padding alone
     batches: Sequence[int]
+    admissions: Sequence[int]
     lengths: list[int]
     drafts: int
     steps: int
@@ -137,10 +137,8 @@ class Compiling:
         # One run over nothing, so that memory and threads are there; here alone, since a follower does it by itself.
         static = dict(drafts=self.drafts if self.small else 0, steps=1)
         self.perform(Call("decode", [self._blank(packing.Decode, self.batches[-1])], static=static))
-        one = sampling_rows([], [], [], [], vocab=self.model.cfg.vocab, rows=1)
-        tokens, nowhere = np.zeros(self.table.shape[1] * PAGE, np.int32), np.int32(self.rows)
-        known = nowhere, tokens, np.int32(0), np.bool_(False)
-        self.sequences = self.programs.admit(self.sequences, *known, one, np.int32(-1), *self._shift(0))
+        for n in self.admissions:
+            self.perform(Call("admit", [packing.pack_rows([], self.sequences, n)]))
         self.perform(Call("copy", [packing.pack_copies([], self.rows)]))
         jax.block_until_ready((self.state, self.sequences))
 
@@ -178,10 +176,6 @@ class Compiling:
 
     def _blank(self, kind: type[packing.Extend] | type[packing.Decode], lines: int) -> np.ndarray:
         return packing.blank_plan(kind, lines, self.table.shape[1], self.rows)
-
-    def _shift(self, shift: int) -> tuple[np.int32, ...]:
-        """What admits a sequence besides, of a model whose tokens have three components."""
-        return (np.int32(shift),) if self.turned else ()
 
 
 def _tokens(size: tuple[str, int]) -> int:

@@ -6,7 +6,7 @@ committed before the next is planned; that is the oracle. What a request's own s
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -169,7 +169,8 @@ class Core:
             if r.adapter not in self.device.weights:
                 deltas += self.end(r.id, "error", f"adapter {r.adapter!r} is not loaded any more")
         calls: list[tuple[list[Request], Callable[[], None]]] = []
-        calls += [([r], partial(self._admit, r, r in plan.decodes)) for r in plan.admitted if not r.done]
+        if admitted := [r for r in plan.admitted if not r.done]:
+            calls.append((admitted, lambda: self._admit(admitted, {r for r in plan.decodes if r in admitted})))
         if copies := [c for c in plan.copies if not c[0].done]:
             calls.append(([r for r, *_ in copies], lambda: self.device.copy([pages for _, *pages in copies])))
         for chunks in self._groups([c for c in plan.chunks if not c.request.done], lambda c: c.request):
@@ -210,11 +211,12 @@ class Core:
                 deltas += self.end(r.id, "stop")
         return masks
 
-    def _admit(self, r: Request, running: bool) -> None:
-        reply = self.jobs[r.id].reply
-        reply.begun = reply.begun or time.monotonic()
-        self.device.admit(r, self.jobs[r.id].sampling_row, running)
-        self.counts["prompt tokens"] += running  # its newest, which no chunk computes
+    def _admit(self, requests: Sequence[Request], running: Collection[Request]) -> None:
+        for r in requests:
+            reply = self.jobs[r.id].reply
+            reply.begun = reply.begun or time.monotonic()
+        self.device.admit([(r, self.jobs[r.id].sampling_row, r in running) for r in requests])
+        self.counts["prompt tokens"] += len(running)  # the newest of each, which no chunk computes
 
     def _extend(self, chunks: Sequence[Chunk], masks: Masks) -> None:
         out, lines = self.device.extend(chunks, masks)

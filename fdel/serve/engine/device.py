@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from fdel.serve.engine import packing
 from fdel.serve.engine.compiling import BLOCK as BLOCK
 from fdel.serve.engine.packing import NOWHERE, Call, Out
 from fdel.serve.engine.request import check_prompt, length_limit
+from fdel.serve.engine.rows import Rows
 from fdel.serve.engine.sampling import Sampling
 from fdel.serve.engine.seeing import Seeing
 from fdel.serve.engine.settings import LENGTH, Settings
@@ -24,6 +25,7 @@ from fdel.serve.engine.step import PAGE, compute_dtype, programs
 from fdel.serve.engine.weights import Weights, owned
 from fdel.serve.engine.work import Chunk, Request
 
+ADMITTED = 8  # sequences that get their rows in one call at most
 COMMON_PAGES = 1024 // PAGE  # pages of a row by default, if a sequence may have more
 
 
@@ -57,6 +59,7 @@ class Device(Seeing):
         self.rows, self.pages = s.rows, s.pages or max(width, s.rows * min(width, COMMON_PAGES))
         coarse, self.batches = sizes(2, max(2, -(-s.budget // BLOCK)), 2), s.batches or sizes(1, s.rows, 8)
         weights = jax.tree.leaves(heads.inner(model.params)["layers"])
+        self.admissions = sizes(1, min(s.rows, ADMITTED), ADMITTED)
         self.fine = cpu.sizes_between(coarse, sum(x.size for x in weights))
         self.blocks = sorted([*coarse, *self.fine])
         self.drafts, self.steps = s.drafts, s.decode_steps
@@ -91,10 +94,9 @@ class Device(Seeing):
     def execute(self, call: Call) -> Any:
         """Change the arrays, by host arrays alone: the one way to do it, so that other processes can do the same.
 
-        "extend" and "decode" take a packed plan, and masks if there are any; "copy" packed copies; "admit" the row, its
-        tokens, their number, whether decode can continue it, the slot of its adapter, and the leaves of its `Sampling`.
-        Of a model that sees, "extend" takes what is seen before masks, and "encode" the patches of a picture, their places,
-        which entries it gets, and the slot of its adapter; "admit" the shift, if it turns by three components.
+        "extend" and "decode" take a packed plan, and masks if there are any; "copy" packed copies; "admit" packed
+        admissions. Of a model that sees, "extend" takes what is seen before masks, and "encode" the patches of a picture,
+        their places, which entries it gets, and the slot of its adapter.
         "score" changes none: rows and lengths, the slot, the targets and how many of them count.
         """
         return self.perform(call)
@@ -112,9 +114,7 @@ class Device(Seeing):
         elif call.name == "remove":
             self.weights.pop(call.adapter, None)
         elif call.name == "admit":
-            (*known, slot), count = call.arrays[:5], 5 + len(fields(Sampling))
-            sampling, shift = Sampling(*call.arrays[5:count]), call.arrays[count:]
-            self.sequences = self.programs.admit(self.sequences, *known, sampling, slot, *shift)
+            self.sequences = self.programs.admit(self.sequences, *call.arrays)
         elif call.name == "encode":
             self.entries = self.programs.encode(self.weights.call(call.adapter), self.entries, *call.arrays)
         elif call.name == "copy":
@@ -162,15 +162,31 @@ class Device(Seeing):
             raise RuntimeError("the engine sleeps; call wake() before start()")
         self.execute(Call("warm_up", static={"least": int(least)}))
 
-    def admit(self, r: Request, sampling: Sampling, running: bool) -> None:
-        """Give a request its row; it is `running` if all but its newest token are in the cache, so that decode is next."""
-        self.table[r.row], self.known[r.row] = NOWHERE, 0
-        tokens = np.zeros(self.table.shape[1] * PAGE, np.int32)
-        tokens[: len(r.tokens)] = r.tokens
-        slot = np.int32(self.weights.slot(r.adapter))
-        known = np.int32(r.row), tokens, np.int32(len(r.tokens)), np.bool_(running)
-        shift = self._shift(0 if r.media is None else r.media.shift)
-        self.execute(Call("admit", [*known, slot, *jax.tree.leaves(sampling), *shift]))
+    def admit(self, every: Sequence[tuple[Request, Sampling, bool]]) -> None:
+        """Give requests their rows, up to `ADMITTED` in a call.
+
+        One is running (the third) if all but its newest token are in the cache, so that decode is next.
+        """
+        one = lambda x, dtype=np.int32: np.array([x], dtype)
+        lines = []
+        for r, sampling, running in every:
+            self.table[r.row], self.known[r.row] = NOWHERE, 0
+            tokens = np.zeros((1, self.table.shape[1] * PAGE), np.int32)
+            tokens[0, : len(r.tokens)] = r.tokens
+            shift = one(0 if r.media is None else r.media.shift) if self.turned else None
+            known: Any = (
+                tokens,
+                one(len(r.tokens)),
+                one(running, bool),
+                sampling,
+                one(self.weights.slot(r.adapter)),
+                shift,
+            )
+            lines.append(packing.pack_row(r.row, Rows(*known)))
+        for i in range(0, len(lines), self.admissions[-1]):
+            some = lines[i : i + self.admissions[-1]]
+            size = next(n for n in self.admissions if n >= len(some))
+            self.execute(Call("admit", [packing.pack_rows(some, self.sequences, size)]))
 
     def copy(self, copies: Sequence[Sequence[int]]) -> None:
         """Copy pages: from which to which, in their order."""

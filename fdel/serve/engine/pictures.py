@@ -58,6 +58,8 @@ class Medium:
     def padded(self, example: int) -> tuple[np.ndarray, np.ndarray]:
         """Values and places, as many as the program of its `size` takes."""
         more = self.size(example)[1] - len(self.values)
+        if not more:
+            return self.values, self.places.astype(np.int32)
         fill = lambda x, value: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
         return fill(self.values, 0), fill(self.places.astype(np.int32), 0 if self.heard else -1)
 

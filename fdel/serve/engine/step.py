@@ -24,7 +24,7 @@ from fdel.params.spec import Param, zeros
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Out
 from fdel.serve.engine.rows import Drafts, Net, Rows, advance, guess, propose
-from fdel.serve.engine.sampling import Sampling, sampling_rows
+from fdel.serve.engine.sampling import sampling_rows
 
 States = tuple[ops.State, ...]
 PAGE = 64  # tokens per page
@@ -35,8 +35,7 @@ class Programs(NamedTuple):
     """The jitted functions of one model on one mesh. Params and state are tuples: the model's, and the draft model's."""
 
     begin: Callable[..., tuple[States, Rows]]  # (rows=, length=, pages=, dtypes=)
-    # (Rows, row, tokens[L], length, running, Sampling of one row, slot of its adapter, and of a `turned` one its shift)
-    admit: Callable[..., Rows]
+    admit: Callable[..., Rows]  # (Rows, packed admissions)
     copy: Callable[..., States]  # (state, packed copies of pages)
     # (params, state, Rows, packed plan, masks, and of a model that sees what is seen and entries, block=)
     extend: Callable[..., tuple[States, Rows, Out]]
@@ -154,17 +153,10 @@ def _counted(f: Callable, traces: Counter) -> Callable:
     return traced
 
 
-def admit(
-    rows: Rows, row: Array, tokens: Array, length: Array, running: Array, sampling: Sampling, adapter: Any = -1,
-    shift: Array | None = None,
-) -> Rows:  # fmt: skip
-    """Give a row to a sequence: tokens [L], `length` of them known, its Sampling of one row, and its adapter's slot.
-
-    It is `running` if all but the newest of these are in the cache.
-    """
-    new = Rows(tokens[None], length[None], running[None], sampling, jnp.full(1, adapter, jnp.int32))
-    new = new if shift is None else replace(new, shift=shift[None])
-    return jax.tree.map(lambda every, one: every.at[row].set(one[0]), rows, new)
+def admit(rows: Rows, packed: Int[Array, "lines columns"]) -> Rows:
+    """Give rows to sequences."""
+    numbers, new = packing.unpack_rows(packed, rows)
+    return jax.tree.map(lambda every, some: every.at[numbers].set(some, mode="drop"), rows, new)
 
 
 def copy(state: States, copies: Int[Array, "R 2"]) -> States:
