@@ -68,8 +68,9 @@ class FakeDevice:
     def divided(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         return [chunks]
 
-    def admit(self, r: Request, sampling: object, running: bool) -> None:
-        self.rows[r.row] = [list(r.tokens), r.limit, running]
+    def admit(self, every: list[tuple[Request, object, bool]]) -> None:
+        for r, _, running in every:
+            self.rows[r.row] = [list(r.tokens), r.limit, running]
 
     def copy(self, copies: list) -> None:
         for source, target in copies:

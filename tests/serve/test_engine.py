@@ -985,8 +985,8 @@ def test_a_stopped_row_stays_as_it_is(model) -> None:
     for i, (prompt, ends, room) in enumerate((([5, 6, 8], [EOS], 9), ([9], [], 3))):
         s = serve.sampling_rows(requests[i : i + 1], [len(prompt)], [ends], [room], vocab=VOCAB)
         padded, one = np.array([prompt + [0] * (256 - len(prompt))], np.int32), np.ones(1, np.int32)
-        known = Rows(padded, len(prompt) * one, np.zeros(1, bool), s, -one)
-        rows = program.admit(rows, packing.pack_rows([packing.pack_row(i, known)], rows, 2))
+        known = Rows(padded, len(prompt) * one, np.zeros(1, bool), packing.pack_bits(s), -one)
+        rows = program.admit(rows, packing.pack_admissions([(i, known)], rows, 2))
     none = np.iinfo(np.int32).max
     plan = np.array([[0, 0, 3, 1, 0, 0] + [none] * 3, [1, 0, 1, 1, 0, 1] + [none] * 3], np.int32)
     masks = jnp.zeros((2, -(-VOCAB // 32)), jnp.uint32)

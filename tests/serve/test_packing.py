@@ -10,6 +10,9 @@ import pytest
 
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Call, Decode, Drawn, Extend, Out
+from fdel.serve.engine.rows import Rows
+from fdel.serve.engine.sampling import sampling_rows
+from fdel.serve.engine.step import admit
 
 rng = np.random.default_rng(0)
 
@@ -30,6 +33,32 @@ def test_columns_stand_where_the_table_says() -> None:
     plan = Extend(*(np.array([i]) for i in (1, 2, 3, 4, 5)), np.array([[6, 7]]))
     assert packing.pack_plan(plan, 1, 9).tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert packing.pack_plan(Decode(np.array([1]), np.array([2]), np.array([[3]])), 1, 9).tolist() == [[1, 2, 3]]
+
+
+def test_admissions_are_unpacked_as_they_were_packed() -> None:
+    """Every field of two rows comes back, bit for bit; a spare line names a row that does not exist, and changes none."""
+    drawn = lambda x: (rng.integers(0, 2**31, x.shape) if x.dtype != bool else rng.integers(0, 2, x.shape)).astype(
+        x.dtype
+    )
+    asked = jax.tree.map(drawn, sampling_rows([], [], [], [], vocab=40, rows=5))
+    again = jax.jit(lambda x: packing.unpack_bits(x, asked))(packing.pack_bits(asked))
+    jax.tree.map(np.testing.assert_array_equal, again, asked)
+    blank = Rows(
+        np.zeros((5, 8), np.int32),
+        np.zeros(5, np.int32),
+        np.zeros(5, bool),
+        packing.pack_bits(asked),
+        *[-np.ones(5, np.int32)] * 2,
+    )
+    every, some = (jax.tree.map(drawn, blank) for _ in range(2))
+    one = lambda i: jax.tree.map(lambda x: x[i : i + 1], some)
+    packed = packing.pack_admissions([(3, one(0)), (1, one(1))], every, 4)
+    assert packed.dtype == np.int32 and packed[:, 0].tolist() == [3, 1, 5, 5]
+    rows = jax.jit(admit)(every, packed)
+    for before, new, after in zip(*map(jax.tree.leaves, (every, some, rows)), strict=True):
+        want = before.copy()
+        want[[3, 1]] = new[:2]
+        np.testing.assert_array_equal(after, want)
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -138,7 +138,7 @@ class Compiling:
         static = dict(drafts=self.drafts if self.small else 0, steps=1)
         self.perform(Call("decode", [self._blank(packing.Decode, self.batches[-1])], static=static))
         for n in self.admissions:
-            self.perform(Call("admit", [packing.pack_rows([], self.sequences, n)]))
+            self.perform(Call("admit", [packing.pack_admissions([], self.sequences, n)]))
         self.perform(Call("copy", [packing.pack_copies([], self.rows)]))
         jax.block_until_ready((self.state, self.sequences))
 

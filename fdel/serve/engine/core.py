@@ -215,7 +215,7 @@ class Core:
         for r in requests:
             reply = self.jobs[r.id].reply
             reply.begun = reply.begun or time.monotonic()
-        self.device.admit([(r, self.jobs[r.id].sampling_row, r in running) for r in requests])
+        self.device.admit([(r, self.jobs[r.id].packed_sampling, r in running) for r in requests])
         self.counts["prompt tokens"] += len(running)  # the newest of each, which no chunk computes
 
     def _extend(self, chunks: Sequence[Chunk], masks: Masks) -> None:

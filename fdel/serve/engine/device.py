@@ -18,7 +18,6 @@ from fdel.serve.engine.compiling import BLOCK as BLOCK
 from fdel.serve.engine.packing import NOWHERE, Call, Out
 from fdel.serve.engine.request import check_prompt, length_limit
 from fdel.serve.engine.rows import Rows
-from fdel.serve.engine.sampling import Sampling
 from fdel.serve.engine.seeing import Seeing
 from fdel.serve.engine.settings import LENGTH, Settings
 from fdel.serve.engine.step import PAGE, compute_dtype, programs
@@ -162,13 +161,13 @@ class Device(Seeing):
             raise RuntimeError("the engine sleeps; call wake() before start()")
         self.execute(Call("warm_up", static={"least": int(least)}))
 
-    def admit(self, every: Sequence[tuple[Request, Sampling, bool]]) -> None:
-        """Give requests their rows, up to `ADMITTED` in a call.
+    def admit(self, every: Sequence[tuple[Request, np.ndarray, bool]]) -> None:
+        """Give requests their rows, up to `ADMITTED` in a call: of each its packed `Sampling`, and whether it is running.
 
-        One is running (the third) if all but its newest token are in the cache, so that decode is next.
+        That it is if all but its newest token are in the cache, so that decode is next.
         """
         one = lambda x, dtype=np.int32: np.array([x], dtype)
-        lines = []
+        rows = []
         for r, sampling, running in every:
             self.table[r.row], self.known[r.row] = NOWHERE, 0
             tokens = np.zeros((1, self.table.shape[1] * PAGE), np.int32)
@@ -182,11 +181,11 @@ class Device(Seeing):
                 one(self.weights.slot(r.adapter)),
                 shift,
             )
-            lines.append(packing.pack_row(r.row, Rows(*known)))
-        for i in range(0, len(lines), self.admissions[-1]):
-            some = lines[i : i + self.admissions[-1]]
+            rows.append((r.row, Rows(*known)))
+        for i in range(0, len(rows), self.admissions[-1]):
+            some = rows[i : i + self.admissions[-1]]
             size = next(n for n in self.admissions if n >= len(some))
-            self.execute(Call("admit", [packing.pack_rows(some, self.sequences, size)]))
+            self.execute(Call("admit", [packing.pack_admissions(some, self.sequences, size)]))
 
     def copy(self, copies: Sequence[Sequence[int]]) -> None:
         """Copy pages: from which to which, in their order."""

@@ -13,6 +13,7 @@ from fdel.models.pooling import Pooling
 from fdel.ops import cpu
 from fdel.serve.engine.core import Core
 from fdel.serve.engine.device import BLOCK, Device
+from fdel.serve.engine.packing import pack_bits
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.pictures import PromptMedia
 from fdel.serve.engine.reading import Reading
@@ -151,7 +152,7 @@ class Engine(Reading):
         if tok is not None:
             ends |= {i for i in special_stops(tok, sampling.stops) if i < vocab}
         keyed = replace(sampling, seed=noise(sampling.seed, prompt, index))
-        row = sampling_rows([keyed], [len(prompt)], [ends], [room], vocab=vocab)
+        row = pack_bits(sampling_rows([keyed], [len(prompt)], [ends], [room], vocab=vocab))
         whole = media is not None and self._device.whole
         request = Request(next(self._ids), prompt, len(prompt), len(prompt) + room, media=media, whole=whole)
         if media is not None:

@@ -18,8 +18,9 @@ uint32[lines, ceil(V / 32)], one bit per token of the vocabulary, the lowest fir
 **What is seen** by a call of "extend" of a model that sees is int32[lines, 4 block] beside its plan: of each token of a
 line the entry that stands in its place, -1 for none, then three components of its rotary position each.
 
-**Admissions** are int32[lines, columns]: the number of a row, then what the device holds of it (`rows.Rows`), the leaves in
-their order as bits of 32-bit numbers. Spare lines name a row that does not exist.
+**Admissions** are int32[lines, columns]: the number of a row, then what the device holds of it, the leaves of a `Rows` in
+their order as bits of 32 (`pack_bits`). Spare lines name a row that does not exist. A row's `Sampling` is packed so on the
+device, too: each array of a call costs time, and most of a step's were of it.
 
 **Copies** of pages are int32[rows, 2], from which to which, in their order; spare ones name pages that do not exist.
 
@@ -119,29 +120,32 @@ def unpack_seen(packed: Int[Array, "lines C"]) -> tuple[Int[Array, " T"], Int[Ar
     return packed[:, :block].reshape(-1), packed[:, block:].reshape(-1, 3)
 
 
-def pack_row(number: int, row: Any) -> Int[np.ndarray, " columns"]:
-    """Pack what is known of one row, a tree of numpy arrays [1 ...]."""
-    bits = (x.astype(np.int32) if x.dtype == bool else x.view(np.int32) for x in jax.tree.leaves(row))
-    return np.concatenate([np.array([number], np.int32), *(x.ravel() for x in bits)])
+def pack_bits(tree: Any) -> Int[np.ndarray, "B columns"]:
+    """Put the leaves [B ...] of a tree side by side, booleans and numbers of 32 bits."""
+    bits = (x.astype(np.int32) if x.dtype == bool else x.view(np.int32) for x in jax.tree.leaves(tree))
+    return np.concatenate([x.reshape(len(x), -1) for x in bits], 1)
 
 
-def pack_rows(packed: Sequence[np.ndarray], like: Any, lines: int) -> Int[np.ndarray, "lines columns"]:
-    """Put packed rows behind each other, and fill up with spare lines; `like` are all rows, a tree of arrays [R ...]."""
-    leaves = jax.tree.leaves(like)
-    out = np.zeros((lines, 1 + sum(math.prod(x.shape[1:]) for x in leaves)), np.int32)
-    out[:, 0] = len(leaves[0])
-    for line, row in zip(out, packed, strict=False):
-        line[:] = row
-    return out
-
-
-def unpack_rows(packed: Int[Array, "lines columns"], like: Any) -> tuple[Int[Array, " lines"], Any]:
-    """Take admissions apart again, on the device: (numbers of rows, a tree like that of all rows, of so many lines)."""
+def unpack_bits(packed: Int[Array, "B columns"], like: Any) -> Any:
+    """Take them apart again, on the device: a tree as `like`, of which but the length of the first axis counts."""
     leaves, tree = jax.tree.flatten(like)
-    ends = np.cumsum([1, *(math.prod(x.shape[1:]) for x in leaves)])
+    ends = np.cumsum([0, *(math.prod(x.shape[1:]) for x in leaves)])
     cut = [packed[:, i:j].reshape(-1, *x.shape[1:]) for i, j, x in zip(ends, ends[1:], leaves, strict=False)]
     typed = lambda bits, x: bits != 0 if x.dtype == bool else jax.lax.bitcast_convert_type(bits, x.dtype)
-    return packed[:, 0], jax.tree.unflatten(tree, map(typed, cut, leaves))
+    return jax.tree.unflatten(tree, map(typed, cut, leaves))
+
+
+def pack_admissions(rows: Sequence[tuple[int, Any]], like: Any, lines: int) -> Int[np.ndarray, "lines columns"]:
+    """Pack what is known of some rows, of each its number and a tree of one row, and fill up with spare lines.
+
+    `like` are all rows, a tree of arrays [R ...].
+    """
+    leaves = jax.tree.leaves(like)
+    packed = np.zeros((lines, 1 + sum(math.prod(x.shape[1:]) for x in leaves)), np.int32)
+    packed[:, 0] = len(leaves[0])
+    for line, (number, row) in zip(packed, rows, strict=False):
+        line[0], line[1:] = number, pack_bits(row)[0]
+    return packed
 
 
 def pack_copies(copies: Sequence[Sequence[int]], rows: int) -> Int[np.ndarray, "rows 2"]:

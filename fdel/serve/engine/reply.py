@@ -199,7 +199,7 @@ class Job:
 
     request: Request
     reply: Reply
-    sampling_row: Any  # its `Sampling`, of one row
+    packed_sampling: Any  # its `Sampling`, of one row, packed (`packing.pack_bits`)
     mask: MaskSource | None = None
     queue: DeltaQueue | None = None  # of its asyncio reader, as output `index` of those that are read together
     index: int = 0

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from fdel import ops
 from fdel.ops.cpu import in_step
+from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Decode, Drawn, Out, pack_drawn
-from fdel.serve.engine.sampling import Sampling, sample
+from fdel.serve.engine.sampling import Sampling, sample, sampling_rows
 
 NGRAM = 3  # tokens that must have been there before for their continuation to be a draft
 Net = tuple[ModuleType, Any]  # a family and its Config
@@ -28,9 +30,19 @@ class Rows:
     tokens: Int[Array, "R L"]  # prompt and output
     length: Int[Array, " R"]  # tokens that are known; all but the last are in the cache
     running: Bool[Array, " R"]  # decode continues it
-    sampling: Sampling  # how each row draws
+    sampling: Int[Array, "R C"]  # how each row draws, see `sampling_of`
     adapter: Int[Array, " R"]  # the slot of its adapter in the weights; below zero: none
     shift: Int[Array, " R"] | None = None  # of a model that turns by three components: what is added to positions
+
+
+def sampling_of(rows: Rows, row: Int[Array, " B"], vocab: int, mesh: Mesh | None) -> Sampling:
+    """Tell how rows draw."""
+    packed = rows.sampling.at[row].get(mode="clip")
+    s = packing.unpack_bits(packed, sampling_rows([], [], [], [], vocab=vocab, rows=1))
+    if mesh is None:
+        return s
+    # Else the compiler divides the columns as it does the vocabulary, and sends parts of each field.
+    return jax.lax.with_sharding_constraint(s, NamedSharding(mesh, PartitionSpec()))
 
 
 class Drafts(NamedTuple):
@@ -43,13 +55,14 @@ class Drafts(NamedTuple):
 def advance(
     rows: Rows,
     row: Int[Array, " B"],
+    s: Sampling,
     logits: Float[Array, "Bk V"],
     active: Bool[Array, " B"],
     drafts: Drafts,
     masked: Bool[Array, " B"],
     masks: UInt[Array, "B W"],
 ) -> tuple[Rows, Out]:
-    """Draw the next tokens of active rows, append them, and stop rows at a stop id or their greatest length.
+    """Draw the next tokens of active rows, as `s` says, append them, and stop rows at a stop id or their greatest length.
 
     Where a line is `masked`, its mask limits what is drawn. A draft is kept while it equals what is drawn in its place. So
     every kept token is drawn as it would be without drafts, with the same key: greedy or sampled, drafts change no output.
@@ -58,7 +71,6 @@ def advance(
     positions = rows.length.at[row].get(mode="clip")[:, None] + jnp.arange(k)  # of the tokens that are drawn
     if_drafts_hold = jnp.where(drafts.found, positions[:, :-1], nowhere)
     history = rows.tokens.at[row[:, None], if_drafts_hold].set(drafts.tokens, mode="drop")
-    s: Sampling = jax.tree.map(lambda x: x.at[row].get(mode="clip"), rows.sampling)
     both = masks & jnp.where(s.masked[:, None], s.allowed, ~jnp.uint32(0))
     s = replace(s, masked=s.masked | masked, allowed=jnp.where(masked[:, None], both, s.allowed))
     each = lambda x: x if k == 1 else jnp.repeat(x, k, 0)
@@ -80,7 +92,7 @@ def advance(
 
 
 def guess(
-    net: Net, params: Any, state: ops.State, rows: Rows, plan: Decode, positions: Int[Array, "B k1"]
+    net: Net, params: Any, state: ops.State, rows: Rows, plan: Decode, s: Sampling, positions: Int[Array, "B k1"]
 ) -> tuple[Drafts, ops.State]:
     """Draft k tokens with a smaller model from the newest token on; it draws with the same keys.
 
@@ -89,7 +101,6 @@ def guess(
     the newest token and are -1 where nothing may be written.
     """
     family, cfg = net
-    s = jax.tree.map(lambda x: x.at[plan.row].get(mode="clip"), rows.sampling)
     s, here = replace(s, top=jnp.zeros_like(s.top)), jnp.minimum(plan.row, len(rows.tokens) - 1)
 
     def one(carry: tuple, position: Int[Array, " B"]) -> tuple[tuple, Array]:

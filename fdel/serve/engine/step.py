@@ -23,7 +23,7 @@ from fdel.params.mesh import joined
 from fdel.params.spec import Param, zeros
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Out
-from fdel.serve.engine.rows import Drafts, Net, Rows, advance, guess, propose
+from fdel.serve.engine.rows import Drafts, Net, Rows, advance, guess, propose, sampling_of
 from fdel.serve.engine.sampling import sampling_rows
 
 States = tuple[ops.State, ...]
@@ -87,19 +87,19 @@ def programs(
 
     def begin(*, rows: int, length: int, pages: int, dtypes: tuple) -> tuple[States, Rows]:
         made = (P.init(s, jax.random.key(0), d) for s, d in zip(specs(pages=pages, rows=rows), dtypes, strict=True))
-        sampling = jax.tree.map(jnp.asarray, sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows))
+        sampling = jnp.asarray(packing.pack_bits(sampling_rows([], [], [], [], vocab=cfg.vocab, rows=rows)))
         tokens, known = jnp.zeros((rows, length), jnp.int32), jnp.zeros(rows, jnp.int32)
         return tuple(made), Rows(tokens, known, known > 0, sampling, known - 1, known if turned else None)
 
     def extend(params, state, rows: Rows, plan: Array, masks: Array, *seen: Array, block: int) -> tuple:
-        return _extend(nets, params, state, rows, packing.unpack_plan(packing.Extend, plan), masks, block, seen)
+        return _extend(nets, mesh, params, state, rows, packing.unpack_plan(packing.Extend, plan), masks, block, seen)
 
     def encode(params, entries: Array, *picture: Array) -> Array:
         return _encode(family, cfg, params, entries, *picture)
 
     def decode(params, state, rows: Rows, plan: Array, masks: Array, *, drafts: int, steps: int) -> tuple:
         lines = packing.unpack_plan(packing.Decode, plan)
-        one = lambda params, state, rows: _decode(nets, params, state, rows, lines, masks, drafts)
+        one = lambda params, state, rows: _decode(nets, mesh, params, state, rows, lines, masks, drafts)
         return one(params, state, rows) if steps == 1 else _repeat(one, params, state, rows, steps)
 
     def embed(params, tokens: Array, slot: Array, batch: ops.Packed) -> Float[Array, "B T D"]:
@@ -155,7 +155,7 @@ def _counted(f: Callable, traces: Counter) -> Callable:
 
 def admit(rows: Rows, packed: Int[Array, "lines columns"]) -> Rows:
     """Give rows to sequences."""
-    numbers, new = packing.unpack_rows(packed, rows)
+    numbers, new = packing.unpack_bits(packed, (rows.length, rows))
     return jax.tree.map(lambda every, some: every.at[numbers].set(some, mode="drop"), rows, new)
 
 
@@ -179,8 +179,8 @@ def _adapted(params: tuple, rows: Rows, row: Array, block: int) -> tuple:
 
 
 def _extend(
-    nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: packing.Extend, masks: Array, block: int,
-    seen: Sequence[Array] = (),
+    nets: Sequence[Net], mesh: Mesh | None, params: tuple, state: tuple, rows: Rows, plan: packing.Extend, masks: Array,
+    block: int, seen: Sequence[Array] = (),
 ) -> tuple[tuple, Rows, Out]:  # fmt: skip
     """Run blocks of known tokens through every model; each that ends its prompt draws a token. Draft models see nothing."""
     (family, cfg), *_ = nets
@@ -197,21 +197,30 @@ def _extend(
     x = ran[0][0].reshape(len(plan.row), block, -1)
     last = x[jnp.arange(len(plan.row)), jnp.maximum(plan.length - 1, 0)]
     logits, none = ops.logits(last, family.head(params[0], cfg)), jnp.zeros((len(plan.row), 0), jnp.int32)
-    drawn = advance(rows, plan.row, logits, plan.draws > 0, Drafts(none, none > 0), plan.masked > 0, masks)
+    s = sampling_of(rows, plan.row, cfg.vocab, mesh)
+    drawn = advance(rows, plan.row, s, logits, plan.draws > 0, Drafts(none, none > 0), plan.masked > 0, masks)
     return tuple(state for _, state, _ in ran), *drawn
 
 
 def _decode(
-    nets: Sequence[Net], params: tuple, state: tuple, rows: Rows, plan: packing.Decode, masks: Array, drafts: int
+    nets: Sequence[Net],
+    mesh: Mesh | None,
+    params: tuple,
+    state: tuple,
+    rows: Rows,
+    plan: packing.Decode,
+    masks: Array,
+    drafts: int,
 ) -> tuple[tuple, Rows, Out]:
     """Run each row's newest token, and drafts of what may follow it."""
     (family, cfg), *_ = nets
     running = rows.running.at[plan.row].get(mode="fill", fill_value=False)
     length = rows.length.at[plan.row].get(mode="clip")
     positions = length[:, None] - 1 + jnp.arange(drafts + 1)
-    inside = running[:, None] & (positions < rows.sampling.max_length.at[plan.row].get(mode="clip")[:, None])
+    s = sampling_of(rows, plan.row, cfg.vocab, mesh)
+    inside = running[:, None] & (positions < s.max_length[:, None])
     if nets[1:]:
-        guessed, *small = guess(nets[1], params[1], state[1], rows, plan, jnp.where(inside, positions, -1))
+        guessed, *small = guess(nets[1], params[1], state[1], rows, plan, s, jnp.where(inside, positions, -1))
     else:
         guessed, small = propose(rows.tokens.at[plan.row].get(mode="clip"), length, drafts), []
     guessed = guessed._replace(found=guessed.found & (running & (plan.masked == 0))[:, None])
@@ -226,7 +235,7 @@ def _decode(
     params = _adapted(params, rows, plan.row, drafts + 1)
     x, big, _ = family.hidden(params[0], tokens, cfg, batch, state[0])
     logits = ops.logits(x, family.head(params[0], cfg))
-    return (big, *small), *advance(rows, plan.row, logits, running, guessed, plan.masked > 0, masks)
+    return (big, *small), *advance(rows, plan.row, s, logits, running, guessed, plan.masked > 0, masks)
 
 
 def _repeat(one: Callable, params: tuple, state: tuple, rows: Rows, steps: int) -> tuple[tuple, Rows, Out]:
