@@ -217,6 +217,13 @@ def _in_lanes(plan: Plan, x: Array, w: Array) -> Array:
     return ordered(y.reshape(*shape, *(sizes[c] for c in kept)), outputs + kept, plan.out)
 
 
+def once(f: Callable[[Array], Any], x: Array) -> Any:
+    """Give f(x), elementwise and dear; here as a loop, since XLA:CPU would compute it for each head of each layer again."""
+    if not alone() or x.size % 2:
+        return f(x)
+    return jax.tree.map(lambda y: y.reshape(x.shape), lax.map(f, x.reshape(2, -1)))
+
+
 def in_step(*trees: Any) -> tuple:
     """Give what a step of a loop reads; before jax 0.11, XLA:CPU would convert all of it to float32 ahead of the loop."""
     return lax.optimization_barrier(trees) if here() else trees

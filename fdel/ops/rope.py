@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fdel.ops import cpu
 from fdel.ops.batch import Batch, sequence_lengths
 
 
@@ -142,7 +143,13 @@ def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T half"], Float[A
     else:
         raise ValueError("batch.rotary: the rope has no sections, it turns by positions; leave batch.rotary out")
     angles = places.astype(jnp.float32) * freq
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    cos, sin = turns(angles)
+    return cos * scale, sin * scale
+
+
+def turns(angles: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Compute cos and sin of angles, once for all that is turned by them."""
+    return cpu.once(lambda x: (jnp.cos(x), jnp.sin(x)), angles)
 
 
 def rope(x: Float[Array, "... T N H"], rot: tuple[Array, Array]) -> Float[Array, "... T N H"]:

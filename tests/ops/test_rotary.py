@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import ops
-from fdel.models import config
+from fdel import ops, params
+from fdel.models import config, llama
 from fdel.models.rope import rope, rope_to_hf
+from tests.serve.small import CFG
 
 CHUNKED = ops.Rope(16, 1e4, sections=(2, 3, 3))
 ALTERNATING = ops.Rope(16, 1e4, sections=(3, 3, 2), interleaved=True)
@@ -32,6 +33,15 @@ def test_each_pair_turns_by_its_component(r, of):
     same = replace(BATCH, rotary=jnp.repeat(text.positions[..., None], 3, -1))
     for a, b in zip(ops.rotation(r, text), ops.rotation(r, same), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.of_cpu("elsewhere they are cheap beside what reads them")
+def test_two_listed_layers_turn_by_one_cosine():
+    """XLA:CPU would compute it four times, within the loops that turn queries and keys of each layer, for each head."""
+    listed = params.unstack(params.init(llama.spec(CFG), jax.random.key(0)))
+    tokens = np.arange(40)[None]
+    text = jax.jit(lambda p: llama.hidden(p, tokens, CFG, ops.packed(tokens))[0]).lower(listed).compile().as_text()
+    assert CFG.layers == 2 and text.count(" cosine(") == text.count(" sine(") == 1
 
 
 def test_a_paged_batch_turns_its_tokens():
