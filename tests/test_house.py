@@ -271,6 +271,9 @@ def names(name: str, tree: ast.Module, source: str) -> Findings:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Helper|Utils?|Handler)$", node.name):
             yield node.lineno, f"class {node.name}; name it for what it is"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "gpu.kernel":
+            if not any(k.arg == "kernel_name" for k in node.keywords):
+                yield node.lineno, "a kernel without kernel_name, which profiles call anonymous"
 
 
 def work_at_import(name: str, tree: ast.Module, source: str) -> Findings:
@@ -387,6 +390,7 @@ BROKEN = [
         "fdel/a.py",
         "import jax, functools\n@functools.partial(jax.jit, donate_argnums=0)\ndef f(x): pass",
     ),
+    (names, "fdel/kernels/a_gpu.py", "run = gpu.kernel(program, out_type=out)"),
     (docstrings, "fdel/a.py", "x = 1"),
     (docstrings, "fdel/a.py", "'''A.'''\ndef f(): pass"),
     (docstrings, "fdel/a.py", "'''A.'''\nclass A:\n    '''A.'''\n    def f(self): pass"),

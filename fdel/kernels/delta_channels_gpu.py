@@ -84,6 +84,7 @@ def prepare(
     }  # fmt: skip
     call = gpu.kernel(
         functools.partial(_prepare, parts=parts, anywhere=blocks is not None),
+        kernel_name="delta_channels_prepare",
         out_type=(wide, wide, wide, square, square, decays, *[square] * keys),
         scratch_types={
             **operands(shapes, q.dtype),

@@ -33,6 +33,7 @@ def launch(
 
     return gpu.kernel(
         program,
+        kernel_name="delta_walk",
         out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
         scratch_types=memory(dtype, wide, own, numbers, copies),
         grid=grid,

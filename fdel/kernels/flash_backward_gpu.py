@@ -109,6 +109,7 @@ def _of_keys(
     barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     call = gpu.kernel(
         functools.partial(of_keys, about=about),
+        kernel_name="flash_backward_keys",
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
         scratch_types={
             **own,
@@ -141,6 +142,7 @@ def _of_queries(
     barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     call = gpu.kernel(
         functools.partial(program.of_queries, about=about),
+        kernel_name="flash_backward_queries",
         out_type=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
         scratch_types={
             **own,

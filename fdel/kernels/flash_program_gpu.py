@@ -77,6 +77,7 @@ def run(
         scratch["p_s"] = half((queries, keys))
     call = gpu.kernel(
         functools.partial(_program, how=how),
+        kernel_name="flash_forward",
         out_type=(
             jax.ShapeDtypeStruct((rows, length, heads, values), q.dtype),
             jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),

@@ -38,6 +38,7 @@ def run(program: Callable, out: Any, scratch: dict, *args: Array) -> Array:
 
     run = gpu.kernel(
         program,
+        kernel_name="grouped_matmul",
         out_type=out,
         scratch_types=scratch,
         grid=(PROGRAMS,),

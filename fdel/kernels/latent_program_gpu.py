@@ -65,6 +65,7 @@ def run(
     of = lambda dtype, *shape: jax.ShapeDtypeStruct((blocks, 1, how.splits, tiles * ROWS, *shape), dtype)
     call = gpu.kernel(
         functools.partial(_program, how=how, tile=min(rows, ROWS)),
+        kernel_name="latent_paged_attention",
         out_type=(of(q.dtype if how.splits == 1 else jnp.float32, values), of(jnp.float32)),
         scratch_types={
             "q_s": half((ROWS, width)), "k_s": half((DEPTH, size, width)), "p_s": half((ROWS, size)),

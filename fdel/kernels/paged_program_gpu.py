@@ -75,6 +75,7 @@ def run(how: Any, given: dict[str, Array]) -> tuple[Float[Array, "blocks K split
     of = lambda *shape: jax.ShapeDtypeStruct((blocks, heads, how.splits, *shape), jnp.float32)
     kernel = gpu.kernel(
         functools.partial(_program, how=how, names=(*given, "out", "lse"), heads=heads, many=many),
+        kernel_name="paged_attention",
         out_type=(of(*((width, rows) if few else (rows, width))), of(rows)),
         scratch_types=scratch,
         grid=(blocks * (rows // many), heads, how.splits),

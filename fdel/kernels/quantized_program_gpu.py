@@ -53,6 +53,7 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
     tiles = len(table[0]) if table else len(x) // t.rows
     return gpu.kernel(
         program,
+        kernel_name="quantized_matmul",
         out_type=out,
         scratch_types=scratch,
         grid=(tiles, -(-outputs // (GROUPS * EACH)), t.splits),

@@ -41,6 +41,7 @@ def run(laid: list[Array], dy: Float[Array, "B T C"], kept: Float[Array, "B chun
     tile = lambda dtype: gpu.SMEM((DEPTH, GROUP, CHANNELS), dtype)
     call = gpu.kernel(
         _program,
+        kernel_name="selective_scan_backward",
         out_type=[
             *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, dt)),
             single(STATES, channels), single(channels), single(channels // CHANNELS, length // PAIR, ROWS),

@@ -105,6 +105,7 @@ def _run(batch: Packed, *inputs: Array, keep: bool) -> list[Array]:
     ]
     run = gpu.kernel(
         _program,
+        kernel_name="selective_scan",
         out_type=out[: 1 + keep],
         scratch_types=scans.memory(x.dtype, CHUNK),
         grid=(channels // CHANNELS, rows),

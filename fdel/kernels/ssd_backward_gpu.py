@@ -110,6 +110,7 @@ def _gradients(
     operands = {"operand_s": half(2, 3, CHUNK, CHUNK)} if about.interpreted else {}
     call = gpu.kernel(
         functools.partial(_program, about=about, count=width // WIDTH // n),
+        kernel_name="ssd_backward",
         out_type=(of(x.dtype, tokens, width), sums, sums, of(jnp.float32, width // WIDTH, chunks, FOUND, CHUNK)),
         scratch_types={
             **operands,

@@ -76,6 +76,7 @@ def walked(
         scratch["operand_s"] = tiled(x.dtype, CHUNK, CHUNK)
     call = gpu.kernel(
         program,
+        kernel_name="ssd",
         out_type=[jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes],
         scratch_types={
             **scratch,
