@@ -221,7 +221,7 @@ def once(f: Callable[[Array], Any], x: Array) -> Any:
     """Give f(x), elementwise and dear; here as a loop, since XLA:CPU would compute it for each head of each layer again."""
     if not alone() or x.size % 2:
         return f(x)
-    return jax.tree.map(lambda y: y.reshape(x.shape), lax.map(f, x.reshape(2, -1)))
+    return jax.tree.map(lambda y: y.reshape(x.shape), lax.map(f, x.reshape(2, x.size // 2)))
 
 
 def in_step(*trees: Any) -> tuple:

@@ -170,7 +170,7 @@ class Core:
                 deltas += self.end(r.id, "error", f"adapter {r.adapter!r} is not loaded any more")
         calls: list[tuple[list[Request], Callable[[], None]]] = []
         if admitted := [r for r in plan.admitted if not r.done]:
-            calls.append((admitted, lambda: self._admit(admitted, {r for r in plan.decodes if r in admitted})))
+            calls.append((admitted, lambda: self._admit(admitted, {*admitted} & {*plan.decodes})))
         if copies := [c for c in plan.copies if not c[0].done]:
             calls.append(([r for r, *_ in copies], lambda: self.device.copy([pages for _, *pages in copies])))
         for chunks in self._groups([c for c in plan.chunks if not c.request.done], lambda c: c.request):
