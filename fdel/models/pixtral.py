@@ -74,7 +74,7 @@ def rotation(places: Array, cfg: Config) -> tuple[Array, Array]:
     inv = cfg.theta ** (-np.arange(0, cfg.head_dim, 2) / cfg.head_dim)
     turn = lambda at, inv: at[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
     angles = jnp.concatenate([turn(places[..., 1], inv[0::2]), turn(places[..., 2], inv[1::2])], -1)
-    return ops.turns(angles)
+    return ops.cos_sin(angles)
 
 
 def states(params: Any, patches: ops.Patches, cfg: Config, places: tuple[int, ...]) -> tuple[Array, ...]:

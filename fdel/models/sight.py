@@ -179,7 +179,7 @@ def axial(at: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
     inv = theta ** (-np.arange(0, head_dim // 2, 2) / (head_dim // 2))
     angles = at[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
     angles = angles.reshape(*at.shape[:-1], -1)
-    return ops.turns(angles)
+    return ops.cos_sin(angles)
 
 
 def flat(patches: ops.Patches, dtype: Any) -> tuple[Float[Array, "N patches numbers"], Array, tuple[int, ...]]:

@@ -45,7 +45,7 @@ from fdel.ops.mask import Mask
 from fdel.ops.mla import mla
 from fdel.ops.moe import moe
 from fdel.ops.norm import layer_norm, rms_norm
-from fdel.ops.rope import Rope, components, rope, rope_interleaved, rotation, turns, yarn_mscale
+from fdel.ops.rope import Rope, components, cos_sin, rope, rope_interleaved, rotation, yarn_mscale
 from fdel.ops.route import route_sigmoid, route_softmax, route_sparsemixer
 from fdel.ops.route_capacity import (
     Tallied,

@@ -143,12 +143,12 @@ def rotation(r: Rope, batch: Batch) -> tuple[Float[Array, "... T half"], Float[A
     else:
         raise ValueError("batch.rotary: the rope has no sections, it turns by positions; leave batch.rotary out")
     angles = places.astype(jnp.float32) * freq
-    cos, sin = turns(angles)
+    cos, sin = cos_sin(angles)
     return cos * scale, sin * scale
 
 
-def turns(angles: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Compute cos and sin of angles, once for all that is turned by them."""
+def cos_sin(angles: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Compute cos and sin of angles, in radians; also on a CPU once for all heads that turn by them."""
     return cpu.once(lambda x: (jnp.cos(x), jnp.sin(x)), angles)
 
 

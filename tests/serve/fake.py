@@ -42,7 +42,7 @@ class FakeDevice:
 
     drafts: int = 0
     steps: int = 1
-    poison: Callable[[list[int]], str | None] = lambda tokens: None  # "raise", "read" or "nan"
+    poison: Callable[[list[int]], str | None] = lambda tokens: None  # "admit", "raise", "read" or "nan"
     words: int = -(-VOCAB // 32)
     weights: dict = dataclasses.field(default_factory=lambda: {"": None})
 
@@ -69,6 +69,8 @@ class FakeDevice:
         return [chunks]
 
     def admit(self, every: list[tuple[Request, object, bool]]) -> None:
+        if "admit" in [self.poison(r.tokens) for r, *_ in every]:
+            raise RuntimeError("no rows were given")
         for r, _, running in every:
             self.rows[r.row] = [list(r.tokens), r.limit, running]
 

@@ -345,6 +345,23 @@ def test_the_guilty_request_fails_alone(how: str, overlap: bool) -> None:
     assert core.counts["faults"] <= 5 and not core.schedule.quarantine
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_that_can_get_no_row_fails_alone(overlap: bool) -> None:
+    """All that begin in a step get their rows in one call: the others of it are not held up by it, and complete."""
+    bad = [9, 9, 9, 9, 9]
+    poison = lambda t: "admit" if t[:5] == bad else None
+    core = make_core(pages=40, rows=6, budget=30, overlap=overlap, poison=poison)
+    jobs = [make_job(i, p, 12) for i, p in enumerate([*PROMPTS[:3], bad, PROMPTS[4]])]
+    for job in jobs:
+        core.add(job)
+    run(core)
+    assert jobs[3].reply.error == "RuntimeError: no rows were given" and jobs[3].reply.tokens == []
+    for job in (*jobs[:3], jobs[4]):
+        prompt = job.request.tokens[: job.request.prompt]
+        assert job.reply.tokens == solo(prompt, len(prompt) + 12)
+    assert core.counts["faults"] <= 5 and not core.schedule.quarantine
+
+
 def test_an_adapter_that_is_gone() -> None:
     core = make_core(pages=40, rows=4, budget=30)
     core.device.weights["a"] = None

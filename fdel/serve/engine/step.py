@@ -203,15 +203,9 @@ def _extend(
 
 
 def _decode(
-    nets: Sequence[Net],
-    mesh: Mesh | None,
-    params: tuple,
-    state: tuple,
-    rows: Rows,
-    plan: packing.Decode,
-    masks: Array,
+    nets: Sequence[Net], mesh: Mesh | None, params: tuple, state: tuple, rows: Rows, plan: packing.Decode, masks: Array,
     drafts: int,
-) -> tuple[tuple, Rows, Out]:
+) -> tuple[tuple, Rows, Out]:  # fmt: skip
     """Run each row's newest token, and drafts of what may follow it."""
     (family, cfg), *_ = nets
     running = rows.running.at[plan.row].get(mode="fill", fill_value=False)
