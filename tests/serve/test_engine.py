@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fdel import models, ops, params, serve, train
 from fdel.models import llama
 from fdel.ops import cpu
-from fdel.serve.engine import compiling, packing, step
+from fdel.serve.engine import compiling, device, packing, step
 from fdel.serve.engine.engine import Engine, Settings, unsupported
 from fdel.serve.engine.pages import Pool
 from fdel.serve.engine.request import end_ids, fit
@@ -62,6 +62,19 @@ def tokens(generations: list) -> list[list[int]]:
 def solo(model) -> list[serve.Generation]:
     """MIXED, each alone."""
     return [engine(model).generate([p], [s])[0] for p, s in zip(PROMPTS, MIXED, strict=True)]
+
+
+def test_more_sequences_begin_in_a_step_than_get_their_rows_in_one_call(model, monkeypatch) -> None:
+    """Four in a step, of which two get their rows in a call; each as if it were alone."""
+    monkeypatch.setattr(device, "ADMITTED", 2)
+    e, prompts, calls = engine(model, budget=128), [[9 + i, 8, 7 + i] for i in range(4)], list[int]()
+    execute = e._core.device.execute
+    e._core.device.execute = lambda call: (call.name == "admit" and calls.append(len(call.arrays[0]))) or execute(call)
+    wishes = [serve.SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.5 * i, seed=i) for i in range(4)]
+    jobs = [e.submit(p, s) for p, s in zip(prompts, wishes, strict=True)]
+    assert e.wait(lambda: all(job.reply.finish_reason for job in jobs), 60) and calls == [2, 2]
+    got = [job.reply.tokens for job in jobs]
+    assert got == [tokens(engine(model).generate([p], [s]))[0] for p, s in zip(prompts, wishes, strict=True)]
 
 
 # ---- answers -------------------------------------------------------------------------------------------------------
