@@ -12,6 +12,7 @@ import pytest
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the serve extra")
 from fdel.serve.server import openai  # noqa: E402
+from tests.serve.small import EOS  # noqa: E402
 from tests.serve.wire import also, at_rest, call, wait_for  # noqa: E402
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -81,8 +82,18 @@ class Browser:
             time.sleep(0.05)
 
     def open(self, address: str) -> None:
+        self.js("window.left = true")  # the page that is shown may be the same one, and stays for a moment
         self.do("Page.navigate", url=address)
-        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.loaded()
+
+    def reload(self) -> None:
+        self.js("window.left = true")
+        self.do("Page.reload")
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Wait until another document is there, complete."""
+        self.until("!window.left && document.readyState === 'complete'")
 
     def type(self, selector: str, said: str, key: str = "") -> None:
         """Write into a field as hands do, and press a key."""
@@ -159,7 +170,7 @@ def test_a_key_is_asked_for(browser, running):
     browser.type("#key", running.secrets["user"], "Enter")
     browser.until("document.querySelector('#talk')")
     browser.until("document.querySelector('#graphs').textContent.includes('may not')")  # a user's key reads no metrics
-    browser.do("Page.reload")
+    browser.reload()
     browser.until("document.querySelector('#talk')")
     assert browser.js("localStorage.length + document.cookie.length") == 0
     assert running.secrets["user"] not in str([r["url"] for r in browser.requests()])
@@ -221,6 +232,18 @@ def test_a_refusal_is_shown(page):
     assert not page.js("document.querySelector('#send').disabled")
 
 
+def test_an_empty_answer_is_said_to_be_one(page, monkeypatch):
+    """A model may end at once: the page says so, and the message is no part of what is said next."""
+    parse = openai.parse_chat
+    monkeypatch.setattr(openai, "parse_chat", lambda b, limits: parse(b | {"logit_bias": {str(EOS): 100}}, limits))
+    for shown in (1, 2):
+        page.type("#text", "the weather", "Enter")
+        page.until(f"document.querySelectorAll('.note').length === {shown} && !document.querySelector('#send').disabled")
+    assert page.js("document.querySelector('.note').textContent") == "The answer is empty." and not last(page)
+    sent = [json.loads(r["postData"]) for r in page.requests() if r["url"].endswith("/chat/completions")]
+    assert [len(body["messages"]) for body in sent] == [1, 1] and page.errors() == []
+
+
 def test_graphs_move(page, running):
     """What they show is what /metrics says, and it changes while there is work."""
     picture = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
@@ -228,6 +251,7 @@ def test_graphs_move(page, running):
             ".querySelector('b').textContent)"  # fmt: skip
     page.until("document.querySelectorAll('canvas').length === 5 && document.querySelector('figcaption b').textContent")
     before = page.js(picture)
+    page.type("#temperature", "0")
     page.type("#max_completion_tokens", "180")
     # The page reads /metrics once a second, and on a busy machine less often than an answer lasts: ask until it met one.
     largest = "({}).every(name => (window.largest[name] || 0) > 0)".format(["running", "tokens/s", "cache use, %"])
@@ -250,6 +274,7 @@ def test_graphs_move(page, running):
 
 def test_nothing_else_runs_in_the_page(page, running):
     """A message is no HTML, and the policy of the page lets no other script run and no other host be asked."""
+    page.type("#temperature", "0")
     page.type("#max_completion_tokens", "3")
     page.type("#text", "<img src=x onerror=window.evil=1><script>window.evil=1</script>", "Enter")
     page.until("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
@@ -321,6 +346,7 @@ def test_a_phone(page):
     """At 360 pixels nothing is cut off, and there is room to write."""
     page.do("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     try:
+        page.type("#temperature", "0")
         page.type("#max_completion_tokens", "30")
         page.type("#text", "the weather " * 20, "Enter")
         page.until("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
@@ -337,7 +363,7 @@ def test_a_phone(page):
 
 def choose(page, model: str) -> None:
     """Load the page anew, and choose a model."""
-    page.do("Page.reload")
+    page.reload()
     page.until(f"[...document.querySelectorAll('option')].some(o => o.value === '{model}')")
     page.js(f"document.querySelector('#model').value = '{model}'")
     page.js("document.querySelector('#model').dispatchEvent(new Event('change'))")
@@ -388,6 +414,7 @@ def test_images_are_chosen_and_pasted(page, running, seeing, tmp_path):
         page.until("document.querySelectorAll('#shown img').length === 3")
         page.click("#shown img")  # the first is left out
         page.until("document.querySelectorAll('#shown img').length === 2")
+        page.type("#temperature", "0")
         page.type("#max_completion_tokens", "8")
         page.type("#text", "the weather", "Enter")
         page.until("document.querySelector('.assistant') && !document.querySelector('#send').disabled")
