@@ -238,7 +238,9 @@ def test_an_empty_answer_is_said_to_be_one(page, monkeypatch):
     monkeypatch.setattr(openai, "parse_chat", lambda b, limits: parse(b | {"logit_bias": {str(EOS): 100}}, limits))
     for shown in (1, 2):
         page.type("#text", "the weather", "Enter")
-        page.until(f"document.querySelectorAll('.note').length === {shown} && !document.querySelector('#send').disabled")
+        page.until(
+            f"document.querySelectorAll('.note').length === {shown} && !document.querySelector('#send').disabled"
+        )
     assert page.js("document.querySelector('.note').textContent") == "The answer is empty." and not last(page)
     sent = [json.loads(r["postData"]) for r in page.requests() if r["url"].endswith("/chat/completions")]
     assert [len(body["messages"]) for body in sent] == [1, 1] and page.errors() == []
