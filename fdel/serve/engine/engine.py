@@ -151,7 +151,8 @@ class Engine(Reading):
         ends, room = stop_ids(sampling, self.eos), min(int(sampling.max_tokens), self.limit - len(prompt))
         if tok is not None:
             ends |= {i for i in special_stops(tok, sampling.stops) if i < vocab}
-        keyed = replace(sampling, seed=noise(sampling.seed, prompt, index))
+        seed = noise(sampling.seed, prompt, index)
+        keyed = sampling if seed is None else replace(sampling, seed=seed)
         row = pack_bits(sampling_rows([keyed], [len(prompt)], [ends], [room], vocab=vocab))
         whole = media is not None and self._device.whole
         request = Request(next(self._ids), prompt, len(prompt), len(prompt) + room, media=media, whole=whole)

@@ -90,6 +90,7 @@ class PromptMedia:
     items: Sequence[Medium]
     index: Int[np.ndarray, " T"]
     rotary: Int[np.ndarray, "T 3"] | None = None
+    _marks: dict[tuple[int, int], bytes] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         total, index = int(self.starts[-1]), self.index
@@ -112,31 +113,34 @@ class PromptMedia:
         return 0 if self.rotary is None else int(self.rotary.max()) + 1 - len(self.index)
 
     @functools.cached_property
-    def inside(self) -> np.ndarray:
-        """Whether tokens 0 to n - 1 and the others part a run of entries, for each n up to the length of the prompt."""
-        here = np.pad(self.index >= 0, 1)
-        return here[1:] & here[:-1]
+    def edges(self) -> np.ndarray:
+        """Where the prompt may be parted, from 0 to its length: at edges of runs of entries, and beside other tokens."""
+        seen = self.index >= 0
+        parted = np.zeros(len(seen) + 1, bool)
+        parted[1:-1] = seen[1:] & seen[:-1]
+        return np.flatnonzero(~parted)
 
     @functools.cached_property
     def longest(self) -> int:
         """The most tokens of a run of entries."""
-        return int(np.diff(np.flatnonzero(~self.inside)).max(initial=0))
+        return int(np.diff(self.edges).max(initial=0))
 
     def edge(self, start: int, stop: int) -> int:
         """Give the last place up to `stop` where a chunk from `start` on may end that parts no run; else the next."""
         if stop >= len(self.index):
             return stop
-        edges = np.flatnonzero(~self.inside[start + 1 :]) + start + 1
-        return int(edges[max(0, int(np.searchsorted(edges, stop, "right")) - 1)])
+        first, last = np.searchsorted(self.edges, (start, stop), "right")
+        return int(self.edges[max(first, last - 1)])
 
     def shown(self, start: int, stop: int) -> list[int]:
         """Name the pictures that stand at the tokens from start to stop."""
         used = self.index[start:stop]
-        return sorted({*(np.searchsorted(self.starts, used[used >= 0], "right") - 1).tolist()})
+        return np.unique(np.searchsorted(self.starts, used[used >= 0], "right") - 1).tolist()
 
     def turns(self, start: int, stop: int) -> Int[np.ndarray, "n 3"]:
         """Give the three components of the tokens from start to stop, which may be past the prompt."""
-        out = np.repeat(np.arange(start, stop)[:, None], 3, 1)
+        places = np.arange(start, stop)
+        out = np.stack([places] * 3, 1)
         if self.rotary is not None:
             inside = self.rotary[start:stop]
             out += self.shift
@@ -147,19 +151,27 @@ class PromptMedia:
         """Widen a part of the prompt to whole runs of entries."""
         if stop <= start:
             return start, stop
-        before = np.flatnonzero(~self.inside[: start + 1])
-        return int(before[-1]), stop + int(np.flatnonzero(~self.inside[stop:])[0])
+        first, last = np.searchsorted(self.edges, start, "right") - 1, np.searchsorted(self.edges, stop)
+        return int(self.edges[first]), int(self.edges[last])
 
     def mark(self, start: int, stop: int) -> bytes:
-        """Tell what the tokens from start to stop do not: empty where no picture stands and nothing is turned otherwise."""
+        """Tell what the tokens from start to stop do not: empty where no picture stands and nothing is turned otherwise.
+
+        Else a hash (BLAKE2b), which is kept: it is asked for when pages are looked up and when they are shared.
+        """
+        if (start, stop) not in self._marks:
+            self._marks[start, stop] = self._mark(start, stop)
+        return self._marks[start, stop]
+
+    def _mark(self, start: int, stop: int) -> bytes:
         out, stop = [], min(stop, len(self.index))
         first, last = self._runs(start, stop)  # the states of its tokens may depend on all of a run
         for i in self.shown(first, last):
             out += [self.items[i].digest, (self.index[start:stop] - self.starts[i]).astype("<i8").tobytes()]
-        turns = self.turns(start, stop)
-        if (turns != np.arange(start, stop)[:, None]).any():
+        turns = None if self.rotary is None else self.turns(start, stop)
+        if turns is not None and (turns != np.arange(start, stop)[:, None]).any():
             out.append(turns.astype("<i8").tobytes())
-        return b"".join(out)
+        return hashlib.blake2b(b"".join(out), digest_size=32).digest() if out else b""
 
 
 def prompt_media(

@@ -133,9 +133,10 @@ class Seeing(Compiling):
             size = -(-c.count // BLOCK)
             mine, turned = index[line : line + size].reshape(-1), turns[line : line + size].reshape(-1, 3)
             line += size
-            turned[: c.count] = np.arange(start, stop)[:, None] if media is None else media.turns(start, stop)
+            if self.turned:
+                turned[: c.count] = np.arange(start, stop)[:, None] if media is None else media.turns(start, stop)
             for i in () if media is None else media.shown(start, stop):
                 local = media.index[start:stop] - media.starts[i]
-                here = np.flatnonzero((media.index[start:stop] >= 0) & (local >= 0) & (local < media.items[i].entries))
+                here = np.flatnonzero((local >= 0) & (local < media.items[i].entries))  # `local` ends with the prompt
                 mine[here] = self.holders.held[c.request.adapter, media.items[i].digest][local[here]]
         return index, turns
