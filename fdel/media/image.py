@@ -14,6 +14,8 @@ import numpy as np
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, ArithmeticError, struct.error)
 WHITE = (255, 255, 255, 255)
+SIDE = 2**16 - 1  # pixels along a side, as JPEG has them: pillow holds an address for each row
+RESIZED = 2**26  # pixels of what an image is resized to, which may be far more than it has if one side is very short
 
 
 class ImageError(ValueError):
@@ -46,6 +48,10 @@ def decode(data: bytes, *, pixels: int) -> np.ndarray:
             width, height = file.size
             if width * height > pixels:
                 raise ImageError(f"the image has {width} x {height} pixels, expected at most {pixels}; make it smaller")
+            if max(width, height) > SIDE:
+                raise ImageError(
+                    f"the image has {width} x {height} pixels, expected at most {SIDE} along a side; cut it"
+                )
             file.load()
             return _upright(file)
     except ImageError:
@@ -92,9 +98,15 @@ def _upright(file: Any) -> np.ndarray:
 
 
 def resize(rgb: np.ndarray, height: int, width: int, resample: int = 3) -> np.ndarray:
-    """Resize uint8[H W 3] by pillow, antialiased; `resample` is its number of the filter, 3 the bicubic one."""
+    """Resize uint8[H W 3] by pillow, antialiased; `resample` is its number of the filter, 3 the bicubic one.
+
+    ImageError for a result of more than RESIZED pixels.
+    """
     if rgb.shape[:2] == (height, width):
         return rgb
+    if height * width > RESIZED:
+        found = f"the image has {rgb.shape[1]} x {rgb.shape[0]} pixels, which a processor makes {width} x {height}"
+        raise ImageError(f"{found}, expected at most {RESIZED}; cut its longer side")
     return np.array(_pillow().fromarray(rgb).resize((width, height), resample=resample))
 
 

@@ -160,6 +160,17 @@ def test_files_of_each_format_are_decoded():
     assert np.abs(image.decode(out.getvalue(), pixels=99).astype(int) - 10).max() <= 1
 
 
+def test_thin_images_are_bounded():
+    """By the side, and by what they are resized to: a processor makes the shorter side as long as it likes."""
+    with pytest.raises(image.ImageError, match="has 1 x 65536 pixels, expected at most 65535 along a side; cut it"):
+        image.decode(encoded("PNG", rgb(2**16, 1)), pixels=2**24)
+    assert image.decode(encoded("PNG", rgb(2**16 - 1, 1)), pixels=2**24).shape == (2**16 - 1, 1, 3)
+    thin = rgb(60_000, 1)
+    with pytest.raises(image.ImageError, match="has 1 x 60000 pixels, which .* makes 336 x 20160000, expected at most"):
+        image.resize(thin, *image.shortest(60_000, 1, 336))
+    assert image.resize(thin, *image.shortest(60_000, 1, 4)).shape == (240_000, 4, 3)
+
+
 def test_what_is_no_image_says_what_was_found():
     png = encoded("PNG", rgb(40, 40))
     head = b"IHDR" + (100_000).to_bytes(4, "big") * 2 + png[24:29]

@@ -135,7 +135,7 @@ def test_what_is_no_sound_is_refused(ear, monkeypatch):
     monkeypatch.setattr(ear.state, "audio_bytes", 100)
     with pytest.raises(openai.APIStatusError) as e:
         ask(ear, file=("a.wav", bytes(200_000)))
-    assert e.value.status_code == 413
+    assert e.value.status_code == 413 and "the body has more than" in e.value.message and e.value.code == "too_large"
 
 
 def test_forms_that_are_none_are_refused(ear):

@@ -145,7 +145,7 @@ def test_the_official_clients_calls_are_answered_as_transformers_does(eye):
     assert serve.ask(eye.served, messages, temperature=0, max_tokens=12)["content"] == want
 
     items = [{"role": "user", "content": [{"type": "input_text", "text": "the weather in "},
-              {"type": "input_image", "image_url": url(file(one)), "detail": "auto"},
+              {"type": "input_image", "image_url": url(file(one)), "detail": "high"},
               {"type": "input_text", "text": "is fine"}]}]  # fmt: skip
     answer = eye.client.responses.create(model="eye", input=items, temperature=0, max_output_tokens=12)
     assert answer.output_text == want and answer.usage.input_tokens == count
@@ -225,6 +225,7 @@ def hostile() -> dict[str, bytes | str]:
         "100k x 100k": png(100_000, 100_000, zeros(2**20)),
         "the largest png": png(2**31 - 1, 2**31 - 1),
         "no pixels": png(0, 0, zeros(2**20)),
+        "a thin png": png(1, 2**24, zeros(65 * 2**20)),
         "a zip bomb": png(5000, 5000, zeros(75 * 2**20)),
         "a zip bomb beyond its header": png(4000, 4000, zeros(2**20)),
         "a bomb of text": png(8, 8, b"", 2, 8, chunk(b"zTXt", b"a\0\0" + zeros(64 * 2**20))),
@@ -401,8 +402,8 @@ def test_images_are_taken_out_in_order():
     ]
     assert kinds == [["text", "image", "text", "image"], "c", ["image"]]
     assert media.embedded(asked.shown[0], 10) == base64.b64encode(b"1")
-    with pytest.raises(APIError, match="detail: not supported"):
-        wrong = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:", "detail": "high"}}]}]
+    with pytest.raises(APIError, match="detail: found 'best', expected auto or low or high"):
+        wrong = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:", "detail": "best"}}]}]
         parse_chat({"model": "m", "messages": wrong}, Limits(10, 10, media=media.Media(3)))
 
 
@@ -499,7 +500,7 @@ def test_only_allowed_hosts_are_asked_and_within_limits(files, monkeypatch):
 def test_no_private_address_is_reached(files, monkeypatch):
     """Neither as a number, nor by a name that an operator allows, nor by a second answer of its name server."""
     for host in ("127.0.0.1", "localhost"):
-        with pytest.raises(APIError, match="private address|could not be fetched"):
+        with pytest.raises(APIError, match="private address"):
             got(f"http://{host}:{files}/file", [f"{host}:{files}"])
     with pytest.raises(APIError, match="private address"):
         got(f"http://[::1]:{files}/file", [f"::1:{files}"])

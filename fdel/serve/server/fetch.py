@@ -45,6 +45,10 @@ def _inner(ip: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
     return [a for a in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ()), last if whole else None) if a is not None]
 
 
+class Private(OSError):
+    """A name that leads to an address of this machine or of a network around it."""
+
+
 class Resolver(AbstractResolver):
     """Resolves names to public addresses alone."""
 
@@ -53,7 +57,7 @@ class Resolver(AbstractResolver):
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
         if private := [at[0] for *_, at in found if not public(str(at[0]))]:
-            raise OSError(f"{host} is the private address {private[0]}")
+            raise Private(f"{host} is the private address {private[0]}")
         return [
             ResolveResult(
                 hostname=host, host=str(at[0]), port=port, family=kind, proto=proto, flags=socket.AI_NUMERICHOST
@@ -93,6 +97,11 @@ async def fetch(address: str, hosts: Collection[str], most: int, path: str, kind
             raise refused(f"more than {REDIRECTS} redirects")
     except TimeoutError as e:
         raise refused(f"the file did not come within {SECONDS:g} seconds") from e
+    except aiohttp.ClientConnectorDNSError as e:
+        private = isinstance(e.__cause__, Private)
+        raise refused(
+            "its host has a private address" if private else "the name of its host could not be looked up"
+        ) from e
     except (aiohttp.ClientError, OSError, ValueError) as e:
         raise refused(f"the file could not be fetched ({type(e).__name__})") from e
 

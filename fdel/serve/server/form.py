@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.message import Message
 
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader
 
 from fdel.serve.server.openai import APIError
 
@@ -36,8 +36,14 @@ async def receive(content: StreamReader, most: int) -> bytes:
         found.append(part)
         size += len(part)
         if size > most:
-            raise web.HTTPRequestEntityTooLarge(most, size)
+            raise too_large(most)
     return b"".join(found)
+
+
+def too_large(most: int) -> APIError:
+    """Refuse a body of more than so many bytes."""
+    said = f"the body has more than {most} bytes, the most that is read here; send fewer or smaller files"
+    return APIError(said, status=413, code="too_large")
 
 
 def boundary(content_type: str) -> bytes:

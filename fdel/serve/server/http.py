@@ -151,8 +151,10 @@ async def _answer(call: Call, handler: Any) -> web.StreamResponse:
             return await handler(call)
     except APIError as e:
         return _refusal(call, e)
+    except web.HTTPRequestEntityTooLarge:  # of a body whose length was not said before
+        return _refusal(call, form.too_large(BODY))
     except web.HTTPException as e:
-        code = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}.get(e.status, "bad_request")
+        code = {404: "not_found", 405: "method_not_allowed"}.get(e.status, "bad_request")
         allow = {k: e.headers[k] for k in ("Allow",) if k in e.headers}
         return _refusal(call, APIError(e.reason, status=e.status, code=code, headers=allow))
     except TimeoutError:
@@ -212,7 +214,7 @@ async def _receive(call: Call, kind: str, most: int, seconds: float) -> bytes:
     if not request.can_read_body:
         return b""
     if (request.content_length or 0) > most:
-        raise web.HTTPRequestEntityTooLarge(most, request.content_length or 0)
+        raise form.too_large(most)
     if request.content.is_eof() and most == BODY:  # all of it is here
         return await request.read()
     if expected := request.headers.get("Expect", ""):
@@ -261,8 +263,6 @@ async def run(
     def drain(number: int) -> None:
         signals.append(number)
         server.draining = True
-        if server.workers is not None:
-            server.workers.close()  # requests that have not begun are refused
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -286,6 +286,8 @@ async def run(
                 while server.active and len(signals) < 2:
                     await asyncio.sleep(0.05)
     finally:
+        if server.workers is not None:
+            server.workers.close()  # what they still read is refused
         for s in server.engines().values():
             await loop.run_in_executor(None, s.engine.close)  # tells the readers of what is left
         for h in server.heard.values():

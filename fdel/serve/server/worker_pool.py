@@ -200,7 +200,7 @@ class WorkerPool:
 
     def _failed(self, job: str, fault: str, why: str | None) -> APIError:
         if self.closed:
-            return APIError("the server is shutting down", status=503, code="draining", retry=1)
+            return _draining()
         log.warning("a child process ended at the job %s: %s (%s)", job, why or "from outside", fault)
         if why is None:
             return _unavailable()
@@ -225,7 +225,7 @@ class WorkerPool:
             self._drop(child)
             if not self.closed:
                 log.error("no child process could be started: %r", e)
-            raise _unavailable() from e
+            raise (_draining() if self.closed else _unavailable()) from e
         except BaseException:
             self._drop(child)
             raise
@@ -267,6 +267,10 @@ class WorkerPool:
             self.process, self.control = self._start()
             if end is not None:
                 send()
+
+
+def _draining() -> APIError:
+    return APIError("the server is shutting down", status=503, code="draining", retry=1)
 
 
 def _unavailable() -> APIError:

@@ -43,7 +43,8 @@ class Shown(NamedTuple):
 
 def parts(most: Media) -> dict[str, Check]:
     """The parts of content that show or play something, those of `KINDS`; each refused that the model does not take."""
-    address, detail = text(URL, 1), only("auto")
+    address = text(URL, 1)
+    detail = choice("auto", "low", "high")  # changes nothing: the model's processor chooses the size
     part = lambda name, held, **more: record({"type": anything, name: held, **more}, [name])
     linked = lambda name, **more: (
         part(name, record({"url": address, **more}, ["url"])), f"{name}.url", lambda v: v[name]["url"]
