@@ -545,6 +545,24 @@ def test_options_are_checked_once(tmp_path):
             launch.check(launch.ServerOptions(video_cpu=seconds))
 
 
+def test_limits_reach_the_server(monkeypatch):
+    """Of each option that is a limit of media, the value; hosts are names without case."""
+    found = []
+
+    async def run(server, *rest):
+        found.append((server, *rest[:3]))
+
+    monkeypatch.setattr(server_http, "run", run)
+    monkeypatch.setattr(server_http.audit, "propagate", True)  # `listen` changes it
+    names = "audio_seconds audio_bytes image_bytes image_pixels video_bytes video_pixels video_cpu".split()
+    limits = {name: i + 1 for i, name in enumerate(names)}
+    options = launch.ServerOptions(port=9, grace=2.0, media_hosts=["Media.Test:80"], image_memory=2**20, **limits)
+    launch.listen([], options, None)
+    ((server, host, port, grace),) = found
+    assert {name: getattr(server, name) for name in names} == limits and (host, port, grace) == ("127.0.0.1", 9, 2.0)
+    assert server.media_hosts == {"media.test:80"} and server.pictures.total == 2**20
+
+
 def test_the_protocol_needs_no_jax():
     code = "import sys, fdel.serve.server.openai; sys.exit('jax' in sys.modules or 'aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -59,6 +59,8 @@ def serving(models: Sequence[str], routes: Sequence[str]) -> list[Metric]:
         total("num_preemptions", "preempted", "Requests put back because the cache was full."),
         total("prefix_cache_queries", "looked up", "Prompt tokens looked up in the prefix cache."),
         total("prefix_cache_hits", "found", "Prompt tokens found in the prefix cache."),
+        total("media_encoded", "pictures encoded", "Images, frames of videos and sounds that were encoded."),
+        total("media_found", "pictures found", "Those that were found encoded, by their content."),
         total("compilations", "compiled", "Programs compiled since the start; none once no size is to be compiled."),
         counter("prompt_tokens", "Prompt tokens processed.", model),
         counter("generation_tokens", "Tokens generated.", model),
