@@ -180,7 +180,7 @@ class Eval:
 class Inform:
     """One data set of a mixture."""
 
-    type: str = key("json", "json, jsonl, parquet, arrow, csv, text, a directory or a Hub id; rows with images are of any of these")
+    type: str = key("json", "json, jsonl, parquet, arrow, csv, text, a directory or a Hub id; any may have images")
     data_files: str | tuple[str, ...] | None = key(None, "files, directories and globs")
     name: str | None = key(None, "by which mixture_weights names it")
     split: str | None = key(None, "split of a data set directory; default: train")
