@@ -1,27 +1,21 @@
-"""Frames of video files, and what they play, by PyAV (extra `video`).
+"""Frames of video files, by PyAV (extra `video`). What they play, `sound.listen` reads.
 
-What a file says of its sizes is checked before anything of those sizes is made. A file is read as the container that its
-first bytes name, never as a playlist of other files, and nothing that it names is opened. Frames are as they are stored:
-a turned one is not put upright.
+What a file says of its sizes is checked before anything of those sizes is made. Frames are as they are stored: a turned
+one is not put upright.
 """
 
-import io
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdel.media import image, sound
+from fdel.media import container
 
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg", "mpeg2video", "mpeg1video")
-
-SOUNDS = ("aac", "mp3", "mp3float", "opus", "vorbis", "flac", "alac", "pcm_s16le", "pcm_s16be", "pcm_f32le")
-ALONE = {"protocol_whitelist": "none"}  # a file may name others; FFmpeg opens none of them
 
 
 class VideoError(ValueError):
@@ -74,13 +68,12 @@ def decode(data: bytes, pick: Callable[[int, float], Sequence[int] | np.ndarray]
     VideoError, a ValueError, says what is wrong with a file or beyond the limits; ImportError, that PyAV is not there.
     >>> clip = decode(file, partial(sample, settings))  # doctest: +SKIP
     """
-    av = _pyav()
-    kind = container(data)
-    with _reading(av, data, kind) as file:
+    reading = partial(container.opened, data, "video", VideoError)
+    with reading() as file:
         stream, total, fps = _stream(file, limits.pixels)
         size = stream.width * stream.height
     if total == 0:  # Matroska's header does not say it
-        with _reading(av, data, kind) as file:
+        with reading() as file:
             full = (packet for packet in file.demux(video=0) if packet.size)
             total = sum(1 for _ in islice(full, limits.total + 1))
     if not 1 <= total <= limits.total or total / fps > limits.seconds:
@@ -95,68 +88,9 @@ def decode(data: bytes, pick: Callable[[int, float], Sequence[int] | np.ndarray]
         raise VideoError(f"found {len(wanted)} frames to take, expected 1 to {most} of their size; take fewer a second")
     if wanted != sorted(wanted) or wanted[0] < 0 or wanted[-1] >= total:
         raise ValueError(f"pick: found {wanted}, expected rising numbers from 0 to {total - 1}")
-    with _reading(av, data, kind) as file:
+    with reading() as file:
         found = _taken(file, wanted, limits.pixels)
     return Clip(np.stack(found), tuple(wanted), fps, total)
-
-
-def listen(data: bytes, *, most: float) -> np.ndarray | None:
-    """Decode what a video file plays: float32[samples] at 16 kHz, the mean of its channels; None for a silent film.
-
-    VideoError or SoundError, ValueErrors, for what cannot be read or is longer than `most` seconds.
-    """
-    av = _pyav()
-    found = list[np.ndarray]()
-    with _reading(av, data, container(data)) as file:
-        if not file.streams.audio:
-            return None
-        stream = file.streams.audio[0]
-        codec = stream.codec_context
-        if codec is None or codec.name not in SOUNDS:
-            name = "none" if codec is None else codec.name
-            raise VideoError(f"found a sound of codec {name} in the video, expected one of {', '.join(SOUNDS)}")
-        rate, left = codec.sample_rate, math.ceil(most * codec.sample_rate)
-        sound.sane(codec.channels, rate)
-        codec.thread_count = 1
-        plain = av.AudioResampler("fltp", codec.layout, rate)
-        for frame in file.decode(stream):
-            left -= frame.samples
-            if left < 0:
-                raise VideoError(f"found more than {most:g} seconds of sound in the video; cut the file")
-            found += [x.to_ndarray().mean(0) for x in plain.resample(frame)]
-    return sound.resample(sound.finite(np.concatenate(found)), rate) if found else None
-
-
-@contextmanager
-def _reading(av: Any, data: bytes, kind: str) -> Iterator[Any]:
-    """Open a file; what PyAV raises for a bad one is a VideoError."""
-    try:
-        with av.open(io.BytesIO(data), format=kind, options=ALONE) as file:
-            yield file
-    except (VideoError, sound.SoundError):
-        raise
-    except (av.error.FFmpegError, *image.BROKEN) as e:
-        raise VideoError(f"the video cannot be read ({type(e).__name__}: {e}); it is cut off or broken") from e
-
-
-def container(data: bytes) -> str:
-    """Name the container of a file by its first bytes; VideoError for others than are read."""
-    if data[4:8] == b"ftyp":
-        return "mp4"
-    if data[:4] == b"\x1aE\xdf\xa3":
-        return "matroska"
-    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
-        return "avi"
-    found = f"found {data[:12]!r} at the beginning of the file" if data else "found nothing"
-    raise VideoError(f"{found}, no video of a known container; expected MP4, MOV, WebM, Matroska or AVI")
-
-
-def _pyav() -> Any:
-    try:
-        import av
-    except ImportError as e:
-        raise ImportError("videos need PyAV, which the extra 'video' brings: pip install 'fdel[video]'") from e
-    return av
 
 
 def _stream(file: Any, pixels: int) -> tuple[Any, int, float]:

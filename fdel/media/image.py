@@ -62,7 +62,7 @@ def decode(data: bytes, *, pixels: int) -> np.ndarray:
     except image.DecompressionBombError as e:
         raise ImageError(f"the image has far more than {pixels} pixels; make it smaller") from e
     except BROKEN as e:
-        raise ImageError(f"the image cannot be read ({type(e).__name__}: {e}); it is cut off or broken") from e
+        raise ImageError("the file is damaged or not an image that can be read; it may be cut off") from e
 
 
 def encode(image: Any) -> bytes:

@@ -48,7 +48,7 @@ def prepare(sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: C
     limits = frames.Limits(volume=most.volume, total=most.frames, work=most.work)
     seen = video.prepare(way, video.decode(data, lambda total, fps: video.sample(way, total, fps), limits), tokenize)
     heard = (kind == "films" or sight.heard) and sight.sound
-    played = frames.listen(data, most=most.seconds) if heard else None
+    played = sound.listen(data, most=most.seconds) if heard else None
     return seen if played is None else hearing.together(sight.sound, seen, hearing.prepare(sight.sound, played))
 
 

@@ -1,18 +1,22 @@
-"""Sounds as arrays: decoding, resampling, and the log-mel features of Whisper (arXiv:2212.04356, section 2.2).
+"""Sounds as arrays: files decoded, to be resampled and made log-mel features of (`spectrum`).
 
 What a file says of itself is checked before anything of its size is allocated.
 """
 
-import functools
 import io
 import math
 import struct
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-RATE = 16_000  # samples a second, of all features here
-FRAME, HOP = 400, 160  # samples: 25 ms windows every 10 ms
+from fdel.media import container
+from fdel.media.spectrum import FRAME, HOP, RATE, log_mel, lowpass, resample
+
+__all__ = ["FRAME", "HOP", "RATE", "Format", "SoundError", "bound", "decode", "encode", "header", "listen", "log_mel",
+           "lowpass", "resample", "samples", "sane"]  # fmt: skip
+
 CHANNELS = 32  # the most of a file
 RATES = (
     1_000,
@@ -21,8 +25,10 @@ RATES = (
 )  # samples a second of a file: the least, the most, and what divides them, which bounds filters
 FRAMES = 75_000_000  # the most of a compressed file: 26 minutes at 48 kHz
 BLOCK = 2**16  # frames decoded at a time
-ZEROS = 64  # zero crossings of the resampling filter's sinc on either side
-BETA = 9.0  # of its Kaiser window: what folds back is 90 dB lower
+UNSAID = 2**62  # the number of frames, or more, where a file does not say it
+TAKEN = "WAV, FLAC, Ogg (Vorbis or Opus), MP3, MP4 (M4A) or WebM (Matroska)"
+# Of the sounds in containers that PyAV opens.
+CODECS = ("aac", "mp3", "mp3float", "opus", "vorbis", "flac", "alac", "pcm_s16le", "pcm_s16be", "pcm_f32le")
 PCM, FLOAT, EXTENSIBLE, UNKNOWN = 1, 3, 0xFFFE, 0xFFFFFFFF
 
 
@@ -49,30 +55,121 @@ class Format(NamedTuple):
 def decode(data: bytes, *, most: float) -> np.ndarray:
     """Decode a file of at most `most` seconds: float32[samples] at 16 kHz, the mean of its channels, in [-1, 1].
 
-    WAV is read here; all else (FLAC, Ogg, MP3) by soundfile, extra `media`. SoundError says what is wrong with a file.
+    WAV is read here; FLAC, Ogg (Vorbis, Opus) and MP3 by soundfile, extra `media`; the sound of MP4 and WebM by PyAV, extra
+    `video`. SoundError says what is wrong with a file.
     """
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         form = header(data)
         bound(form.seconds, most)
         return resample(samples(data, form), form.rate)
+    found = f"found {data[:4]!r} at the beginning of the file"
+    try:
+        if container.kind(data) in ("mp4", "matroska"):
+            if (x := listen(data, most=most)) is None:
+                raise SoundError("the file plays nothing, expected one with a sound")
+            return x
+        if (name := _signed(data)) is None:
+            raise SoundError(f"{found}, not a sound of a known format; expected {TAKEN}")
+        return _compressed(data, name, most)
+    except ImportError as e:
+        raise SoundError(f"{found}, which is not WAV; what reads others is not there: {e}") from e
+
+
+def listen(data: bytes, *, most: float) -> np.ndarray | None:
+    """Decode what an MP4, Matroska or AVI file plays, as `decode`; None for a silent one. ImportError without PyAV."""
+    av = container.pyav()
+    with container.opened(data, "sound", SoundError) as file:
+        if not file.streams.audio:
+            return None
+        stream = file.streams.audio[0]
+        codec = stream.codec_context
+        if codec is None or codec.name not in CODECS:
+            name = "none" if codec is None else codec.name
+            raise SoundError(f"found a sound of codec {name}, expected one of {', '.join(CODECS)}")
+        rate = codec.sample_rate
+        sane(codec.channels, rate)
+        codec.thread_count = 1
+        plain = av.AudioResampler("fltp", codec.layout, rate)
+
+        def blocks() -> Iterator[np.ndarray]:
+            for frame in file.decode(stream):
+                sane(frame.layout.nb_channels, frame.sample_rate)  # bounds what the next line makes
+                yield from (x.to_ndarray().mean(0) for x in plain.resample(frame))
+
+        x = _joined(blocks(), rate, _room(rate, most))
+    return resample(x, rate) if len(x) else None
+
+
+def _signed(data: bytes) -> str | None:
+    """Name the format of a file by its first bytes, behind tags that MP3 files begin with; None for what is not taken."""
+    at = 0
+    for _ in range(4):
+        if data[at : at + 3] == b"ID3":
+            size = data[at + 9 : at + 5 : -1]  # of seven bits a byte
+            at += 10 + sum(n % 128 << 7 * i for i, n in enumerate(size))
+    head = data[at : at + 4]
+    if head[:2] >= b"\xff\xe0" and head[1] & 6:  # the sync of a frame, of a layer that there is (AAC has none)
+        return "MP3"
+    return {b"fLaC": "FLAC", b"OggS": "OGG"}.get(head)
+
+
+def _compressed(data: bytes, name: str, most: float) -> np.ndarray:
+    """Decode a file of the format `name` by soundfile; one that says no length is read up to the most that is allowed."""
     try:
         import soundfile
     except ImportError as e:
-        found = f"found {data[:4]!r} at the beginning of the file, which is not WAV"
-        raise SoundError(f"{found}; other formats need the extra `media` where this runs") from e
+        raise ImportError("FLAC, Ogg and MP3 need soundfile, of the extra 'media': pip install 'fdel[media]'") from e
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            sane(file.channels, file.samplerate)
-            bound(file.frames / file.samplerate, most)
-            if file.frames > FRAMES:
-                raise SoundError(
-                    f"found {file.frames} samples a channel, expected at most {FRAMES}; lower the rate or cut the file"
-                )
-            # Of as many channels as a header likes to say, only the mean is kept. No more is read than it says.
-            blocks = file.blocks(BLOCK, frames=file.frames, dtype="float32", always_2d=True)
-            return resample(finite(np.concatenate([x.mean(1) for x in blocks])), file.samplerate)
-    except (soundfile.SoundFileError, RuntimeError) as e:
-        raise SoundError(f"the file is not a sound that can be read: {getattr(e, 'error_string', e)}") from e
+            if file.format != name:
+                raise SoundError(f"found a file of {file.format} that begins as {name}, expected {TAKEN}")
+            rate, count = file.samplerate, file.frames
+            sane(file.channels, rate)
+            room = _room(rate, most)
+            if count < UNSAID:
+                bound(count / rate, most)
+                if count > FRAMES:
+                    raise SoundError(
+                        f"found {count} samples a channel, expected at most {FRAMES}; lower the rate or cut the file"
+                    )
+            # Else it seeks after each block, which damages MP3, and fails where the length is not known.
+            file.seekable = lambda: False
+
+            def blocks() -> Iterator[np.ndarray]:
+                left = min(count, room + 1)  # no more is read than the header says, or than shows that it is too long
+                while left and len(x := file.read(min(BLOCK, left), "float32", always_2d=True)):
+                    left -= len(x)
+                    yield x.mean(1)  # of as many channels as a header likes to say, only the mean is kept
+
+            x = _joined(blocks(), rate, room, 0 if count >= UNSAID else count)
+    except (soundfile.SoundFileError, RuntimeError) as e:  # of damaged MP3 it says that there is no such file
+        raise SoundError(f"the file begins as {name}, but is damaged or not a sound that can be read") from e
+    bound(len(x) / rate, most)
+    return resample(x, rate)
+
+
+def _room(rate: int, most: float) -> int:
+    """How many samples a channel a file may have that does not say it."""
+    return min(FRAMES, math.ceil(most * rate))
+
+
+def _joined(blocks: Iterable[np.ndarray], rate: int, room: int, count: int = 0) -> np.ndarray:
+    """Put blocks of samples one after the other, clipped to [-1, 1]: float32[samples], `count` of them if that is known.
+
+    SoundError for more than `room`, and for what is no number.
+    """
+    out, end = np.empty(count, np.float32), 0
+    for block in blocks:
+        start, end = end, end + len(block)
+        if end > room:
+            found = f"found more than {room / rate:g} seconds of sound"
+            raise SoundError(f"{found} ({room} samples a channel), the most that are read; cut the file")
+        if not np.isfinite(block).all():
+            raise SoundError("the file has samples that are not finite numbers")
+        if end > len(out):  # in place, where memory behind it is free
+            out.resize(max(end, len(out) + 2**20), refcheck=False)
+        np.clip(block, -1.0, 1.0, out=out[start:end])
+    return out[:end]
 
 
 def encode(samples: np.ndarray, rate: int) -> bytes:
@@ -101,13 +198,6 @@ def sane(channels: int, rate: int) -> None:
     least, most, step = RATES
     if not least <= rate <= most or rate % step:
         raise SoundError(f"found {rate} samples a second, expected {least} to {most}, a multiple of {step}")
-
-
-def finite(x: np.ndarray) -> np.ndarray:
-    """Clip float32[samples] to [-1, 1]; SoundError for what is no number."""
-    if not np.isfinite(x).all():
-        raise SoundError("the file has samples that are not finite numbers")
-    return np.clip(x, -1.0, 1.0)
 
 
 def header(data: bytes) -> Format:
@@ -148,7 +238,15 @@ def _form(chunk: bytes) -> tuple[int, int, int, int]:
 
 def samples(data: bytes, form: Format) -> np.ndarray:
     """Give the samples that a header describes, the mean of the channels: float32[samples] in [-1, 1]."""
-    raw = np.frombuffer(data, np.uint8, form.size, form.start)
+    whole = form.bits // 8 * form.channels
+    count = form.size // whole
+    starts = range(0, count, BLOCK)
+    raw = (np.frombuffer(data, np.uint8, whole * min(BLOCK, count - n), form.start + whole * n) for n in starts)
+    return _joined((_floats(x, form).reshape(-1, form.channels).mean(1) for x in raw), form.rate, count, count)
+
+
+def _floats(raw: np.ndarray, form: Format) -> np.ndarray:
+    """Read bytes as samples: float32."""
     if form.kind == FLOAT:
         x: np.ndarray = raw.view(f"<f{form.bits // 8}").astype(np.float32)
     elif form.bits == 8:  # alone without a sign
@@ -159,75 +257,4 @@ def samples(data: bytes, form: Format) -> np.ndarray:
         x = (wide.view("<i4")[:, 0] >> 8).astype(np.float32) / 2**23
     else:
         x = raw.view(f"<i{form.bits // 8}").astype(np.float32) / 2 ** (form.bits - 1)
-    return finite(x.reshape(-1, form.channels).mean(1))
-
-
-@functools.lru_cache(16)
-def lowpass(up: int, down: int) -> np.ndarray:
-    """Design the filter of a change of rate by up / down: a sinc in a Kaiser window, float64[2 half + 1].
-
-    It is at `up` times the rate. Its cutoff is the lower of both Nyquist frequencies, less half the width of its slope.
-    """
-    wide = max(up, down)
-    half = ZEROS * wide
-    cutoff = 1.0 - 3.0 / ZEROS
-    return cutoff * up / wide * np.sinc(cutoff * np.arange(-half, half + 1) / wide) * np.kaiser(2 * half + 1, BETA)
-
-
-def resample(x: np.ndarray, rate: int, to: int = RATE) -> np.ndarray:
-    """Change the rate of float32[samples]: ceil(samples * to / rate) of them, float32.
-
-    Output n is the sum over m of x[m] h[n down - m up], h of `lowpass`. All outputs with the same n mod up take the same
-    filter values, of inputs that lie `down` apart: one product of a matrix and a vector each.
-    """
-    if rate == to or not len(x):
-        return x.astype(np.float32)
-    common = math.gcd(rate, to)
-    up, down = to // common, rate // common
-    h = lowpass(up, down)
-    half, count = len(h) // 2, -(-len(x) * up // down)
-    reach = half // up + 1  # inputs on either side
-    padded = np.pad(x, (reach, reach + down)).astype(np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
-    out = np.zeros(count, np.float32)
-    for first in range(min(up, count)):
-        at, phase = divmod(first * down, up)
-        taps = half + phase - up * np.arange(-reach, reach + 1)  # places in h of the inputs around `at`
-        filter = np.where((taps >= 0) & (taps < len(h)), h[np.clip(taps, 0, len(h) - 1)], 0.0)
-        n = len(range(first, count, up))
-        out[first::up] = windows[at : at + n * down : down][:n] @ filter.astype(np.float32)
-    return out
-
-
-@functools.cache
-def mel_filters(bins: int) -> np.ndarray:
-    """Triangles on the mel scale of Slaney's Auditory Toolbox, each of area 1 in Hz: float64[FRAME // 2 + 1, bins].
-
-    Linear below 1 kHz, with 15 mels there, and logarithmic above, with 27 for a factor of 6.4.
-    """
-    mels = np.linspace(0.0, 15 + 27 * math.log(RATE / 2 / 1000) / math.log(6.4), bins + 2)
-    edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp((mels - 15) * math.log(6.4) / 27))
-    low, peak, high = edges[:-2], edges[1:-1], edges[2:]
-    hertz = np.linspace(0, RATE / 2, FRAME // 2 + 1)[:, None]
-    triangles = np.minimum((hertz - low) / (peak - low), (high - hertz) / (high - peak))
-    return np.maximum(triangles, 0) * 2 / (high - low)
-
-
-def log_mel(x: np.ndarray, bins: int = 80, *, least: int = 30 * RATE) -> np.ndarray:
-    """Compute Whisper's features of a sound at 16 kHz: float32[bins, samples // HOP], of silence up to `least` samples.
-
-    Powers of a short-time Fourier transform (Hann windows, centred, the ends reflected) through `mel_filters`, log10, no
-    lower than 8 below the loudest of the whole sound, and scaled: (x + 4) / 4. Equal to transformers'
-    WhisperFeatureExtractor in numpy; with torch that is in float32, 1e-4 away.
-    """
-    if x.ndim != 1:
-        raise ValueError(f"found samples of shape {x.shape}, expected one axis; average the channels")
-    x = np.pad(x, (0, max(0, max(least, FRAME) - len(x))))
-    x = np.pad(x.astype(np.float64), FRAME // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(x, FRAME)[::HOP][:-1]
-    window = np.hanning(FRAME + 1)[:-1]  # periodic
-    out = np.empty((bins, len(frames)), np.float64)
-    for at in range(0, len(frames), 3000):  # half a minute at a time: the transforms are large
-        power = np.abs(np.fft.rfft(frames[at : at + 3000] * window)) ** 2
-        out[:, at : at + 3000] = np.log10(np.maximum(power @ mel_filters(bins), 1e-10)).T
-    return ((np.maximum(out, out.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
+    return x

@@ -178,9 +178,9 @@ def test_what_is_no_image_says_what_was_found():
     bad = [
         (b"", "found nothing, no image of a known format"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "found b.<svg xmlns=", ),
-        (png[: len(png) // 2], "cannot be read"),
-        (encoded("JPEG", rgb(40, 40))[:300], "cannot be read"),
-        (png[:8], "no image of a known format|cannot be read"),
+        (png[: len(png) // 2], "the file is damaged or not an image that can be read; it may be cut off$"),
+        (encoded("JPEG", rgb(40, 40))[:300], "the file is damaged or not an image that can be read; it may be cut off$"),
+        (png[:8], "no image of a known format|damaged"),
         (encoded("TIFF", rgb(4, 4)), "no image of a known format; expected PNG"),
         (huge, "the image has far more than 1600 pixels; make it smaller"),
         (encoded("PNG", rgb(41, 40)), "has 40 x 41 pixels, expected at most 1600; make it smaller"),

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import sys
 import wave
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from scipy import signal
 from scipy.io import wavfile
 
-from fdel.media import sound
+from fdel.media import sound, spectrum
 from fdel.media.sound import SoundError
 
 
@@ -130,3 +131,167 @@ def test_other_formats_are_read_by_soundfile() -> None:
         sound.decode(out.getvalue(), most=0.2)
     with pytest.raises(SoundError, match="not a sound that can be read"):
         sound.decode(out.getvalue()[:30], most=1)
+
+
+def written(x: np.ndarray, kind: str, subtype: str | None = None, rate: int = 16000) -> bytes:
+    """A file, by soundfile."""
+    out = io.BytesIO()
+    pytest.importorskip("soundfile", reason="extra `media`").write(out, x, rate, format=kind, subtype=subtype)
+    return out.getvalue()
+
+
+def played(x: np.ndarray, container: str, codec: str, rate: int = 16000) -> bytes:
+    """A file of a sound alone, int16[samples], by PyAV."""
+    av, out = pytest.importorskip("av", reason="extra `video`"), io.BytesIO()
+    with av.open(out, "w", format=container) as c:
+        track = c.add_stream(codec, rate=rate, layout="mono")
+        piece = av.AudioFrame.from_ndarray(x[None], "s16", "mono")
+        piece.sample_rate, piece.pts = rate, 0
+        c.mux([*track.encode(piece), *track.encode()])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "subtype"), [("MP3", None), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("FLAC", None)])
+def test_blocks_are_what_one_reading_gives(kind, subtype):
+    """Of several blocks; a seek between them would break the bits that frames of MP3 borrow from those before."""
+    data = written(tone(9) / 2, kind, subtype)
+    import soundfile
+
+    whole, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    assert len(whole) > 2 * sound.BLOCK
+    np.testing.assert_allclose(sound.decode(data, most=10), np.clip(whole, -1, 1), atol=1e-6, rtol=0)
+
+
+def unsaid(flac: bytes) -> bytes:
+    """The same FLAC file without its number of samples, as programs write it to a pipe."""
+    return flac[:21] + bytes([flac[21] & 0xF0, 0, 0, 0, 0]) + flac[26:]
+
+
+def test_flac_that_does_not_say_its_length_is_read_up_to_the_limit(monkeypatch):
+    data = written(np.tile(tone(1) / 2, 9), "FLAC")
+    np.testing.assert_array_equal(sound.decode(unsaid(data), most=9), sound.decode(data, most=9))
+    with pytest.raises(SoundError, match="found more than 8.99 seconds of sound .143840 samples a channel."):
+        sound.decode(unsaid(data), most=8.99)
+    with pytest.raises(SoundError, match="found 0.00 seconds"):
+        sound.decode(unsaid(data)[: data.index(b"\xff\xf8")], most=1)  # no frame
+    monkeypatch.setattr(sound, "FRAMES", 70_000)
+    with pytest.raises(SoundError, match="found more than 4.375 seconds of sound .70000 samples a channel."):
+        sound.decode(unsaid(data), most=60)
+
+
+OTHERS = (
+    "AIFF",
+    "AU",
+    "AVR",
+    "CAF",
+    "HTK",
+    "SVX",
+    "MAT4",
+    "MAT5",
+    "PAF",
+    "PVF",
+    "RF64",
+    "SDS",
+    "IRCAM",
+    "VOC",
+    "W64",
+    "NIST",
+)
+
+
+def tagged(data: bytes) -> bytes:
+    """A file behind a tag of MP3 of 300 bytes."""
+    return b"ID3\4\0\0\0\0\2\54" + bytes(300) + data
+
+
+def test_no_other_format_reaches_soundfile(monkeypatch):
+    """Each that it would read is refused by its first bytes, also behind a tag; the refusal lists what is taken."""
+    soundfile = pytest.importorskip("soundfile", reason="extra `media`")
+    files = {kind: written(np.zeros(800), kind, "PCM_S8" if kind == "SVX" else "PCM_16") for kind in OTHERS}
+    for data in files.values():
+        soundfile.SoundFile(io.BytesIO(data)).close()
+    taken = {kind: written(np.zeros(800), kind) for kind in ("FLAC", "OGG", "MP3")}
+    calls, real = [], soundfile.SoundFile
+    monkeypatch.setattr(soundfile, "SoundFile", lambda *given: [calls.append(1), real(*given)][1])
+    aac = b"\xff\xf1\x50\x80" + bytes(99)
+    for data in [*files.values(), *map(tagged, files.values()), aac, b"\xff", b"ID3", tagged(tagged(b"RIFF"))]:
+        with pytest.raises(SoundError, match="WAV, FLAC, Ogg .Vorbis or Opus., MP3, MP4 .M4A. or WebM"):
+            sound.decode(data, most=1)
+    assert not calls
+    for data in [*taken.values(), tagged(taken["MP3"])]:
+        assert len(sound.decode(data, most=1)) >= 800
+    assert len(calls) == 4
+
+
+def test_what_soundfile_takes_for_something_else_is_refused(monkeypatch):
+    monkeypatch.setattr(sound, "_signed", lambda data: "MP3")
+    with pytest.raises(SoundError, match="found a file of AIFF that begins as MP3"):
+        sound.decode(written(np.zeros(800), "AIFF"), most=1)
+
+
+def test_damaged_files_are_said_to_be_damaged():
+    """Nothing of what a library says of its own code."""
+    pytest.importorskip("soundfile", reason="extra `media`")
+    for name, data in {"MP3": b"\xff\xfb\x90\0" + bytes(400), "OGG": b"OggS" + bytes(99), "FLAC": b"fLaC"}.items():
+        with pytest.raises(SoundError) as e:
+            sound.decode(data, most=1)
+        assert str(e.value) == f"the file begins as {name}, but is damaged or not a sound that can be read"
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "rate"),
+    [("mp4", "aac", 16000), ("ipod", "aac", 44100), ("webm", "libopus", 48000), ("matroska", "pcm_s16le", 48000)],
+)
+def test_sounds_in_containers_are_heard(container, codec, rate):
+    """A tone: exactly where it is stored as it is, else its strength and nothing else; no longer than is allowed."""
+    x = (tone(1.5, rate) * 2**14).astype(np.int16)
+    data = played(x, container, codec, rate)
+    found = sound.decode(data, most=2)
+    if codec == "pcm_s16le":
+        np.testing.assert_array_equal(found, sound.resample(x.astype(np.float32) / 2**15, rate))
+    strength = np.abs(np.fft.rfft(found[4000:20000])) / 8000
+    assert abs(strength[440] - 0.5) < 0.02 and np.delete(strength, range(430, 451)).max() < 0.01
+    with pytest.raises(SoundError, match="found more than 1 seconds of sound"):
+        sound.decode(data, most=1)
+    with pytest.raises(SoundError, match="the file is damaged or not a sound that can be read; it may be cut off$"):
+        sound.decode(data[:60] + bytes(400), most=1)
+
+
+def test_containers_without_a_sound_or_with_an_unknown_one():
+    av, out = pytest.importorskip("av", reason="extra `video`"), io.BytesIO()
+    with av.open(out, "w", format="mp4") as c:
+        still = c.add_stream("mpeg4", rate=2)
+        still.width, still.height, still.pix_fmt = 48, 32, "yuv420p"
+        c.mux([*still.encode(av.VideoFrame(48, 32, "yuv420p")), *still.encode()])
+    with pytest.raises(SoundError, match="the file plays nothing"):
+        sound.decode(out.getvalue(), most=1)
+    with pytest.raises(SoundError, match="found a sound of codec pcm_u8, expected one of aac, mp3"):
+        sound.decode(played(np.zeros(4000, np.int16), "matroska", "pcm_u8"), most=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "extra"), [("av", b"\0\0\0\x18ftypM4A ", "video"), ("soundfile", b"fLaC", "media")]
+)
+def test_without_a_reader_the_error_names_the_extra(monkeypatch, module, data, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SoundError, match=rf"which is not WAV; .*pip install 'fdel\[{extra}\]'"):
+        sound.decode(data, most=1)
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 44100, 48000])
+def test_long_sounds_are_resampled_in_pieces(rate, monkeypatch):
+    """Whatever the pieces, the same; bit for bit where no BLAS takes part, which sums by where a row stands."""
+    x = np.random.default_rng(rate).standard_normal(200_003).astype(np.float32)
+    whole = sound.resample(x, rate)
+    for piece in (1, 3000, 70_000):
+        monkeypatch.setattr(spectrum, "PIECE", piece)
+        np.testing.assert_allclose(sound.resample(x, rate), whole, atol=0 if rate % 1000 == 0 else 2e-6, rtol=0)
+
+
+def test_features_of_long_sounds_are_those_of_transformers():
+    """In numpy, of more than two pieces, in float32 and float64."""
+    extractor = pytest.importorskip("transformers").WhisperFeatureExtractor()
+    x = np.random.default_rng(0).standard_normal(65 * 16000 + 123) * np.linspace(0, 0.1, 65 * 16000 + 123)
+    for samples in (x, x.astype(np.float32)):
+        expected = extractor._np_extract_fbank_features([samples], "cpu")[0]
+        np.testing.assert_allclose(sound.log_mel(samples, least=0), expected, atol=1e-6, rtol=0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("PIL", reason="pillow resizes")
-from fdel.media import frames, qwen, sight, video
+from fdel.media import container, frames, qwen, sight, sound, video
 
 RNG = np.random.default_rng(0)
 VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2}
@@ -282,8 +282,33 @@ def test_what_is_no_video_is_refused():
         with pytest.raises(frames.VideoError, match="expected MP4, MOV, WebM, Matroska or AVI"):
             frames.decode(data, lambda total, fps: [0])
     for data in (b"\0\0\0\x18ftypmp42" + bytes(99), b"\x1aE\xdf\xa3" + bytes(99), b"RIFF0000AVI " + bytes(99)):
-        with pytest.raises(frames.VideoError, match="cut off or broken"):
+        with pytest.raises(
+            frames.VideoError, match="the file is damaged or not a video that can be read; it may be cut off$"
+        ):
             frames.decode(data, lambda total, fps: [0])
+
+
+def test_what_pyav_says_of_its_own_code_is_not_told(monkeypatch):
+    av = pytest.importorskip("av", reason="extra `video`")
+
+    bad = [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), av.error.MemoryError(12, "no", "<none>")]
+
+    def broken(*given, **options):
+        raise bad[0]
+
+    monkeypatch.setattr(av, "open", broken)
+    for _ in range(len(bad)):
+        with pytest.raises(
+            frames.VideoError, match="^the file is damaged or not a video that can be read; it may be cut"
+        ):
+            frames.decode(b"\0\0\0\x18ftypmp42", lambda total, fps: [0])
+        with pytest.raises(
+            sound.SoundError, match="^the file is damaged or not a sound that can be read; it may be cut"
+        ):
+            sound.listen(b"\0\0\0\x18ftypmp42", most=1)
+        bad.reverse()
+    with pytest.raises(sound.SoundError, match="no sound in a known container; expected MP4"):
+        sound.listen(b"#EXTM3U", most=1)
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +350,9 @@ def test_limits(file):
     ]:
         with pytest.raises(frames.VideoError, match=message):
             frames.decode(data, lambda total, fps: [0, 1, 2], frames.Limits(**limits))
-    with pytest.raises(frames.VideoError, match="cut off or broken"):
+    with pytest.raises(
+        frames.VideoError, match="the file is damaged or not a video that can be read; it may be cut off$"
+    ):
         frames.decode(data[: len(data) // 2], lambda total, fps: [0])
 
 
@@ -368,7 +395,7 @@ def test_no_other_file_is_read_for_one(file, tmp_path):
     bad, told = elsewhere(data, str(tmp_path / "other")), {"enable_drefs": "1", "use_absolute_path": "1"}
     with av.open(io.BytesIO(bad), format="mp4", options=told) as f:
         assert sum(1 for _ in f.decode(video=0)) == 20  # so the reference is a true one
-    with av.open(io.BytesIO(bad), format="mp4", options=told | frames.ALONE) as f:
+    with av.open(io.BytesIO(bad), format="mp4", options=told | container.ALONE) as f:
         assert not f.streams.video[0].width
     with pytest.raises(frames.VideoError):
         frames.decode(bad, lambda total, fps: [0])
@@ -378,8 +405,6 @@ def test_no_other_file_is_read_for_one(file, tmp_path):
 def test_what_a_video_plays_is_heard(container, codec, rate):
     """Exactly where it is stored as it is, else to a tenth of a tone's size in the middle; a silent video has none."""
     av = pytest.importorskip("av", reason="extra `video`")
-    from fdel.media import sound
-
     x = np.sin(2 * np.pi * 440 * np.arange(rate) / rate) / 2
     played, out = (x * 32767).astype(np.int16), io.BytesIO()
     with av.open(out, "w", format=container) as c:
@@ -390,7 +415,7 @@ def test_what_a_video_plays_is_heard(container, codec, rate):
         piece.sample_rate, piece.pts = rate, 0
         for stream, frame in ((still, av.VideoFrame(48, 32, "yuv420p")), (track, piece)):
             c.mux([*stream.encode(frame), *stream.encode()])
-    got = frames.listen(out.getvalue(), most=2)
+    got = sound.listen(out.getvalue(), most=2)
     want = sound.resample(played.astype(np.float32) / 2**15, rate)
     if codec == "aac":
         middle = slice(4000, 12000)
@@ -400,9 +425,9 @@ def test_what_a_video_plays_is_heard(container, codec, rate):
         )
     else:
         np.testing.assert_array_equal(got, want)
-    with pytest.raises(frames.VideoError, match="found more than 0.5 seconds of sound in the video"):
-        frames.listen(out.getvalue(), most=0.5)
+    with pytest.raises(sound.SoundError, match="found more than 0.5 seconds of sound"):
+        sound.listen(out.getvalue(), most=0.5)
 
 
 def test_a_silent_video_is_not_heard(file):
-    assert frames.listen(file("mp4", "mpeg4"), most=2) is None
+    assert sound.listen(file("mp4", "mpeg4"), most=2) is None
