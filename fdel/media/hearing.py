@@ -74,6 +74,13 @@ def states(frames: np.ndarray) -> np.ndarray:
     return frames
 
 
+def longest(s: Settings, tokens: int) -> float:
+    """Give the length in seconds of the longest sound that so many tokens stand for."""
+    whole, rest = divmod(max(0, tokens), int(states(np.array(s.frames))))
+    frames = whole * s.frames + int(np.searchsorted(states(np.arange(s.frames)), rest, "right")) - 1
+    return ((frames + 1) * sound.HOP - 1) / sound.RATE
+
+
 def prepare(s: Settings, samples: np.ndarray) -> Sound:
     """Prepare a sound, float32[samples] at 16 kHz (`sound.decode`), for the tower.
 

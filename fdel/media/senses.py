@@ -18,6 +18,7 @@ class Most(NamedTuple):
     """What files may have at most: pixels of an image, pixels of all frames taken of a video, seconds of a sound.
 
     `frames` and `work` are those of a video and their pixels, of which all up to the last that is taken are decoded.
+    `tokens` may stand for a file. Of a sound they bound the seconds, before it is decoded.
     """
 
     pixels: int
@@ -25,6 +26,7 @@ class Most(NamedTuple):
     seconds: float
     frames: int = 2**16
     work: int = 2**31
+    tokens: int = 2**40
 
 
 TRUSTED = Most(2**26, 2**28, 3600.0, 108_000, 2**40)  # of files that the user of this machine names
@@ -42,14 +44,28 @@ def prepare(sight: Sight | None, kind: str, data: bytes, most: Most, tokenize: C
     if sight is None or (way := ways[kind]) is None:
         raise ValueError(f"this model takes no {kind}; leave them out")
     if kind == "images":
-        return sights.prepare(sight, sights.decode(data, pixels=most.pixels))
+        return _bounded(sights.prepare(sight, sights.decode(data, pixels=most.pixels)), most)
     if kind == "sounds":
-        return hearing.prepare(way, sound.decode(data, most=most.seconds))
+        seconds = min(most.seconds, hearing.longest(way, most.tokens))
+        return _bounded(hearing.prepare(way, sound.decode(data, most=seconds)), most)
     limits = frames.Limits(volume=most.volume, total=most.frames, work=most.work)
     seen = video.prepare(way, video.decode(data, lambda total, fps: video.sample(way, total, fps), limits), tokenize)
-    heard = (kind == "films" or sight.heard) and sight.sound
-    played = sound.listen(data, most=most.seconds) if heard else None
-    return seen if played is None else hearing.together(sight.sound, seen, hearing.prepare(sight.sound, played))
+    _bounded(seen, most)
+    if not (kind == "films" or sight.heard) or sight.sound is None:
+        return seen
+    left = hearing.longest(sight.sound, most.tokens - len(seen.run) - len(sight.sound.marks))
+    played = sound.listen(data, most=min(most.seconds, left))
+    if played is None:
+        return seen
+    return _bounded(hearing.together(sight.sound, seen, hearing.prepare(sight.sound, played)), most)
+
+
+def _bounded(item: Item, most: Most) -> Item:
+    """Refuse what takes too many tokens: ValueError."""
+    if len(item.run) > most.tokens:
+        found = f"it takes {len(item.run)} tokens, more than the model's {most.tokens}"
+        raise ValueError(f"{found}; make it smaller or shorter")
+    return item
 
 
 def parts(sight: Sight, item: Item) -> list[Picture | Sound]:

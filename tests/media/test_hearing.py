@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("PIL", reason="pillow resizes")
-from fdel.media import frames, hearing, image, qwen, senses, sight, video
+from fdel.media import frames, hearing, image, qwen, senses, sight, sound, video
 
 RNG = np.random.default_rng(0)
 VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -110,3 +110,16 @@ def test_what_is_refused():
         sight.expand(see, [9], [hearing.prepare(SOUND, noise(1))])
     with pytest.raises(ValueError, match="found rows of 1 sounds of 1 chunks, expected at most 0 of 1"):
         senses.gather(see, [[hearing.prepare(SOUND, noise(1))]], np.full((1, 4), -1), sounds=0)
+
+
+def test_seconds_are_refused_by_their_tokens_before_anything_is_decoded(monkeypatch):
+    """The longest sound of so many tokens has no more, and one sample more has: of parts of a chunk, and of several."""
+    count = lambda samples: len(hearing.prepare(SOUND, np.zeros(samples, np.float32)).run)
+    for tokens in (1, 2, 12, 13, 14, 26, 30):
+        samples = round(hearing.longest(SOUND, tokens) * 16000)
+        assert count(samples) <= tokens < count(samples + 1)
+    assert hearing.longest(SOUND, -5) == hearing.longest(SOUND, 0) < 0.025
+    see, data = sight.Sight("", "qwen2_vl", 9, (9, 7), None, 4, sound=SOUND), sound.encode(noise(9), 16000)
+    monkeypatch.setattr(sound, "samples", None)  # what reads them
+    with pytest.raises(ValueError, match="found 9.00 seconds of sound, expected more than 0 and at most 3.00994"):
+        senses.prepare(see, "sounds", data, senses.Most(1, 1, 60.0, tokens=39), list)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from fdel import serve, text
-from fdel.media import sight
+from fdel.media import senses, sight
 from fdel.media.image import Picture
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Settings
@@ -28,6 +28,7 @@ from fdel.serve.server import http as server_http
 from fdel.serve.server.call import Server, picture_quota
 from fdel.serve.server.openai import APIError, media, parse_chat, responses
 from fdel.serve.server.openai.tables import Limits
+from fdel.serve.server.tokenizing import PromptEncoder
 from tests.serve import small, wire
 
 openai = pytest.importorskip("openai")
@@ -362,16 +363,15 @@ def test_images_are_bounded_by_their_bytes(eye, monkeypatch):
 # ---- without a server --------------------------------------------------------------------------------------------
 
 
-def test_an_image_longer_than_the_context_ends_in_the_child():
+def test_an_image_longer_than_the_context_ends_in_the_child(monkeypatch):
     """Its patches never come to the server."""
     picture = Picture(np.zeros((5, 12), np.float32), np.zeros((5, 3), np.int32), (7,) * 5)
-    asked, seeing = (
-        {"encoded": False, "kind": "images", "most": [9, 9, 9.0]},
-        lambda context: SimpleNamespace(prepared=lambda *_: picture, context=context),
-    )
-    assert worker._shown(seeing(5), asked, b"")[0]["run"] == (7,) * 5
+    monkeypatch.setattr(senses.sights, "prepare", lambda *_: picture)
+    asked, see = {"encoded": False, "kind": "images", "most": [999, 9, 9.0]}, SimpleNamespace(video=None, sound=None)
+    seeing = lambda context: PromptEncoder(None, context, 9, see)
+    assert worker._shown(seeing(5), asked, file(rgb(0)))[0]["run"] == (7,) * 5
     with pytest.raises(ValueError, match="takes 5 tokens, more than the model's 4; make it smaller"):
-        worker._shown(seeing(4), asked, b"")
+        worker._shown(seeing(4), asked, file(rgb(0)))
 
 
 def test_a_model_of_text_says_so():

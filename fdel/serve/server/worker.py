@@ -92,9 +92,9 @@ def _sound(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
     x = sound.decode(data, most=asked["most"])
     if window := asked.get("window"):
         return len(x) / sound.RATE, sound.log_mel(x[:window], asked["bins"], least=window).tobytes()
-    quiet = np.pad(x, (0, sound.FRAME))  # after the end
     frames = max(1, len(x) // sound.HOP)
-    return len(x) / sound.RATE, sound.log_mel(quiet, asked["bins"], least=0)[:, :frames].tobytes()
+    quiet = len(x) + sound.FRAME  # silence after the end
+    return len(x) / sound.RATE, sound.log_mel(x, asked["bins"], least=quiet)[:, :frames].tobytes()
 
 
 def _shown(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tuple[Any, bytes]:
@@ -104,10 +104,8 @@ def _shown(encoder: PromptEncoder, asked: Mapping[str, Any], data: bytes) -> tup
             data = base64.b64decode(data, validate=True)
         except ValueError as e:
             raise ValueError(f"expected base64 behind the comma: {e}") from e
-    x = encoder.prepared(asked["kind"], data, Most(*asked["most"]))
-    if len(x.run) > encoder.context:  # before its arrays go to the server, which would hold them
-        found = f"it takes {len(x.run)} tokens, more than the model's {encoder.context}"
-        raise ValueError(f"{found}; make it smaller or shorter")
+    # What takes more tokens ends here, before its arrays go to the server, which would hold them.
+    x = encoder.prepared(asked["kind"], data, Most(*asked["most"])._replace(tokens=encoder.context))
     parts = (x.picture, x.sound) if isinstance(x, Film) else (x,)
     arrays = [a for p in parts for a in ((p.features, p.lengths) if isinstance(p, Sound) else (p.patches, p.places))]
     arrays += [] if x.turns is None else [x.turns]
