@@ -1,8 +1,12 @@
 """/v1/audio: OpenAI's client against what the model writes alone; forms and files that are none."""
 
+import asyncio
+import contextlib
 import io
 import random
 import re
+import select
+import socket
 import struct
 import threading
 import wave
@@ -10,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from fdel.media import sound
 from fdel.serve import hear
@@ -136,6 +141,47 @@ def test_what_is_no_sound_is_refused(ear, monkeypatch):
     with pytest.raises(openai.APIStatusError) as e:
         ask(ear, file=("a.wav", bytes(200_000)))
     assert e.value.status_code == 413 and "the body has more than" in e.value.message and e.value.code == "too_large"
+
+
+def test_sounds_in_containers_are_written_down(ear):
+    """M4A and WebM, as OpenAI takes them: the transcript of the samples that are in it; also in English."""
+    av, out = pytest.importorskip("av", reason="needs the extra `video`"), io.BytesIO()
+    with av.open(out, "w", format="webm") as c:
+        track = c.add_stream("libopus", rate=48000, layout="mono")
+        piece = av.AudioFrame.from_ndarray(np.frombuffer(wav()[44:], "<i2")[None], "s16", "mono")
+        piece.sample_rate, piece.pts = 16000, 0
+        c.mux([*track.encode(piece), *track.encode()])
+    file = out.getvalue()
+    assert ask(ear, file=("a.webm", file)).text == transcripts.whole(alone(ear, file))
+    translated = ear.client.audio.translations.create(file=("a.webm", file), model="ear", temperature=0.3)
+    assert translated.text == transcripts.whole(alone(ear, file, task="translate"))
+    with pytest.raises(openai.BadRequestError, match="damaged or not a sound that can be read; it may be cut off"):
+        ask(ear, file=("a.mp4", b"\0\0\0\x18ftypmp42" + bytes(99)))
+
+
+def test_no_more_of_an_upload_is_read_than_may_come(ear, monkeypatch):
+    """One in chunks, which says no size: a 413 before its end, and nothing more is taken of what comes."""
+    taken = []
+
+    class Content:
+        async def iter_chunked(self, size):
+            for _ in range(100):
+                taken.append(size)
+                yield bytes(size)
+
+    with pytest.raises(web.HTTPRequestEntityTooLarge):
+        asyncio.run(form.receive(Content(), 3 * 2**16))
+    assert len(taken) == 4
+    assert asyncio.run(form.receive(Content(), 100 * 2**16)) == bytes(100 * 2**16)
+    monkeypatch.setattr(ear.state, "audio_bytes", 100)
+    sent, head = 0, "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    with socket.create_connection(("127.0.0.1", ear.port), 30) as s:
+        s.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):  # it may end the connection meanwhile
+            while sent < 2**26 and not select.select([s], [], [], 0)[0]:
+                s.sendall(b"10000\r\n" + bytes(2**16) + b"\r\n")
+                sent += 2**16
+        assert sent < 2**26 and s.recv(64).startswith(b"HTTP/1.1 413 ")
 
 
 def test_forms_that_are_none_are_refused(ear):

@@ -18,7 +18,7 @@ TYPES = {
     "films": "video",
     "sounds": "audio",
 }  # as templates and data URLs have it
-FORMATS = ("wav", "mp3", "flac", "ogg")  # of `input_audio`
+FORMATS = ("wav", "mp3", "flac", "ogg", "m4a", "mp4", "webm")  # of `input_audio`
 URL = 2**23  # characters of an address, which may hold the file
 
 
