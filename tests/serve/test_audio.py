@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from fdel.media import sound
 from fdel.serve import hear
@@ -169,7 +168,7 @@ def test_no_more_of_an_upload_is_read_than_may_come(ear, monkeypatch):
                 taken.append(size)
                 yield bytes(size)
 
-    with pytest.raises(web.HTTPRequestEntityTooLarge):
+    with pytest.raises(APIError, match="the body has more than 196608 bytes"):
         asyncio.run(form.receive(Content(), 3 * 2**16))
     assert len(taken) == 4
     assert asyncio.run(form.receive(Content(), 100 * 2**16)) == bytes(100 * 2**16)
