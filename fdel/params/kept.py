@@ -60,8 +60,8 @@ def lay_out(params: Any, spec: Any, whole: str | None) -> dict[str, np.ndarray]:
 
 
 def modules(kept: Collection[str], every: Collection[str]) -> list[str]:
-    """Name the modules of tensors that are kept whole: the outermost of which no tensor is left out."""
-    outer = lambda name: [name[:i] for i, c in enumerate(name) if c == "."]
+    """Name the modules of tensors that are kept whole: the outermost of which no tensor is left out, none a mere list."""
+    outer = lambda name: [name[: m.start()] for m in re.finditer(r"\.(?!\d+\.)", name)]
     lost = {module for name in {*every} - {*kept} for module in outer(name)}
     whole = lambda name: next((module for module in outer(name) if module not in lost), outer(name)[-1])
     return sorted({whole(name) for name in kept})

@@ -17,7 +17,7 @@ from fdel.models import gpt2, heads, llama, roberta
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
 from fdel.ops.weights import LowRank, Quantized, dense
-from fdel.params import lora
+from fdel.params import kept, lora
 from fdel.params.hf_layout import hf_names, layout
 from fdel.params.peft import load_peft, save_peft
 from fdel.params.quantize import change, quantize
@@ -316,6 +316,14 @@ def test_a_head_that_is_trained_whole(name: str, tmp_path: Path) -> None:
     back = load_peft(spec, base, tmp_path / "peft")
     np.testing.assert_allclose(score(back, {"tokens": tokens}), want, atol=1e-5)
     chex.assert_trees_all_equal(load_peft(spec, base, tmp_path), ours)
+
+
+def test_modules_that_are_kept_whole() -> None:
+    """The outermost of which all is kept; a list of modules is none to PEFT."""
+    every = {"a.b.0.weight", "a.b.1.weight", "a.b.1.bias", "a.c.weight", "d.weight"}
+    assert kept.modules({"a.b.0.weight", "d.weight"}, every) == ["a.b.0", "d"]
+    assert kept.modules({"a.b.0.weight", "a.b.1.weight", "a.b.1.bias"}, every) == ["a.b.0", "a.b.1"]
+    assert kept.modules(every - {"d.weight"}, every) == ["a"]
 
 
 def test_onto_a_quantised_base(tmp_path: Path) -> None:
