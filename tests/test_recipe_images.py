@@ -630,11 +630,11 @@ def test_what_is_not_trainable_stays_bit_by_bit(seeing, trainable, lora, optimiz
         return
     held = load_file(found.directory / "adapter_model.safetensors")
     whole = {n for n in held if "lora_" not in n}
-    assert whole == {f"base_model.model.{n}" for leaf in spec if named(leaf) for n in params.hf_names(spec[leaf])}
-    still = {n for n in whole if held[n].tobytes() == before[n.removeprefix("base_model.model.")].tobytes()}
+    assert whole == {f"base_model.model.model.{n}" for leaf in spec if named(leaf) for n in params.hf_names(spec[leaf])}
+    still = {n for n in whole if held[n].tobytes() == before[n.removeprefix("base_model.model.model.")].tobytes()}
     assert all(re.search(UNSEEN, n) for n in still)
     said = json.loads((found.directory / "adapter_config.json").read_text())["modules_to_save"]
-    assert said == ["multi_modal_projector"] + ["vision_tower"] * (trainable == PARTS[3].values[0])
+    assert said == ["model.multi_modal_projector"] + ["model.vision_tower"] * (trainable == PARTS[3].values[0])
     model = models.load(path, dtype=jnp.float32)
     again = params.load_peft(model.family.spec(model.cfg), model.params, found.directory)
     jax.tree.map(np.testing.assert_array_equal, params.lora.merge(again), params.lora.merge(found.model.params))

@@ -64,10 +64,8 @@ def spec(cfg: Config) -> dict:
         **builders.glu(name + "mlp.", v.embed, v.ffn, biased=True),
     }
     merger = {"norm": builders.norm("visual.merger.ln_q.weight", v.embed)}
-    return qwen2.spec(cfg.text) | {
-        "vision": qwen2_vl.patch_spec(v) | {"layers": layers(lambda kind: layer, v.kinds)},
-        "projector": qwen2_vl.merger_spec(cfg, "visual.merger.", merger),
-    }
+    tower = qwen2_vl.patch_spec(v) | {"layers": layers(lambda kind: layer, v.kinds)}
+    return qwen2_vl.around(cfg, tower, qwen2_vl.merger_spec(cfg, "visual.merger.", merger))
 
 
 def windows(places: Int[Array, "N P 3"], v: Vision) -> tuple[Int[Array, "N P"], Int[Array, "N P"]]:

@@ -17,6 +17,7 @@ from fdel.params.spec import Param, normal, stack
 
 MODEL_TYPE, ARCHITECTURE = "qwen2_vl", "Qwen2VLForConditionalGeneration"
 EPS = 1e-6  # of the tower's norms, which no config says
+RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}  # names of transformers' modules, as prefixes
 
 
 def sections(default: tuple[int, int, int], **more: Any) -> Any:
@@ -194,15 +195,18 @@ def spec(cfg: Config) -> dict:
         **builders.mlp(name + "mlp.", v.embed, v.ratio * v.embed, ("fc1", "fc2")),
     }
     merger = builders.layer_norm("norm", "visual.merger.ln_q", v.embed)
-    return qwen2.spec(cfg.text) | {
-        "vision": patch_spec(v) | {"layers": stack(layer, "layers", range(v.layers))},
-        "projector": merger_spec(cfg, "visual.merger.", merger),
-    }
+    tower = patch_spec(v) | {"layers": stack(layer, "layers", range(v.layers))}
+    return around(cfg, tower, merger_spec(cfg, "visual.merger.", merger))
+
+
+def around(cfg: Any, tower: dict[str, Any], merger: dict[str, Any]) -> dict[str, Any]:
+    """Put the arrays of the tower and the projector beside the language model's, with the names of their modules."""
+    return sight.as_modules(qwen2.spec(cfg.text) | {"vision": tower, "projector": merger}, RENAMED)
 
 
 def rename(name: str, cfg: Any) -> str | None:
     """Give the names of published files to the tensors of those that have the names of transformers' modules."""
-    return name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
+    return sight.as_file(name, RENAMED)
 
 
 def pictures(patches: ops.Patches, v: Any) -> tuple[Float[Array, "N P numbers"], Int[Array, "N P 3"]]:

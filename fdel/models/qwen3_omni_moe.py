@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fdel import ops
-from fdel.models import builders, config, qwen2_vl, qwen3_moe, qwen3_vl, sublayers
+from fdel.models import builders, config, qwen2_vl, qwen3_moe, qwen3_vl, sight, sublayers
 from fdel.models.keys import ConfigError, mapping, show
 from fdel.models.qwen3_moe import DENSE, MOE
 from fdel.ops.rope import Rope
@@ -27,6 +27,11 @@ MODEL_TYPE, ARCHITECTURE = "qwen3_omni_moe", "Qwen3OmniMoeForConditionalGenerati
 NAMES = "q_proj", "k_proj", "v_proj", "out_proj"
 EPS = 1e-5  # torch's default, which no config says
 CHUNK = 13  # states of a whole chunk, which transformers' count of tokens has as a number
+RENAMED = {
+    "thinker.model.language_model.": "thinker.model.",
+    "thinker.model.visual.": "thinker.visual.",
+    "thinker.model.audio_tower.": "thinker.audio_tower.",
+}  # names of transformers' modules, as prefixes
 SILENT = ("thinker.", "talker.", "code2wav.")  # parts of a file; the first is read
 # Keys of a thinker_config, or of its audio_config, that name no part of the language model and change no number.
 AROUND = "position_id_per_seconds audio_start_token_id audio_end_token_id user_token_id audio_token_id".split()
@@ -162,11 +167,13 @@ def spec(cfg: Config) -> dict:
 
     text = builders.decoder(replace(cfg.text, kinds=cfg.kinds), lambda kind: qwen3_moe.layer_spec(cfg.text, kind[1]))
     text = jax.tree.map(lambda p: replace(p, hf="thinker." + p.hf), text)
-    return text | jax.tree.map(seen, qwen3_vl.tower_spec(cfg)) | {"hearing": hearing_spec(cfg.audio)}
+    towers = jax.tree.map(seen, qwen3_vl.tower_spec(cfg)) | {"hearing": hearing_spec(cfg.audio)}
+    return sight.as_modules(text | towers, RENAMED)
 
 
 def rename(name: str, cfg: Config) -> str | None:
-    """Leave out the parts that speak."""
+    """Give the names of published files to tensors that are called as their modules; leave out the parts that speak."""
+    name = sight.as_file(name, RENAMED)
     return name if name.startswith(SILENT[0]) or not name.startswith(SILENT) else None
 
 

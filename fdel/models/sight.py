@@ -138,12 +138,25 @@ def language_spec(cfg: Any) -> dict[str, Any]:
     return jax.tree.map(lambda p: builders.replace(p, hf=INNER + p.hf), of_text(cfg).spec(cfg.text))
 
 
+def as_modules(tree: Any, renamed: Mapping[str, str]) -> Any:
+    """Note in declarations how transformers' modules are called: `renamed` has prefixes of theirs, with those of files."""
+
+    def one(p: Param) -> Param:
+        found = [(file, module) for module, file in renamed.items() if p.hf.startswith(file)]
+        return builders.replace(p, module=found[0]) if found else p
+
+    return jax.tree.map(one, tree)
+
+
 def spec(cfg: Any, projector: Mapping[str, Param]) -> dict[str, Any]:
     """Declare every array: the language model's at the top, the tower's below "vision", and those of the projector."""
-    return language_spec(cfg) | {
-        "vision": of_tower(cfg).tower(cfg.vision, "vision_tower."),
-        "projector": dict(projector),
-    }
+    parts = {"vision": of_tower(cfg).tower(cfg.vision, "vision_tower."), "projector": dict(projector)}
+    return as_modules(language_spec(cfg) | parts, RENAMED)
+
+
+def as_file(name: str, renamed: Mapping[str, str]) -> str:
+    """Give the name in a file of a tensor that may be called as its module: see `as_modules`."""
+    return next((file + name.removeprefix(module) for module, file in renamed.items() if name.startswith(module)), name)
 
 
 def rename(name: str, cfg: Any) -> str | None:
@@ -151,8 +164,7 @@ def rename(name: str, cfg: Any) -> str | None:
 
     A head that is tied is left out.
     """
-    name = next((new + name.removeprefix(old) for old, new in RENAMED.items() if name.startswith(old)), name)
-    name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    name = as_file(name, RENAMED).replace("vision_tower.vision_model.", "vision_tower.", 1)
     if name.startswith(INNER):
         inner = getattr(of_text(cfg), "rename", lambda name, cfg: name)(name.removeprefix(INNER), cfg.text)
         return None if inner is None or (cfg.tied and inner.startswith("lm_head.")) else INNER + inner

@@ -4,9 +4,10 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from .spec import Param
@@ -20,6 +21,11 @@ def hf_names(p: Param) -> list[str]:
         differ = ", ".join(unknown)
         raise ValueError(f"{p.hf}: placeholders and stacked axes {names} differ in {differ}; name each once")
     return [p.hf.format(**dict(zip(names, i, strict=True))) for i in itertools.product(*index)]
+
+
+def as_modules(spec: Any) -> Any:
+    """Declare arrays by the names of transformers' modules, where those differ from the file's."""
+    return jax.tree.map(lambda p: replace(p, hf=p.module[1] + p.hf.removeprefix(p.module[0])), spec)
 
 
 @dataclass(frozen=True)

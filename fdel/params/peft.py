@@ -2,9 +2,10 @@
 
 What is trained whole, such as a new head, stands there under its own name (modules_to_save).
 
-Each adapted module of the checkpoint has lora_A [r, in] and lora_B [out, r], the factors a and b of a `LowRank` leaf with
-the axes of each side in one, as the Param lays them out. An embedding, to PEFT, maps tokens to channels: it has
-lora_embedding_A [r, vocab] and lora_embedding_B [embed, r], our b and a transposed (https://github.com/huggingface/peft).
+Modules have the names of transformers' (`Param.module`); files with names of the checkpoint are read too. Each adapted one
+has lora_A [r, in] and lora_B [out, r], the factors a and b of a `LowRank` leaf with the axes of each side in one, as the
+Param lays them out. An embedding, to PEFT, maps tokens to channels: it has lora_embedding_A [r, vocab] and
+lora_embedding_B [embed, r], our b and a transposed (https://github.com/huggingface/peft).
 """
 
 import functools
@@ -12,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from fdel.ops.weights import LowRank, is_weight
 
 from . import kept
 from .files import json_object, safetensors_header
-from .hf_layout import Layout, Matrix, axes_in, file_dims, hf_names, layout, matrix
+from .hf_layout import Layout, Matrix, as_modules, axes_in, file_dims, hf_names, layout, matrix
 from .kept import PREFIX
 from .patterns import Patterns
 from .quantize import change, declarations
@@ -70,12 +71,13 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path} has no {name}; PEFT's save_pretrained writes it (.bin files are not read)")
     problems: list[str] = []
-    leaves = list(_adaptable(spec, params))
-    modules = sum(math.prod(len(r) for _, r in p.stacked) for _, p, _ in leaves)
+    modules = sum(math.prod(len(r) for _, r in p.stacked) for _, p, _ in _adaptable(spec, params))
     config = _config_of(path / CONFIG, problems, modules)
     scale = _scales(config, problems)
     header = safetensors_header(path / WEIGHTS, problems, (1 << 16) + 1024 * modules)
     files = {name: t for name, t in header.items() if ".base_layer." not in name}
+    spec = _as_named(spec, files)
+    leaves = list(_adaptable(spec, params))
     whole = {} if problems else kept.find(spec, params, files, config.get("modules_to_save"), problems)
     pairs = {} if problems else _pairs(leaves, files, scale, max_rank, problems)
     arrays = {} if problems else {x: _assemble(p, m, pairs[x], problems) for x, p, m in leaves if x in pairs}
@@ -90,6 +92,17 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
         return LowRank(w, *map(jnp.asarray, arrays[leaf])) if leaf in arrays else w
 
     return change(one, params)
+
+
+def _as_named(spec: Tree, files: Collection[str]) -> Tree:
+    """Declare arrays by the names that more of these tensors have: those of modules, or of the checkpoint, as of old."""
+
+    def found(spec: Tree) -> int:
+        names = {f"{PREFIX}{name}" for _, p in named_leaves(spec) if p.hf for name in hf_names(p)}
+        names |= {name.removesuffix(".weight") for name in names}
+        return sum(name.partition(".lora_")[0] in names for name in files)
+
+    return max(as_modules(spec), spec, key=found)
 
 
 def _pairs(
@@ -135,7 +148,7 @@ def save_peft(
     The adapters of the parts of a fused tensor become one of the sum of their ranks: lora_A one above the other, and in
     lora_B only the rows of a part are not zero in its columns. Params without an adapter: ValueError.
     """
-    leaves = dict(named_leaves(params, is_leaf=is_weight))
+    spec, leaves = as_modules(spec), dict(named_leaves(params, is_leaf=is_weight))
     apart = kept.lay_out(params, spec, whole)
     parts: dict[tuple[str, bool], list[tuple[np.ndarray, np.ndarray, float]]] = {}
     for leaf, p, m in _adaptable(spec, params):
@@ -155,7 +168,7 @@ def save_peft(
         pair = map(np.ascontiguousarray, (b.T, a.T)) if table else (a, b)
         out |= zip(_tensor_names(module, table), pair, strict=True)
     names = {name for _, p in named_leaves(spec) for name in hf_names(p)}
-    every = {name.removesuffix(".weight") for name in names}
+    every = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = _config(ranks, alphas, every) | {"base_model_name_or_path": base_name, "task_type": task_type}
@@ -256,7 +269,8 @@ def _config(ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[st
     """adapter_config.json of modules with these ranks and alphas, where the model has the modules `every`."""
     (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
     last = lambda module: module.rpartition(".")[2]
-    short = {last(x) for x in ranks} - {last(x) for x in every - set(ranks)}
+    around = {part for x in every for part in x.split(".")[:-1]}  # modules that hold others, which a short name would mean
+    short = {last(x) for x in ranks} - {last(x) for x in every - set(ranks)} - around
     differing = lambda values, usual: {re.escape(k): v for k, v in values.items() if v != usual}
     return {
         "peft_type": "LORA", "inference_mode": True, "bias": "none", "use_rslora": False,

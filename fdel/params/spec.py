@@ -45,7 +45,8 @@ class Param:
 
     `dtype` fixes a dtype whatever the tree is cast to (router biases, decay rates). Arrays without `hf` (caches, recurrent
     state) exist in no checkpoint. `inputs` is how many of the last axes are a matrix's inputs, where the layout does not
-    say it (see `hf_layout.matrix`); 0: the array is no matrix.
+    say it (see `hf_layout.matrix`); 0: the array is no matrix. `module` is how the name among transformers' modules, which
+    adapters have, differs from `hf`: what `hf` begins with, and what stands there instead.
     """
 
     axes: str
@@ -57,6 +58,7 @@ class Param:
     dtype: str | None = None
     stacked: tuple[tuple[str, range], ...] = ()
     inputs: int | None = None
+    module: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
         names = self.axes.split()
