@@ -215,6 +215,14 @@ ASKED = [
     ({"image": "file:///etc/hostname", "type": "image"}, "nothing is fetched"),
     ({"image": "data:image/png;base64,!!", "type": "image"}, "base64 is broken"),
     ({"image": "chats.jsonl", "type": "image"}, "chats.jsonl: found b.*no image of a known format"),
+    ({"image": "pics/\0ok.png", "type": "image"}, r"image 'pics/.x00ok.png': expected a path without null bytes"),
+    ({"image": "a" * 5000, "type": "image"}, "^image 'a{79}: expected a path .* of at most 4,096 characters$"),
+    ({"image": "a" * 300, "type": "image"}, "^image 'a{79}: File name too long$"),
+    (
+        {"image": "pics/0.png", "type": "picture"},
+        "part 1 of message 1 has 'image' and the type 'picture'; expected the",
+    ),
+    ({"image": "pics/0.png"}, "part 1 of message 1 has 'image' and the type 'None'; expected the type 'image'"),
     ({"image": 7, "type": "image"}, "expected an image as bytes, a data URL, a path"),
     ({"type": "image"}, "names none, and the column images has no more"),
 ]

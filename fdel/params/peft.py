@@ -269,7 +269,7 @@ def _config(ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[st
     """adapter_config.json of modules with these ranks and alphas, where the model has the modules `every`."""
     (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
     last = lambda module: module.rpartition(".")[2]
-    around = {part for x in every for part in x.split(".")[:-1]}  # modules that hold others, which a short name would mean
+    around = {part for x in every for part in x.split(".")[:-1]}  # modules that hold others
     short = {last(x) for x in ranks} - {last(x) for x in every - set(ranks)} - around
     differing = lambda values, usual: {re.escape(k): v for k, v in values.items() if v != usual}
     return {

@@ -24,6 +24,7 @@ from fdel.media.senses import Item
 from fdel.media.sight import Sight
 from fdel.train.data.files import Row, inside
 
+LONGEST = 4096  # characters of a path
 LARGEST = 2**28  # bytes of a file; what it unfolds to is held to `senses.TRUSTED`
 KINDS = {"images": "image", "videos": "video", "sounds": "audio"}  # and what messages call one of them
 COLUMNS = {"images": ("images", "image"), "videos": ("videos", "video"), "sounds": ("audios", "audio")}
@@ -93,6 +94,8 @@ def taken(
     columns = {k: _column(row, names) for k, names in COLUMNS.items()}
     said = [v if isinstance(v, list) else [v] for v in map(row.get, CHATS) if isinstance(v, list | Mapping)]
     chats = [m for chat in said for m in chat if isinstance(m, Mapping)]
+    if sight is not None:
+        _typed(chats)
     there = [k for k in KINDS if columns[k] or any(kind_of(p) == k for m in chats for p in _parts(m))]
     if not there and not (listed and chats and kind in TAKING):
         return row, ()
@@ -131,6 +134,19 @@ def _sequences(row: Row, kind: str) -> tuple[tuple[str, ...], ...]:
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
     content = message.get("content")
     return content if isinstance(content, list | tuple) else ()
+
+
+def _typed(chats: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a part that has a file, but not the type of its kind: templates leave it out."""
+    for i, message in enumerate(chats, 1):
+        for j, part in enumerate(_parts(message), 1):
+            held = [k for k in TYPES if isinstance(part, Mapping) and part.get(k) is not None]
+            if held and kind_of(part) is None:
+                kind = KINDS[TYPES[held[0]]]
+                raise ValueError(
+                    f"part {j} of message {i} has {held[0]!r} and the type {str(part.get('type'))!r:.40}; "
+                    f"expected the type {kind!r}"
+                )
 
 
 def kind_of(part: Any) -> str | None:
@@ -218,9 +234,15 @@ def _located(kind: str, name: str, folder: Path | None) -> Path:
         raise ValueError(f"{it} {name!r:.80}: nothing is fetched; put the {it} beside the rows' file, or into the row")
     if folder is None:
         raise ValueError(f"{it} {name!r:.80}: these rows lie in no folder; give the {it} itself")
+    if "\0" in name or len(name) > LONGEST:
+        raise ValueError(f"{it} {name!r:.80}: expected a path without null bytes, of at most {LONGEST:,} characters")
     path = folder.absolute() / name
     inside(folder, [path])
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError as e:
+        raise ValueError(f"{it} {name!r:.80}: {e.strerror}") from e
+    if not there:
         raise ValueError(f"{it} {name!r:.80}: there is no such file below {folder}")
     return path
 
