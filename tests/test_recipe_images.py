@@ -245,6 +245,20 @@ def test_an_image_that_cannot_be_used_names_file_and_row(seeing, part, reason, t
         assert places == (f"{rows}:5",) and re.search(reason, complaint), complaint
 
 
+def test_what_is_learnt_is_counted_without_images(seeing, tmp_path):
+    """As the loss weighs a batch; of prompts nothing is."""
+    path, *_ = seeing("llava")
+    tok, see, source = text.load(path), sight.read(path), data.Source(str(chats(tmp_path)))
+    found = data.dataset(source, data.Settings(batch=4, length=96, sight=see, learn="all"), tok)
+    (batch,) = found
+    _, _, labels = losses.forward.rows(jax.tree.map(jnp.asarray, batch))
+    wanted = int((labels >= 0).sum()) + len(batch["tokens"])  # nothing predicts the first token of a row
+    assert f" tokens, {wanted} of them to be learnt" in str(found.report) and "mask" not in batch
+    prompts = [{"prompt": [said("user", {"type": "image", "image": png(0)}, "?")]}]
+    report = data.dataset(prompts, data.Settings(batch=1, length=96, sight=see, kind="prompt"), tok).report
+    assert "1 examples" in str(report) and " 0 of them to be learnt" in str(report)
+
+
 def test_what_would_cut_an_image_or_ignore_it_is_refused(seeing, tmp_path):
     path, *_ = seeing("llava")
     tok, see, source = text.load(path), sight.read(path), data.Source(str(chats(tmp_path)))

@@ -65,8 +65,17 @@ def encode_rows(
         if complaint:
             report += note(complaint, place)
     tokens = sum(len(x) for e in examples for x in e.ids)
-    learnt = sum(int(np.count_nonzero(x if x.dtype == bool else x >= 0)) for e in examples for x in e.masks)
-    return examples, report + Report(0, len(examples), tokens, learnt)
+    return examples, report + Report(0, len(examples), tokens, *_learnt(examples, settings))
+
+
+def _learnt(examples: Sequence[Example], settings: Settings) -> tuple[int, int]:
+    """Count the tokens that masks have to be learnt, none of prompts, and those of them that stand for media."""
+    if settings.kind == "prompt":
+        return 0, 0
+    pairs = [(t, x if x.dtype == bool else x >= 0) for e in examples for t, x in zip(e.ids, e.masks, strict=True)]
+    entries = () if settings.sight is None else settings.sight.entries
+    shown = sum(int(np.isin(t, entries)[x].sum()) for t, x in pairs) if entries else 0
+    return sum(int(np.count_nonzero(x)) for _, x in pairs), shown
 
 
 def _drafts(

@@ -39,7 +39,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         self.report = functools.reduce(operator.add, (s.report for s in self.stores), Report())
-        self.masked = self.settings.kind in COMPARED or self.report.learnt < self.report.tokens
+        partly = self.settings.kind != "prompt" and self.report.learnt < self.report.tokens
+        self.masked = self.settings.kind in COMPARED or partly
         self.plan = functools.lru_cache(maxsize=2)(self._plan)
         self._firsts, self._lock = [0], threading.Lock()  # the number of the first batch of each epoch seen so far
         if not self.first(1):

@@ -155,12 +155,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of rows: read and examples made of them, tokens, those to be learnt; each complaint with its places."""
+    """What became of rows: read and examples made of them, tokens, those to be learnt; each complaint with its places.
+
+    Of those that masks have to be learnt, `shown` stand for what is seen or heard: losses leave them out.
+    """
 
     read: int = 0
     kept: int = 0
     tokens: int = 0
     learnt: int = 0
+    shown: int = 0
     notes: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
     def __add__(self, other: "Report") -> "Report":
@@ -170,10 +174,12 @@ class Report:
             before = notes.get(reason, (0, ()))
             notes[reason] = before[0] + count, (*before[1], *places)[:PLACES]
         read, kept = self.read + other.read, self.kept + other.kept
-        return Report(read, kept, self.tokens + other.tokens, self.learnt + other.learnt, notes)
+        learnt, shown = self.learnt + other.learnt, self.shown + other.shown
+        return Report(read, kept, self.tokens + other.tokens, learnt, shown, notes)
 
     def __str__(self) -> str:
-        head = f"{self.read} rows read, {self.kept} examples, {self.tokens} tokens, {self.learnt} of them to be learnt"
+        learnt = f"{self.learnt - self.shown} of them to be learnt"
+        head = f"{self.read} rows read, {self.kept} examples, {self.tokens} tokens, {learnt}"
         return "\n".join([head, *(f"  {n} x {reason}: {', '.join(at)}" for reason, (n, at) in self.notes.items())])
 
 
