@@ -13,6 +13,7 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"
 FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 INFO = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+LONGEST = 4096  # characters of a path
 SPLIT = re.compile(
     r"(?P<name>\w+(\.\w+)*)(\[((?P<start>-?\d+)(?P<start_pct>%)?)?:((?P<stop>-?\d+)(?P<stop_pct>%)?)?\])?"
     r"(\((?P<rounding>closest|pct1_dropremainder)\))?"
@@ -138,6 +139,25 @@ def inside(folder: Path, found: Iterable[Path]) -> list[Path]:
         if not any(real.is_relative_to(r) for r in roots):
             raise ValueError(f"{path} leads to {real}, outside of the data set {folder}; copy the file into it")
     return found
+
+
+def located(it: str, name: str, folder: Path | None) -> Path:
+    """Give the path of a file below the folder of a row's own; `it` says what it is. ValueError for what is none."""
+    if "://" in name or name.startswith("data:"):
+        raise ValueError(f"{it} {name!r:.80}: nothing is fetched; put the {it} beside the rows' file, or into the row")
+    if folder is None:
+        raise ValueError(f"{it} {name!r:.80}: these rows lie in no folder; give the {it} itself")
+    if "\0" in name or len(name) > LONGEST:
+        raise ValueError(f"{it} {name!r:.80}: expected a path without null bytes, of at most {LONGEST:,} characters")
+    path = folder.absolute() / name
+    inside(folder, [path])
+    try:
+        there = path.is_file()
+    except OSError as e:
+        raise ValueError(f"{it} {name!r:.80}: {e.strerror}") from e
+    if not there:
+        raise ValueError(f"{it} {name!r:.80}: there is no such file below {folder}")
+    return path
 
 
 def _remote(url: str, split: str) -> list[tuple[Path, str]]:

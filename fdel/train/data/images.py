@@ -22,9 +22,8 @@ from fdel import text
 from fdel.media import image, senses, sound
 from fdel.media.senses import Item
 from fdel.media.sight import Sight
-from fdel.train.data.files import Row, inside
+from fdel.train.data.files import Row, located
 
-LONGEST = 4096  # characters of a path
 LARGEST = 2**28  # bytes of a file; what it unfolds to is held to `senses.TRUSTED`
 KINDS = {"images": "image", "videos": "video", "sounds": "audio"}  # and what messages call one of them
 COLUMNS = {"images": ("images", "image"), "videos": ("videos", "video"), "sounds": ("audios", "audio")}
@@ -211,7 +210,7 @@ def _file(kind: str, found: Any, folder: Path | None) -> tuple[bytes, bool]:
         head, comma, data = str(found).partition(",")
         if head.startswith("data:") and head.endswith(";base64") and comma:
             return _decoded(kind, data), False
-        return str(_located(kind, str(found), folder)).encode(), True
+        return str(located(kind[:-1], str(found), folder)).encode(), True
     if kind == "sounds" and isinstance(found, np.ndarray):
         return sound.encode(found, sound.RATE), False
     if kind == "images" and (hasattr(found, "save") or isinstance(found, np.ndarray)):
@@ -226,25 +225,6 @@ def _decoded(kind: str, data: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as e:
         raise ValueError(f"{one(kind)}'s base64 is broken ({e}): {data!r:.40}") from e
-
-
-def _located(kind: str, name: str, folder: Path | None) -> Path:
-    it = kind[:-1]
-    if "://" in name or name.startswith("data:"):
-        raise ValueError(f"{it} {name!r:.80}: nothing is fetched; put the {it} beside the rows' file, or into the row")
-    if folder is None:
-        raise ValueError(f"{it} {name!r:.80}: these rows lie in no folder; give the {it} itself")
-    if "\0" in name or len(name) > LONGEST:
-        raise ValueError(f"{it} {name!r:.80}: expected a path without null bytes, of at most {LONGEST:,} characters")
-    path = folder.absolute() / name
-    inside(folder, [path])
-    try:
-        there = path.is_file()
-    except OSError as e:
-        raise ValueError(f"{it} {name!r:.80}: {e.strerror}") from e
-    if not there:
-        raise ValueError(f"{it} {name!r:.80}: there is no such file below {folder}")
-    return path
 
 
 def _shown(kind: str, file: bytes, path: bool, sight: Any, spell: Callable[[str], Sequence[int]]) -> Shown:
