@@ -25,7 +25,7 @@ from tests.aot import hopper_products
 
 PAGE = 64  # tokens
 HALF = jnp.bfloat16
-# Rows, tokens, query heads, key heads, channels, mask, sequences of a row.
+# Rows, tokens, query heads, key heads, channels (of keys and of values), mask, sequences of a row.
 ATTEND: dict[str, tuple] = {
     "1 x 16,384, 16 heads of 128": (1, 16384, 16, 16, 128, {"causal": False}, 1),
     "1 x 16,384, 16 heads of 128, causal": (1, 16384, 16, 16, 128, {}, 1),
@@ -33,6 +33,7 @@ ATTEND: dict[str, tuple] = {
     "16 x 1,024, 16 heads of 128, causal": (16, 1024, 16, 16, 128, {}, 1),
     "4 x 4,096, 32 heads over 8 of 64, causal": (4, 4096, 32, 8, 64, {}, 1),
     "4 x 4,096, 8 heads over 4 of 256, causal": (4, 4096, 8, 4, 256, {}, 1),
+    "4 x 4,096, 16 heads of 192 and 128, causal": (4, 4096, 16, 16, (192, 128), {}, 1),
     "1 x 16,384, 16 heads of 128, window of 1,024": (1, 16384, 16, 16, 128, {"window": 1024}, 1),
     "1 x 16,384, 16 heads of 128, 8 sequences": (1, 16384, 16, 16, 128, {}, 8),
     "4 x 4,096, 16 heads of 128, softcap": (4, 4096, 16, 16, 128, {"softcap": 50.0}, 1),
@@ -111,15 +112,16 @@ def _backward(call: Callable, which: tuple[int, ...]) -> tuple[Callable, Callabl
 
 def attend(name: str, backward: bool, small: bool) -> Problem:
     """Rows of sequences, forward or backward."""
-    rows, t, n, kv, h, how, parts = ATTEND[name]
+    rows, t, n, kv, channels, how, parts = ATTEND[name]
+    h, hv = channels if isinstance(channels, tuple) else (channels, channels)
     rows, t, n, kv = (2, 256, 4, 4 * kv // n) if small else (rows, t, n, kv)
     mask = ops.Mask(h**-0.5, **({"window": 100} if small and "window" in how else how))
 
     def make(key: jax.Array) -> tuple:
         q, k, v, dy = jax.random.split(key, 4)
         segments = jnp.broadcast_to(jnp.arange(t) * parts // t, (rows, t)).astype(jnp.int32)
-        wide = lambda key, heads: _normal(key, HALF, rows, t, heads, h)
-        return segments, wide(q, n), wide(k, kv), wide(v, kv), wide(dy, n)
+        wide = lambda key, heads, h=h: _normal(key, HALF, rows, t, heads, h)
+        return segments, wide(q, n), wide(k, kv), wide(v, kv, hv), wide(dy, n, hv)
 
     def call(segments: Any, q: Any, k: Any, v: Any) -> Any:
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)
@@ -128,11 +130,11 @@ def attend(name: str, backward: bool, small: bool) -> Problem:
 
     past = np.arange(t) % (t // parts) + 1 if mask.causal else np.full(t, t)
     pairs = rows * int(np.minimum(past, mask.window or t).sum())
-    forward, wide = 4 * pairs * n * h, 2 * rows * t * h
+    product, moved = 2 * pairs * n, 2 * rows * t * (n + kv) * (h + hv)
     if not backward:
-        return Problem(make, lambda segments, q, k, v, _: call(segments, q, k, v), forward, wide * 2 * (n + kv))
+        return Problem(make, lambda segments, q, k, v, _: call(segments, q, k, v), product * (h + hv), moved)
     prepare, run = _backward(call, (1, 2, 3))
-    return Problem(make, run, 2.5 * forward, wide * 4 * (n + kv), prepare=prepare)
+    return Problem(make, run, product * (3 * h + 2 * hv), 2 * moved, prepare=prepare)
 
 
 def paged(name: str, small: bool) -> Problem:

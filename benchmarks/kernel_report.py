@@ -135,7 +135,7 @@ def torch_attention(about: tuple, backward: bool, device: str = "cuda", repeats:
     import torch
 
     rows, t, n, kv, h, how, parts = about
-    if parts > 1 or set(how) - {"causal"}:
+    if parts > 1 or set(how) - {"causal"} or isinstance(h, tuple):
         return None
     draw = lambda heads: torch.randn(rows, heads, t, h, device=device, dtype=torch.bfloat16, requires_grad=backward)
     q, k, v = draw(n), draw(kv), draw(kv)

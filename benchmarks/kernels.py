@@ -41,8 +41,8 @@ from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_serv
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
 QUIET = {"compile": 90, "run": 25, "wait": 90}  # seconds after which a worker that says nothing is ended
-WORKERS = 3  # processes
-BATCH, THREADS = 9, 5  # cases whose programs are compiled before any is timed, by so many threads
+WORKERS = 5  # processes
+BATCH, THREADS = 9, 3  # cases whose programs are compiled before any is timed, by so many threads
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
 
@@ -189,7 +189,7 @@ def worker(
             f.write(json.dumps(event) + "\n")
         if row := event.get("row"):
             known = row.failed or f"{1e3 * row.seconds:.4g} ms, error {row.error}"
-            print(" | ".join(row[:3]), known, file=sys.stderr, flush=True)
+            print(time.strftime("%T"), " | ".join(row[:3]), known, file=sys.stderr, flush=True)
 
     if scale == 1.0 and jax.default_backend() != "gpu":
         say(device="no GPU: nothing is measured; --dry tries all but that")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fdel.kernels import flash_program_gpu as program
-from fdel.kernels.device import no_hopper
+from fdel.kernels.device import no_hopper, unmeasured
 from fdel.kernels.flash_backward_gpu import backward
 from fdel.kernels.flash_tiles_gpu import END, FIRST, FORWARD, ranges, sight, tests
 from fdel.ops import mask as M
@@ -33,6 +33,11 @@ def unsupported(
         if value is not None:
             return f"{name}, which it does not have"
     return None
+
+
+def unproven(q: Array, *_: Any, **__: Any) -> str | None:
+    """Say why the kernel is taken only where it is named, or None."""
+    return unmeasured(q)
 
 
 def unsupported_part(m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: PerHead, alibi: PerHead) -> str | None:

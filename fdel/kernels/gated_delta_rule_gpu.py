@@ -25,7 +25,7 @@ from fdel.kernels import delta_decode_gpu as decode
 from fdel.kernels import delta_program_gpu as program
 from fdel.kernels import delta_slots_gpu as prompts
 from fdel.kernels.delta_walk_gpu import CHUNK, WIDTH, place_of, rows_of
-from fdel.kernels.device import no_hopper, recurrence
+from fdel.kernels.device import no_hopper, unmeasured
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
@@ -48,9 +48,15 @@ def unsupported(
     return None
 
 
-def unproven(batch: Batch, _: Carry | None, __: Any, q: Array, *___: Any, **____: Any) -> str | None:
+def unproven(
+    batch: Batch, _: Carry | None, __: Any, q: Array, k: Any, v: Any, g: Array, *___: Any, **____: Any
+) -> str | None:
     """Say why the kernel is taken only where it is named, or None."""
-    return recurrence(batch, q)
+    if why := unmeasured(q):
+        return why
+    if batch.block > 1 if isinstance(batch, Paged) else g.ndim == q.ndim:
+        return "prompts, and training with decays of channels, have not run on an H100; `use` can name it"
+    return None
 
 
 def call(

@@ -59,6 +59,8 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
 
 def unproven(x: Array, w: Any, sizes: Array) -> str | None:
     """Say why the kernel is taken only where it is named, or None: matrices in bfloat16 were measured on an H100."""
+    if isinstance(w, Quantized):
+        return grouped_quantized_gpu.unproven(x, w)
     if why := unknown():
         return why
     found = str(w.dtype) if isinstance(w, jax.Array) else type(w).__name__

@@ -35,6 +35,12 @@ def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
     return quantized_matmul_gpu.unreadable(x, w, w.shape[1])
 
 
+def unproven(x: Array, w: Quantized) -> str | None:
+    """Say why the kernel is taken only where it is named, or None."""
+    many = not tiling(x, w).few
+    return quantized_matmul_gpu.slower(w, f"{len(x)} rows of {len(w.values)} groups; expected fewer" if many else None)
+
+
 def product(
     x: Float[Array, "M K"], w: Quantized, t: Tiling, tiles: Callable[[int, int], tuple[Array, Array]]
 ) -> Float[Array, "M N"]:

@@ -24,7 +24,7 @@ from fdel.kernels import quantized_arrays_gpu as arrays
 from fdel.kernels import quantized_gradient
 from fdel.kernels import quantized_program_gpu as program
 from fdel.kernels.decode_gpu import FORMATS, Whole
-from fdel.kernels.device import no_hopper
+from fdel.kernels.device import no_hopper, unknown
 from fdel.kernels.quantized_arrays_gpu import EACH, GROUPS, NARROW, ROWS, SHARED, Tiling
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.weights import PACKED, Quantized
@@ -33,11 +33,27 @@ CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
 DEPTH = 8  # chunks on their way, at most
 DEVICE, MEMORY = 132, 190 * 2**10  # multiprocessors of an H100 or H200, and bytes of each for chunks
 SPLITS = (1, 2, 4, 8, 16)  # parts of the inputs
+# What was compared with XLA's programs on an H100: as many rows at most, and formats. It reads int8 as fast.
+MEASURED = 64, ("fp8", "uint4", "int4", "e2m1", "nf4")
 
 
 def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     return no_hopper() or unreadable(x, w, math.prod(w.values.shape[:-1]))
+
+
+def unproven(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
+    """Say why the kernel is taken only where it is named, or None."""
+    rows = math.prod(n for c, n in zip(plan.x, x.shape, strict=True) if c not in plan.contracted)
+    return slower(w, None if rows <= MEASURED[0] else f"{rows} rows; expected at most {MEASURED[0]}")
+
+
+def slower(w: Quantized, many: str | None) -> str | None:
+    """Say why a kernel of this program is taken only where it is named, or None; `many` tells of too many rows."""
+    if why := unknown():
+        return why
+    why = many if w.format in MEASURED[1] else f"weights in {w.format}; expected one of {', '.join(MEASURED[1])}"
+    return None if why is None else f"it has not been measured, or is slower, with {why}; `use` can name it"
 
 
 def unreadable(x: Array, w: Quantized, outputs: int) -> str | None:

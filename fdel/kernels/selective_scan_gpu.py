@@ -25,7 +25,7 @@ from fdel.kernels import recurrent_decode_gpu as decode
 from fdel.kernels import scan_slots_gpu as prompts
 from fdel.kernels import scan_tokens_gpu as scans
 from fdel.kernels import selective_scan_backward_gpu as backward
-from fdel.kernels.device import no_hopper, recurrence
+from fdel.kernels.device import no_hopper, unmeasured
 from fdel.kernels.scan_tokens_gpu import CHANNELS, CHUNK, DEPTH, STATES
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
@@ -54,7 +54,7 @@ def unsupported(
 
 def unproven(batch: Batch, _: Carry | None, __: Any, x: Array, *___: Any, **____: Any) -> str | None:
     """Say why the kernel is taken only where it is named, or None."""
-    return recurrence(batch, x)
+    return unmeasured(x)
 
 
 def call(

@@ -23,7 +23,7 @@ from fdel.kernels import chunks_tpu as chunks
 from fdel.kernels import recurrent_decode_gpu as decode
 from fdel.kernels import ssd_backward_gpu, ssd_slots_gpu
 from fdel.kernels import ssd_program_gpu as program
-from fdel.kernels.device import no_hopper, recurrence
+from fdel.kernels.device import no_hopper, unmeasured
 from fdel.kernels.ssd_program_gpu import CHUNK, LOG2E, STATES, WIDTH, About
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
@@ -51,7 +51,7 @@ def unsupported(
 
 def unproven(batch: Batch, _: Carry | None, __: Any, x: Array, *___: Any, **____: Any) -> str | None:
     """Say why the kernel is taken only where it is named, or None."""
-    return recurrence(batch, x)
+    return unmeasured(x)
 
 
 def call(

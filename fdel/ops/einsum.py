@@ -203,7 +203,7 @@ def _of_parts(way: Implementation) -> Implementation:
     return replace(way, call=call, unsupported=unsupported)
 
 
-_MOSAIC, _HOPPER = kernel("quantized_matmul_tpu"), kernel("quantized_matmul_gpu", on_request=True)
+_MOSAIC, _HOPPER = kernel("quantized_matmul_tpu"), kernel("quantized_matmul_gpu", unproven=True)
 
 
 @operation(_axes, mosaic=_of_parts(_MOSAIC), hopper=_of_parts(_HOPPER))

@@ -36,6 +36,8 @@ QUANTIZED = {
     "8 rows, NVFP4": (8, 4096, 14336, "e2m1", 16, "fp8"),
     "8 rows, GPTQ by 32": (8, 4096, 14336, "uint4", 32, True),
     "8 rows, nf4 by 64": (8, 4096, 14336, "nf4", 64, False),
+    "8 rows, 8,192 to 28,672, int8": (8, 8192, 28672, "int8", 8192, False),
+    "8 rows, 8,192 to 28,672, GPTQ": (8, 8192, 28672, "uint4", 128, True),
     "64 rows, GPTQ": (64, 4096, 14336, "uint4", 128, True),
     "4,096 rows, int8": (4096, 4096, 14336, "int8", 4096, False),
     "4,096 rows, uint8 by 128": (4096, 4096, 14336, "uint8", 128, True),
