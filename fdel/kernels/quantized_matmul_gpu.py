@@ -125,7 +125,7 @@ def tiling(x: Any, w: Quantized) -> Tiling:
         """Rounds of programs, times the bytes of an output in each: of the weight, and of sums, written and read."""
         return -(-n * programs // (DEVICE * beside(t.rows))) * (lanes / n + 8 * t.rows)
 
-    enough = programs > 0.8 * DEVICE and w.scale.shape[-1] == 1  # for the memory's speed, as none waits for scales
+    enough = programs > 0.8 * DEVICE and (w.scale.shape[-1] == 1 or t.groups == t.inner == 1)  # for the memory's speed
     if enough or not t.few:
         return t
     return replace(t, splits=min((n for n in SPLITS if n <= lanes // t.chunk), key=cost, default=1))
