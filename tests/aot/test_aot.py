@@ -328,7 +328,7 @@ def test_a_training_step_compiles_with_the_delta_rule_for_hopper(name, devices, 
     """In the forward pass, again where it is recomputed, and in the backward pass; with fewer temporaries and loops."""
     if why := aot.missing(target("h100", devices)):
         pytest.skip(why)
-    plain, _ = row(record_property, f"{name}-wide", "train", "h100", devices)
+    plain, _ = row(record_property, f"{name}-wide", "train", "h100", devices, gated_delta_rule="xla")
     c, _ = row(record_property, f"{name}-wide", "train", "h100", devices, gated_delta_rule="hopper")
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 2
     assert c.temporaries < plain.temporaries and c.loops < plain.loops
@@ -392,7 +392,10 @@ def test_a_mixture_in_few_bits_is_read_as_it_is_stored_on_hopper(name, what, rec
     """Seven products of each layer by the kernels; XLA's program writes all of a layer's experts in bfloat16, in loops."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
-    plain, c = (expert_parts.step(name, what, paged_attention="xla", **chosen) for chosen in ({}, expert_parts.HOPPER))
+    plain, c = (
+        expert_parts.step(name, what, paged_attention="xla", **dict.fromkeys(expert_parts.HOPPER, way))
+        for way in ("xla", "hopper")
+    )
     for about in (plain, c):
         note(record_property, f"{name}, two layers", what, "h100", 1, about, 0)
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) == 2 * 7
@@ -417,7 +420,7 @@ def test_a_training_step_with_the_kernel_for_scans_needs_less_memory(name, recor
     """For H100, as machine code; the loops over chunks, there and back, are gone."""
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
-    plain, _ = row(record_property, f"{name}-wide", "train", "h100", 1)
+    plain, _ = row(record_property, f"{name}-wide", "train", "h100", 1, selective_scan="xla")
     c, _ = row(record_property, f"{name}-wide", "train", "h100", 1, selective_scan="hopper")
     assert len(re.findall(r"custom-call\(.*mosaic_gpu", c.text)) >= 2
     assert c.temporaries < plain.temporaries and c.loops < plain.loops

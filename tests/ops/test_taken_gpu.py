@@ -1,0 +1,106 @@
+"""What is taken unasked on an H100: kernels that were compared there with XLA's programs, and no others.
+
+Nothing is computed: a mesh without devices says what they are, and shapes suffice.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from fdel import ops
+from fdel.ops.batch import Packed, Paged, Pages
+from fdel.ops.paged import paged_attention
+from tests.aot import hopper_products
+
+pytestmark = pytest.mark.of_cpu("it sets targets itself")
+HALF, SINGLE = jnp.bfloat16, jnp.float32
+put = jax.ShapeDtypeStruct
+
+
+def taken(f, *args, kind: str = "NVIDIA H100 80GB HBM3") -> str:
+    """Name what the first operation in f takes on a device of this kind."""
+    about = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)
+    device = about(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return re.findall(r"^ *(\w+): chosen", ops.explain(f, *args), re.M)[0]
+
+
+def attend(width: int, values: int, dtype=HALF, single: bool = False, **how):
+    zeros = jnp.zeros((2, 256), jnp.int32)
+    batch = Packed(zeros, zeros, single=single)
+    q, v = put((2, 256, 4, width), dtype), put((2, 256, 4, values), dtype)
+    return lambda q, v: ops.attend(batch, None, 0, q, q, v, mask=ops.Mask(0.1, **how))[0], q, v
+
+
+@pytest.mark.parametrize(
+    ("args", "how", "expected"),
+    [
+        ((128, 128), {"single": True}, "cudnn"),
+        ((128, 128), {}, "hopper"),  # several sequences in a row
+        ((128, 128), {"single": True, "softcap": 30.0}, "hopper"),
+        ((256, 256), {"single": True}, "hopper"),
+        ((192, 128), {"single": True}, "hopper"),
+        ((80, 80), {}, "flash"),
+        ((128, 128, SINGLE), {}, "flash"),
+    ],
+)
+def test_attention(args, how, expected):
+    assert taken(*attend(*args, **how)) == expected
+
+
+def test_another_gpu_takes_none_of_hopper():
+    assert taken(*attend(128, 128), kind="NVIDIA A100-SXM4-80GB") == "flash"
+    assert taken(*product("int4", 64, 8), kind="NVIDIA A100-SXM4-80GB") == "xla"
+
+
+def product(form: str, group: int, rows: int):
+    w = hopper_products.weight(lambda dtype, *shape: put(shape, dtype), (1024,), 1024, form, group, False)
+    return lambda x, w: ops.einsum("td,fd->tf", x, w), put((rows, 1024), HALF), w
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "rows", "expected"),
+    [("int4", 64, 64, "hopper"), ("int4", 64, 65, "xla"), ("fp8", 1024, 8, "hopper"), ("nf4", 64, 1, "hopper"),
+     ("int8", 1024, 8, "xla"), ("uint8", 128, 8, "xla")],
+)  # fmt: skip
+def test_quantized_products(form, group, rows, expected):
+    assert taken(*product(form, group, rows)) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "expected"), [("int4", 64, "hopper"), ("int4", 4096, "xla"), ("int8", 64, "xla")]
+)
+def test_products_of_experts(form, rows, expected):
+    w = hopper_products.weight(lambda dtype, *shape: put(shape, dtype), (8, 1024), 1024, form, 1024, False)
+    call = lambda x, w, sizes: ops.grouped_matmul(x, w, sizes)
+    assert taken(call, put((rows, 1024), HALF), w, put((8,), jnp.int32)) == expected
+    assert taken(call, put((rows, 1024), HALF), put((8, 1024, 1024), HALF), put((8,), jnp.int32)) == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("block", "heads", "dtype", "expected"),
+    [(1, 128, HALF, "hopper"), (1, 256, HALF, "xla"), (32, 128, HALF, "xla"), (1, 128, jnp.float16, "xla")],
+)
+def test_attention_over_pages(block, heads, dtype, expected):
+    ints = lambda *shape: put(shape, jnp.int32)
+    batch, pages = Paged(ints(2 * block), ints(2, 4), ints(2), block), put((1, 8, 2, 64, heads), dtype)
+    call = lambda batch, pages, q: paged_attention(batch, Pages(pages, pages), 0, q, mask=ops.Mask(0.1))
+    assert taken(call, batch, pages, put((2 * block, 8, heads), dtype)) == expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(HALF, "hopper"), (SINGLE, "xla")])
+def test_recurrences_in_training(dtype, expected):
+    batch = ops.packed(jnp.zeros((2, 256), jnp.int32))
+    x, few = put((2, 256, 4, 128), dtype), put((2, 256, 4), SINGLE)
+    rule = lambda *inputs: ops.gated_delta_rule(batch, None, 0, *inputs)[0]
+    assert taken(rule, x, x, x, few, few) == expected
+    assert taken(rule, x, x, x, put((2, 256, 4, 128), SINGLE), few) == "xla"  # decays of channels
+    ssd = lambda x, dt, a, b: ops.ssd(batch, None, 0, x, dt, a, b, b)[0]
+    assert taken(ssd, put((2, 256, 4, 64), dtype), few, put((4,), SINGLE), put((2, 256, 1, 128), dtype)) == expected
+    scan = lambda x, dt, a, b: ops.selective_scan(batch, None, 0, x, dt, a, b, b)[0]
+    wide = put((2, 256, 128), dtype), put((2, 256, 128), SINGLE), put((128, 16), SINGLE), put((2, 256, 16), dtype)
+    assert taken(scan, *wide) == expected
