@@ -1,7 +1,10 @@
 """How kernels.py checks and times a case: programs that repeat a call, the ceilings, and a GPU that is not here."""
 
 import fcntl
+import importlib
+import json
 import math
+import re
 import tempfile
 import time
 from collections import Counter
@@ -14,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import serialize_executable
 from kernel_cases import HALF, Case, Problem
 from kernel_report import Row
 
@@ -127,6 +131,12 @@ def repeated(p: Problem, count: int) -> Callable:
     return program
 
 
+def flat(f: Callable, *args: Any) -> tuple[Callable, list]:
+    """Give f of a list of all arrays, which gives such a list, and the list of `args`."""
+    leaves, tree = jax.tree.flatten(args)
+    return lambda leaves: jax.tree.leaves(f(*jax.tree.unflatten(tree, leaves))), leaves
+
+
 def abstract(p: Problem) -> Any:
     return jax.eval_shape(lambda: p.make(jax.random.key(0)))
 
@@ -173,10 +183,15 @@ def error(got: Any, want: list[np.ndarray]) -> float:
 
 
 class Job:
-    """One way of a case: its programs, lowered when it is made, compiled beside others, checked and timed one by one."""
+    """One way of a case: its programs, lowered when it is made, compiled beside others, checked and timed one by one.
 
-    def __init__(self, case: Case, way: str, target: "Dry | None" = None) -> None:
+    Programs take a list of arrays and give one: so they can be compiled where there is no GPU, written to a `folder`, and
+    loaded where there is one, which spares tracing and compiling there.
+    """
+
+    def __init__(self, case: Case, way: str, target: "Dry | None" = None, folder: Path | None = None) -> None:
         self.case, self.way = case, way
+        self.path = folder and folder / (re.sub(r"\W+", "_", f"{case.op} {case.name} {way}"))
         both = [case.build(small) for small in (True, False)]
         if way not in dispatch.TABLES[case.op].implementations:
             both = [p.others[way] for p in both]
@@ -186,23 +201,46 @@ class Job:
             if target:
                 target.enter(stack)
             lower = target.lower if target else lambda f, *args, **how: jax.jit(f, **how).lower(*args)
+            if self.path and not target and self.path.with_suffix(".json").exists():
+                return
             inputs = jax.eval_shape(self.full.prepare, *abstract(self.full))
             self.sets = copies(self.full, inputs)
             self.count = repetitions(self.full, self.sets)
-            self.lowered = [lower(repeated(self.full, self.count), [inputs] * self.sets, donate_argnums=0)]
-            self.lowered += [lower(checked(self.small), *abstract(self.small))]
-            if not target:  # where there is none, nothing is drawn
-                draw = lambda key: self.full.prepare(*self.full.make(key))
-                self.lowered += [lower(draw, jax.random.key(0))]
+            draw = lambda seed: self.full.prepare(*self.full.make(jax.random.key(seed)))
+            calls = (
+                (repeated(self.full, self.count), [inputs] * self.sets),
+                (checked(self.small), *abstract(self.small)),
+            )
+            self.lowered = []
+            for f, *args in (*calls, (draw, jax.ShapeDtypeStruct((), jnp.uint32))):
+                listed, leaves = flat(f, *args)
+                self.lowered.append(lower(listed, leaves, donate_argnums=0 if f is calls[0][0] else ()))
 
     def compile(self) -> None:
-        """Compile what was lowered."""
-        self.compiled = [x.compile() for x in self.lowered]
+        """Compile what was lowered, or load what was compiled elsewhere."""
+        if hasattr(self, "lowered"):
+            self.compiled = [x.compile() for x in self.lowered]
+            self.temporaries = self.compiled[0].memory_analysis().temp_size_in_bytes / 2**20  # MiB
+            return
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # says where its functions are
+        about = json.loads(self.path.with_suffix(".json").read_text())
+        self.sets, self.count, self.temporaries = about["sets"], about["count"], about["temporaries"]
+        self.compiled, here = [], jax.devices()[:1]
+        for i, (given, found) in enumerate(about["arrays"]):
+            trees = jax.tree.structure((([0] * given,), {})), jax.tree.structure([0] * found)
+            stored = self.path.with_suffix(f".{i}").read_bytes()
+            self.compiled.append(serialize_executable.deserialize_and_load(stored, *trees, execution_devices=here))
 
-    @property
-    def temporaries(self) -> float:
-        """MiB beside inputs and outputs."""
-        return self.compiled[0].memory_analysis().temp_size_in_bytes / 2**20
+    def save(self) -> None:
+        """Write what was compiled for a GPU that is not here."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = []
+        for i, program in enumerate(self.compiled):
+            stored, given, found = serialize_executable.serialize(program)
+            self.path.with_suffix(f".{i}").write_bytes(stored)
+            arrays.append((given.num_leaves, found.num_leaves))
+        about = {"sets": self.sets, "count": self.count, "temporaries": self.temporaries, "arrays": arrays}
+        self.path.with_suffix(".json").write_text(json.dumps(about))
 
     @property
     def loops(self) -> int:
@@ -213,7 +251,7 @@ class Job:
         """Compare with the reference: how far off it is, and what it gave."""
         arrays, want = expected(self.case)
         own = arrays if self.way in dispatch.TABLES[self.case.op].implementations else self._own()
-        got = [np.asarray(x, np.float32) for x in jax.tree.leaves(self.compiled[1](*jax.device_put(own)))]
+        got = [np.asarray(x, np.float32) for x in self.compiled[1](jax.tree.leaves(jax.device_put(own)))]
         return error(got, want), got
 
     def _own(self) -> tuple:
@@ -222,9 +260,15 @@ class Job:
 
     def time(self, profile: bool = False) -> tuple[float, np.ndarray, dict[str, float]]:
         """Seconds of a call, the median of several runs, some of the numbers of the first output, and `by_kernel`."""
-        sets = [self.compiled[2](jax.random.key(i)) for i in range(self.sets)]
-        seconds, sample, sets = timed(self.compiled[0], sets, self.count)
-        return seconds, sample, by_kernel(self.compiled[0], sets, self.count) if profile else {}
+        sets = [x for i in range(self.sets) for x in self.compiled[2]([np.uint32(i)])]
+        many = len(sets)
+
+        def program(sets: list) -> tuple[list, list]:
+            found = self.compiled[0](sets)
+            return found[:many], found[many:]
+
+        seconds, sample, sets = timed(program, sets, self.count)
+        return seconds, sample, by_kernel(program, sets, self.count) if profile else {}
 
 
 def by_kernel(program: Callable, sets: list, count: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Each implementation of each operation on this GPU, in one run: first whether it is right, then how fast it is.
 
     python benchmarks/kernels.py [--only TEXT ...] [--ways NAME ...] [--minutes 8] [--out benchmarks/results/FILE.md]
-        [--profile] [--wrong FOLDER] [--dry]
+        [--profile] [--wrong FOLDER] [--compiled FOLDER] [--dry]
 
 Speeds are fractions of what this machine reaches in the same run, before and after: a product of matrices, a copy, a sum
 over what is read, exponentials. A case (kernel_cases.py, recurrence_cases.py) is run by all implementations in the table
@@ -13,7 +13,8 @@ target; what the minutes do not suffice for is listed. The work is done by proce
 measures, none runs or compiles anything. What ends a process, or hangs, is a row, and the next one goes on.
 
 `--dry` needs no GPU: every program is traced and lowered for one, and compiled where XLA:GPU's compiler is installed;
-the small cases are run on the CPU by what serves there.
+the small cases are run on the CPU by what serves there. With `--compiled FOLDER` it writes the compiled programs there, and
+a run on a GPU with the same jax reads them instead of compiling: for our kernels. XLA tries its own programs on the device.
 """
 
 import argparse
@@ -114,7 +115,8 @@ def judged(job: Job, wrong: Path | None, profile: bool) -> Row:
 
 
 def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[..., None], threads: int, lock: Path | None,
-         only: Sequence[str] = (), wrong: Path | None = None, profile: bool = False) -> None:  # fmt: skip
+         only: Sequence[str] = (), wrong: Path | None = None, profile: bool = False,
+         folder: Path | None = None) -> None:  # fmt: skip
     """Measure in batches, whose programs are compiled beside each other before any is timed."""
     batch = BATCH if threads > 1 else 1
     for some in (chosen[i : i + batch] for i in range(0, len(chosen), batch)):
@@ -130,7 +132,7 @@ def work(chosen: Sequence[Case], done: set[Key], until: float, say: Callable[...
                     break
                 say(at=key, doing="compile")
                 try:
-                    job = Job(case, key[2])
+                    job = Job(case, key[2], folder=folder)
                     if case not in (j.case for j, _ in jobs.values()):
                         pool.submit(expected, case)
                     jobs[key] = job, pool.submit(compiled, job)
@@ -249,17 +251,19 @@ def supervised(command: list[str], log: Path, until: float) -> None:
         threads = THREADS
 
 
-def dry(chosen: Sequence[Case], only: Sequence[str] = ()) -> str:
-    """Lower every case for a GPU, and run the small ones here: two tables."""
+def dry(chosen: Sequence[Case], only: Sequence[str] = (), folder: Path | None = None) -> str:
+    """Lower every case for a GPU, and run the small ones here: two tables. Compiled programs are written to a folder."""
     target, lowered, here = Dry(), [], []
     for case in chosen:
         for key in keys(case, only):
             row = Row(*key, target=case.target)
             try:
-                job = Job(case, key[2], target)
+                job = Job(case, key[2], target, folder)
                 state = f"lowered, {job.count} calls"
                 if target.compiles:
                     job.compile()
+                    if folder:
+                        job.save()
                     state, row = (
                         f"compiled, {job.count} calls, {job.loops} loops",
                         row._replace(temporaries=job.temporaries),
@@ -283,6 +287,7 @@ def main() -> None:
     cli.add_argument("--ways", nargs="*", default=[], help="implementations and peers (default: all)")
     cli.add_argument("--profile", action="store_true", help="say how long each kernel of the GPU runs in a call")
     cli.add_argument("--lock", type=Path, help="a file: of processes that share it one measures at a time")
+    cli.add_argument("--compiled", type=Path, help="a folder for compiled programs: written with --dry, else read")
     cli.add_argument("--wrong", type=Path, help="what wrong implementations gave at the small size is written here")
     cli.add_argument(
         "--minutes", type=float, default=8, help="what does not fit is listed as not measured (default: 8)"
@@ -300,17 +305,19 @@ def main() -> None:
         jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
     if args.log:
-        how = dict(lock=args.lock, only=args.ways, wrong=args.wrong, profile=args.profile, ceilings=args.share == 0)
+        how = dict(lock=args.lock, only=args.ways, wrong=args.wrong, profile=args.profile, ceilings=args.share == 0,
+                   folder=args.compiled)  # fmt: skip
         worker(args.log, chosen[args.share :: WORKERS], args.until, args.threads, **how)
         return
     if args.dry:
-        found = dry(chosen, args.ways)
+        found = dry(chosen, args.ways, args.compiled)
     else:
         until = time.time() + 60 * args.minutes - 15  # for the last ceilings
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--only", *args.only, "--ways", *args.ways]
             command += ["--lock", str(args.lock or Path(folder) / "lock")]
             command += ["--wrong", str(args.wrong)] * bool(args.wrong) + ["--profile"] * args.profile
+            command += ["--compiled", str(args.compiled)] * bool(args.compiled)
             logs = [Path(folder) / f"log{i}" for i in range(WORKERS)]
             with ThreadPoolExecutor() as pool:
                 for i, log in enumerate(logs):
