@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import flash_gradients_gpu as program
 from fdel.kernels import flash_tiles_gpu as tiles_of
 from fdel.kernels.flash_gradients_gpu import About
+from fdel.kernels.flash_joint_gpu import of_both
 from fdel.kernels.flash_keys_gpu import HANDS, of_keys
 from fdel.kernels.flash_tiles_gpu import NUMBERS, Tiles
 from fdel.ops.mask import NEG, Mask, Where
@@ -39,6 +40,8 @@ OF_QUERIES = {
 }
 # Tiles of keys, and of values, on their way there.
 DEPTHS = {(64, 64): (3, 3), (128, 128): (2, 2), (192, 128): (3, 3), (256, 256): (2, 1)}
+JOINT = ((128, 128),)  # heads that one kernel serves, which adds dq up in memory
+STEPS = 2  # tiles of queries on their way to it
 DEPTH = 3  # tiles of queries on their way to the other, at most
 MEMORY = 208 * 2**10  # bytes that they, keys, values and probabilities may take there
 
@@ -55,8 +58,9 @@ class Arrays(NamedTuple):
 
 
 def backward(
-    m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, *after: Any, interpreted: bool = False
-) -> tuple:
+    m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: Any, *after: Any, ordered: bool = False,
+    interpreted: bool = False,
+) -> tuple:  # fmt: skip
     """Give (dq, dk, dv, dsinks): `mask.Passes.backward`, of what `flash_attention_gpu.unsupported` lets through.
 
     Then come alibi, which is None, out, lse, dout and dlse.
@@ -77,8 +81,12 @@ def backward(
         m.scale, m.softcap, tiles_of.tests(m, where), heads // kv_heads, width, values, tiles, interpreted
     )
     first, second = (about(table[width, values]) for table in (tiles_of.BACKWARD, OF_QUERIES))
-    dk, dv = _of_keys(first, arrays, *_sight(first, m, where, (t, s), turned=True))
-    dq = _of_queries(second, arrays, *_sight(second, m, where, (t, s), turned=False))
+    of_keys = _sight(first, m, where, (t, s), turned=True)
+    if (width, values) in JOINT and not ordered:
+        dq, dk, dv = _of_both(first, arrays, *of_keys)
+    else:
+        dk, dv = _of_keys(first, arrays, *of_keys)
+        dq = _of_queries(second, arrays, *_sight(second, m, where, (t, s), turned=False))
     cut = lambda dx, x: dx[:, : x.shape[1]].reshape(x.shape)
     return cut(dq, q), cut(dk, k), cut(dv, v), dsinks
 
@@ -128,6 +136,47 @@ def _of_keys(
     return call(*arrays, numbers, segments, bounds)
 
 
+def _of_both(
+    about: About, arrays: Arrays, numbers: Int[Array, "B 4 T"], segments: Int[Array, "B S"],
+    bounds: Int[Array, "B tiles 4"],
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Give dq, dk and dv of heads of 128."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    size, kv_heads, dtype = about.tiles, arrays.k.shape[2] // about.width, arrays.q.dtype
+    parts, half, single = size.keys // program.ROWS, functools.partial(_tiled, dtype), jnp.float32
+    own = {"own_s": half(2, parts, program.ROWS, size.queries)} if about.interpreted else {}
+    barrier = lambda count, arrivals: gpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+    memory = {
+        **own,
+        "k_s": half(parts, program.ROWS, about.width), "v_s": half(parts, program.ROWS, about.values),
+        "q_s": half(STEPS, size.queries, about.width), "dout_s": half(STEPS, size.queries, about.values),
+        "ds_s": half(HANDS * parts, program.ROWS, size.queries),
+        "dq_s": _tiled(single, parts, size.queries, program.ROWS),
+        "lse_s": gpu.SMEM((STEPS, size.queries), single), "delta_s": gpu.SMEM((STEPS, size.queries), single),
+        "numbers_s": gpu.SMEM((STEPS, NUMBERS, size.queries), jnp.int32),
+        "segments_s": gpu.SMEM((parts, program.ROWS), jnp.int32),
+        "shared": barrier(1, 3 * parts), "full": barrier(STEPS, 5), "free": barrier(STEPS, 2),
+        "given": barrier(HANDS, 2), "taken": barrier(HANDS, 2),
+    }  # fmt: skip
+    sums, launched = jax.new_ref(jnp.zeros(arrays.q.shape, single)), _launched()
+    grid = {name: launched.pop(name) for name in ("grid_names", "num_threads", "thread_name")}
+
+    def body(*refs: Any) -> None:
+        call = functools.partial(of_both, *refs, about=about)
+        pl.run_scoped(call, collective_axes=(grid["thread_name"],), **memory)
+
+    dk, dv = pl.kernel(
+        body,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
+        mesh=gpu.Mesh(grid=(bounds.shape[1], len(arrays.q), kv_heads), **grid),
+        name="flash_backward",
+        **launched,
+    )(*arrays, numbers, segments, bounds, sums)
+    return (jax.freeze(sums) * about.scale).astype(dtype), dk, dv
+
+
 def _of_queries(
     about: About, arrays: Arrays, numbers: Int[Array, "B 4 T"], segments: Int[Array, "B S"],
     bounds: Int[Array, "B tiles 4"],
@@ -159,10 +208,11 @@ def _of_queries(
 
 
 def _tiled(dtype: Any, *shape: int) -> Any:
-    """Give shared memory for operands of products."""
+    """Give shared memory for operands of products, or for a product."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128)))
+    tile = gpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    return gpu.SMEM(shape, dtype, transforms=(tile, gpu.SwizzleTransform(128)))
 
 
 def _launched() -> dict[str, Any]:

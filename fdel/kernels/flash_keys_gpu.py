@@ -69,12 +69,12 @@ def of_keys(*refs: Any, about: About, **memory: Any) -> None:
     s = SimpleNamespace(**memory)
     w = Walk(s, bounds, tile, row, head, bounds[row, tile, FIRST], bounds[row, tile, END])
     scores, weights = (functools.partial(f, about, w) for f in (_scores, _weights))
-    pl.when(mine == 2)(lambda: _copy(refs, about, w))
+    pl.when(mine == 2)(lambda: copy(refs, about, w))
     pl.when(mine == 0)(lambda: _sums(about, w, scores, (s.k_s, s.q_s, s.dout_s), dv, 1.0))
     pl.when(mine == 1)(lambda: _sums(about, w, weights, (s.v_s, s.dout_s, s.q_s), dk, about.scale))
 
 
-def _copy(refs: tuple, about: About, w: Walk) -> None:
+def copy(refs: tuple, about: About, w: Walk) -> None:
     """Copy the keys and their values, then queries, as places for them are free."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
@@ -149,7 +149,7 @@ def _scores(about: About, w: Walk, i: Any, slot: Any, part: int, x: Array) -> An
     s, j, to = w.s, w.queries(about, i), w.hand(about, i, part)
     whole = (w.bounds[w.row, w.tile, WHOLE_FROM] <= j) & (j < w.bounds[w.row, w.tile, WHOLE_TO])
     at = Tile(s.numbers_s.at[slot], s.segments_s.at[part], w.tile * about.tiles.keys + part * ROWS, 1, whole)
-    p, weight = probabilities(about, x, _columns(s.lse_s.at[slot]), at)
+    p, weight = probabilities(about, x, columns(s.lse_s.at[slot]), at)
     pl.when(i >= HANDS)(lambda: gpu.barrier_wait(s.taken.at[to]))
     s.hand_s.at[to][...] = weight.astype(s.hand_s.dtype)
     gpu.barrier_arrive(s.given.at[to])
@@ -161,14 +161,14 @@ def _weights(about: About, w: Walk, i: Any, slot: Any, part: int, x: Array) -> A
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     s, of = w.s, w.hand(about, i, part)
-    x -= spread(_columns(s.delta_s.at[slot]), x.shape, 1)
+    x -= spread(columns(s.delta_s.at[slot]), x.shape, 1)
     gpu.barrier_wait(s.given.at[of])
     x *= transfer_gpu.load(s.hand_s.at[of], layout=gpu.Layout.WGMMA).astype(jnp.float32)
     gpu.barrier_arrive(s.taken.at[of])
     return operand(about, x.astype(s.hand_s.dtype), s, 1, part)
 
 
-def _columns(ref: Any) -> Float[Array, " n"]:
+def columns(ref: Any) -> Float[Array, " n"]:
     """Load a number for each column of a product."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 

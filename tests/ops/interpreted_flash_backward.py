@@ -6,12 +6,14 @@ Of the cases whose numbers are named, with a detector of races; `race` plants on
 
 import math
 import sys
+import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import params as interpreter
 from jax.experimental.pallas import mosaic_gpu
 
@@ -36,6 +38,7 @@ class Drawn(NamedTuple):
     dtype: Any = jnp.bfloat16
     rows: int = 2
     ahead: bool = False  # some tokens see later ones
+    ordered: bool = False  # sums of dq, where the kernel would add them up in memory
 
 
 CASES = [
@@ -47,6 +50,9 @@ CASES = [
     Drawn(2, 1, 64, 64, 260, (0, 100), ops.Mask(0.2, causal=False, window=30)),
     Drawn(2, 1, 64, 64, 256, (0, 200), ops.Mask(0.2), parts=2),
     Drawn(2, 1, 64, 64, 200, (0, 64), ops.Mask(0.2, causal=False), hidden=True, sinks=True),
+    Drawn(4, 2, 128, 128, 200, (0, 70, 75, 130), ops.Mask(0.1, window=60), sinks=True, dtype=jnp.float16),
+    Drawn(2, 1, 128, 128, 256, (0, 200), ops.Mask(0.1), parts=2),
+    Drawn(2, 1, 128, 128, 150, (0, 90), ops.Mask(0.1, window=50), ahead=True, ordered=True),
 ]
 
 
@@ -122,12 +128,44 @@ def errors(c: Drawn) -> list[float]:
             after = half_of(out[:, a]), single(lse[:, a]), half_of(dout[:, a]), single(dlse[:, a])
             with interpreter.force_gpu_interpret_mode(interpreter.InterpretGPUParams(detect_races=True)):
                 sink = None if sinks is None else single(sinks)
-                got = kernel.backward(c.mask, *given, where, sink, None, *after, interpreted=True)
+                got = kernel.backward(c.mask, *given, where, sink, None, *after, ordered=c.ordered, interpreted=True)
             for to, some, x in zip(found, (a, b, b), got[:3], strict=False):
                 to[:, some] += np.asarray(x, np.float64)
             if sinks is not None:
                 found[3] += np.asarray(got[3], np.float64)
     return [float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(found, want, strict=True)]
+
+
+def add_in_memory() -> None:
+    """Have the interpreter copy to memory with `reduction_op` "add", which it refuses: read, add and write at once.
+
+    What is read of shared memory is looked at for races as in any copy; additions to memory race with nothing.
+    """
+    copy, plain, lock = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask, threading.Lock()
+
+    class Added(plain):
+        def post_read(self, tma_thread_id, shared_memory):
+            if shared_memory.detect_races:
+                self.clock.inc(tma_thread_id)
+                self.write_clock = self.clock.copy()
+
+        def __call__(self, tma_thread_id):
+            memory, logged = gpu_callbacks._get_shared_memory(), {"logging_info": self.logging_info}
+            self.pre_read(tma_thread_id, memory)
+            read = lambda *where: memory.get_buffer_content(*where, self.thread, **logged)[0]
+            to = self.dst_allocation_key, self.dst_access
+            value = read(self.src_allocation_key, self.src_access) + read(*to)
+            self.post_read(tma_thread_id, memory)
+            memory.store_buffer_content(*to, value, self.thread, **logged)
+            self.post_write(tma_thread_id, memory)
+
+    def some(*, reduction_op, **how):
+        assert reduction_op in (None, "add")
+        with lock:  # a copy is done when the call returns
+            gpu_callbacks.AsyncCopySmemToGmemTask = plain if reduction_op is None else Added
+            return copy(reduction_op=None, **how)
+
+    gpu_callbacks.copy_smem_to_gmem = some
 
 
 def plant_a_race() -> None:
@@ -147,6 +185,7 @@ def plant_a_race() -> None:
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)  # threads, of which each group of warps that waits holds one
+    add_in_memory()
     if sys.argv[1] == "race":
         plant_a_race()
         print(*errors(CASES[0]))
