@@ -15,6 +15,7 @@ from fdel.kernels.flash_tiles_gpu import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_
 ROWS = 64  # of one product of a group of warps
 COPYING, MULTIPLYING = 24, 240  # registers of a thread, of 168 each
 LOG2E = math.log2(math.e)
+FAR = -1e15  # in place of the tanh of what is not seen: its probability is 0, its square is finite
 
 
 class About(NamedTuple):
@@ -122,25 +123,21 @@ def _slot(i: Any, ring: Any) -> Any:
 
 def probabilities(about: About, x: Array, lse: Array, at: Tile) -> tuple[Array, Array]:
     """Give probabilities of products of queries and keys, and the same times softcap's derivative."""
-    slope = None
+
+    def shown(x: Array, other: float) -> Array:
+        def masked(x: Array) -> Array:
+            found = seen(about.asked, at.numbers, at.segments, at.first, (ROWS, x.shape[1]), at.axis)
+            return jnp.where(found, x, jnp.full_like(x, other))
+
+        return jax.lax.cond(at.whole, lambda x: x, masked, x)
+
     if about.softcap is None:
-        x = x * (about.scale * LOG2E)
-    else:
-        root = jax.lax.rsqrt(1 + jnp.exp2(x * (2 * LOG2E * about.scale / about.softcap)))
-        part = root * root  # tanh is 1 - 2 part, its derivative 4 part (1 - part)
-        x, slope = (1 - 2 * part) * (about.softcap * LOG2E), 4 * part * (1 - part)
-    p = jnp.exp2(x - spread(lse, x.shape, at.axis))
-
-    def masked(p: Array) -> Array:
-        found = seen(about.asked, at.numbers, at.segments, at.first, (ROWS, p.shape[1]), at.axis)
-        return jnp.where(found, p, jnp.zeros_like(p))
-
-    if at.axis == 0:
-        p = p if slope is None else p * slope
-        p = jax.lax.cond(at.whole, lambda p: p, masked, p)
+        p = shown(jnp.exp2(x * (about.scale * LOG2E) - spread(lse, x.shape, at.axis)), 0)
         return p, p
-    p = jax.lax.cond(at.whole, lambda p: p, masked, p)
-    return p, p if slope is None else p * slope
+    root = jax.lax.rsqrt(1 + jnp.exp2(x * (2 * LOG2E * about.scale / about.softcap)))
+    x = shown(1 - 2 * root * root, FAR)  # tanh, whose derivative is 1 - tanh^2
+    p = jnp.exp2(x * (about.softcap * LOG2E) - spread(lse, x.shape, at.axis))
+    return p, p * (1 - x * x)
 
 
 def zero(begin: Any) -> Any:
