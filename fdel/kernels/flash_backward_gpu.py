@@ -163,12 +163,12 @@ def _of_both(
     sums, launched = jax.new_ref(jnp.zeros(arrays.q.shape, single)), _launched()
     grid = {name: launched.pop(name) for name in ("grid_names", "num_threads", "thread_name")}
 
-    def body(*refs: Any) -> None:
+    def flash_backward(*refs: Any) -> None:
         call = functools.partial(of_both, *refs, about=about)
         pl.run_scoped(call, collective_axes=(grid["thread_name"],), **memory)
 
     dk, dv = pl.kernel(
-        body,
+        flash_backward,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
         mesh=gpu.Mesh(grid=(bounds.shape[1], len(arrays.q), kv_heads), **grid),
         name="flash_backward",

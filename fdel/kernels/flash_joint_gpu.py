@@ -97,6 +97,7 @@ def _step(about: About, w: Walk, group: int, to: Any, i: Any, dk: Any, dv: Any, 
     whole = (w.bounds[w.row, w.tile, WHOLE_FROM] <= j) & (j < w.bounds[w.row, w.tile, WHOLE_TO])
     at = Tile(s.numbers_s.at[slot], s.segments_s.at[group], w.tile * about.tiles.keys + group * ROWS, 1, whole)
     p, weight = probabilities(about, scores, columns(s.lse_s.at[slot]), at)
+    weight = weight if about.softcap is None else weight.astype(s.ds_s.dtype)  # else both would be held in 32 bits
     gpu.wgmma(dv, operand(about, p.astype(s.ds_s.dtype), s, 0, group), s.dout_s.at[slot])
     ds = gpu.wgmma_accumulator_load(dp, wait_n=1)
     ds = (weight * (ds - spread(columns(s.delta_s.at[slot]), ds.shape, 1))).astype(s.ds_s.dtype)

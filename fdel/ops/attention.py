@@ -96,6 +96,7 @@ ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, b
         "ring": Implementation(ring.ring_attention, ring.unsupported),
         "cudnn": dispatch.kernel("attend_gpu"),
         "hopper": dispatch.kernel("flash_attention_gpu", unproven=True),
+        "hopper_ordered": dispatch.kernel("flash_ordered_gpu", unproven=True),
         "splash": dispatch.kernel("attend_tpu"),
         "short": Implementation(_blocks(Schedule(loop=False)), _short),
         "flash": Implementation(_blocks(), ring.no_bias),

@@ -51,6 +51,7 @@ PARTS = dispatch.Table(
     "attend_part",
     {
         "hopper": dispatch.kernel_of_parts("flash_attention_gpu", on_request=True),
+        "hopper_ordered": dispatch.kernel_of_parts("flash_ordered_gpu", on_request=True),
         "flash": dispatch.Implementation(LOOPS.forward, backward=LOOPS.backward),
     },
     ("", _ROWS, _ROWS, _ROWS, "rows tokens", "heads", "heads", _ROWS, _HEADS, _ROWS, _HEADS),

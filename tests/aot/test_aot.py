@@ -464,7 +464,8 @@ def test_the_hopper_kernels_for_attention_s_gradients_keep_sums_and_probabilitie
     for x in hopper_products.table(module="hopper_flash_backward"):
         print(x)
         assert x["registers"] and not x["serialized"] and not x["spills"]
-        assert x["temporaries"] <= 2**24.1
+        added = "of 128" in x["call"] and "ordered" not in x["call"]  # dq in float32, 256 MiB, is added up in memory
+        assert x["temporaries"] <= 2**24.1 + added * 2**28
 
 
 @pytest.mark.aot

@@ -53,7 +53,17 @@ CASES = [
     Drawn(4, 2, 128, 128, 200, (0, 70, 75, 130), ops.Mask(0.1, window=60), sinks=True, dtype=jnp.float16),
     Drawn(2, 1, 128, 128, 256, (0, 200), ops.Mask(0.1), parts=2),
     Drawn(2, 1, 128, 128, 150, (0, 90), ops.Mask(0.1, window=50), ahead=True, ordered=True),
+    Drawn(2, 1, 128, 128, 200, (0, 64), ops.Mask(0.1, causal=False, softcap=15.0), hidden=True, sinks=True),
 ]
+# What is left out to plant a race: a case, and a wait for a barrier or for copies to memory, in the order of tracing.
+RACES = {
+    # The first 64 keys' probabilities. Before: free, of the group that copies; keys, copied, two taken, of the one with
+    # scores; keys, copied.
+    "race": (0, "barrier_wait", 8),
+    "race, gradients of scores": (2, "barrier_wait", 5),  # Before: free; keys, copied, taken, of the first group.
+    "race, gradients that products read": (2, "barrier_wait", 4),
+    "race, gradients on their way to memory": (2, "wait_smem_to_gmem", 1),
+}
 
 
 def sight(c: Drawn) -> tuple[np.ndarray, np.ndarray]:
@@ -168,27 +178,49 @@ def add_in_memory() -> None:
     gpu_callbacks.copy_smem_to_gmem = some
 
 
-def plant_a_race() -> None:
-    """Leave out the wait for the first 64 keys' probabilities: the eighth of the waits, in the order of tracing."""
-    wait, calls = mosaic_gpu.barrier_wait, []
+def watch_products() -> None:
+    """Have the interpreter look for races of what products read of shared memory, as TMA reads; it does not by itself."""
+    multiply = gpu_callbacks.wgmma
 
-    def some(barrier):
-        calls.append(barrier)
-        if (
-            len(calls) != 8
-        ):  # free, of the group that copies; keys, copied, two taken, of the one with scores; keys, copied
-            wait(barrier)
+    def watched(*, thread, a_allocation_key_as_array, a_transforms, b_allocation_key_as_array, b_transforms, **how):
+        memory = gpu_callbacks._get_shared_memory()
+        sides = (a_allocation_key_as_array, a_transforms), (b_allocation_key_as_array, b_transforms)
+        if memory.detect_races:
+            clock = memory.incr_clock(thread).async_smem_clock
+            clock.inc(memory.thread_to_vc_position(thread))  # after what the same thread just committed
+            for key, transforms in sides:
+                key = gpu_callbacks.HostAllocationKey.from_array(key)
+                transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+                gpu_callbacks.get_races().check_read(
+                    thread, clock, key, memory.access(key, transforms), source_info=how.get("source_info")
+                )
+        (a, a_how), (b, b_how) = sides
+        return multiply(thread=thread, a_allocation_key_as_array=a, a_transforms=a_how, b_allocation_key_as_array=b,
+                        b_transforms=b_how, **how)  # fmt: skip
 
-    mosaic_gpu.barrier_wait = some
+    gpu_callbacks.wgmma = watched
+
+
+def plant_a_race(name: str, left_out: int) -> None:
+    """Leave out one of the waits of a name."""
+    wait, calls = getattr(mosaic_gpu, name), []
+
+    def some(*args, **how):
+        calls.append(args)
+        if len(calls) != left_out:
+            wait(*args, **how)
+
+    setattr(mosaic_gpu, name, some)
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)  # threads, of which each group of warps that waits holds one
     add_in_memory()
-    if sys.argv[1] == "race":
-        plant_a_race()
-        print(*errors(CASES[0]))
+    if sys.argv[1] in RACES:
+        case, *wait = RACES[sys.argv[1]]
+        plant_a_race(*wait)
+        print(*errors(CASES[case]))
     else:
         for i in map(int, sys.argv[1:]):
             print(*errors(CASES[i]), flush=True)

@@ -1,0 +1,22 @@
+"""Attention on NVIDIA Hopper as `flash_attention_gpu` has it, with gradients that are the same, to the bit, in every call.
+
+That adds the gradients of queries of some heads up in memory, in no fixed order; here a kernel of their own gives them
+for all heads, for two more products of five (`flash_backward_gpu`).
+"""
+
+import functools
+
+from fdel.kernels import flash_backward_gpu
+from fdel.kernels.flash_attention_gpu import forward, unsupported, unsupported_part
+from fdel.ops import mask as M
+from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
+
+__all__ = ["backward", "call", "forward", "unsupported", "unsupported_part"]
+backward = functools.partial(flash_backward_gpu.backward, ordered=True)
+
+
+def call(
+    q: Queries, k: Keys, v: Values, where: Where, *, mask: Mask, sinks: PerHead, alibi: None, bias: None
+) -> Attended:
+    """Attend within segments: (output, log-sum-exps in float32)."""
+    return M.attention(Passes(forward, backward), mask, q, k, v, where, sinks, alibi)
