@@ -133,9 +133,7 @@ def _begin(s: Any, group: int, hand: Any, dq: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     for part in range(GROUPS):
-        gpu.wgmma(
-            dq, s.ds_s.at[hand * GROUPS + part].transpose((1, 0)), s.k_s.at[part, :, pl.ds(group * ROWS, ROWS)]
-        )
+        gpu.wgmma(dq, s.ds_s.at[hand * GROUPS + part].transpose((1, 0)), s.k_s.at[part, :, pl.ds(group * ROWS, ROWS)])
 
 
 def _add(about: About, w: Walk, group: int, to: Any, i: Any, found: Float[Array, "64 64"]) -> None:

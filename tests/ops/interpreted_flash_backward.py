@@ -55,14 +55,14 @@ CASES = [
     Drawn(2, 1, 128, 128, 150, (0, 90), ops.Mask(0.1, window=50), ahead=True, ordered=True),
     Drawn(2, 1, 128, 128, 200, (0, 64), ops.Mask(0.1, causal=False, softcap=15.0), hidden=True, sinks=True),
 ]
-# What is left out to plant a race: a case, and a wait for a barrier or for copies to memory, in the order of tracing.
+# What is left out to plant a race: a case, and waits for barriers or for copies to memory, in the order of tracing.
 RACES = {
     # The first 64 keys' probabilities. Before: free, of the group that copies; keys, copied, two taken, of the one with
     # scores; keys, copied.
-    "race": (0, "barrier_wait", 8),
-    "race, gradients of scores": (2, "barrier_wait", 5),  # Before: free; keys, copied, taken, of the first group.
-    "race, gradients that products read": (2, "barrier_wait", 4),
-    "race, gradients on their way to memory": (2, "wait_smem_to_gmem", 1),
+    "race": (0, "barrier_wait", (8,)),
+    # Gradients of scores, written while products read them. Before: free; keys, copied, of the first group.
+    "race, gradients of scores": (2, "barrier_wait", (4,)),
+    "race, gradients on their way to memory": (2, "wait_smem_to_gmem", (1, 2, 4, 5)),
 }
 
 
@@ -186,8 +186,10 @@ def watch_products() -> None:
         memory = gpu_callbacks._get_shared_memory()
         sides = (a_allocation_key_as_array, a_transforms), (b_allocation_key_as_array, b_transforms)
         if memory.detect_races:
-            clock = memory.incr_clock(thread).async_smem_clock
-            clock.inc(memory.thread_to_vc_position(thread))  # after what the same thread just committed
+            memory.incr_clock(thread)
+            with memory.lock:  # a product is done when the call returns
+                memory.clocks[thread].async_smem_clock.inc(memory.thread_to_vc_position(thread))
+                clock = memory.clocks[thread].async_smem_clock.copy()
             for key, transforms in sides:
                 key = gpu_callbacks.HostAllocationKey.from_array(key)
                 transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
@@ -201,13 +203,13 @@ def watch_products() -> None:
     gpu_callbacks.wgmma = watched
 
 
-def plant_a_race(name: str, left_out: int) -> None:
-    """Leave out one of the waits of a name."""
+def plant_a_race(name: str, left_out: tuple[int, ...]) -> None:
+    """Leave out some of the waits of a name."""
     wait, calls = getattr(mosaic_gpu, name), []
 
     def some(*args, **how):
         calls.append(args)
-        if len(calls) != left_out:
+        if len(calls) not in left_out:
             wait(*args, **how)
 
     setattr(mosaic_gpu, name, some)
@@ -217,6 +219,7 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)  # threads, of which each group of warps that waits holds one
     add_in_memory()
+    watch_products()
     if sys.argv[1] in RACES:
         case, *wait = RACES[sys.argv[1]]
         plant_a_race(*wait)

@@ -7,6 +7,7 @@ from fdel.kernels import flash_tiles_gpu as tiles
 from tests.ops.test_kernels import interpret
 
 MATRIX = pytest.mark.matrix
+RACES = "race", "race, gradients of scores", "race, gradients on their way to memory"
 
 
 @pytest.mark.slow
@@ -24,7 +25,7 @@ def test_gradients_of_attention_on_hopper_equal_float64(case):
 
 
 @MATRIX
-@pytest.mark.parametrize("name", interpreted.RACES)
+@pytest.mark.parametrize("name", RACES)
 def test_a_race_planted_in_gradients_of_attention_is_found(name):
     done = interpret("flash_backward", name)
     assert "RACE DETECTED" in done.stdout + done.stderr
