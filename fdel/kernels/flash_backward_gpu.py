@@ -1,17 +1,21 @@
-"""The backward pass of attention on NVIDIA Hopper: two Pallas Mosaic GPU kernels.
+"""The backward pass of attention on NVIDIA Hopper: Pallas Mosaic GPU kernels.
 
-Algorithm: FlashAttention's (arXiv 2205.14135, 2307.08691) with sums that nobody shares, so that their order is always the
-same. With s = softcap(scale q k), p = exp(s - lse) and delta = dout . out - dlse,
+Algorithm: FlashAttention's (arXiv 2205.14135, 2307.08691). With s = softcap(scale q k), p = exp(s - lse) and
+delta = dout . out - dlse,
   dv = sum p dout;  ds = p (dout . v - delta) softcap'(s);  dk = scale sum ds q;  dq = scale sum ds k
-One kernel gives dk and dv: a program has a tile of keys of a key head and walks the tiles of queries that meet it, of all
-query heads of the group. One group of warps copies; one multiplies keys with queries, hands probabilities on through shared
-memory, and sums dv; one multiplies values with dout and sums dk. So a thread keeps one sum, and heads of 256 fit. The other
-kernel gives dq: a program has 128 queries of a head, half of them for each of two groups, and walks tiles of keys. Programs
-that walk most begin first under a causal mask. In tiles that see each other wholly nothing is masked.
+Heads of 128 take one kernel of five products, FlashAttention-3's (arXiv 2407.08608), which adds dq up in memory, in float32
+and in no fixed order: `flash_joint_gpu`. FLOPs: 6 H + 4 Hv for each pair of a query and a key that share a tile.
 
-FLOPs: for each pair of a query and a key that share a tile 8 H + 6 Hv, where a kernel that adds up dq in memory has
-6 H + 4 Hv. Operands are bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; heads of 128
-were measured on an H100 (docs/kernels_hopper.md).
+Other heads, and those of 128 if they are to be `ordered`, take two kernels with sums that nobody shares, so that their order
+is always the same: 8 H + 6 Hv FLOPs. One gives dk and dv: a program has a tile of keys of a key head and walks the tiles of
+queries that meet it, of all query heads of the group. One group of warps copies; one multiplies keys with queries, hands
+probabilities on through shared memory, and sums dv; one multiplies values with dout and sums dk. So a thread keeps one sum,
+and heads of 256 fit. The other kernel gives dq: a program has 128 queries of a head, half of them for each of two groups,
+and walks tiles of keys. Heads of 64 would gain nothing from five products: shared memory, not tensor cores, bounds them.
+
+Programs that walk most begin first under a causal mask. In tiles that see each other wholly nothing is masked. Operands are
+bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; two kernels, of heads of 128, were measured on an
+H100 (docs/kernels_hopper.md).
 """
 
 import functools
@@ -47,7 +51,7 @@ MEMORY = 208 * 2**10  # bytes that they, keys, values and probabilities may take
 
 
 class Arrays(NamedTuple):
-    """What both kernels read, filled up to whole tiles; heads lie beside each other. lse is to the base 2."""
+    """What the kernels read, filled up to whole tiles; heads lie beside each other. lse is to the base 2."""
 
     q: Float[Array, "B T NH"]
     k: Float[Array, "B S KH"]
@@ -63,7 +67,7 @@ def backward(
 ) -> tuple:  # fmt: skip
     """Give (dq, dk, dv, dsinks): `mask.Passes.backward`, of what `flash_attention_gpu.unsupported` lets through.
 
-    Then come alibi, which is None, out, lse, dout and dlse.
+    Then come alibi, which is None, out, lse, dout and dlse. `ordered`: equal calls give equal numbers.
     """
     alibi, out, lse, dout, dlse = after
     if alibi is not None:
@@ -81,11 +85,11 @@ def backward(
         m.scale, m.softcap, tiles_of.tests(m, where), heads // kv_heads, width, values, tiles, interpreted
     )
     first, second = (about(table[width, values]) for table in (tiles_of.BACKWARD, OF_QUERIES))
-    of_keys = _sight(first, m, where, (t, s), turned=True)
+    walked = _sight(first, m, where, (t, s), turned=True)
     if (width, values) in JOINT and not ordered:
-        dq, dk, dv = _of_both(first, arrays, *of_keys)
+        dq, dk, dv = _of_both(first, arrays, *walked)
     else:
-        dk, dv = _of_keys(first, arrays, *of_keys)
+        dk, dv = _of_keys(first, arrays, *walked)
         dq = _of_queries(second, arrays, *_sight(second, m, where, (t, s), turned=False))
     cut = lambda dx, x: dx[:, : x.shape[1]].reshape(x.shape)
     return cut(dq, q), cut(dk, k), cut(dv, v), dsinks
@@ -216,7 +220,7 @@ def _tiled(dtype: Any, *shape: int) -> Any:
 
 
 def _launched() -> dict[str, Any]:
-    """Give what both kernels have in common: the last axis of the grid is walked first, so the first tiles begin first."""
+    """Give what the kernels have in common: the last axis of the grid is walked first, so the first tiles begin first."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     return {

@@ -59,7 +59,7 @@ def _multiply(about: About, w: Walk, group: int, to: tuple[Any, Any, Any]) -> No
 
     def walk(dk: Any, dv: Any) -> tuple[Array, Array]:
         def step(i: Any, _: None) -> None:
-            pl.run_scoped(functools.partial(_step, about, w, group, to[0], i, dk, dv), of_scores, of_scores)
+            pl.run_scoped(functools.partial(_step, about, w, group, to[0], i, (dk, dv)), of_scores, of_scores)
 
         jax.lax.fori_loop(0, steps, step, None)
         dks, dvs = dk[...], dv[...]
@@ -82,12 +82,13 @@ def _of_dq() -> Any:
     return gpu.ACC((ROWS, ROWS), jnp.float32)
 
 
-def _step(about: About, w: Walk, group: int, to: Any, i: Any, dk: Any, dv: Any, x: Any, dp: Any) -> None:
-    """Add a tile of queries to dk and dv, and to dq what the tile before gives; x and dp are accumulators."""
+def _step(about: About, w: Walk, group: int, to: Any, i: Any, sums: tuple[Any, Any], x: Any, dp: Any) -> None:
+    """Add a tile of queries to dk and dv, which are `sums`, and to dq what the tile before gives; x and dp begin at 0."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     s, slot, j, none = w.s, w.slot(i), w.queries(about, i), zero(w.bounds[w.row, w.tile, FIRST])
+    dk, dv = sums
     now, before, later = _hand(i), _hand(i + 1), pl.when(i > 0)  # two, so the one before is the one after
     gpu.barrier_wait(s.full.at[slot])
     gpu.wgmma(x, s.k_s.at[group + none], s.q_s.at[slot].transpose((1, 0)))
