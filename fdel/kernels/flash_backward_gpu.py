@@ -6,15 +6,15 @@ delta = dout . out - dlse,
 Heads of 128 take one kernel of five products, FlashAttention-3's (arXiv 2407.08608), which adds dq up in memory, in float32
 and in no fixed order: `flash_joint_gpu`. FLOPs: 6 H + 4 Hv for each pair of a query and a key that share a tile.
 
-Other heads, and those of 128 if they are to be `ordered`, take two kernels with sums that nobody shares, so that their order
-is always the same: 8 H + 6 Hv FLOPs. One gives dk and dv: a program has a tile of keys of a key head and walks the tiles of
+Other heads, and those of 128 if they are to be `ordered`, take two kernels with sums that nobody shares, whose order is
+always the same: 8 H + 6 Hv FLOPs. One gives dk and dv: a program has a tile of keys of a key head and walks the tiles of
 queries that meet it, of all query heads of the group. One group of warps copies; one multiplies keys with queries, hands
 probabilities on through shared memory, and sums dv; one multiplies values with dout and sums dk. So a thread keeps one sum,
 and heads of 256 fit. The other kernel gives dq: a program has 128 queries of a head, half of them for each of two groups,
 and walks tiles of keys. Heads of 64 would gain nothing from five products: shared memory, not tensor cores, bounds them.
 
 Programs that walk most begin first under a causal mask. In tiles that see each other wholly nothing is masked. Operands are
-bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; two kernels, of heads of 128, were measured on an
+bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; two kernels of heads of 128 were measured on an
 H100 (docs/kernels_hopper.md).
 """
 
