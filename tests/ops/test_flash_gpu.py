@@ -112,6 +112,8 @@ def test_a_ring_takes_the_kernel_on_hopper_for_its_parts_where_it_is_named():
     mesh = AbstractMesh((2,), ("sp",), (AxisType.Auto,))
     run = lambda: ops.explain(ops.attend, ops.packed(jnp.zeros((1, 256), int)), None, 0, x, x, x, mask=Mask(0.1))
     with jax.sharding.use_abstract_mesh(mesh), tracing_for("gpu"):
-        assert "attend_part\n  hopper: supported, where `use` names it\n  flash: chosen" in run()
-        with ops.use(attend_part="hopper"):
-            assert "attend_part\n  hopper: chosen" in run()
+        named = ": supported, where `use` names it\n  "
+        assert f"attend_part\n  hopper{named}hopper_ordered{named}flash: chosen" in run()
+        for name in ("hopper", "hopper_ordered"):
+            with ops.use(attend_part=name):
+                assert f"{name}: chosen" in run()
