@@ -284,7 +284,8 @@ def test_the_choice_is_explained_and_a_named_one_works_or_raises():
     with pytest.raises(ValueError, match="impl='flash' cannot serve this call: an additive bias"):
         ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), bias=bias, impl="flash")
     with pytest.raises(
-        ValueError, match="impl='fast' is unknown; .* one of ring, cudnn, hopper, hopper_ordered, splash, short, flash, dense"
+        ValueError,
+        match="impl='fast' is unknown; .* one of ring, cudnn, hopper, hopper_ordered, splash, short, flash, dense",
     ):
         ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), impl="fast")
     _, paged = ops.paged([(0, 0, [1])], np.zeros((1, 1), int))

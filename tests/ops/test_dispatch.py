@@ -197,7 +197,10 @@ def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
     ("names", "message"),
     [
         ({"attention": "flash"}, "no operation 'attention' has implementations; known are .*attend"),
-        ({"attend": "fast"}, "attend: impl='fast' is unknown; .*ring, cudnn, hopper, hopper_ordered, splash, short, flash, dense"),
+        (
+            {"attend": "fast"},
+            "attend: impl='fast' is unknown; .*ring, cudnn, hopper, hopper_ordered, splash, short, flash, dense",
+        ),
         ({"attend": "auto"}, "attend: impl='auto' is another project's: without a name the first that can is taken"),
         (
             {"attend": "page_attention"},
