@@ -16,7 +16,9 @@ from fdel.models import llama
 from fdel.ops.dispatch import TABLES
 from fdel.serve import Engine, SamplingParams, Settings
 
-WAYS = [(op, name) for op, table in TABLES.items() for name in table.implementations if name == "cudnn" or "hopper" in name]
+WAYS = [
+    (op, name) for op, table in TABLES.items() for name in table.implementations if name == "cudnn" or "hopper" in name
+]
 KERNELS = [(op, name) for op, name in WAYS if op != "attend_part"]  # that is `attend`'s, in a ring
 
 

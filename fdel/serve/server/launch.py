@@ -112,6 +112,14 @@ def make_engine(
     return Engine(model, settings, tokenizer=tok, adapters=adapted, draft=draft, pooling=pooling, sight=seen)
 
 
+def dump_threads_on(signum: int) -> None:
+    """Write where every thread stands to standard error, each time this signal comes, and end nothing.
+
+    Not by `faulthandler.register`: that reads other threads' frames while they run, which ended the process at times.
+    """
+    signal.signal(signum, lambda *_: faulthandler.dump_traceback())
+
+
 def listen(
     found: Sequence[ServedModel], options: ServerOptions, keys: dict[str, auth.Key] | None,
     heard: Sequence[audio.HeardModel] = (), scored: Sequence[dual.DualModel] = (),
@@ -125,7 +133,7 @@ def listen(
         if stat.S_ISREG(os.fstat(file).st_mode):  # for its owner alone, also if it was there
             os.fchmod(file, 0o600)
         http.audit.addHandler(logging.StreamHandler(os.fdopen(file, "a")))
-    faulthandler.register(signal.SIGUSR1)  # writes where every thread stands, and ends nothing
+    dump_threads_on(signal.SIGUSR1)
     if options.programs is not None:
         # What lies there is run: it is the user's alone
         options.programs.mkdir(mode=0o700, parents=True, exist_ok=True)
