@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from fdel import ops
 from fdel.kernels import decode_gpu
-from fdel.ops.batch import Packed, Paged, Pages, Slots
+from fdel.ops.batch import Packed, Paged, Pages
 from fdel.ops.paged import paged_attention
 from fdel.ops.platform import tracing_for
 from fdel.ops.weights import PACKED, Quantized
@@ -213,51 +213,6 @@ def test_ssd_on_hopper_equals_float64(arguments, tolerances):
 def test_a_race_planted_in_ssd_is_found():
     done = interpret("ssd", "race")
     assert "RACE DETECTED" in done.stdout + done.stderr
-
-
-def _experts(dtype=jnp.bfloat16):
-    shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
-    return ops.grouped_matmul, shape(8, 128), shape(4, 128, 128), jax.ShapeDtypeStruct((4,), jnp.int32)
-
-
-def _pages(block=1, heads=128):
-    half = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
-    some = jnp.zeros(2 * block, jnp.int32)
-    batch, pages = Paged(some, jnp.zeros((2, 4), jnp.int32), some[:2], block), half(1, 8, 2, 64, heads)
-    f = lambda q, k, v: paged_attention(batch, Pages(k, v, None, None), 0, q, mask=ops.Mask(0.1))
-    return f, half(2 * block, 4, heads), pages, pages
-
-
-def _states(block=1):
-    half, tokens = lambda *s: jax.ShapeDtypeStruct((2 * block, *s), jnp.bfloat16), jnp.zeros(2 * block, jnp.int32)
-    batch = Paged(tokens, jnp.zeros((2, 1), jnp.int32), tokens[:2], block)
-    carry = ops.Carry(ops.State(slots=Slots(None, jnp.zeros((1, 2, 4, 64, 128)))))
-    f = lambda x, dt, b: ops.ssd(batch, carry, 0, x, dt, jnp.ones(4), b, b)[0]
-    return f, half(4, 64), jax.ShapeDtypeStruct((2 * block, 4), jnp.float32), half(1, 128)
-
-
-@pytest.mark.of_cpu("with --target the references are named")
-@pytest.mark.parametrize(
-    ("call", "device", "chosen", "why"),
-    [
-        (_experts(), "NVIDIA H100 80GB HBM3", "hopper", ""),
-        (_experts(), "NVIDIA A100-SXM4-80GB", "xla", "the device is a NVIDIA A100-SXM4-80GB"),
-        (_experts(), None, "xla", "the device is not known to be of Hopper"),
-        (_experts(jnp.float16), "NVIDIA H200", "xla", "measured with matrices in bfloat16; found float16"),
-        (_pages(), "NVIDIA H200", "hopper", ""),
-        (_pages(heads=256), "NVIDIA H200", "xla", "measured with a token of each sequence"),
-        (_pages(block=32), "NVIDIA H200", "xla", "measured with a token of each sequence"),
-        (_pages(), None, "xla", "the device is not known to be of Hopper"),
-        (_states(), "NVIDIA H100 80GB HBM3", "hopper", ""),
-        (_states(block=32), "NVIDIA H100 80GB HBM3", "xla", "decoding alone, in bfloat16, was compared with XLA"),
-    ],
-)
-def test_what_was_measured_on_hopper_is_taken_there_unasked(call, device, chosen, why, monkeypatch):
-    """And nowhere else: another GPU refuses its machine code, and what did not run on one is taken where it is named."""
-    monkeypatch.setattr("fdel.kernels.device.device_kind", lambda: device)
-    with tracing_for("gpu"):
-        found = ops.explain(*call)
-    assert f"{chosen}: chosen" in found and why in found
 
 
 SSD_REASONS = [

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 from fdel import ops
-from fdel.ops.batch import Packed, Paged, Pages
+from fdel.ops import platform
+from fdel.ops.batch import Packed, Paged, Pages, Slots
 from fdel.ops.paged import paged_attention
 from tests.aot import hopper_products
 
@@ -20,13 +21,21 @@ HALF, SINGLE = jnp.bfloat16, jnp.float32
 put = jax.ShapeDtypeStruct
 
 
-def taken(f, *args, kind: str = "NVIDIA H100 80GB HBM3") -> str:
-    """Name what the first operation in f takes on a device of this kind."""
+def explained(f, *args, kind: str | None = "NVIDIA H100 80GB HBM3") -> str:
+    """Explain f on a device of this kind, or on a GPU of which no more is known."""
+    if kind is None:
+        with platform.tracing_for("gpu"):
+            return ops.explain(f, *args)
     about = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)
     device = about(device_kind=kind, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        return re.findall(r"^ *(\w+): chosen", ops.explain(f, *args), re.M)[0]
+        return ops.explain(f, *args)
+
+
+def taken(f, *args, kind: str = "NVIDIA H100 80GB HBM3") -> str:
+    """Name what the first operation in f takes."""
+    return re.findall(r"^ *(\w+): chosen", explained(f, *args, kind=kind), re.M)[0]
 
 
 def attend(width: int, values: int, dtype=HALF, single: bool = False, **how):
@@ -53,9 +62,17 @@ def test_attention(args, how, expected):
     assert taken(*attend(*args, **how)) == expected
 
 
-def test_another_gpu_takes_none_of_hopper():
-    assert taken(*attend(128, 128), kind="NVIDIA A100-SXM4-80GB") == "flash"
-    assert taken(*product("int4", 64, 8), kind="NVIDIA A100-SXM4-80GB") == "xla"
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "the device is a NVIDIA A100-SXM4-80GB"),
+        (None, "the device is not known to be of Hopper"),
+    ],
+)
+def test_other_gpus_take_none_of_hopper(kind, why):
+    for call in (attend(128, 128), product("int4", 64, 8)):
+        found = explained(*call, kind=kind)
+        assert not re.search(r"hopper\w*: chosen", found) and why in found
 
 
 def product(form: str, group: int, rows: int):
@@ -79,7 +96,9 @@ def test_products_of_experts(form, rows, expected):
     w = hopper_products.weight(lambda dtype, *shape: put(shape, dtype), (8, 1024), 1024, form, 1024, False)
     call = lambda x, w, sizes: ops.grouped_matmul(x, w, sizes)
     assert taken(call, put((rows, 1024), HALF), w, put((8,), jnp.int32)) == expected
-    assert taken(call, put((rows, 1024), HALF), put((8, 1024, 1024), HALF), put((8,), jnp.int32)) == "hopper"
+    whole = lambda dtype: (put((rows, 1024), dtype), put((8, 1024, 1024), dtype), put((8,), jnp.int32))
+    assert taken(call, *whole(HALF), kind="NVIDIA H200") == "hopper"
+    assert "measured with matrices in bfloat16; found float16" in explained(call, *whole(jnp.float16))
 
 
 @pytest.mark.parametrize(
@@ -105,3 +124,17 @@ def test_recurrences_in_training(dtype, expected):
     scan = lambda x, dt, a, b: ops.selective_scan(batch, None, 0, x, dt, a, b, b)[0]
     wide = put((2, 256, 128), dtype), put((2, 256, 128), SINGLE), put((128, 16), SINGLE), put((2, 256, 16), dtype)
     assert taken(scan, *wide) == expected
+
+
+@pytest.mark.parametrize("block", [1, 32])
+def test_recurrences_of_an_engine(block):
+    some = jnp.zeros(2 * block, jnp.int32)
+    batch = Paged(some, jnp.zeros((2, 1), jnp.int32), some[:2], block)
+    carry = lambda *states: ops.Carry(ops.State(slots=Slots(None, jnp.zeros((1, 2, *states)))))
+    x, few, shared = put((2 * block, 4, 64), HALF), put((2 * block, 4), SINGLE), put((2 * block, 1, 128), HALF)
+    ssd = lambda x, dt, b: ops.ssd(batch, carry(4, 64, 128), 0, x, dt, jnp.ones(4), b, b)[0]
+    assert taken(ssd, x, few, shared) == "hopper"
+    rule = lambda x, g: ops.gated_delta_rule(batch, carry(4, 128, 128), 0, x, x, x, g, g)[0]
+    assert taken(rule, put((2 * block, 4, 128), HALF), few) == (
+        "hopper" if block == 1 else "xla"
+    )  # prompts did not run
