@@ -1,6 +1,6 @@
 """Ways to cut quantized products on a GPU of the Hopper kind: microseconds of the kernel alone, for each combination.
 
-    python benchmarks/tilings.py --case "8 rows, GPTQ" "8 rows, MXFP4" --vary splits=1,2,4 depth=4,8 [--lock FILE] [--dry]
+    python benchmarks/tilings.py --case "8 rows, GPTQ" "8 rows, MXFP4" --vary splits=1,2,4 ahead=1,3 [--lock FILE] [--dry]
 
 Cases are those of kernels.py; what may vary are numbers in `quantized_arrays_gpu.Tiling`. The first row of a case is what
 `quantized_matmul_gpu.tiling` chooses, which others are compared with. `--dry` compiles for an H100, and runs nothing.

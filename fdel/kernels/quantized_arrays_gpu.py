@@ -99,7 +99,7 @@ def stored(w: Quantized, t: Tiling) -> Stored:
 class Column(NamedTuple):
     """What a chunk's slot has of scales or zero points: numbers, or words, of each output."""
 
-    each: int
+    count: int
     dtype: Any
 
 
@@ -107,10 +107,10 @@ def columns(w: Stored, t: Tiling) -> dict[str, Column]:
     """Say what a slot has beside the weight: "scale" and "zero", or nothing where a group has all inputs."""
     if t.groups == w.scale.shape[1] == 1:
         return {}
-    each = lambda a: max(1, t.chunk * a.shape[1] // w.values.shape[1])
+    count = lambda a: max(1, t.chunk * a.shape[1] // w.values.shape[1])
     narrow = jnp.bfloat16 if w.kind == "float" else w.scale.dtype
-    found = {"scale": Column(each(w.scale), narrow if t.narrow else jnp.float32)}
-    return found if w.zero is None else found | {"zero": Column(each(w.zero), jnp.bfloat16)}
+    found = {"scale": Column(count(w.scale), narrow if t.narrow else jnp.float32)}
+    return found if w.zero is None else found | {"zero": Column(count(w.zero), jnp.bfloat16)}
 
 
 def beside(w: Quantized, t: Tiling) -> int:

@@ -1,10 +1,9 @@
 """The program of `quantized_matmul_gpu` and `grouped_quantized_gpu`: outputs by rows, from weights as they are stored.
 
-One group of warps copies chunks of weight and x, with scales and zero points of their groups, which its threads load and
-store, as TMA copies no column. `GROUPS` others decode (`decode_gpu`) 64 outputs each and multiply. Groups of inputs of 64
-bytes or more have chunks of their own, whose float32 sums are scaled; those of 32 bytes are two pieces of one. *Narrow*
-groups lie several in a piece: there decoded numbers are multiplied with scales in bfloat16, exact for the scales of MXFP4
-and NVFP4, powers of two and e4m3, whose products with e2m1 have six bits.
+One group of warps copies chunks of weight and x, `GROUPS` others decode (`decode_gpu`) 64 outputs each and multiply. Groups
+of inputs of 64 bytes or more have chunks of their own, whose float32 sums are scaled; those of 32 bytes are two pieces of
+one. *Narrow* groups lie several in a piece: there decoded numbers are multiplied with scales in bfloat16, exact for the
+scales of MXFP4 and NVFP4, powers of two and e4m3, whose products with e2m1 have six bits.
 """
 
 import functools
@@ -38,7 +37,7 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
         "full": gpu.Barrier(num_arrivals=GROUPS + t.parts + (1 if beside else 0), num_barriers=t.depth),
         "free": gpu.Barrier(num_arrivals=GROUPS, num_barriers=t.depth),
     }
-    scratch |= {f"{name}_s": gpu.SMEM((t.depth, GROUPS * EACH, c.each), c.dtype) for name, c in beside.items()}
+    scratch |= {f"{name}_s": gpu.SMEM((t.depth, GROUPS * EACH, c.count), c.dtype) for name, c in beside.items()}
     if turned:
         how = () if table else tiled(16, 64)  # of a table's tiles some rows are copied out
         scratch["o_s"] = gpu.SMEM((GROUPS, t.rows, EACH), dtype, transforms=how)
@@ -82,7 +81,7 @@ def _place(r: Any, t: Tiling) -> SimpleNamespace:
         p.there = row < r.items[0]
         p.count = jnp.where(group < every // here, p.count, 0)  # rows of no group become 0
         p.matrix = jnp.minimum(group, every // here - 1) * here
-    p.bottom = jnp.minimum(p.matrix + p.first, max(0, every - GROUPS * EACH))  # the first output whose scale a slot has
+    p.top_scale = jnp.minimum(p.matrix + p.first, max(0, every - GROUPS * EACH))  # of the 128 whose scales a slot has
     return p
 
 
@@ -177,15 +176,20 @@ def _numbers(r: Any, t: Tiling, p: Any, at: Any) -> list[list[Array]]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    def numbers(ref: Any, each: int) -> list[Array]:
-        count, column = ref.shape[1], at * each if t.groups > 1 else jax.lax.div(at, jnp.int32(t.inner))
+    found, rows = [], GROUPS * EACH
+    for name in ("scale", "zero"):
+        if not hasattr(r, f"{name}_s"):
+            continue
+        ref, each = getattr(r, name), getattr(r, f"{name}_s").shape[2]
+        count = ref.shape[1]
+        column = at * each if t.groups > 1 else jax.lax.div(at, jnp.int32(t.inner))
         size = each if count % each == 0 else 1
-        some = [pl.ds(jnp.minimum(column + i, count - size), size) for i in range(0, each, size)]
-        layout = gpu.Layout.WG_STRIDED((GROUPS * EACH, size), vec_size=size)
-        return [transfer_gpu.load(ref.at[pl.ds(p.bottom, GROUPS * EACH), x], layout=layout) for x in some]
-
-    kept = [name for name in ("scale", "zero") if hasattr(r, f"{name}_s")]
-    return [numbers(getattr(r, name), getattr(r, f"{name}_s").shape[2]) for name in kept]
+        layout = gpu.Layout.WG_STRIDED((rows, size), vec_size=size)
+        some = lambda i, ref=ref, column=column, size=size, count=count: ref.at[
+            pl.ds(p.top_scale, rows), pl.ds(jnp.minimum(column + i, count - size), size)
+        ]
+        found.append([transfer_gpu.load(some(i), layout=layout) for i in range(0, each, size)])
+    return found
 
 
 def _keep(r: Any, t: Tiling, kind: str, slot: Any, known: list[list[Array]]) -> None:
@@ -248,7 +252,7 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     first = lambda ref: transfer_gpu.load(ref.at[outputs, 0], layout=row, optimized=False)
     pieces, whole = range(0, t.chunk, t.piece), not hasattr(r, "scale_s")  # whole: only the result is scaled
     always = [zeros_of(first(r.zero), t.format)] if whole and hasattr(r, "zero") else []
-    mine_of = pl.ds(jnp.minimum(p.matrix + p.first + mine * EACH, p.every - EACH) - p.bottom, EACH)
+    mine_of = pl.ds(jnp.minimum(p.matrix + p.first + mine * EACH, p.every - EACH) - p.top_scale, EACH)
 
     def kept(name: str, slot: Any, begin: int) -> list[Array]:
         """Read a piece's columns of a slot: of a word that several pieces share, the word."""
@@ -289,11 +293,12 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
     def step(j: Any, total: Array) -> Array:
         for i in range(t.groups):
 
-            def one(acc: Any, some: range = pieces[i : i + 1]) -> Array:
+            def one(acc: Any, some: range = pieces[i : i + 1]) -> tuple[Array, Array]:
                 scale = _multiply(r, t, mine, acc, j, some, of_piece)
-                return acc[...] * by_rows(scale)
+                return acc[...], scale
 
-            total = total + pl.run_scoped(one, sums)
+            products, scale = pl.run_scoped(one, sums)
+            total = total + products * by_rows(scale)
         return total
 
     return jax.lax.fori_loop(0, p.count, step, gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA))

@@ -4,7 +4,6 @@
 `interpreted_pages`.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,7 +172,6 @@ def plant_a_race() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["NPROC"] = "8"  # XLA's threads: those of 2 processors may all wait in callbacks, and nothing runs on
     jax.config.update("jax_platforms", "cpu")
     if sys.argv[1] == "race":
         plant_a_race()
