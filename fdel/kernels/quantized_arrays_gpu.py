@@ -22,7 +22,7 @@ SHARED, PIECE = (
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way (2 or all), parts of the inputs.
+    """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way, parts of the inputs.
 
     `groups`: in a chunk, or `inner`: chunks of a group. `outputs`: of each of several matrices, for whose rows there is a
     table of tiles. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.

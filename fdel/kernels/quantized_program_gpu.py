@@ -99,8 +99,8 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
         if not t.few and not t.in_memory:  # the interpreter has none
             gpu.set_max_registers(count, action=action)
 
-    def fetch(j: Any) -> None:
-        slot, at = jax.lax.rem(jnp.int32(j), jnp.int32(t.depth)), p.begin + j
+    def fetch(j: Any, _: None) -> None:
+        slot, at = jax.lax.rem(j, jnp.int32(t.depth)), p.begin + j
         for i in range(GROUPS):
             some = r.values.at[part(i), pl.ds(at * t.chunk, t.chunk)]
             gpu.copy_gmem_to_smem(some, r.w_s.at[slot, i], r.full.at[slot])
@@ -111,22 +111,22 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
             gpu.copy_gmem_to_smem(some, r.x_s.at[slot, i], r.full.at[slot])
 
     def fill(j: Any, known: list[list[Array]]) -> list[list[Array]]:
-        """Complete a chunk's slot with its scales, after copies of the next chunk have begun: these wait for none."""
+        slot = jax.lax.rem(j, jnp.int32(t.depth))
 
-        @pl.when(j + 1 < p.count)
+        @pl.when(j >= t.depth)
         def _() -> None:
-            pl.when(j + 1 >= t.depth)(lambda: gpu.barrier_wait(r.free.at[jax.lax.rem(j + 1, jnp.int32(t.depth))]))
-            fetch(j + 1)
+            gpu.barrier_wait(r.free.at[slot])
+            fetch(j, None)
 
-        _keep(r, t, kind, jax.lax.rem(j, jnp.int32(t.depth)), known)
-        return _numbers(r, t, p, p.begin + j + 1)  # here, as they take the same registers: moves would wait for them
+        _keep(r, t, kind, slot, known)
+        return _numbers(r, t, p, p.begin + j + 1)  # here, as they take the same registers: else their moves wait
 
     @pl.when((mine == GROUPS) & p.there)
     def copy() -> None:
         registers(COPYING, "decrease")
         known = _numbers(r, t, p, p.begin)
-        pl.when(p.count > 0)(lambda: fetch(0))
-        jax.lax.fori_loop(0, p.count, fill, known)
+        jax.lax.fori_loop(0, jnp.minimum(p.count, t.depth), fetch, None)  # none of these waits for scales
+        jax.lax.fori_loop(0 if known else t.depth, p.count, fill, known)
 
     @pl.when((mine < GROUPS) & p.there)
     def multiply() -> None:
