@@ -7,7 +7,7 @@ chooses by it is a table of eight bytes: values are looked up as low bytes and h
 subnormal on the way, which some devices take for 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,29 +62,24 @@ def codes_of(format: str) -> UInt32[np.ndarray, "codes"] | None:
     return words if _even(how) else np.append(words, np.uint32(0x32103210))
 
 
-def decoded(raw: Array, format: str, zero: Array | None, codes: Sequence[Any], plain: bool) -> Array:
+def decoded(raw: Array, format: str, zero: Callable[[int], Array] | None, codes: Sequence[Any], plain: bool) -> Array:
     """Cut bytes into bfloat16 numbers, less their zero points: all, or if `PACKED` those in high bits, then in low ones.
 
-    `zero` is what `zeros_of` gives, in the shape of the result. `codes` are those of `codes_of`, read from memory: of
-    constants ptxas makes copies for each permutation. `plain` is that of `words_gpu`.
+    zero(n) gives n more than the zero points, of the shape of the result and in bfloat16. `codes` are those of `codes_of`,
+    read from memory: of constants ptxas makes copies for each permutation. `plain` is that of `words_gpu`.
     """
     how = FORMATS[format]
     if isinstance(how, Small):
         return _small(raw, how)
     if format not in PACKED:
         signed = raw if format == "int8" else raw ^ jnp.int8(-128)
-        return _less(signed.astype(jnp.bfloat16), zero, format)
+        return _less(signed.astype(jnp.bfloat16), zero, -128 * (format == "uint8"))
     words = joined(raw, plain)
     if isinstance(how, Table):
         return _looked_up(words, codes, _even(how), plain)
     digits = (words >> jnp.uint32(4)) & jnp.uint32(0x0F0F0F0F), words & jnp.uint32(0x0F0F0F0F)
     above = [[chosen(x, codes[0], choice, plain) for choice in (0x4140, 0x4342)] for x in digits]
-    return _less(halves(above, plain), zero, format)
-
-
-def zeros_of(stored: Array, format: str) -> Array:
-    """Give in bfloat16 what `decoded` takes off: zero points, and how much larger integers are on the way."""
-    return (stored.astype(jnp.float32) + _larger(format)).astype(jnp.bfloat16)
+    return _less(halves(above, plain), zero, how.middle + 128)
 
 
 def scale_of(stored: Array, kind: str) -> Array:
@@ -125,14 +120,10 @@ def _number(bits: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _larger(format: str) -> int:
-    return FORMATS[format].middle + 128 if format in PACKED else -128 * (format == "uint8")
-
-
-def _less(x: Array, zero: Array | None, format: str) -> Array:
+def _less(x: Array, zero: Callable[[int], Array] | None, lower: int) -> Array:
     if zero is not None:
-        return x - zero
-    return x - jnp.bfloat16(_larger(format)) if _larger(format) else x
+        return x - zero(lower)
+    return x - jnp.bfloat16(lower) if lower else x
 
 
 def _small(code: Array, how: Small) -> Array:

@@ -25,7 +25,8 @@ class Tiling:
     """How a call is cut: rows of x in a program, bytes of a chunk, chunks on their way, parts of the inputs.
 
     `groups`: in a chunk, or `inner`: chunks of a group. `outputs`: of each of several matrices, for whose rows there is a
-    table of tiles. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
+    table of tiles. `ahead`: chunks whose scales are on their way to registers; one is multiplied in less time than memory
+    answers. `in_memory`: decoded weights go through shared memory, which alone the interpreter knows.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tiling:
     groups: int = 1
     inner: int = 1
     outputs: int = 0
+    ahead: int = 1
     in_memory: bool = False
 
     few = property(lambda self: self.rows < ROWS[-1])
@@ -73,16 +75,9 @@ def kind_of(w: Quantized) -> str:
 def stored(w: Quantized, t: Tiling) -> Stored:
     """Give a weight's arrays. Only scales that are in few bits, but for NVFP4's, are copied, as numbers.
 
-    Scales of 8 bits of narrow groups are joined in words, as many as divide a row's and a chunk's. Of fewer outputs than a
-    program has, scales and zero points are padded.
+    Scales of 8 bits of narrow groups are joined in words, as many as divide a row's and a chunk's.
     """
-
-    def flat(a: Any, rows: int = 0) -> Any:
-        if a is None:
-            return None
-        a = a.reshape(-1, a.shape[-1])
-        return jnp.pad(a, ((0, rows - len(a)), (0, 0))) if len(a) < rows else a
-
+    flat: Any = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
     scale: Any = w.scale
     kind, outer = kind_of(w), None
     if kind == "fp8":
@@ -93,32 +88,7 @@ def stored(w: Quantized, t: Tiling) -> Stored:
         size = math.gcd(WORD, t.groups, scale.shape[-1])
         scale = jax.lax.bitcast_convert_type(scale.reshape(*scale.shape[:-1], -1, size), f"uint{8 * size}")
     values = jax.lax.bitcast_convert_type(w.values, jnp.int8) if w.format in ("int8", "uint8") else w.values
-    return Stored(flat(values), flat(scale, GROUPS * EACH), flat(w.zero, GROUPS * EACH), flat(outer), kind)
-
-
-class Column(NamedTuple):
-    """What a chunk's slot has of scales or zero points: numbers, or words, of each output."""
-
-    count: int
-    dtype: Any
-
-
-def columns(w: Stored, t: Tiling) -> dict[str, Column]:
-    """Say what a slot has beside the weight: "scale" and "zero", or nothing where a group has all inputs."""
-    if t.groups == w.scale.shape[1] == 1:
-        return {}
-    count = lambda a: max(1, t.chunk * a.shape[1] // w.values.shape[1])
-    narrow = jnp.bfloat16 if w.kind == "float" else w.scale.dtype
-    found = {"scale": Column(count(w.scale), narrow if t.narrow else jnp.float32)}
-    return found if w.zero is None else found | {"zero": Column(count(w.zero), jnp.bfloat16)}
-
-
-def beside(w: Quantized, t: Tiling) -> int:
-    """Count the bytes of `columns` of an output."""
-    if w.scale.shape[-1] == 1:
-        return 0
-    scale = 4 if not t.narrow else 2 if kind_of(w) == "float" else 1
-    return t.groups * (scale + 2 * (w.zero is not None))
+    return Stored(flat(values), flat(scale), flat(w.zero), flat(outer), kind)
 
 
 def laid(x: Float[Array, "M K"], w: Quantized, t: Tiling) -> Float[Array, "M stored"]:

@@ -104,9 +104,10 @@ def cut(rows: int, w: Quantized) -> Tiling:
         chunk = 32 if shared and each < NARROW[-1] and arrays.kind_of(w) == "float" else 64
     else:
         chunk = next(n for n in CHUNKS if each % n == 0 and n <= (128 if numbers or not shared else 64))
-    t = Tiling(rows, chunk, 1, 1, w.format, max(1, chunk // each), max(1, each // chunk))
-    slot = GROUPS * EACH * (chunk + arrays.beside(w, t)) + 2 * halves * rows * chunk
-    return replace(t, depth=min(DEPTH, MEMORY // beside(rows) // slot, -(-lanes // chunk)))
+    depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
+    t = Tiling(rows, chunk, depth, 1, w.format, max(1, chunk // each), max(1, each // chunk))
+    words = arrays.kind_of(w) != "float" and rows == ROWS[0]  # several scales share one, and sums are few
+    return replace(t, ahead=3 if not t.narrow else 1 + words)  # two programs have 80 registers for each thread
 
 
 def beside(rows: int) -> int:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fdel.kernels import transfer_gpu
-from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded, scale_of, scales_of, spread, zeros_of
-from fdel.kernels.quantized_arrays_gpu import EACH, GROUPS, Stored, Tiling, columns
+from fdel.kernels.decode_gpu import FORMATS, codes_of, decoded, scale_of, scales_of, spread
+from fdel.kernels.quantized_arrays_gpu import EACH, GROUPS, Stored, Tiling
 
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each, where there are many rows
 
@@ -30,14 +30,12 @@ def run(x: Float[Array, "M K"], w: Stored, dtype: Any, t: Tiling, table: tuple[A
     turned = bool(table) or t.splits == 1 and dtype == jnp.bfloat16  # rows by outputs already
     tiled = lambda bits, n: (gpu.TilingTransform((8, n)), gpu.SwizzleTransform(n * bits // 8))
     half, tile = tiled(16, min(64, t.halves * t.piece // t.parts)), math.gcd(t.piece, w.values.shape[1])
-    beside = columns(w, t)
     scratch: dict[str, Any] = {
         "w_s": gpu.SMEM((t.depth, GROUPS, EACH, t.chunk), w.values.dtype, transforms=tiled(8, tile)),
         "x_s": gpu.SMEM((t.depth, t.parts, t.rows, t.halves * t.chunk // t.parts), jnp.bfloat16, transforms=half),
-        "full": gpu.Barrier(num_arrivals=GROUPS + t.parts + (1 if beside else 0), num_barriers=t.depth),
+        "full": gpu.Barrier(num_arrivals=GROUPS + t.parts, num_barriers=t.depth),
         "free": gpu.Barrier(num_arrivals=GROUPS, num_barriers=t.depth),
     }
-    scratch |= {f"{name}_s": gpu.SMEM((t.depth, GROUPS * EACH, c.count), c.dtype) for name, c in beside.items()}
     if turned:
         how = () if table else tiled(16, 64)  # of a table's tiles some rows are copied out
         scratch["o_s"] = gpu.SMEM((GROUPS, t.rows, EACH), dtype, transforms=how)
@@ -81,7 +79,6 @@ def _place(r: Any, t: Tiling) -> SimpleNamespace:
         p.there = row < r.items[0]
         p.count = jnp.where(group < every // here, p.count, 0)  # rows of no group become 0
         p.matrix = jnp.minimum(group, every // here - 1) * here
-    p.top_scale = jnp.minimum(p.matrix + p.first, max(0, every - GROUPS * EACH))  # of the 128 whose scales a slot has
     return p
 
 
@@ -101,6 +98,7 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
 
     def fetch(j: Any, _: None) -> None:
         slot, at = jax.lax.rem(j, jnp.int32(t.depth)), p.begin + j
+        pl.when(j >= t.depth)(lambda: gpu.barrier_wait(r.free.at[slot]))
         for i in range(GROUPS):
             some = r.values.at[part(i), pl.ds(at * t.chunk, t.chunk)]
             gpu.copy_gmem_to_smem(some, r.w_s.at[slot, i], r.full.at[slot])
@@ -110,23 +108,10 @@ def _program(*refs: Any, t: Tiling, kind: str, turned: bool, names: tuple[str, .
             some = r.x.at[pl.ds(p.top, t.rows), pl.ds(column + i * inner * t.chunk, r.x_s.shape[3])]
             gpu.copy_gmem_to_smem(some, r.x_s.at[slot, i], r.full.at[slot])
 
-    def fill(j: Any, known: list[list[Array]]) -> list[list[Array]]:
-        slot = jax.lax.rem(j, jnp.int32(t.depth))
-
-        @pl.when(j >= t.depth)
-        def _() -> None:
-            gpu.barrier_wait(r.free.at[slot])
-            fetch(j, None)
-
-        _keep(r, t, kind, slot, known)
-        return _numbers(r, t, p, p.begin + j + 1)  # here, as they take the same registers: else their moves wait
-
     @pl.when((mine == GROUPS) & p.there)
     def copy() -> None:
         registers(COPYING, "decrease")
-        known = _numbers(r, t, p, p.begin)
-        jax.lax.fori_loop(0, jnp.minimum(p.count, t.depth), fetch, None)  # none of these waits for scales
-        jax.lax.fori_loop(0 if known else t.depth, p.count, fill, known)
+        jax.lax.fori_loop(0, p.count, fetch, None)
 
     @pl.when((mine < GROUPS) & p.there)
     def multiply() -> None:
@@ -168,58 +153,20 @@ def _store(total: Array, r: Any, t: Tiling, mine: Any, p: Any, turned: bool) -> 
     gpu.wait_smem_to_gmem(0)
 
 
-def _numbers(r: Any, t: Tiling, p: Any, at: Any) -> list[list[Array]]:
-    """Read scales, and zero points if there are any, of a chunk's groups, one output in each thread, as they are stored.
-
-    Those of an output that lie side by side in all chunks are read at once. After the last chunk its own are read again.
-    """
-    from jax.experimental import pallas as pl
+def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, known: list[list[Array]], begins: range) -> None:
+    """Add the products of a chunk's pieces, of whose groups scales are known, and zero points if there are any."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    found, rows = [], GROUPS * EACH
-    for name in ("scale", "zero"):
-        if not hasattr(r, f"{name}_s"):
-            continue
-        ref, each = getattr(r, name), getattr(r, f"{name}_s").shape[2]
-        count = ref.shape[1]
-        column = at * each if t.groups > 1 else jax.lax.div(at, jnp.int32(t.inner))
-        size = each if count % each == 0 else 1
-        layout = gpu.Layout.WG_STRIDED((rows, size), vec_size=size)
-        some = lambda i, ref=ref, column=column, size=size, count=count: ref.at[
-            pl.ds(p.top_scale, rows), pl.ds(jnp.minimum(column + i, count - size), size)
-        ]
-        found.append([transfer_gpu.load(some(i), layout=layout) for i in range(0, each, size)])
-    return found
-
-
-def _keep(r: Any, t: Tiling, kind: str, slot: Any, known: list[list[Array]]) -> None:
-    """Store what `_numbers` read to a chunk's slot: scales of narrow groups in bfloat16 or words, others in float32."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    if not known:
-        return
-    scale = lambda x: scale_of(x, kind) if not t.narrow else x.astype(r.scale_s.dtype)
-    become = scale, lambda x: zeros_of(x, t.format)
-    for name, numbers, how in zip(("scale", "zero"), known, become, strict=False):
-        for i, x in enumerate(numbers):
-            to = getattr(r, f"{name}_s").at[slot, :, pl.ds(i * x.shape[1], x.shape[1])]
-            transfer_gpu.store(to, how(x))
-    gpu.barrier_arrive(r.full.at[slot])
-
-
-def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, begins: range, of_piece: Any) -> Any:
-    """Add the products of a chunk's pieces, and give the scale of the last one's group, which is in float32."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    slot, scale = jax.lax.rem(j, jnp.int32(t.depth)), None
+    slot = jax.lax.rem(j, jnp.int32(t.depth))
     if begins[0] == 0:
         gpu.barrier_wait(r.full.at[slot])
     twice = lambda x: spread(x * t.halves, (EACH, t.halves * t.piece))  # low bits have the groups of high ones
+    more = lambda zero, n: (zero.astype(jnp.float32) + n).astype(jnp.bfloat16)
     for begin in begins:
-        scale, zeros = of_piece(slot, begin)
         raw = transfer_gpu.load(r.w_s.at[slot, mine, :, begin : begin + t.piece], layout=gpu.Layout.WGMMA_UPCAST_2X)
-        zero = twice(zeros) if zeros else None
+        some = slice(*(at * len(known[0]) // t.chunk for at in (begin, begin + t.piece)))
+        scale, *zeros = (x[some] for x in known)
+        zero = (lambda n, zeros=zeros: twice([more(x, n) for x in zeros[0]])) if zeros else None
         numbers = decoded(gpu.layout_cast(raw, gpu.Layout.WGMMA), t.format, zero, r.words, t.in_memory)
         if t.narrow:
             numbers = numbers * twice(scale)
@@ -238,7 +185,6 @@ def _multiply(r: Any, t: Tiling, mine: Any, acc: Any, j: Any, begins: range, of_
     gpu.wgmma_wait(0)
     if begins[-1] + t.piece == t.chunk:
         gpu.barrier_arrive(r.free.at[slot])
-    return scale
 
 
 def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array:
@@ -248,57 +194,55 @@ def _sum(r: Any, t: Tiling, kind: str, mine: Any, outputs: Any, p: Any) -> Array
 
     r.words = [r.codes[i] for i in range(r.codes.shape[0])] if hasattr(r, "codes") else []
     row, shape = gpu.Layout.WGMMA.reduce(1), (EACH, t.rows)
-    by_rows = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
-    first = lambda ref: transfer_gpu.load(ref.at[outputs, 0], layout=row, optimized=False)
-    pieces, whole = range(0, t.chunk, t.piece), not hasattr(r, "scale_s")  # whole: only the result is scaled
-    always = [zeros_of(first(r.zero), t.format)] if whole and hasattr(r, "zero") else []
-    mine_of = pl.ds(jnp.minimum(p.matrix + p.first + mine * EACH, p.every - EACH) - p.top_scale, EACH)
+    columns = lambda x: jax.lax.broadcast_in_dim(x, shape, [0])
+    stored = [r.scale, *([r.zero] if hasattr(r, "zero") else [])]
+    of_group = lambda ref, group: transfer_gpu.load(ref.at[outputs, group], layout=row, optimized=False)
+    pieces = range(0, t.chunk, t.piece)
 
-    def kept(name: str, slot: Any, begin: int) -> list[Array]:
-        """Read a piece's columns of a slot: of a word that several pieces share, the word."""
-        if (ref := getattr(r, f"{name}_s", None)) is None:
-            return []
-        count, at = ref.shape[2], begin * ref.shape[2] // t.chunk
-        some = range(at, max(at + 1, (begin + t.piece) * count // t.chunk))
-        return [transfer_gpu.load(ref.at[slot, mine_of, i], layout=row, optimized=False) for i in some]
+    def about(at: Any) -> list[list[Array]]:
+        """Read scales, and zero points if there are any, of a chunk's groups; of the last ones after the last chunk."""
+        found = []
+        for ref in stored:
+            count = ref.shape[1]
+            each = max(1, t.chunk * count // p.lanes)
+            column = at * each if t.groups > 1 else jax.lax.div(at, jnp.int32(t.inner))
+            if count % each == 0:  # one address for all
+                column = jnp.minimum(column, count - each)
+            found.append([of_group(ref, jnp.minimum(column + i, count - 1)) for i in range(each)])
+        return found
 
-    def of_piece(slot: Any, begin: int) -> tuple[Any, list[Array]]:
-        """Give scales of a piece's groups, several if they are narrow, and zero points or none."""
-        if whole:
-            return None, always
-        scales, zeros = kept("scale", slot, begin), kept("zero", slot, begin)
-        if not t.narrow:
-            return scales[0], zeros
-        scales = scales_of(scales, kind, t.in_memory)
-        at, count = begin * t.groups // t.chunk, t.groups * t.piece // t.chunk
-        at %= t.groups // r.scale_s.shape[2]  # of a word's
-        return scales[at : at + count], zeros
-
-    sums = gpu.ACC(shape, jnp.float32)
+    sums, whole = gpu.ACC(shape, jnp.float32), t.groups == r.scale.shape[1] == 1  # whole: only the result is scaled
     if whole or t.narrow:
 
         def all_chunks(acc: Any) -> Array:
-            def step(j: Any, _: None) -> None:
-                _multiply(r, t, mine, acc, j, pieces, of_piece)
+            def step(j: Any, queue: Any) -> Any:
+                known, *later = queue
+                now = [scales_of(known[0], kind, t.in_memory), *known[1:]] if t.narrow else known
+                later = queue if whole else [*later, about(p.begin + j + t.ahead)]
+                _multiply(r, t, mine, acc, j, now, pieces)
+                return later
 
-            jax.lax.fori_loop(0, p.count, step, None)
+            jax.lax.fori_loop(0, p.count, step, [about(p.begin + i) for i in range(1 if whole else t.ahead)])
             return acc[...]
 
         outer = ([r.scale] if whole else []) + ([r.outer] if hasattr(r, "outer") else [])
         total = pl.run_scoped(all_chunks, sums)
         for ref in outer:
-            total = total * by_rows(scale_of(first(ref), kind if whole else "float"))
+            total = total * columns(scale_of(of_group(ref, 0), kind if whole else "float"))
         return total
 
-    def step(j: Any, total: Array) -> Array:
+    def step(j: Any, carry: tuple) -> tuple:
+        total, (known, *later) = carry
+        later = [*later, about(p.begin + j + t.ahead)]
         for i in range(t.groups):
 
-            def one(acc: Any, some: range = pieces[i : i + 1]) -> tuple[Array, Array]:
-                scale = _multiply(r, t, mine, acc, j, some, of_piece)
-                return acc[...], scale
+            def one(acc: Any, some: range = pieces[i : i + 1]) -> Array:
+                _multiply(r, t, mine, acc, j, known, some)
+                return acc[...]
 
-            products, scale = pl.run_scoped(one, sums)
-            total = total + products * by_rows(scale)
-        return total
+            scale = scale_of(known[0][i], kind)
+            total = total + pl.run_scoped(one, sums) * columns(scale)
+        return total, later
 
-    return jax.lax.fori_loop(0, p.count, step, gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA))
+    start = gpu.layout_cast(jnp.zeros(shape, jnp.float32), gpu.Layout.WGMMA)
+    return jax.lax.fori_loop(0, p.count, step, (start, [about(p.begin + i) for i in range(t.ahead)]))[0]
