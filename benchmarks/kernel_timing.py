@@ -1,6 +1,7 @@
 """How kernels.py checks and times a case: programs that repeat a call, the ceilings, and a GPU that is not here."""
 
 import fcntl
+import hashlib
 import importlib
 import json
 import math
@@ -85,8 +86,12 @@ def measured(scale: float = 1.0, kinds: Sequence[str] = KINDS) -> dict[str, floa
 
 
 def ways(case: Case) -> list[str]:
-    """Implementations in the table of the operation that a GPU may have, the reference last."""
-    return [name for name in dispatch.TABLES[case.op].implementations if name not in ELSEWHERE]
+    """Implementations in the table of the operation that a GPU may have, the reference last.
+
+    Those that are `ordered` have backward passes of their own alone.
+    """
+    names = (name for name in dispatch.TABLES[case.op].implementations if name not in ELSEWHERE)
+    return [name for name in names if "ordered" not in name or case.name.endswith("backward")]
 
 
 def named(case: Case, way: str) -> ExitStack:
@@ -129,6 +134,16 @@ def repeated(p: Problem, count: int) -> Callable:
         return jax.lax.fori_loop(0, count // len(sets), body, begin)
 
     return program
+
+
+@cache
+def made() -> str:
+    """Name what programs are made of: jax, and the text of this library and of the cases."""
+    root = Path(__file__).parents[1]
+    files = sorted(
+        f for folder in ("fdel/kernels", "fdel/ops", "benchmarks", "tests/aot") for f in (root / folder).glob("*.py")
+    )
+    return f"{jax.__version__} {hashlib.sha256(b''.join(f.read_bytes() for f in files)).hexdigest()}"
 
 
 def flat(f: Callable, *args: Any) -> tuple[Callable, list]:
@@ -201,7 +216,7 @@ class Job:
             if target:
                 target.enter(stack)
             lower = target.lower if target else lambda f, *args, **how: jax.jit(f, **how).lower(*args)
-            if self.path and not target and self.path.with_suffix(".json").exists():
+            if self.path and not target and self._stored().get("made") == made():
                 return
             inputs = jax.eval_shape(self.full.prepare, *abstract(self.full))
             self.sets = copies(self.full, inputs)
@@ -223,13 +238,18 @@ class Job:
             self.temporaries = self.compiled[0].memory_analysis().temp_size_in_bytes / 2**20  # MiB
             return
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # says where its functions are
-        about = json.loads(self.path.with_suffix(".json").read_text())
+        about = self._stored()
         self.sets, self.count, self.temporaries = about["sets"], about["count"], about["temporaries"]
         self.compiled, here = [], jax.devices()[:1]
         for i, (given, found) in enumerate(about["arrays"]):
             trees = jax.tree.structure((([0] * given,), {})), jax.tree.structure([0] * found)
             stored = self.path.with_suffix(f".{i}").read_bytes()
             self.compiled.append(serialize_executable.deserialize_and_load(stored, *trees, execution_devices=here))
+
+    def _stored(self) -> dict[str, Any]:
+        """What a file says of programs that were compiled elsewhere."""
+        file = self.path.with_suffix(".json")
+        return json.loads(file.read_text()) if file.exists() else {}
 
     def save(self) -> None:
         """Write what was compiled for a GPU that is not here."""
@@ -239,7 +259,13 @@ class Job:
             stored, given, found = serialize_executable.serialize(program)
             self.path.with_suffix(f".{i}").write_bytes(stored)
             arrays.append((given.num_leaves, found.num_leaves))
-        about = {"sets": self.sets, "count": self.count, "temporaries": self.temporaries, "arrays": arrays}
+        about = {
+            "made": made(),
+            "sets": self.sets,
+            "count": self.count,
+            "temporaries": self.temporaries,
+            "arrays": arrays,
+        }
         self.path.with_suffix(".json").write_text(json.dumps(about))
 
     @property

@@ -38,7 +38,7 @@ def unsupported(
 def unproven(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
     """Say why the kernel is taken only where it is named, or None."""
     if (q.shape[3], v.shape[3]) in JOINT:
-        return "its backward pass in one kernel has not run on an H100, as hopper_ordered's have; `use` can name it"
+        return "its backward pass in one kernel has not run on an H100, hopper_ordered's two have; `use` can name it"
     return unmeasured(q)
 
 

@@ -14,8 +14,8 @@ and heads of 256 fit. The other kernel gives dq: a program has 128 queries of a 
 and walks tiles of keys. Heads of 64 would gain nothing from five products: shared memory, not tensor cores, bounds them.
 
 Programs that walk most begin first under a causal mask. In tiles that see each other wholly nothing is masked. Operands are
-bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; two kernels of heads of 128 were measured on an
-H100 (docs/kernels_hopper.md).
+bfloat16 or float16, so p and ds are rounded; sums are float32. Interpreted; two kernels of heads of 128 and of 256 were
+measured on an H100 (docs/kernels_hopper.md).
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Attention on NVIDIA Hopper as `flash_attention_gpu` has it, with gradients that are the same, to the bit, in every call.
 
-That adds the gradients of queries of some heads up in memory, in no fixed order; here a kernel of their own gives them
-for all heads, for two more products of five (`flash_backward_gpu`).
+The other adds the gradients of queries up in memory, in no fixed order, where heads have 128 channels; here a kernel of
+their own gives them, for two more products of five (`flash_backward_gpu`).
 """
 
 import functools

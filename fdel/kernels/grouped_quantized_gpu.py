@@ -5,7 +5,7 @@ most groups: 8 to 128. Matrices of groups with rows are read as they are stored,
 none is written to memory in bfloat16. Some rows of a tile are stored in powers of two.
 
 Bytes: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
-Interpreted and compiled for H100; MXFP4 alone ran on one.
+Interpreted and compiled for H100; MXFP4 and fp8 ran on one.
 """
 
 from collections.abc import Callable

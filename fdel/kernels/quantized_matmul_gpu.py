@@ -9,7 +9,7 @@ programs where that fills the device; their float32 sums are added by XLA. *Many
 program, which gives the result as it is.
 
 Bytes read: the stored values, once for each 128 rows (then from the second-level cache), scales and zero points alike, and
-x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Interpreted; few rows were measured on an H100
+x once for each 128 outputs. FLOPs: 2 * rows * inputs * outputs. Interpreted, and measured on an H100
 (docs/kernels_hopper.md).
 """
 
@@ -31,7 +31,8 @@ from fdel.ops.weights import PACKED, Quantized
 
 CHUNKS = (128, 64, 32)  # bytes of a weight's row that are copied at once
 DEPTH = 8  # chunks on their way, at most
-DEVICE, MEMORY = 132, 190 * 2**10  # multiprocessors of an H100 or H200, and bytes of each for chunks
+DEVICE, MEMORY = 132, 226 * 2**10  # multiprocessors of an H100 or H200, and bytes of each, of 227 KiB
+AT_MOST = 190 * 2**10  # for chunks, beside the result
 SPLITS = (1, 2, 4, 8, 16)  # parts of the inputs
 # What was compared with XLA's programs on an H100: as many rows at most, and formats. It reads int8 as fast.
 MEASURED = 64, ("fp8", "uint4", "int4", "e2m1", "nf4")
@@ -90,12 +91,12 @@ def _product(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     plan, x = inputs_last(plan, x)
     rows, outputs = x.shape[:-1], w.values.shape[:-1]
     x = x.reshape(-1, x.shape[-1])
-    y = matmul(x, w, dtype, tiling(x, w))
+    y = matmul(x, w, dtype, tiling(x, w, dtype))
     return ordered(y.reshape(*rows, *outputs), plan.x[:-1] + plan.w[:-1], plan.out)
 
 
-def cut(rows: int, w: Quantized) -> Tiling:
-    """Cut products of a weight with so many rows in a program."""
+def cut(rows: int, w: Quantized, size: int = 2) -> Tiling:
+    """Cut products of a weight with so many rows in a program; a number of the result has `size` bytes."""
     lanes, groups = w.values.shape[-1], w.scale.shape[-1]
     each, halves = lanes // groups, 2 if w.format in PACKED else 1
     several = groups > 1 and each <= CHUNKS[-1]
@@ -104,7 +105,8 @@ def cut(rows: int, w: Quantized) -> Tiling:
         chunk = 32 if shared and each < NARROW[-1] and arrays.kind_of(w) == "float" else 64
     else:
         chunk = next(n for n in CHUNKS if each % n == 0 and n <= (128 if numbers or not shared else 64))
-    depth = min(DEPTH, MEMORY // beside(rows) // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
+    room = min(AT_MOST, MEMORY - beside(rows) * GROUPS * EACH * rows * size) // beside(rows)
+    depth = min(DEPTH, room // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
     t = Tiling(rows, chunk, depth, 1, w.format, max(1, chunk // each), max(1, each // chunk))
     words = arrays.kind_of(w) != "float" and rows == ROWS[0]  # several scales share one, and sums are few
     return replace(t, ahead=3 if not t.narrow else 1 + words)  # two programs have 80 registers for each thread
@@ -115,9 +117,9 @@ def beside(rows: int) -> int:
     return 2 if rows <= SHARED else 1
 
 
-def tiling(x: Any, w: Quantized) -> Tiling:
-    """Cut a call into programs, from the shapes of x [M K] and of the weight's arrays."""
-    t = cut(next((n for n in ROWS if len(x) <= n), ROWS[-1]), w)
+def tiling(x: Any, w: Quantized, dtype: Any = jnp.bfloat16) -> Tiling:
+    """Cut a call into programs, from the shapes of x [M K] and of the weight's arrays, and the dtype of the result."""
+    t = cut(next((n for n in ROWS if len(x) <= n), ROWS[-1]), w, jnp.dtype(dtype).itemsize)
     lanes, outputs = w.values.shape[-1], math.prod(w.values.shape[:-1])
     programs = -(-outputs // (GROUPS * EACH))
 

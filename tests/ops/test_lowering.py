@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from fdel import ops
 from fdel.ops import platform
 from tests.aot import (
     hopper_decode,
@@ -53,3 +55,17 @@ def test_kernels_are_lowered(module, name, monkeypatch) -> None:
     ))  # fmt: skip
     module.lower(name)
     assert all("mosaic_gpu" in text for text in texts) and texts
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "more"),
+    [("int4", 64, False), ("uint8", 32, True), ("int8", 64, False), ("fp8", 32, False), ("e2m1", 32, "exponent"),
+     ("e2m1", 16, "fp8")],
+)  # fmt: skip
+def test_many_rows_with_a_result_in_float32_fit_into_shared_memory(format, group, more):
+    """As logits: the result takes as much of it as two chunks."""
+    w = P.weight(lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype), (1024,), 1024, format, group, more)
+    call = lambda x, w: ops.einsum("td,fd->tf", x, w, out_dtype=jnp.float32)
+    with platform.tracing_for("gpu"), ops.use(quantized_matmul="hopper"):
+        traced = jax.jit(call).trace(jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16), w)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

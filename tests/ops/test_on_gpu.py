@@ -19,7 +19,8 @@ from fdel.serve import Engine, SamplingParams, Settings
 WAYS = [
     (op, name) for op, table in TABLES.items() for name in table.implementations if name == "cudnn" or "hopper" in name
 ]
-KERNELS = [(op, name) for op, name in WAYS if op != "attend_part"]  # that is `attend`'s, in a ring
+KERNELS = [(op, name, "") for op, name in WAYS if op != "attend_part"]  # that is `attend`'s, in a ring
+KERNELS += [(op, name, ", backward") for op, name in WAYS if op == "attend"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +38,12 @@ def timing(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "name"), KERNELS)
-def test_a_kernel_gives_what_the_reference_does(op, name, timing):
+@pytest.mark.parametrize(("op", "name", "part"), KERNELS)
+def test_a_kernel_gives_what_the_reference_does(op, name, part, timing):
     """The first call of the benchmark's table that it serves; the reference is float32 on the CPU."""
     tried = []
     for case in importlib.import_module("kernels").cases():
-        if case.op != op:
+        if case.op != op or not case.name.endswith(part):
             continue
         arrays, want = timing.expected(case)
         with timing.named(case, name):

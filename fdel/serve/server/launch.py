@@ -113,11 +113,17 @@ def make_engine(
 
 
 def dump_threads_on(signum: int) -> None:
-    """Write where every thread stands to standard error, each time this signal comes, and end nothing.
+    """Write where every thread stands to standard error, when the main thread next runs Python after this signal.
 
     Not by `faulthandler.register`: that reads other threads' frames while they run, which ended the process at times.
     """
-    signal.signal(signum, lambda *_: faulthandler.dump_traceback())
+
+    def dump(*_: object) -> None:
+        if sys.stderr is not None:
+            faulthandler.dump_traceback()
+
+    signal.signal(signum, dump)
+    signal.siginterrupt(signum, False)  # whatever a library waits for in another thread goes on
 
 
 def listen(
