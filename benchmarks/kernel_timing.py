@@ -206,7 +206,8 @@ class Job:
 
     def __init__(self, case: Case, way: str, target: "Dry | None" = None, folder: Path | None = None) -> None:
         self.case, self.way = case, way
-        self.path = folder and folder / (re.sub(r"\W+", "_", f"{case.op} {case.name} {way}"))
+        self.path = folder and folder / re.sub(r"\W+", "_", f"{case.op} {case.name} {way}")
+        self.lowered: list[Any] = []  # or nothing, if it was compiled elsewhere
         both = [case.build(small) for small in (True, False)]
         if way not in dispatch.TABLES[case.op].implementations:
             both = [p.others[way] for p in both]
@@ -226,20 +227,19 @@ class Job:
                 (repeated(self.full, self.count), [inputs] * self.sets),
                 (checked(self.small), *abstract(self.small)),
             )
-            self.lowered = []
             for f, *args in (*calls, (draw, jax.ShapeDtypeStruct((), jnp.uint32))):
                 listed, leaves = flat(f, *args)
                 self.lowered.append(lower(listed, leaves, donate_argnums=0 if f is calls[0][0] else ()))
 
     def compile(self) -> None:
         """Compile what was lowered, or load what was compiled elsewhere."""
-        if hasattr(self, "lowered"):
+        if self.lowered:
             self.compiled = [x.compile() for x in self.lowered]
             self.temporaries = self.compiled[0].memory_analysis().temp_size_in_bytes / 2**20  # MiB
             return
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # says where its functions are
         about = self._stored()
-        self.sets, self.count, self.temporaries = about["sets"], about["count"], about["temporaries"]
+        self.sets, self.count, self.temporaries = (about[name] for name in ("sets", "count", "temporaries"))
         self.compiled, here = [], jax.devices()[:1]
         for i, (given, found) in enumerate(about["arrays"]):
             trees = jax.tree.structure((([0] * given,), {})), jax.tree.structure([0] * found)
@@ -259,11 +259,8 @@ class Job:
             stored, given, found = serialize_executable.serialize(program)
             self.path.with_suffix(f".{i}").write_bytes(stored)
             arrays.append((given.num_leaves, found.num_leaves))
-        about = {
+        about = {name: getattr(self, name) for name in ("sets", "count", "temporaries")} | {
             "made": made(),
-            "sets": self.sets,
-            "count": self.count,
-            "temporaries": self.temporaries,
             "arrays": arrays,
         }
         self.path.with_suffix(".json").write_text(json.dumps(about))

@@ -42,8 +42,8 @@ from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_serv
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
 QUIET = {"compile": 90, "run": 25, "wait": 90}  # seconds after which a worker that says nothing is ended
-WORKERS = 5  # processes
-BATCH, THREADS = 9, 3  # cases whose programs are compiled before any is timed, by so many threads
+WORKERS = 3  # processes
+BATCH, THREADS = 9, 5  # cases whose programs are compiled before any is timed, by so many threads
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
 
@@ -262,7 +262,7 @@ def dry(chosen: Sequence[Case], only: Sequence[str] = (), folder: Path | None = 
                 state = f"lowered, {job.count} calls"
                 if target.compiles:
                     job.compile()
-                    if folder:
+                    if folder and "hopper" in key[2]:  # XLA's own it tries on the device
                         job.save()
                     state, row = (
                         f"compiled, {job.count} calls, {job.loops} loops",

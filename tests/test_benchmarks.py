@@ -115,13 +115,13 @@ def test_programs_that_were_compiled_elsewhere_are_loaded_and_give_the_same(benc
     first.compile()
     first.save()
     second = bench.Job(case, "xla", folder=tmp_path)
-    assert not hasattr(second, "lowered")
+    assert not second.lowered
     second.compile()
     (off, got), (_, want) = second.check(), first.check()
     assert off <= case.tolerance and (second.sets, second.count) == (first.sets, first.count)
     assert all((a == b).all() for a, b in zip(got, want, strict=True)) and len(got) == 2
     monkeypatch.setattr("kernel_timing.made", lambda: "of another jax, or of other kernels")
-    assert hasattr(bench.Job(case, "xla", folder=tmp_path), "lowered")
+    assert bench.Job(case, "xla", folder=tmp_path).lowered
 
 
 @pytest.mark.matrix  # torch is imported

@@ -54,9 +54,8 @@ def unproven(
     """Say why the kernel is taken only where it is named, or None."""
     if why := unmeasured(q):
         return why
-    if batch.block > 1 if isinstance(batch, Paged) else g.ndim == q.ndim:
-        return "prompts, and training with decays of channels, have not run on an H100; `use` can name it"
-    return None
+    ran = batch.block == 1 if isinstance(batch, Paged) else g.ndim < q.ndim
+    return None if ran else "prompts, and training with decays of channels, have not run on an H100; `use` can name it"
 
 
 def call(

@@ -34,8 +34,8 @@ DEPTH = 8  # chunks on their way, at most
 DEVICE, MEMORY = 132, 226 * 2**10  # multiprocessors of an H100 or H200, and bytes of each, of 227 KiB
 AT_MOST = 190 * 2**10  # for chunks, beside the result
 SPLITS = (1, 2, 4, 8, 16)  # parts of the inputs
-# What was compared with XLA's programs on an H100: as many rows at most, and formats. It reads int8 as fast.
-MEASURED = 64, ("fp8", "uint4", "int4", "e2m1", "nf4")
+# Rows at most, and formats, that were faster than XLA's programs on an H100. It reads int8 as fast.
+FEW, FASTER = 64, ("fp8", "uint4", "int4", "e2m1", "nf4")
 
 
 def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
@@ -46,14 +46,14 @@ def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
 def unproven(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
     """Say why the kernel is taken only where it is named, or None."""
     rows = math.prod(n for c, n in zip(plan.x, x.shape, strict=True) if c not in plan.contracted)
-    return slower(w, None if rows <= MEASURED[0] else f"{rows} rows; expected at most {MEASURED[0]}")
+    return slower(w, None if rows <= FEW else f"{rows} rows; expected at most {FEW}")
 
 
 def slower(w: Quantized, many: str | None) -> str | None:
     """Say why a kernel of this program is taken only where it is named, or None; `many` tells of too many rows."""
     if why := unknown():
         return why
-    why = many if w.format in MEASURED[1] else f"weights in {w.format}; expected one of {', '.join(MEASURED[1])}"
+    why = many if w.format in FASTER else f"weights in {w.format}; expected one of {', '.join(FASTER)}"
     return None if why is None else f"it has not been measured, or is slower, with {why}; `use` can name it"
 
 

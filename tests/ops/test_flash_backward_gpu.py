@@ -1,9 +1,13 @@
 """The backward pass of attention on Hopper, interpreted, against float64: see `interpreted_flash_backward`."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from fdel import ops
 from fdel.kernels import flash_backward_gpu as kernel
 from fdel.kernels import flash_tiles_gpu as tiles
+from fdel.ops import platform
 from tests.ops.test_kernels import interpret
 
 MATRIX = pytest.mark.matrix
@@ -33,3 +37,16 @@ def test_a_race_planted_in_gradients_of_attention_is_found(name):
 
 def test_the_backward_pass_serves_the_heads_of_the_forward_pass():
     assert tiles.FORWARD.keys() == tiles.BACKWARD.keys() == kernel.OF_QUERIES.keys() == kernel.DEPTHS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "kernels"), [("hopper", 128, 2), ("hopper_ordered", 128, 3), ("hopper", 64, 3)]
+)
+def test_gradients_in_a_fixed_order_take_a_kernel_more(name, width, kernels):
+    """One forward; dk, dv and dq in one, or dq in one of its own, which adds nothing up in memory."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, width), jnp.bfloat16)
+    batch = ops.packed(jnp.zeros((1, 256), jnp.int32))
+    loss = lambda q, k, v: ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(0.1))[0].astype(jnp.float32).sum()
+    with platform.tracing_for("gpu"), ops.use(attend=name):
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("custom_call @mosaic_gpu") == kernels

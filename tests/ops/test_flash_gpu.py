@@ -90,7 +90,7 @@ REASONS = [
 @pytest.mark.of_cpu("with --target the references are named")
 @pytest.mark.parametrize(("call", "reason"), REASONS, ids=str)
 def test_the_kernel_for_attention_on_hopper_says_what_it_cannot_serve(call, reason):
-    """It is taken where it is named, and nowhere else; sinks and a softcap it has."""
+    """On a GPU of which no more is known it is taken where it is named alone; sinks and a softcap it has."""
     call = {"platform": "gpu", "dtype": jnp.bfloat16, "dim": 128, "mask": Mask(0.1, window=9, softcap=20.0), **call}
     x = jax.ShapeDtypeStruct((1, 256, 4, call.pop("dim")), call.pop("dtype"))
     batch, platform = ops.packed(jnp.zeros((1, 256), int)), call.pop("platform")

@@ -19,7 +19,8 @@ from fdel.serve import Engine, SamplingParams, Settings
 WAYS = [
     (op, name) for op, table in TABLES.items() for name in table.implementations if name == "cudnn" or "hopper" in name
 ]
-KERNELS = [(op, name, "") for op, name in WAYS if op != "attend_part"]  # that is `attend`'s, in a ring
+# `attend_part` is `attend`'s, in a ring; hopper_ordered has a backward pass of its own alone.
+KERNELS = [(op, name, "") for op, name in WAYS if op != "attend_part" and name != "hopper_ordered"]
 KERNELS += [(op, name, ", backward") for op, name in WAYS if op == "attend"]
 
 
