@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fdel
-from fdel import options
+from fdel import options, streams
 
 # Files beside the weights that make a checkpoint usable.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
@@ -235,31 +234,6 @@ def keys(args: argparse.Namespace) -> Iterable[str]:
 # ---- the program ---------------------------------------------------------------------------------------------------
 
 
-class Output:
-    """Standard output whose reader may leave, as `head` does: what comes then is dropped, and the command goes on."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        """Write text, as long as somebody reads."""
-        return self._tried(self.stream.write, text)
-
-    def flush(self) -> None:
-        """Flush, as long as somebody reads."""
-        self._tried(self.stream.flush)
-
-    def _tried(self, do: Any, *args: str) -> Any:
-        try:
-            return do(*args)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            return sum(map(len, args))
-
-
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Describe all commands, and the options of one: those of `serve` take a second to import."""
     main = argparse.ArgumentParser(prog="fdel", description="Train, fine-tune and serve language models in JAX.")
@@ -275,7 +249,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors that a user can mend are one line on standard error."""
-    with contextlib.redirect_stdout(Output(sys.stdout)) as out:
+    streams.opened()
+    with contextlib.redirect_stdout(streams.Output(sys.stdout)) as out:
         try:
             return _run(sys.argv[1:] if argv is None else argv)
         finally:

@@ -386,3 +386,17 @@ def test_a_server_ends_when_it_is_told_to(checkpoint):
             rest = stream.read()
         assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
         assert server.wait(60) == 0
+
+
+def test_closed_streams_leave_their_numbers_to_no_file(tmp_path):
+    """As a daemon may be started: else what a library writes to standard error lies in the first file that was opened."""
+    code = (
+        "import os, sys; from fdel import cli\n"
+        "cli.main(['keys', 'none.json', 'list'])\n"
+        "file = open('first', 'w'); print('lost', file=sys.stderr); os.write(2, b'lost'); os.system('echo lost >&2')\n"
+        "file.write(str(file.fileno()))"
+    )
+    command = f'exec {sys.executable} -c "{code}" 0<&- 1>&- 2>&-'
+    where = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(cli.__file__))}
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=where, check=False).returncode == 0
+    assert int((tmp_path / "first").read_text()) > 2

@@ -117,12 +117,7 @@ def dump_threads_on(signum: int) -> None:
 
     Not by `faulthandler.register`: that reads other threads' frames while they run, which ended the process at times.
     """
-
-    def dump(*_: object) -> None:
-        if sys.stderr is not None:
-            faulthandler.dump_traceback()
-
-    signal.signal(signum, dump)
+    signal.signal(signum, lambda *_: faulthandler.dump_traceback())
     signal.siginterrupt(signum, False)  # whatever a library waits for in another thread goes on
 
 
