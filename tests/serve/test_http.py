@@ -1,5 +1,6 @@
 """The server over a socket: the official client, and the protocol's bytes."""
 
+import asyncio
 import dataclasses
 import json
 import shutil
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from fdel import cli, params, serve, text
 from fdel.ops.weights import LowRank
-from fdel.serve.engine.reply import Delta
+from fdel.serve.engine.reply import Delta, DeltaQueue
 from fdel.serve.server import answer, auth, keyfile, launch, openai, reasoning
 from fdel.serve.server import http as server_http
 from fdel.serve.server.openai.schema import SCHEMAS
@@ -580,7 +581,8 @@ def test_roles(running, role):
 # ---- life ----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_tell_what_happened(running, client):
+@pytest.mark.parametrize("late", [0.0, 0.3])
+def test_metrics_tell_what_happened(late, running, client, monkeypatch):
     from prometheus_client.parser import text_string_to_metric_families as read
 
     def value(name, **labels):
@@ -589,6 +591,13 @@ def test_metrics_tell_what_happened(running, client):
             name, tuple(sorted(labels.items()))
         ]
 
+    async def get(
+        queue, every=None, read=DeltaQueue.get
+    ):  # all tokens in one delta, when they are drawn before it is read
+        await asyncio.sleep(late)
+        return await read(queue, every)
+
+    monkeypatch.setattr(DeltaQueue, "get", get)
     parts = ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
     sums = lambda: [value(f"fdel_{name}_seconds_sum") for name in (*parts, "request_inference_time")]
     before, then = value("fdel_generation_tokens_total", model="small"), sums()

@@ -110,6 +110,7 @@ class Reply:
     finish_reason: str | None = None
     error: str | None = None
     begun: float | None = None  # when it got its first row, by time.monotonic
+    first: float | None = None  # when its first token was drawn
     ended: float | None = None
 
     def push(self, drawn: Token, version: int, *, last: bool = False) -> Delta:
@@ -118,6 +119,7 @@ class Reply:
         The delta has the text that can be shown now.
         """
         token, logprob, sampled_logprob, kept, likely = drawn
+        self.first = self.first or time.monotonic()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampled_logprobs.append(sampled_logprob)

@@ -101,14 +101,14 @@ class Run:
 
     async def deltas(self, every: float | None = None) -> AsyncIterator[tuple[int, Delta] | None]:
         """Yield (index, what it added); None after `every` seconds without anything. APIError if an output failed."""
-        times = [[0.0, 0.0] for _ in self.jobs]
+        read = [0.0 for _ in self.jobs]
         try:
             while len(self.counted) < len(self.jobs):
                 deltas = await self.queue.get(every)
                 if not deltas:
                     yield None
                 for i, delta in deltas:
-                    self._measure(i, delta, times)
+                    self._measure(i, delta, read)
                     if (reason := delta.finish_reason) in ("error", "abort"):
                         log.warning("%s: an output ended with %s: %s", self.served.name, reason, delta.error)
                         raise failed(delta)
@@ -116,27 +116,26 @@ class Run:
         finally:
             self.abort()
 
-    def _measure(self, i: int, delta: Delta, times: list[list[float]]) -> None:
-        """Put times in the metrics; `times` are those of each output's first and newest tokens, 0 if there are none."""
-        now, m = time.monotonic(), self.metrics
-        first, newest = times[i]
-        if not any(map(any, times)):
-            m.observe("fdel_time_to_first_token_seconds", now - self.began)
-        elif delta.tokens and newest:
-            m.observe("fdel_inter_token_latency_seconds", (now - newest) / len(delta.tokens))
-        times[i] = [first or (now if delta.tokens else 0.0), now]
+    def _measure(self, i: int, delta: Delta, read: list[float]) -> None:
+        """Put times in the metrics: those of the engine, however late the reader is. `read`: when each output was, or 0."""
+        now, m, reply = time.monotonic(), self.metrics, self.jobs[i].reply
+        first, ended = reply.first or reply.ended or now, reply.ended or now
+        if not any(read):
+            m.observe("fdel_time_to_first_token_seconds", first - self.began)
+        elif delta.tokens and read[i]:
+            m.observe("fdel_inter_token_latency_seconds", (now - read[i]) / len(delta.tokens))
+        read[i] = now
         m.add("fdel_generation_tokens_total", len(delta.tokens), model=self.label)
         if delta.finish_reason:
-            reply = self.jobs[i].reply
-            started, first, count = reply.begun or now, times[i][0] or now, len(reply.tokens)
-            m.observe("fdel_e2e_request_latency_seconds", now - self.began)
+            started, count = reply.begun or ended, len(reply.tokens)
+            m.observe("fdel_e2e_request_latency_seconds", ended - self.began)
             m.observe("fdel_request_queue_time_seconds", started - self.began)
-            m.observe("fdel_request_prefill_time_seconds", max(0.0, first - started))
-            m.observe("fdel_request_inference_time_seconds", now - started)
+            m.observe("fdel_request_prefill_time_seconds", first - started)
+            m.observe("fdel_request_inference_time_seconds", ended - started)
             m.observe("fdel_request_generation_tokens", count)
-            m.observe("fdel_request_decode_time_seconds", now - first)
+            m.observe("fdel_request_decode_time_seconds", ended - first)
             if count > 1:
-                m.observe("fdel_request_time_per_output_token_seconds", (now - first) / (count - 1))
+                m.observe("fdel_request_time_per_output_token_seconds", (ended - first) / (count - 1))
             self._end(i, delta.finish_reason)
 
     def usage(self) -> body.Usage:
