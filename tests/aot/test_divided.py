@@ -117,6 +117,13 @@ def test_a_family_compiles_for_devices_that_share_its_layers(name, what, mesh, c
 
 
 @pytest.mark.aot
+def test_rows_that_devices_share_go_round_in_a_ring(chip, record_property):
+    """By kernels on Hopper, in both passes; on TPUs by loops."""
+    c, _ = row(record_property, "llama-wide", "train", chip, 8, "fsdp=4,sp=2")
+    assert "collective-permute" in c.text and ("mosaic_gpu" in c.text) == (chip == "h100")
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("what", ["decode", matrix("prefill")])
 @pytest.mark.parametrize("name", ["qwen3_next-4-layers", *map(matrix, HEADS)])
 def test_heads_along_tp_send_their_sums_alone(name, what, chip, record_property):

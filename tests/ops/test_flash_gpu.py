@@ -107,13 +107,13 @@ def test_the_kernel_for_attention_on_hopper_says_what_it_cannot_serve(call, reas
 
 
 @pytest.mark.of_cpu("with --target the references are named")
-def test_a_ring_takes_the_kernel_on_hopper_for_its_parts_where_it_is_named():
+def test_a_ring_takes_the_kernel_for_its_parts_where_it_is_named():
     x = jax.ShapeDtypeStruct((1, 256, 4, 128), jnp.bfloat16)
     mesh = AbstractMesh((2,), ("sp",), (AxisType.Auto,))
     run = lambda: ops.explain(ops.attend, ops.packed(jnp.zeros((1, 256), int)), None, 0, x, x, x, mask=Mask(0.1))
     with jax.sharding.use_abstract_mesh(mesh), tracing_for("gpu"):
-        named = ": supported, where `use` names it\n  "
-        assert f"attend_part\n  hopper{named}hopper_ordered{named}flash: chosen" in run()
+        parts = run().partition("attend_part")[2]
+        assert parts.count("`use` can name it") == 2 and "flash: chosen" in parts
         for name in ("hopper", "hopper_ordered"):
             with ops.use(attend_part=name):
                 assert f"{name}: chosen" in run()

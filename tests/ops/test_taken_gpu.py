@@ -21,14 +21,16 @@ HALF, SINGLE = jnp.bfloat16, jnp.float32
 put = jax.ShapeDtypeStruct
 
 
-def explained(f, *args, kind: str | None = "NVIDIA H100 80GB HBM3") -> str:
-    """Explain f on a device of this kind, or on a GPU of which no more is known."""
+def explained(f, *args, kind: str | None = "NVIDIA H100 80GB HBM3", **axes: int) -> str:
+    """Explain f on a device of this kind, or on a GPU of which no more is known; or on a mesh of them."""
     if kind is None:
         with platform.tracing_for("gpu"):
             return ops.explain(f, *args)
     about = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)
     device = about(device_kind=kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    sizes = axes or {"x": 1}
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,), axis_types=types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         return ops.explain(f, *args)
 
@@ -61,6 +63,14 @@ def attend(width: int, values: int, dtype=HALF, single: bool = False, **how):
 )
 def test_attention(args, how, expected):
     assert taken(*attend(*args, **how)) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"), [((128, 128), "hopper_ordered"), ((64, 64), "hopper"), ((80, 80), "flash")]
+)
+def test_parts_of_a_row_in_a_ring(heads, expected):
+    found = explained(*attend(*heads, single=True), sp=2)
+    assert "ring: chosen" in found and f"{expected}: chosen" in found.partition("attend_part")[2]
 
 
 @pytest.mark.parametrize(
