@@ -1,6 +1,6 @@
 """Attention in training batches on NVIDIA Hopper: a Pallas Mosaic GPU kernel, whose program is `flash_program_gpu`.
 
-Packed rows, windows, softcap, sinks, keys with segments of their own, parts of a row; `flash_tiles_gpu` tells which tiles
+Packed rows, windows, softcap, sinks, keys with segments of their own, parts of a row; `flash_tiles` tells which tiles
 meet. The backward pass is `flash_backward_gpu`. Interpreted, and measured on an H100 (docs/kernels_hopper.md).
 """
 
@@ -12,7 +12,8 @@ from jaxtyping import Array
 from fdel.kernels import flash_program_gpu as program
 from fdel.kernels.device import no_hopper, unmeasured
 from fdel.kernels.flash_backward_gpu import JOINT, backward
-from fdel.kernels.flash_tiles_gpu import END, FIRST, FORWARD, ranges, sight, tests
+from fdel.kernels.flash_tiles import END, FIRST, ranges, sight, tests
+from fdel.kernels.flash_tiles_gpu import FORWARD
 from fdel.ops import mask as M
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
 

@@ -26,11 +26,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import flash_gradients_gpu as program
-from fdel.kernels import flash_tiles_gpu as tiles_of
+from fdel.kernels import flash_tiles as tiles_of
 from fdel.kernels.flash_gradients_gpu import About
 from fdel.kernels.flash_joint_gpu import of_both
 from fdel.kernels.flash_keys_gpu import HANDS, of_keys
-from fdel.kernels.flash_tiles_gpu import NUMBERS, Tiles
+from fdel.kernels.flash_tiles import NUMBERS, Tiles
+from fdel.kernels.flash_tiles_gpu import BACKWARD
 from fdel.ops.mask import NEG, Mask, Where
 
 FILL = 128  # what tokens are filled up to: a multiple of every tile
@@ -84,7 +85,7 @@ def backward(
     about = lambda tiles: About(
         m.scale, m.softcap, tiles_of.tests(m, where), heads // kv_heads, width, values, tiles, interpreted
     )
-    first, second = (about(table[width, values]) for table in (tiles_of.BACKWARD, OF_QUERIES))
+    first, second = (about(table[width, values]) for table in (BACKWARD, OF_QUERIES))
     walked = _sight(first, m, where, (t, s), turned=True)
     if (width, values) in JOINT and not ordered:
         dq, dk, dv = _of_both(first, arrays, *walked)
@@ -101,7 +102,7 @@ def _filled(x: Array, axis: int = 1, value: float = 0) -> Array:
 
 
 def _sight(about: About, m: Mask, where: Where, sizes: tuple[int, int], *, turned: bool) -> tuple[Array, Array, Array]:
-    """Give the numbers of queries, the segments of keys, and what each tile walks: see `flash_tiles_gpu`."""
+    """Give the numbers of queries, the segments of keys, and what each tile walks: see `flash_tiles`."""
     numbers, segments = tiles_of.sight(m, where, *sizes, about.tiles)
     return numbers, segments, tiles_of.ranges(numbers, segments, about.tiles, of_keys=turned)
 

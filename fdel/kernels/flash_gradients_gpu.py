@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from fdel.kernels import transfer_gpu
-from fdel.kernels.flash_tiles_gpu import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO, Tests, Tiles, seen
+from fdel.kernels.flash_tiles import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO, Tests, Tiles
+from fdel.kernels.flash_tiles_gpu import seen
 
 ROWS = 64  # of one product of a group of warps
 COPYING, MULTIPLYING = 24, 240  # registers of a thread, of 168 each

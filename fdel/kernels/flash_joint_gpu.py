@@ -31,7 +31,7 @@ from fdel.kernels.flash_gradients_gpu import (
     zero,
 )  # fmt: skip
 from fdel.kernels.flash_keys_gpu import HANDS, Walk, columns, copy
-from fdel.kernels.flash_tiles_gpu import END, FIRST, WHOLE_FROM, WHOLE_TO
+from fdel.kernels.flash_tiles import END, FIRST, WHOLE_FROM, WHOLE_TO
 
 GROUPS = 2  # of warps, that multiply
 

@@ -24,7 +24,7 @@ from fdel.kernels.flash_gradients_gpu import (
     spread,
     zero,
 )  # fmt: skip
-from fdel.kernels.flash_tiles_gpu import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO
+from fdel.kernels.flash_tiles import END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO
 
 HANDS = 2  # tiles of probabilities on their way from one group of warps to the other
 

@@ -22,17 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdel.kernels import transfer_gpu
-from fdel.kernels.flash_tiles_gpu import (
-    BOUNDS,
-    END,
-    FIRST,
-    NUMBERS,
-    WHOLE_FROM,
-    WHOLE_TO,
-    Tests,
-    Tiles,
-    seen,
-)  # fmt: skip
+from fdel.kernels.flash_tiles import BOUNDS, END, FIRST, NUMBERS, WHOLE_FROM, WHOLE_TO, Tests, Tiles
+from fdel.kernels.flash_tiles_gpu import seen
 from fdel.ops.mask import NEG
 
 ROWS, WALKERS, DEPTH = 64, 2, 2  # queries of a group of warps, such groups, tiles on their way
@@ -58,7 +49,7 @@ def run(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Attend in whole tiles: (output [B T N Hv], log-sum-exps [B N T] in float32). Every span has a tile at least.
 
-    `numbers` and `k_segments` are those of `flash_tiles_gpu.sight`, `spans` of its `ranges`.
+    `numbers` and `k_segments` are those of `flash_tiles.sight`, `spans` of its `ranges`.
     """
     from jax.experimental.pallas import mosaic_gpu as gpu
 

@@ -1,15 +1,13 @@
 """Attention of a prompt's tokens to a group of pages on TPUs: what `paged_program_tpu` computes of tiles with many rows.
 
-The work is cut in items, some hundred rows of a key head each, and an item in three steps: its scores and their greatest;
-its probabilities and what they add up to; its products with the values. Each step writes to memory that the next one reads.
-A step of one item stands beside the other two of the items before it, and none of the three waits for another: so products,
-exponentials, and what goes to and from registers, take place at the same time. The scheduler prefers what stands first in
-the program: scores, on which the most depends.
+The work is cut in items, some hundred rows of a key head each, and an item in three stages (`stages_tpu`): its scores and
+their greatest; its probabilities and what they add up to; its products with the values.
 
 Sums of probabilities are kept for each lane apart, and added up once a tile; all lanes of `top` and `decay` hold the same.
 Groups of which every row sees every key are computed without a mask.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from fdel.kernels import stages_tpu as stages
 from fdel.ops.mask import NEG, Mask
 from fdel.ops.paged import LANES
 
@@ -69,29 +68,8 @@ def whole(mask: Mask, tokens: int, keys: int, run: tuple) -> Array:
 def attend(r: Any, part: Part, read: Read) -> None:
     """Add a group of pages to the sums of all heads; without `part.seen` every row sees every key."""
     items = part.heads * (r.q.shape[1] // part.rows)
-
-    def step(n: Any, even: int) -> None:
-        """Compute the scores of item n, the probabilities of the one before and the products of the one before that."""
-        known = isinstance(n, int)
-        if not known or n < items:
-            _scores(r, part, read, n, even)
-        if not known or 0 < n <= items:
-            _probabilities(r, part, read, n - 1, 1 - even)
-        if not known or 1 < n:
-            _products(r, part, read, n - 2, even)
-
-    some = TOGETHER[part.seen is None]
-    rounds = max(0, items - 2) // some
-
-    def several(g: Any, _: None) -> None:
-        for i in range(some):
-            step(g * some + 2 + i, i % 2)
-
-    step(0, 0)
-    step(1, 1)
-    jax.lax.fori_loop(0, rounds, several, None)
-    for n in range(2 + rounds * some, items + 2):
-        step(n, n % 2)
+    each = _scores, _probabilities, _products
+    stages.run(items, [functools.partial(stage, r, part, read) for stage in each], TOGETHER[part.seen is None])
 
 
 def _at(r: Any, part: Part, n: Any, first: int = 0, rows: int | None = None) -> tuple:
@@ -158,6 +136,6 @@ def _products(r: Any, part: Part, read: Read, n: Any, to: int) -> None:
     for rows in _blocks(part):
         h, mine = _at(r, part, n, rows.start, rows.stop - rows.start)
         decay = r.decay[to, rows]
-        for i in range(0, more.shape[1], LANES):
-            of = slice(i, i + LANES)
-            r.sums[h, mine, of] = r.sums[h, mine, of] * decay + more[rows, of]
+        for of in _lanes(more.shape[1]):
+            by = decay if of.stop - of.start == LANES else decay[:, : of.stop - of.start]
+            r.sums[h, mine, of] = r.sums[h, mine, of] * by + more[rows, of]

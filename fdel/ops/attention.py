@@ -98,6 +98,7 @@ ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, b
         "hopper": dispatch.kernel("flash_attention_gpu", unproven=True),
         "hopper_ordered": dispatch.kernel("flash_ordered_gpu", unproven=True),
         "splash": dispatch.kernel("attend_tpu"),
+        "mosaic": dispatch.kernel("flash_attention_tpu"),
         "short": Implementation(_blocks(Schedule(loop=False)), _short),
         "flash": Implementation(_blocks(), ring.no_bias),
         "dense": Implementation(dense_attention),

@@ -50,8 +50,9 @@ _ROWS, _HEADS = "rows tokens heads head_dim", "rows tokens heads"
 PARTS = dispatch.Table(
     "attend_part",
     {
-        "hopper": dispatch.kernel_of_parts("flash_attention_gpu"),
-        "hopper_ordered": dispatch.kernel_of_parts("flash_ordered_gpu"),
+        "hopper": dispatch.kernel_of_parts("flash_attention_gpu", unproven=True),
+        "hopper_ordered": dispatch.kernel_of_parts("flash_ordered_gpu", unproven=True),
+        "mosaic": dispatch.kernel_of_parts("flash_attention_tpu"),
         "flash": dispatch.Implementation(LOOPS.forward, backward=LOOPS.backward),
     },
     ("", _ROWS, _ROWS, _ROWS, "rows tokens", "heads", "heads", _ROWS, _HEADS, _ROWS, _HEADS),

@@ -199,7 +199,7 @@ def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
         ({"attention": "flash"}, "no operation 'attention' has implementations; known are .*attend"),
         (
             {"attend": "fast"},
-            "attend: impl='fast' is unknown; .*ring, cudnn, hopper, hopper_ordered, splash, short, flash, dense",
+            "attend: impl='fast' is unknown; .*ring, cudnn, hopper, hopper_ordered, splash, mosaic, short, flash, dense",
         ),
         ({"attend": "auto"}, "attend: impl='auto' is another project's: without a name the first that can is taken"),
         (

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from fdel import ops
-from fdel.kernels import flash_tiles_gpu as tiles
+from fdel.kernels import flash_tiles as tiles
 from fdel.ops import mask as M
 from fdel.ops.mask import HIDDEN, Mask, Where
 from fdel.ops.platform import tracing_for
