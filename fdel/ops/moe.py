@@ -1,6 +1,5 @@
 """Mixture of experts: gated feed-forwards of the experts that a router chose, without dropping a token."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from fdel.ops.glu import Activation
 from fdel.ops.grouped import grouped_glu, grouped_matmul, in_order, of_groups
 from fdel.ops.platform import context, target
 from fdel.ops.shard import divided, partition
-from fdel.ops.weights import PACKED, LowRank, Quantized, Weight, of_part
+from fdel.ops.weights import LowRank, Quantized, Weight, cuts_inputs, of_part
 
 MATRICES = ("gate", "up", "down")
 FEW = 128  # tokens for which an accelerator reads an expert longer than it multiplies them all with it
@@ -88,8 +87,7 @@ def _of_units(w: Weight, axis: int, n: int) -> Any:
         factors: dict[str, Any] = {"a": a, "b": b, "scale": P()}
         return None if base is None else replace(w, base=base, **factors)
     if isinstance(w, Quantized):
-        full = w.values.shape[-1] * (2 if w.format in PACKED else 1) == math.prod(w.inputs)
-        if w.order is not None or axis == 2 and not full:
+        if w.order is not None or axis == 2 and not cuts_inputs(w):
             return None
     elif not isinstance(w, jax.Array):
         return None

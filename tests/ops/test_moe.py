@@ -363,9 +363,14 @@ def test_sharded_experts_give_the_same_values_and_gradients(shape, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form,group,rank", [("int8", None, 0), ("int4", 10, 0), ("nf4", 10, 3), (None, None, 3)])
+@pytest.mark.parametrize(
+    "form,group,rank", [("int8", None, 0), ("int4", 10, 0), ("int4", F, 0), ("nf4", 10, 3), (None, None, 3)]
+)
 def test_devices_along_tp_share_quantized_and_adapted_experts(form, group, rank):
-    """Values, and gradients of the rows and of factors: those of one device; no unit or weight is sent."""
+    """Values, and gradients of the rows and of factors: those of one device; no unit or weight is sent.
+
+    One group of four bits cannot be shared: its bytes hold inputs that are half of all apart.
+    """
     p = weights()
     if form is not None:
         p = params.quantize({"experts": p}, form, r"experts", spec=SPEC, group=group)["experts"]
@@ -385,4 +390,4 @@ def test_devices_along_tp_share_quantized_and_adapted_experts(form, group, rank)
         placed = params.reshard({"experts": p}, SPEC, mesh)["experts"]
         got, text = run(factors, x, placed), run.lower(factors, x, placed).compile().as_text()
     jax.tree.map(partial(close, tol=5e-6), got, want)
-    assert rank or not re.search(r"all-to-all|all-gather", text)
+    assert rank or group == F or not re.search(r"all-to-all|all-gather", text)
