@@ -41,7 +41,8 @@ def moe(
     `ops.use(moe=...)` names how a device computes its experts: "fused" (sorted rows, grouped products), "dense" (every
     expert, every token) or "standard" (one expert after another, every token). On a mesh (`jax.set_mesh`) every device
     sorts its own rows. With an axis `ep` it holds E / ep experts, and `ops.use(expert_parallel=...)` names how rows
-    get to their experts and back: see `ops/expert_parallel.py`. `ops.explain` says what is chosen.
+    get to their experts and back: see `ops/expert_parallel.py`. If ep does not divide E, each device has all experts, and
+    computes its own rows. `ops.explain` says what is chosen.
     >>> p = {"gate": jnp.ones((4, 8, 2)), "up": jnp.ones((4, 8, 2)), "down": jnp.ones((4, 2, 8))}
     >>> ops.moe(jnp.ones((3, 2)), p, *ops.route_softmax(jnp.zeros((3, 4)), 2, normalize=True), jax.nn.relu)[0]
     Array([32., 32.], dtype=float32)
@@ -54,7 +55,7 @@ def moe(
     if not axes:
         return local(x, p, weights, experts)
     rows = partition(x, "rows tokens embed") if x.ndim == 3 else P()
-    if "ep" in axes:
+    if "ep" in axes and p["gate"].shape[0] % context("ep")["ep"] == 0:
         return expert_parallel.exchange(local, x, p, weights, experts, rows, scale_inputs=scale_inputs)
     return divided(local, axes, (rows, P(), rows, rows), rows)(x, p, weights, experts)
 

@@ -362,6 +362,19 @@ def test_sharded_experts_give_the_same_values_and_gradients(shape, rows):
     assert shape.get("tp") != 4 or not re.search(rf"all-to-all|all-gather.*\[[\d,]*{F}[\],]", text)
 
 
+@pytest.mark.parametrize("rows", [(4, 4), (3, 4)])
+def test_where_ep_does_not_divide_the_experts_each_device_has_all(rows):
+    """As the error of `params.shardings` says to place them: {"experts": None}."""
+    mesh = params.make_mesh({"ep": 4}, jax.devices()[:4])
+    p, experts = weights(), jnp.asarray(ROUTINGS["random"][: rows[0] * rows[1]])
+    x, routing = rng(5).normal(size=(len(experts), D)), routing_of(experts)
+    placed = params.reshard({"experts": p}, SPEC, mesh, params.TRAIN | {"experts": None})["experts"]
+    args = [c.reshape(*rows, -1) for c in (jnp.asarray(x, jnp.float32), routing, experts)]
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, p, w, e: ops.moe(x, p, w, e, jax.nn.silu))(args[0], placed, *args[1:])
+    close(got.reshape(-1, D), loops(x, p, routing, experts))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form,group,rank", [("int8", None, 0), ("int4", 10, 0), ("int4", F, 0), ("nf4", 10, 3), (None, None, 3)]
