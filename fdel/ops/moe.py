@@ -37,6 +37,7 @@ def moe(
     [E D]; weights and experts come from a router. `gated(gate, up)` stands for act(gate) * up where a family has another
     product. With `scale_inputs` the weights multiply what goes into the experts: sum over j of
     glu(weights[j] x, expert experts[j]). No token is dropped here; an index that is no expert's (-1) adds nothing.
+    ValueError for weights and experts of different shapes, or of other tokens than x.
 
     `ops.use(moe=...)` names how a device computes its experts: "fused" (sorted rows, grouped products), "dense" (every
     expert, every token) or "standard" (one expert after another, every token). On a mesh (`jax.set_mesh`) every device
@@ -47,6 +48,9 @@ def moe(
     >>> ops.moe(jnp.ones((3, 2)), p, *ops.route_softmax(jnp.zeros((3, 4)), 2, normalize=True), jax.nn.relu)[0]
     Array([32., 32.], dtype=float32)
     """
+    if weights.shape != experts.shape or experts.shape[:-1] != x.shape[:-1]:
+        found = f"x {x.shape}, weights {weights.shape}, experts {experts.shape}"
+        raise ValueError(f"moe: {found}; expected [... D] and twice [... k], of the same tokens")
     product = gated or (lambda gate, up: act(gate) * up)
     names = [name + end for name in MATRICES for end in ("", "_bias")]
     p = {name: p[name] for name in names if name in p}

@@ -141,6 +141,13 @@ def test_moe_equals_loops(name):
     assert got.shape == x.shape
 
 
+@pytest.mark.parametrize("x,w,e", [((4, D), (4, 1), (4, 2)), ((3, D), (4, 2), (4, 2)), ((4, D), (4, 2), (4,))])
+def test_choices_of_other_tokens_or_without_a_weight_each_are_refused(x, w, e):
+    """A weight for k experts would be that of each of them."""
+    with pytest.raises(ValueError, match=re.escape(f"moe: x {x}, weights {w}, experts {e}; expected [... D] and")):
+        ops.moe(jnp.ones(x), weights(), jnp.ones(w), jnp.zeros(e, int), jax.nn.silu)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_moe_equals_transformers(family):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
