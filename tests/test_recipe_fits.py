@@ -43,6 +43,8 @@ UNFIT = [
     ({"base_config": {"values": {"use_scan_mlp": True}}}, "use_scan_mlp: llama does not read it; fdel calls it trainer"),
     ({"base_config": {"values": {"fcm_max_ratio": 0.1}}}, "llama does not read it; fdel calls it trainer.fcm_max_ratio"),
     ({"base_config": {"values": {"attn_mechanism": "sdpa"}}}, "fdel calls it loader.kernels (as {attend: vanilla}; "),
+    ({"base_config": {"values": {"fsdp_is_ep_bound": True}}}, "EasyDeL has it; here: experts are divided along `ep` alone"),
+    ({"loader": {"kernels": {"attend": "foo"}}, "actions": SERVE}, "loader.kernels: attend: impl='foo' is unknown"),
     ({"base_config": {"values": {"foo": 1, "bar": 2}}}, "bar: llama does not read it; known are attention_bias, "),
     ({"base_config": {"values": {"rms_norm_ep": 1}}}, "rms_norm_ep: llama does not read it; did you mean 'rms_norm_eps'?"),
     ({"base_config": {"values": {"rms_norm_eps": "x"}}}, "base_config.values.rms_norm_eps: 'x': config field"),

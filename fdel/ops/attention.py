@@ -108,7 +108,7 @@ ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, b
     named={"sinks": "heads", "alibi": "heads", "bias": "(rows) heads tokens keys"},
     also={  # EasyDeL's names
         "vanilla": "dense", "flash_attn2": "flash", "blockwise": "flash", "blocksparse": "splash", "sdpa": "cudnn",
-        "cuda_flash_attn2": "cudnn", "scan_ring_attention": "ring", "auto": "without a name the first that can is taken",
+        "cuda_flash_attn2": "cudnn", "scan_ring_attention": "ring", "auto": paged.AUTO,
         **dict.fromkeys(paged.ALSO, "pages are attended to by another operation, as in paged_attention=xla"),
     },
 )  # fmt: skip

@@ -23,6 +23,7 @@ from fdel.ops.weights import (
     Observed,
     Quantized,
     Weight,
+    cuts_inputs,
     decode,
     dense,
     merge,
@@ -166,12 +167,8 @@ def _part(plan: Plan, x: Array, w: Quantized) -> tuple[Any, Any] | str:
     if n == 1 or not cut:
         return x, w
     where = "inputs" if plan.summed else "outputs"
-    if (
-        w.order is not None
-        or plan.summed
-        and w.values.shape[-1] * (2 if w.format in PACKED else 1) != math.prod(w.inputs)
-    ):
-        return f"{where} in an order of their own, or in groups that they do not fill, on tp={n}"
+    if w.order is not None or plan.summed and not cuts_inputs(w):
+        return f"{where} in an order of their own, in groups that they do not fill, or in one of four bits, on tp={n}"
     at = -1 if plan.summed else plan.w.index(cut)
     sizes = [c.shape[at] for c in jax.tree.leaves(w) if not plan.summed or c.shape[at] > 1]
     if any(size % n for size in sizes):

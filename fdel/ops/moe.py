@@ -1,6 +1,5 @@
 """Mixture of experts: gated feed-forwards of the experts that a router chose, without dropping a token."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from fdel.ops.glu import Activation
 from fdel.ops.grouped import grouped_glu, grouped_matmul, in_order, of_groups
 from fdel.ops.platform import context, target
 from fdel.ops.shard import divided, partition
-from fdel.ops.weights import PACKED, LowRank, Quantized, Weight, of_part
+from fdel.ops.weights import LowRank, Quantized, Weight, cuts_inputs, of_part
 
 MATRICES = ("gate", "up", "down")
 FEW = 128  # tokens for which an accelerator reads an expert longer than it multiplies them all with it
@@ -38,15 +37,20 @@ def moe(
     [E D]; weights and experts come from a router. `gated(gate, up)` stands for act(gate) * up where a family has another
     product. With `scale_inputs` the weights multiply what goes into the experts: sum over j of
     glu(weights[j] x, expert experts[j]). No token is dropped here; an index that is no expert's (-1) adds nothing.
+    ValueError for weights and experts of different shapes, or of other tokens than x.
 
     `ops.use(moe=...)` names how a device computes its experts: "fused" (sorted rows, grouped products), "dense" (every
     expert, every token) or "standard" (one expert after another, every token). On a mesh (`jax.set_mesh`) every device
     sorts its own rows. With an axis `ep` it holds E / ep experts, and `ops.use(expert_parallel=...)` names how rows
-    get to their experts and back: see `ops/expert_parallel.py`. `ops.explain` says what is chosen.
+    get to their experts and back: see `ops/expert_parallel.py`. If ep does not divide E, each device has all experts, and
+    computes its own rows. `ops.explain` says what is chosen.
     >>> p = {"gate": jnp.ones((4, 8, 2)), "up": jnp.ones((4, 8, 2)), "down": jnp.ones((4, 2, 8))}
     >>> ops.moe(jnp.ones((3, 2)), p, *ops.route_softmax(jnp.zeros((3, 4)), 2, normalize=True), jax.nn.relu)[0]
     Array([32., 32.], dtype=float32)
     """
+    if weights.shape != experts.shape or experts.shape[:-1] != x.shape[:-1]:
+        found = f"x {x.shape}, weights {weights.shape}, experts {experts.shape}"
+        raise ValueError(f"moe: {found}; expected [... D] and twice [... k], of the same tokens")
     product = gated or (lambda gate, up: act(gate) * up)
     names = [name + end for name in MATRICES for end in ("", "_bias")]
     p = {name: p[name] for name in names if name in p}
@@ -55,7 +59,7 @@ def moe(
     if not axes:
         return local(x, p, weights, experts)
     rows = partition(x, "rows tokens embed") if x.ndim == 3 else P()
-    if "ep" in axes:
+    if "ep" in axes and p["gate"].shape[0] % context("ep")["ep"] == 0:
         return expert_parallel.exchange(local, x, p, weights, experts, rows, scale_inputs=scale_inputs)
     return divided(local, axes, (rows, P(), rows, rows), rows)(x, p, weights, experts)
 
@@ -88,8 +92,7 @@ def _of_units(w: Weight, axis: int, n: int) -> Any:
         factors: dict[str, Any] = {"a": a, "b": b, "scale": P()}
         return None if base is None else replace(w, base=base, **factors)
     if isinstance(w, Quantized):
-        full = w.values.shape[-1] * (2 if w.format in PACKED else 1) == math.prod(w.inputs)
-        if w.order is not None or axis == 2 and not full:
+        if w.order is not None or axis == 2 and not cuts_inputs(w):
             return None
     elif not isinstance(w, jax.Array):
         return None

@@ -33,6 +33,8 @@ _RAGGED = Implementation(
         "[layers pages K page H], apart: each step would copy the layer's cache"
     ),
 )
+OF_ROWS = "vanilla flash_attn2 blockwise blocksparse ring scan_ring_attention sdpa cudnn cuda_flash_attn2".split()
+AUTO = "without a name the first that can is taken"
 ALSO = {  # EasyDeL's names
     **dict.fromkeys(("page_attention", "decode", "regressive_decode", "autoregressive_decodeattn"), "xla"),
     **dict.fromkeys(("ragged_page_attention_v2", "ragged_page_attention_v3"), "mosaic"), "unified_attention": "hopper",
@@ -149,7 +151,7 @@ def _axes(batch: Paged, state: Pages, *_: Any, **__: Any) -> tuple[tuple[str, ..
 @operation(
     _axes, named=_PER_HEAD,
     hopper=kernel("paged_attention_gpu", unproven=True), mosaic=kernel("paged_attention_tpu"), ragged=_RAGGED,
-    also=ALSO,
+    also={**ALSO, **dict.fromkeys(OF_ROWS, "it attends within rows, as attend=dense, and reads no pages"), "auto": AUTO},
 )  # fmt: skip
 def _paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,

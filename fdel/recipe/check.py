@@ -19,6 +19,7 @@ def faults(recipe: Recipe) -> list[str]:
     except parse.RecipeError as e:
         other += e.faults if recipe.trainer.trainer_type in methods.METHODS else ()
     found = [*_actions(recipe), *_keys(recipe, s and s.keys), *other]
+    found += _kernels(s) if s is not None else ()
     if s is not None and s.trains:
         found += [*_models(s), *_data(s), *_trainer(s)]
     return list(dict.fromkeys([*found, *_devices(recipe)]))
@@ -71,6 +72,14 @@ def _actions(recipe: Recipe) -> Iterator[str]:
             yield f"actions[{i}]: {a.name}: no path; write `- {a.name}: FILE`"
 
 
+def _kernels(s: Settled) -> Iterator[str]:
+    try:
+        with ops.use(**s.kernels):
+            pass
+    except ValueError as e:
+        yield f"loader.kernels: {e}"
+
+
 def _models(s: Settled) -> Iterator[str]:
     recipe, kind, load = s.recipe, s.method.name, s.recipe.loader
     m, t = recipe.model, recipe.trainer
@@ -92,11 +101,6 @@ def _models(s: Settled) -> Iterator[str]:
                 (not other.name_or_path, f"{name}.name_or_path: {missing}"),
                 (other.tokenizer, f"{name}.tokenizer: all models read the tokens of model.tokenizer; remove it"),
             )
-    try:
-        with ops.use(**s.kernels):
-            pass
-    except ValueError as e:
-        yield f"loader.kernels: {e}"
     differ = load.dtype and load.param_dtype and load.dtype[:2] != load.param_dtype[:2]
     yield from when(
         (s.method.teacher and recipe.teacher_model is None,

@@ -206,7 +206,11 @@ def test_a_name_holds_inside_and_is_known_to_jaxs_caches():
             {"attend": "page_attention"},
             "another project's: pages are attended to by another operation",
         ),
-        ({"paged_attention": "vanilla"}, "paged_attention: impl='vanilla' is unknown"),
+        *(
+            ({"paged_attention": name}, f"impl='{name}' is another project's: it attends within rows")
+            for name in ("vanilla", "flash_attn2", "sdpa", "blocksparse")  # values of decode_attn_mechanism
+        ),
+        ({"paged_attention": "auto"}, "another project's: without a name the first that can is taken"),
     ],
 )
 def test_names_that_no_table_has_are_refused(names, message):

@@ -271,6 +271,15 @@ def test_devices_share_a_weight(subscripts, c, interpreted):
     assert len(re.findall(r" all-reduce\(", text)) == (subscripts == "tf,df->td")
 
 
+def test_devices_do_not_share_the_inputs_of_one_group_of_four_bits():
+    """Its bytes hold inputs that are half of all apart: half of the bytes are not half of the inputs."""
+    w, _ = weight(Drawn("uint4", "int", 256, 256, 8, 3), np.random.default_rng(2))
+    x = jax.ShapeDtypeStruct((3, 256), jnp.float32)
+    with jax.set_mesh(params.make_mesh({"tp": 2}, jax.devices()[:2])), tracing_for("tpu"):
+        told = ops.explain(lambda x, w: ops.einsum("tf,df->td", x, w), x, w)
+    assert "or in one of four bits, on tp=2" in told and "xla: chosen" in told
+
+
 @pytest.mark.parametrize("form", ["nf4", "fp4", "e2m1"])
 def test_a_tpu_reads_codes_without_a_gather(form):
     """The numbers of the table, -0 too, bit by bit."""
