@@ -251,6 +251,17 @@ def test_a_setting_of_the_server_is_declared_once():
     assert key.metadata["setting"] == "rows" and key.metadata["doc"] == rows.metadata["doc"] and key.default == 256
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    (["--kernel", "attend"], "argument --kernel: found 'attend', expected OPERATION=NAME"),
+    (["--adapter", "x"], "argument --adapter: found 'x', expected NAME=DIR"),
+    (["--kernel", "attend=flash", "--kernel", "attend=dense"], "attend stands twice, as flash and as dense; remove one"),
+])  # fmt: skip
+def test_a_name_without_a_value_or_with_two_is_refused(given, said, capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["serve", "model", *given])
+    assert e.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         cli.main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "float99"])
