@@ -62,7 +62,7 @@ def holding(lock: Path | None, alone: bool) -> Iterator[None]:
     if lock is None:
         yield
         return
-    with lock.open("a") as held, lock.with_suffix(".turn").open("a") as turn:
+    with lock.open("a") as held, lock.with_name(lock.name + ".turn").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         if not alone:
@@ -146,6 +146,15 @@ def made() -> str:
     return f"{jax.__version__} {hashlib.sha256(b''.join(f.read_bytes() for f in files)).hexdigest()}"
 
 
+def stored(file: Path) -> dict[str, Any]:
+    """What a file says of programs that were compiled elsewhere; nothing where it is none, or was not finished."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def flat(f: Callable, *args: Any) -> tuple[Callable, list]:
     """Give f of a list of all arrays, which gives such a list, and the list of `args`."""
     leaves, tree = jax.tree.flatten(args)
@@ -217,7 +226,7 @@ class Job:
             if target:
                 target.enter(stack)
             lower = target.lower if target else lambda f, *args, **how: jax.jit(f, **how).lower(*args)
-            if self.path and not target and self._stored().get("made") == made():
+            if self.path and not target and stored(self.path.with_suffix(".json")).get("made") == made():
                 return
             inputs = jax.eval_shape(self.full.prepare, *abstract(self.full))
             self.sets = copies(self.full, inputs)
@@ -238,26 +247,20 @@ class Job:
             self.temporaries = self.compiled[0].memory_analysis().temp_size_in_bytes / 2**20  # MiB
             return
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # says where its functions are
-        about = self._stored()
+        about = stored(self.path.with_suffix(".json"))
         self.sets, self.count, self.temporaries = (about[name] for name in ("sets", "count", "temporaries"))
         self.compiled, here = [], jax.devices()[:1]
         for i, (given, found) in enumerate(about["arrays"]):
             trees = jax.tree.structure((([0] * given,), {})), jax.tree.structure([0] * found)
-            stored = self.path.with_suffix(f".{i}").read_bytes()
-            self.compiled.append(serialize_executable.deserialize_and_load(stored, *trees, execution_devices=here))
-
-    def _stored(self) -> dict[str, Any]:
-        """What a file says of programs that were compiled elsewhere."""
-        file = self.path.with_suffix(".json")
-        return json.loads(file.read_text()) if file.exists() else {}
+            program = self.path.with_suffix(f".{i}").read_bytes()
+            self.compiled.append(serialize_executable.deserialize_and_load(program, *trees, execution_devices=here))
 
     def save(self) -> None:
         """Write what was compiled for a GPU that is not here."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         arrays = []
         for i, program in enumerate(self.compiled):
-            stored, given, found = serialize_executable.serialize(program)
-            self.path.with_suffix(f".{i}").write_bytes(stored)
+            written, given, found = serialize_executable.serialize(program)
+            self.path.with_suffix(f".{i}").write_bytes(written)
             arrays.append((given.num_leaves, found.num_leaves))
         about = {name: getattr(self, name) for name in ("sets", "count", "temporaries")} | {
             "made": made(),

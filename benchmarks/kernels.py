@@ -36,13 +36,14 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import ATTEND, LONGEST, PAGED, Case, attend, experts, grouped, paged, quantized
 from kernel_report import Row, page, smi, torch_attention, torch_sees_a_gpu, versions
-from kernel_timing import Dry, Job, expected, floors, holding, measured, on_cpu, ways
+from kernel_timing import Dry, Job, expected, floors, holding, made, measured, on_cpu, stored, ways
 from recurrence_cases import RULES, SERVED, delta, delta_served, scan, scan_served, ssd, ssd_served
 
 from tests.aot import hopper_products, hopper_scans, hopper_ssd
 
 QUIET = {"compile": 90, "run": 25, "wait": 90}  # seconds after which a worker that says nothing is ended
 WORKERS = 3  # processes
+LAST = 15  # seconds for what is measured at the end
 BATCH, THREADS = 9, 5  # cases whose programs are compiled before any is timed, by so many threads
 SMALL = 1 / 4096  # of a ceiling's size, in a dry run
 Key = tuple[str, str, str]  # operation, call, implementation or peer
@@ -85,6 +86,18 @@ def keys(case: Case, only: Sequence[str] = ()) -> list[Key]:
     return [(case.op, case.name, way) for way in found if not only or way in only]
 
 
+def unknown_names(only: Sequence[str], some: Sequence[str]) -> str | None:
+    """Say which texts are in no case's name, and which ways no case has; None if there are none."""
+    found = cases()
+    texts = [text for text in only if not any(text in f"{c.op}: {c.name}" for c in found)]
+    if texts:
+        return f"--only: no case has {', '.join(map(repr, texts))} in its operation or name"
+    known = {"torch"} | {way for case in found for way in ways(case)}
+    known |= set() if known >= set(some) else {key[2] for case in found for key in keys(case)}  # peers: takes seconds
+    names = [name for name in some if name not in known]
+    return f"--ways: no case has {', '.join(map(repr, names))}; known are {', '.join(sorted(known))}" if names else None
+
+
 def short(e: BaseException) -> str:
     """One line of what was raised."""
     text = " ".join(str(e).split()).replace("|", "/")
@@ -106,7 +119,6 @@ def judged(job: Job, wrong: Path | None, profile: bool) -> Row:
     off, got = job.check()
     if not off <= case.tolerance:
         if wrong:
-            wrong.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(wrong / (re.sub(r"\W+", "_", " ".join(key)) + ".npz"), *got)
         return Row(*key, off, case.tolerance, None, None, case.target, failed="wrong, so not timed")
     seconds, sample, spent = job.time(profile)
@@ -221,7 +233,8 @@ def events(log: Path) -> list[dict[str, Any]]:
 
 
 def supervised(command: list[str], log: Path, until: float) -> None:
-    """Run workers until one has done all there is. One that ends, or is silent for long, did so at what it last named."""
+    """Run workers until one has done all there is, or its time is over. One that ends, or is silent for long, did so at
+    what it last named."""
     threads = THREADS
     while True:
         memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(round(0.8 / WORKERS, 2))} | os.environ
@@ -232,7 +245,7 @@ def supervised(command: list[str], log: Path, until: float) -> None:
             if (now := log.stat().st_size if log.exists() else 0) != size:
                 size, quiet = now, time.time()
                 doing = next((e["doing"] for e in reversed(events(log)) if "doing" in e), doing)
-            if time.time() - quiet > QUIET[doing] or time.time() > until + 120:
+            if time.time() - quiet > QUIET[doing] or time.time() > until + LAST:
                 process.kill()
                 process.wait()
         found = events(log)
@@ -274,9 +287,9 @@ def dry(chosen: Sequence[Case], only: Sequence[str] = (), folder: Path | None = 
             print(" | ".join(key), lowered[-1].failed, file=sys.stderr, flush=True)
             try:
                 here.append(on_cpu(case, key[2]))
-            except ValueError as e:
+            except Exception as e:  # a row here, too; what does not serve a CPU is none
                 if "cannot serve this call" not in str(e):
-                    raise
+                    here.append(Row(*key, target=case.target, failed=short(e)))
     about = {"versions": versions(), "first": measured(SMALL), "device": "small shapes on this CPU: no measurement"}
     return page(lowered, {"versions": versions(), "device": "no GPU"}, ()) + "\n\n" + page(here, about, ())
 
@@ -301,6 +314,17 @@ def main() -> None:
     args = cli.parse_args()
     if not args.log:
         jax.config.update("jax_platforms", "cpu")  # the device's memory is the worker's
+        if unknown := unknown_names(args.only, args.ways):
+            cli.error(unknown)  # before a device's minutes go by
+        parents = [file.parent for file in (args.lock, args.out) if file]
+        for folder in (args.compiled if args.dry else None, args.wrong, *parents):
+            if folder:
+                folder.mkdir(parents=True, exist_ok=True)
+        read = args.compiled and not args.dry
+        if read and not any(stored(file).get("made") == made() for file in args.compiled.glob("*.json")):
+            print(
+                f"{args.compiled} has no programs of this jax and these kernels: all are compiled here", file=sys.stderr
+            )
     elif (platforms := jax.config.jax_platforms) and "cpu" not in platforms:
         jax.config.update("jax_platforms", f"{platforms},cpu")  # which computes what is right
     chosen = [c for c in cases() if not args.only or any(text in f"{c.op}: {c.name}" for text in args.only)]
@@ -312,7 +336,7 @@ def main() -> None:
     if args.dry:
         found = dry(chosen, args.ways, args.compiled)
     else:
-        until = time.time() + 60 * args.minutes - 15  # for the last ceilings
+        until = time.time() + 60 * args.minutes - LAST
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--only", *args.only, "--ways", *args.ways]
             command += ["--lock", str(args.lock or Path(folder) / "lock")]
@@ -333,7 +357,6 @@ def main() -> None:
         found = page(rows, about, left)
     print(found)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(found + "\n")
 
 

@@ -203,8 +203,17 @@ def main(measure: Callable, about: str | None) -> None:
     cli.add_argument("--lock", type=Path, help="a file: of processes that share it one measures at a time")
     cli.add_argument("--out", type=Path, help="also write the table here")
     args = cli.parse_args()
+    try:
+        with ops.use(**dict(args.kernels)):
+            pass
+    except ValueError as e:
+        cli.error(f"--kernels: {e}")  # before all is measured without them
+    if len(dict(args.kernels)) < len(args.kernels):
+        cli.error("--kernels: an operation stands twice")
+    for file in (args.lock, args.out):
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
     found = compared(measure, args.shape, args.kernels, args.lock)
     print(found)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(found + "\n")

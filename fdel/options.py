@@ -17,12 +17,18 @@ def dtype(name: str) -> str:
     return name
 
 
-def pair(text: str) -> tuple[str, str]:
-    """Read NAME=DIR."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a name, = and a directory")
-    return name, value
+class Pair(argparse.Action):
+    """Collect what an option gives that may be given several times, as NAME=DIR; no name twice."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, text: Any, option: str | None = None) -> None:
+        """Read one."""
+        name, equals, value = text.partition("=")
+        found = getattr(namespace, self.dest)
+        if not equals:
+            raise argparse.ArgumentError(self, f"found {text!r}, expected {self.metavar}")
+        if name in found:
+            raise argparse.ArgumentError(self, f"{name} stands twice, as {found[name]} and as {value}; remove one")
+        setattr(namespace, self.dest, found | {name: value})
 
 
 def numbers(text: str) -> list[int]:
@@ -165,7 +171,7 @@ def _add(
     """Add an argument; a default number or text is shown, unless the help speaks of it."""
     if kind is False:
         p.add_argument(name, action="store_true", help=help, **how)
-    elif isinstance(kind, tuple | dict):
+    elif isinstance(kind, tuple):
         p.add_argument(name, action="append", default=[], help=help, **how)
     elif kind is None or callable(kind):
         p.add_argument(name, help=help, **{"type": kind} | dict(how))
@@ -182,10 +188,10 @@ def _declared(p: argparse.ArgumentParser, cls: type) -> None:
             name, _, metavar = (f.metadata["flag"] or "--" + f.name.replace("_", "-")).partition(" ")
             types = typing.get_args(hints[f.name])
             kind = dtype if f.name == "dtype" else next((k for k in (float, int, Path) if k in types), None)
-            how = {"dest": f.name, "metavar": metavar or None, "choices": f.metadata["choices"] or None}
+            how: dict[str, Any] = {"dest": f.name, "metavar": metavar or None, "choices": f.metadata["choices"] or None}
             how = {k: v for k, v in how.items() if v is not None}
             if f.default_factory is dict:
-                _add(p, name, f.metadata["doc"], {}, how | {"type": pair})
+                p.add_argument(name, action=Pair, default={}, help=f.metadata["doc"], **how)
             elif f.default is dataclasses.MISSING:
                 _add(p, name, f.metadata["doc"], names, how | {"required": True})
             else:
@@ -195,4 +201,4 @@ def _declared(p: argparse.ArgumentParser, cls: type) -> None:
 def chosen(cls: type, args: argparse.Namespace, **others: Any) -> Any:
     """Make a dataclass of what the command line gave, and of others."""
     given = {f: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
-    return cls(**{f.name: dict(v) if f.default_factory is dict else v for f, v in given.items()}, **others)
+    return cls(**{f.name: v for f, v in given.items()}, **others)

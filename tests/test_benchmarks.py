@@ -98,6 +98,44 @@ if '"row": ["op", "hangs"' not in seen:
     assert "ended the process" in rows[0][9] and "did not end" in rows[2][9]
 
 
+def test_a_worker_that_still_compiles_when_the_minutes_are_over_is_ended(bench, tmp_path):
+    """What started the run may end it soon after, before anything of it is printed."""
+    log, script = tmp_path / "log", tmp_path / "worker.py"
+    script.write_text(f"""
+import time
+for i in range(600):
+    print('{{"at": ["op", "call", "way"], "doing": "compile"}}', file=open({str(log)!r}, "a"), flush=True)
+    time.sleep(0.1)
+""")
+    began = time.time()
+    bench.supervised([sys.executable, str(script)], log, began - bench.LAST + 1)
+    assert time.time() - began < 30 and len(bench.events(log)) > 1
+
+
+WRONG = [
+    ("kernels", ["--ways", "hopper", "hoper"], "no case has 'hoper'; known are .*hopper_ordered"),
+    ("kernels", ["--only", "8 rows", "4096 rows"], "no case has '4096 rows' in its operation or name"),
+    ("shapes", ["--shape", "toy", "--kernels", "attend=hoper"], "attend: impl='hoper' is unknown"),
+    ("shapes", ["--shape", "toy", "--kernels", "moe=dense", "moe=fused"], "an operation stands twice"),
+]
+
+
+@pytest.mark.parametrize(("script", "options", "said"), WRONG, ids=lambda x: str(x)[:40])
+def test_names_that_nothing_has_are_refused_before_a_minute_goes_by(bench, script, options, said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    module = importlib.import_module(script)
+    with pytest.raises(SystemExit):
+        module.main() if script == "kernels" else module.main(module.trained, None)
+    assert re.search(said, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_programs_whose_description_was_not_finished_are_compiled_again(bench, tmp_path):
+    case = next(c for c in bench.cases() if c.name == "decode, 64 sequences" and c.op == "ssd")
+    job = bench.Job(case, "xla", folder=tmp_path)
+    job.path.with_suffix(".json").write_text('{"made": "')
+    assert bench.Job(case, "xla", folder=tmp_path).lowered
+
+
 def test_every_kernel_of_a_gpu_has_a_case_that_is_lowered_for_one(bench, monkeypatch):
     """One of each operation by what is named "hopper", whatever that will be; tables are those of tests/aot."""
     kernels = {op for op, table in TABLES.items() if "hopper" in table.implementations}

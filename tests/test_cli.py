@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdel import cli, models, ops, params, report, serve, text
+from fdel import bench, cli, models, ops, params, report, serve, text
 from fdel.models import llama
 from fdel.ops.attention import ATTEND
 from fdel.ops.weights import Quantized
@@ -251,6 +251,17 @@ def test_a_setting_of_the_server_is_declared_once():
     assert key.metadata["setting"] == "rows" and key.metadata["doc"] == rows.metadata["doc"] and key.default == 256
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    (["--kernel", "attend"], "argument --kernel: found 'attend', expected OPERATION=NAME"),
+    (["--adapter", "x"], "argument --adapter: found 'x', expected NAME=DIR"),
+    (["--kernel", "attend=flash", "--kernel", "attend=dense"], "attend stands twice, as flash and as dense; remove one"),
+])  # fmt: skip
+def test_a_name_without_a_value_or_with_two_is_refused(given, said, capsys):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["serve", "model", *given])
+    assert e.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         cli.main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "float99"])
@@ -287,6 +298,15 @@ def test_bench_measures_a_checkpoint(checkpoint, capsys):
     names = ["load", "prefill 512", "decode batch 1", "decode batch 8", "train step 4x512"]
     assert [line.split(":")[0] for line in lines] == names
     assert all(float(re.search(r": ([\d,.]+) ", line)[1].replace(",", "")) >= 0 for line in lines)
+
+
+@pytest.mark.parametrize("first", [0.5, 2.0, 3.0])
+def test_a_busy_machine_decodes_no_negative_tokens(first, monkeypatch):
+    """The call of one token may take as long as that of 65, and longer."""
+    spent = iter([2.0, first])
+    monkeypatch.setattr(bench, "seconds", lambda *_: next(spent))
+    monkeypatch.setattr(bench, "prompts", lambda *_: [])
+    assert bench.decode(None, 3) == 3 * 64 / (1.5 if first < 2 else 2.0)
 
 
 def test_keys_are_made_listed_and_removed(tmp_path, capsys):

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from fdel import models, ops, params, serve, train
 from fdel.models import llama
-from fdel.ops import cpu
+from fdel.ops import attention, cpu
+from fdel.ops.dispatch import Implementation
 from fdel.serve.engine import compiling, device, packing, step
 from fdel.serve.engine.engine import Engine, Settings, unsupported
 from fdel.serve.engine.pages import Pool
@@ -292,6 +293,25 @@ def test_an_implementation_that_is_named_is_taken(model) -> None:
     assert np.allclose(named.logprobs[1:], plain.logprobs[1:], atol=1e-5)
     with pytest.raises(ValueError, match="attend: impl='splash' cannot serve this call"):
         Engine(model, Settings(rows=1, kernels={"attend": "splash"})).score([1, 2, 3])
+
+
+def test_an_implementation_that_serves_no_text_is_refused_when_an_engine_starts(model) -> None:
+    """Its pages have another one, so that what is generated says nothing of it."""
+    e = Engine(model, Settings(rows=1, kernels={"attend": "splash"}))
+    with pytest.raises(ValueError, match="attend: impl='splash' cannot serve this call: it is written for TPUs"):
+        e.start()
+
+
+def test_texts_that_are_too_short_for_an_implementation_are_computed_as_longer_ones(model, monkeypatch) -> None:
+    short = lambda q, *_, **__: "rows of fewer than 128 tokens" if q.shape[1] < 128 else None
+    ways = attention.ATTEND.implementations
+    monkeypatch.setitem(ways, "long", Implementation(attention.dense_attention, short))
+    plain, e = Engine(model, Settings(rows=1)), Engine(model, Settings(rows=1, kernels={"attend": "long"}))
+    e.start()
+    assert np.allclose(e.score([1, 2, 3]).logprobs[1:], plain.score([1, 2, 3]).logprobs[1:], atol=1e-5)
+    assert np.allclose(e.embed([1, 2, 3]), plain.embed([1, 2, 3]), atol=1e-5)
+    assert e._core.device.lengths == [128, CONTEXT]
+    e.close()
 
 
 def test_a_longer_max_length_is_no_silent_cut(model, pair) -> None:

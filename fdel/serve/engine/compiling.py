@@ -42,6 +42,7 @@ class Compiling:
     apart: bool
     writes: bool
     unembedded: ClassVar[str | None]
+    kernels: tuple[tuple[str, str], ...]
     table: np.ndarray
     unmasked: dict[int, Any]
     state: Any
@@ -118,8 +119,10 @@ class Compiling:
         coarse = [n for n in reversed(self.blocks) if n not in self.fine]
         every = [("extend", n) for n in coarse] + [("decode", n) for n in reversed(self.batches)]
         every = every if self.writes else []
-        whole = {"score": self.writes, "embed": self.unembedded is None}
-        every += [(name, n) for n in self.lengths for name, there in whole.items() if there]
+        whole = [name for name, there in {"score": self.writes, "embed": self.unembedded is None}.items() if there]
+        if self.kernels:
+            self.lengths = self._served(whole)
+        every += [(name, n) for n in self.lengths for name in whole]
         if self.example is not None:
             every += [("encode", n) for n in sorted({self.example[0], rounded(self.example[0])})]
         every += [("extend", n) for n in self.fine if self.writes]
@@ -142,8 +145,23 @@ class Compiling:
         self.perform(Call("copy", [packing.pack_copies([], self.rows)]))
         jax.block_until_ready((self.state, self.sequences))
 
-    def _compilers(self, name: str, n: int) -> list[Callable[[], Any]]:
-        """What compiles a size: a function for each program. The jitted function's next call of that size finds it."""
+    def _served(self, whole: Sequence[str]) -> list[int]:
+        """List the lengths of whole sequences that the named kernels serve; ValueError if the longest is none of them."""
+        found: list[int] = []
+        for n in reversed(self.lengths):
+            try:
+                for trace in (trace for name in whole for trace in self._compilers(name, n, traced=True)):
+                    trace()
+            except ValueError as e:
+                if not found:
+                    raise
+                log.warning("sequences of up to %d tokens are computed as longer ones: %s", n, e)
+                continue
+            found.append(n)
+        return found[::-1]
+
+    def _compilers(self, name: str, n: int, traced: bool = False) -> list[Callable[[], Any]]:
+        """What compiles a size, or only traces it: a function for each program, which the next call of that size finds."""
         row, one = np.zeros((1, n), np.int32), np.ones(1, np.int32)
         # Shapes alone: steps that run meanwhile replace these arrays.
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -164,11 +182,12 @@ class Compiling:
             args = (*arrays, self._blank(packing.Decode, n), self.unmasked[n])
             ways = [{"drafts": drafts, "steps": steps} for drafts, steps in self._ways()]
         program: Any = self.programs.encode if name == "hear" else getattr(self.programs, name)
-        compile = lambda params, way: program.lower(params, *args, **way).compile()
+        trace = lambda params, way: program.trace(params, *args, **way)
+        compile = lambda params, way: trace(params, way).lower().compile()
         steps = name in ("extend", "decode")
         weights = [jax.tree.map(shape, params) for params in self.weights.calls()]
         every = [(params, *self.small) if steps else params for params in weights]
-        return [partial(compile, params, way) for params in every for way in ways]
+        return [partial(trace if traced else compile, params, way) for params in every for way in ways]
 
     def _ways(self) -> set[tuple[int, int]]:
         """Drafts and steps of the programs of a size that decode."""

@@ -68,10 +68,10 @@ class Device(Seeing):
         self.model = model._replace(params=None)  # what was given is not held: weights come and go
         self.small = () if draft is None else (owned(draft.params),)
         net = None if draft is None else (draft.family, draft.cfg)
-        kernels = tuple(sorted(s.kernels.items()))
+        self.kernels = tuple(sorted(s.kernels.items()))
         self._open_eyes(sight, s.media_bytes)
         self.programs = programs(
-            model.family, model.cfg, self.weights.mesh, net, s.kv_cache_dtype, kernels, self.turned
+            model.family, model.cfg, self.weights.mesh, net, s.kv_cache_dtype, self.kernels, self.turned
         )
         self.words = -(-model.cfg.vocab // 32)  # of a mask
         put = partial(jax.device_put, device=self.weights.everywhere)
