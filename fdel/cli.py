@@ -14,7 +14,10 @@ import fdel
 from fdel import options, streams
 
 # Files beside the weights that make a checkpoint usable.
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "generation_config.json",
+    "*.jinja", "chat_template.json", "*processor_config.json",
+)  # fmt: skip
 
 # ---- commands: each prints, or gives the lines to print; a number is the exit code ---------------------------------
 

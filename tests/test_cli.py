@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,12 +112,15 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
 def test_quantize(checkpoint, tmp_path, capsys):
     """A calibrated file of four bits is smaller, has its tokenizer, and computes nearly the same; refusals say why."""
     out, data = tmp_path / "few", tmp_path / "data.jsonl"
+    checkpoint = shutil.copytree(checkpoint, tmp_path / "plain")
+    (checkpoint / "preprocessor_config.json").write_text("{}")  # of a model that sees
     data.write_text("".join(json.dumps({"text": f"hello world {i}, hello token"}) + "\n" for i in range(40)))
     asked = ["quantize", str(checkpoint), str(out), "--format", "w4a16", "--group", "16"]
     assert cli.main([*asked, "--calibration", str(data), "--rows", "4", "--length", "32", "--act-order"]) == 0
     said = re.search(r"parameters, ([\d,]+) bytes of ([\d,]+)", capsys.readouterr().out)
     size, before = (int(n.replace(",", "")) for n in said.groups())
     assert size < before and before == 4 * SIZE and (out / "tokenizer.json").exists()
+    assert (out / "preprocessor_config.json").exists()
     a, b = (models.load(path) for path in (checkpoint, out))
     assert isinstance(b.params["layers"]["q"], Quantized)
     near = params.dequantize(b.params)["layers"]["q"] - a.params["layers"]["q"]
