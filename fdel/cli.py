@@ -78,9 +78,11 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
     scheme = writers.scheme(args.format, args.group, args.act_order)
     _empty(args.target)
     source = params.resolve(args.source)
-    rows = None
+    rows, how = None, {name: x for name in ("rows", "length") if (x := getattr(args, name)) is not None}
     if args.calibration:
-        rows = calibration.read(args.calibration, text.load(source), args.rows, args.length)
+        rows = calibration.read(args.calibration, text.load(source), **how)
+    elif how:
+        raise ValueError(f"--{' and --'.join(how)}: of calibration data; give --calibration FILE, or leave it out")
     model = models.load(source, dtype=args.dtype, stacked=False)
     size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9), alpha=args.smooth)
     _accompany(source, args.target)

@@ -22,6 +22,7 @@ from fdel import cli, models, ops, params, report, serve, text
 from fdel.models import llama
 from fdel.ops.attention import ATTEND
 from fdel.ops.weights import Quantized
+from fdel.params.quantize import FORMATS
 from fdel.recipe import schema
 from fdel.serve.server import auth, keyfile, launch
 
@@ -129,6 +130,7 @@ def test_quantize(checkpoint, tmp_path, capsys):
     refused = [
         (["--format", "fp8", "--calibration", str(data)], "nothing to calibrate"),
         (["--act-order"], "give calibr"),
+        (["--rows", "4"], "--rows: of calibration data; give --calibration"),
     ]
     for more, why in refused:
         assert cli.main(["quantize", str(checkpoint), str(tmp_path / "no"), *more]) == 2
@@ -259,6 +261,10 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, c
     with pytest.raises(SystemExit) as e:
         cli.main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "float99"])
     assert e.value.code == 2 and "'float99' is unknown; use one of float32, bfloat16" in capsys.readouterr().err
+
+
+def test_eval_takes_every_format():
+    assert cli.options.BITS[-1]["choices"] == tuple(FORMATS)
 
 
 def test_help_of_every_command(capsys):

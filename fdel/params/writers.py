@@ -23,6 +23,7 @@ from .rounding import gptq, nearest, scales
 Tensors = dict[str, np.ndarray]
 E4M3 = ml_dtypes.float8_e4m3fn
 HEAD = "lm_head"
+BLOCKS = tuple(2**i for i in range(6, 13))  # of bitsandbytes' nf4, on all devices
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def _fp8_blocks(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any)
 def _nf4(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Tensors:
     """Blocks of one row after the other, two values in a byte."""
     n = s.group or 64
+    if n not in BLOCKS:
+        raise ValueError(f"group={n}: bitsandbytes has blocks of {', '.join(map(str, BLOCKS))}")
     if w.size % 2:
         raise ValueError(f"{name} has {w.shape[0]} x {w.shape[1]} numbers; bitsandbytes' nf4 takes an even number")
     x = np.pad(w.reshape(-1), (0, -w.size % n)).reshape(-1, n)

@@ -316,6 +316,8 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         writers.scheme("w8a8", 64)
     with pytest.raises(ValueError, match="act_order belongs to GPTQ"):
         writers.scheme("nf4", act_order=True)
+    with pytest.raises(ValueError, match="group=48: bitsandbytes has blocks of 64, 128, 256"):
+        quantizing.save(model(), tmp_path, writers.scheme("nf4", 48))
     with pytest.raises(ValueError, match="no multiple of groups of 48"):
         quantizing.save(model(), tmp_path, writers.scheme("w4a16", 48))
     with pytest.raises(ValueError, match="nothing to calibrate"):
