@@ -137,7 +137,7 @@ def _nf4(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Ten
 def _rows(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Tensors:
     """LLM.int8 (arXiv 2208.07339): int8 and the greatest magnitude of each row."""
     if ".experts." in name:
-        raise ValueError(f"{name} is an expert's, which neither vLLM nor transformers reads so; use w8a16 or w8a8")
+        raise ValueError(f"{name} is an expert's, which neither vLLM nor transformers reads so; use w8a16")
     greatest = np.abs(w).max(1)
     q = np.rint(w * (127 / np.where(greatest == 0, 1, greatest))[:, None]).astype(np.int8)
     stem = name.removesuffix("weight")
