@@ -17,7 +17,7 @@ from fdel.params.quantize import change, targets
 Gram = Float[np.ndarray, "*batch inputs inputs"]
 
 
-def read(file: str | Path, tok: text.Tokenizer, rows: int, length: int) -> Int[np.ndarray, "rows length"]:
+def read(file: str | Path, tok: text.Tokenizer, rows: int = 128, length: int = 2048) -> Int[np.ndarray, "rows length"]:
     """Read the first texts of a data file (see `train.data.Source`) as at most `rows` rows of `length` tokens.
 
     Texts follow each other without padding; fewer tokens than one row has make one shorter row.

@@ -14,7 +14,10 @@ import fdel
 from fdel import options, streams
 
 # Files beside the weights that make a checkpoint usable.
-COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "generation_config.json",
+    "*.jinja", "chat_template.json", "*processor_config.json",
+)  # fmt: skip
 
 # ---- commands: each prints, or gives the lines to print; a number is the exit code ---------------------------------
 
@@ -75,9 +78,11 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
     scheme = writers.scheme(args.format, args.group, args.act_order)
     _empty(args.target)
     source = params.resolve(args.source)
-    rows = None
+    rows, how = None, {name: x for name in ("rows", "length") if (x := getattr(args, name)) is not None}
     if args.calibration:
-        rows = calibration.read(args.calibration, text.load(source), args.rows, args.length)
+        rows = calibration.read(args.calibration, text.load(source), **how)
+    elif how:
+        raise ValueError(f"--{' and --'.join(how)}: of calibration data; give --calibration FILE, or leave it out")
     model = models.load(source, dtype=args.dtype, stacked=False)
     size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9), alpha=args.smooth)
     _accompany(source, args.target)

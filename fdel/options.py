@@ -48,7 +48,7 @@ BITS = (
     "--quantize",
     "keep the layers' matrices in few bits",
     None,
-    {"choices": ("int8", "fp8", "nf4", "int4", "a8q", "w4a8", "a4q")},
+    {"choices": ("int8", "fp8", "nf4", "mxfp4", "int4", "a8q", "w4a8", "a4q")},
 )
 # For each command its arguments: a name, what it means, a type or a default (False: a switch; (): may be given several
 # times), and what else argparse takes.
@@ -89,7 +89,8 @@ ROWS: Mapping[str, tuple[tuple, ...]] = {
         ("--format", "w8a16 (or 8bit), w8a8 (a8q), w4a16, fp8, fp8_tensor, fp8_block, gptq, gptq_8, nf4, bnb_8", "w8a16"),
         ("--group", "inputs, or sides of a block, with one scale (default: 128; 64 for nf4)", int),
         ("--calibration", "data file that the model reads; integers are then found by GPTQ", Path, {"metavar": "FILE"}),
-        ("--rows", "rows of calibration data", 128), ("--length", "tokens of such a row", 2048),
+        ("--rows", "rows of calibration data (default: 128)", int),
+        ("--length", "tokens of such a row (default: 2048)", int),
         ("--smooth", "with calibration data: share of activations that weights take over, such as 0.5", float),
         ("--act-order", "GPTQ rounds inputs of large activations first", False),
         CAST, ("--shard-gb", "most GB of a file", 5.0),

@@ -13,7 +13,7 @@ from fdel.calibration import grams
 from fdel.params import writers
 from fdel.params.files import write_checkpoint
 from fdel.params.hf import Contents, contents
-from fdel.params.hf_layout import axes_in, file_dims, layout, matrix
+from fdel.params.hf_layout import as_modules, axes_in, file_dims, hf_names, layout, matrix
 from fdel.params.quantize import MATRICES, quantized_paths, targets
 from fdel.smoothing import smooth
 
@@ -82,6 +82,11 @@ def encoded(
     return plain, out
 
 
+def _called(name: str, p: params.Param) -> set[str]:
+    """Give the names of a tensor: the file's, and that among transformers' modules."""
+    return {name, dict(zip(hf_names(p), hf_names(as_modules(p)), strict=True))[name]}
+
+
 def save(
     model: models.Model, path: str | Path, scheme: writers.Scheme, rows: Int[np.ndarray, "rows length"] | None = None, *,
     where: str = MATRICES, shard_bytes: int = 5_000_000_000, alpha: float | None = None,
@@ -103,13 +108,13 @@ def save(
         n: (x.shape, x.dtype) for n, x in made.items()
     }
     vocabulary = lambda name: any("vocab" in p.axes for _, p, _ in plain.parts[name])
-    linear = lambda name: any(matrix(p) for _, p, _ in plain.parts[name])
-    left = [
-        name.removesuffix(".weight")
-        for name in plain.entries
-        if name not in few and linear(name) and not vocabulary(name)
-    ]
+    left = {
+        module.removesuffix(".weight")
+        for name, (shape, _) in plain.entries.items()
+        if name not in few and len(shape) > 1 and not vocabulary(name)
+        for module in _called(name, plain.parts[name][0][1])
+    }
     fetch = lambda name: made[name] if name in made else plain.tensor(name)
     write_checkpoint(Path(path), entries, fetch, shard_bytes, {"format": "pt"})
-    models.save_config(model, path, quantization_config=scheme.describe(scheme, [*left, writers.HEAD]))
+    models.save_config(model, path, quantization_config=scheme.describe(scheme, [*sorted(left), writers.HEAD]))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values())

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from fdel import bench, cli, models, ops, params, report, serve, text
 from fdel.models import llama
 from fdel.ops.attention import ATTEND
 from fdel.ops.weights import Quantized
+from fdel.params.quantize import FORMATS
 from fdel.recipe import schema
 from fdel.serve.server import auth, keyfile, launch
 
@@ -111,12 +113,15 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
 def test_quantize(checkpoint, tmp_path, capsys):
     """A calibrated file of four bits is smaller, has its tokenizer, and computes nearly the same; refusals say why."""
     out, data = tmp_path / "few", tmp_path / "data.jsonl"
+    checkpoint = shutil.copytree(checkpoint, tmp_path / "plain")
+    (checkpoint / "preprocessor_config.json").write_text("{}")  # of a model that sees
     data.write_text("".join(json.dumps({"text": f"hello world {i}, hello token"}) + "\n" for i in range(40)))
     asked = ["quantize", str(checkpoint), str(out), "--format", "w4a16", "--group", "16"]
     assert cli.main([*asked, "--calibration", str(data), "--rows", "4", "--length", "32", "--act-order"]) == 0
     said = re.search(r"parameters, ([\d,]+) bytes of ([\d,]+)", capsys.readouterr().out)
     size, before = (int(n.replace(",", "")) for n in said.groups())
     assert size < before and before == 4 * SIZE and (out / "tokenizer.json").exists()
+    assert (out / "preprocessor_config.json").exists()
     a, b = (models.load(path) for path in (checkpoint, out))
     assert isinstance(b.params["layers"]["q"], Quantized)
     near = params.dequantize(b.params)["layers"]["q"] - a.params["layers"]["q"]
@@ -125,6 +130,7 @@ def test_quantize(checkpoint, tmp_path, capsys):
     refused = [
         (["--format", "fp8", "--calibration", str(data)], "nothing to calibrate"),
         (["--act-order"], "give calibr"),
+        (["--rows", "4"], "--rows: of calibration data; give --calibration"),
     ]
     for more, why in refused:
         assert cli.main(["quantize", str(checkpoint), str(tmp_path / "no"), *more]) == 2
@@ -266,6 +272,10 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(checkpoint, tmp_path, c
     with pytest.raises(SystemExit) as e:
         cli.main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "float99"])
     assert e.value.code == 2 and "'float99' is unknown; use one of float32, bfloat16" in capsys.readouterr().err
+
+
+def test_eval_takes_every_format():
+    assert cli.options.BITS[-1]["choices"] == tuple(FORMATS)
 
 
 def test_help_of_every_command(capsys):

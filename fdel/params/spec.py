@@ -119,8 +119,11 @@ def _slice(leaf: Any, i: int) -> Any:
     if not isinstance(leaf, Param):
         return leaf[i]
     (axis, index), *rest = leaf.stacked
-    hf = leaf.hf.replace(f"{{{axis}}}", str(index[i]))
-    return dataclasses.replace(leaf, axes=leaf.axes.partition(" ")[2], shape=leaf.shape[1:], hf=hf, stacked=tuple(rest))
+    one = lambda name: name.replace(f"{{{axis}}}", str(index[i]))
+    axes, module = leaf.axes.partition(" ")[2], (one(leaf.module[0]), one(leaf.module[1]))
+    return dataclasses.replace(
+        leaf, axes=axes, shape=leaf.shape[1:], hf=one(leaf.hf), stacked=tuple(rest), module=module
+    )
 
 
 def _unstack_layers(tree: Tree) -> list:

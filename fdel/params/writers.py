@@ -23,6 +23,7 @@ from .rounding import gptq, nearest, scales
 Tensors = dict[str, np.ndarray]
 E4M3 = ml_dtypes.float8_e4m3fn
 HEAD = "lm_head"
+BLOCKS = tuple(2**i for i in range(6, 13))  # of bitsandbytes' nf4, on all devices
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,9 @@ def _fp8(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Ten
 
 def _fp8_blocks(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Tensors:
     n = s.group or 128
+    if ".experts." in name and len(w) % n:
+        why = f"no multiple of blocks of {n}, which readers put below another expert's or gate's"
+        raise ValueError(f"{name} has {len(w)} outputs, {why}; choose another --group, or fp8")
     (outputs, inputs), x = w.shape, np.pad(w, [(0, -size % n) for size in w.shape])
     greatest = np.abs(x.reshape(len(x) // n, n, -1, n)).max((1, 3))
     scale = np.where(greatest == 0, 1, greatest / 448).astype(np.float32)
@@ -113,6 +117,8 @@ def _fp8_blocks(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any)
 def _nf4(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Tensors:
     """Blocks of one row after the other, two values in a byte."""
     n = s.group or 64
+    if n not in BLOCKS:
+        raise ValueError(f"group={n}: bitsandbytes has blocks of {', '.join(map(str, BLOCKS))}")
     if w.size % 2:
         raise ValueError(f"{name} has {w.shape[0]} x {w.shape[1]} numbers; bitsandbytes' nf4 takes an even number")
     x = np.pad(w.reshape(-1), (0, -w.size % n)).reshape(-1, n)
@@ -130,6 +136,8 @@ def _nf4(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Ten
 
 def _rows(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Tensors:
     """LLM.int8 (arXiv 2208.07339): int8 and the greatest magnitude of each row."""
+    if ".experts." in name:
+        raise ValueError(f"{name} is an expert's, which neither vLLM nor transformers reads so; use w8a16")
     greatest = np.abs(w).max(1)
     q = np.rint(w * (127 / np.where(greatest == 0, 1, greatest))[:, None]).astype(np.int8)
     stem = name.removesuffix("weight")
@@ -144,8 +152,9 @@ def _compressed(s: Scheme, skipped: Sequence[str], format: str, kind: str) -> di
     weights |= {"actorder": "weight"} if s.act_order else {}
     inputs = base | {"strategy": "token", "dynamic": True, "observer": None} if s.dynamic else None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    ignored = [f"re:.*{HEAD}" if name == HEAD else name for name in skipped]  # alone a name is that of one whole module
     return {
-        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "ignore": [*skipped],
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "ignore": ignored,
         "config_groups": {"group_0": group}, "kv_cache_scheme": None, "global_compression_ratio": None,
     }  # fmt: skip
 

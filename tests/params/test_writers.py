@@ -31,7 +31,8 @@ def model(family="llama") -> models.Model:
     """Random weights in bfloat16; its matrices' rows differ in size."""
     module = models.family(family)
     more = dict(num_local_experts=3, num_experts_per_tok=2) if family == "mixtral" else {}
-    values = tiny.TINY["llava"].values if family == "llava" else CONFIG | {"model_type": family} | more
+    plain = family in ("llama", "mixtral")
+    values = CONFIG | {"model_type": family} | more if plain else tiny.TINY[family].values
     cfg = module.Config.from_hf(values)
     rng = np.random.default_rng(1)
     draw = lambda p: jnp.array(
@@ -218,6 +219,22 @@ def test_transformers_reads_it(format, tmp_path):
     assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_moe", "phimoe"])
+def test_transformers_reads_experts(family, tmp_path):
+    """Gates of shared experts and renamed routers are whole: the same logits, float32, 1e-5 of the greatest."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    tiny.checkpoint(family, tmp_path / "plain")
+    quantizing.save(models.load(tmp_path / "plain", stacked=False), tmp_path, writers.scheme("w8a16"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.tensor(TOKENS)).logits.numpy()
+    ours = models.load(tmp_path, dtype=jnp.float32)
+    got = jax.jit(lambda p: ours.family.forward(p, jnp.asarray(TOKENS), ours.cfg)[0])(ours.params)
+    assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+
+
 def test_calibrated_files_are_nearer_in_what_they_compute(tmp_path):
     """Products with what the matrices saw: GPTQ's errors are below those of rounding, in each matrix and format."""
     rows = np.random.default_rng(3).integers(0, 32, (8, 16))
@@ -246,6 +263,33 @@ def test_experts_are_calibrated(tmp_path):
     assert len(quantized_leaves(read.params)) == 2 * 7
 
 
+@pytest.mark.parametrize(
+    ("family", "format", "named"),
+    [
+        ("qwen2_moe", "w8a16", "model.layers.0.mlp.shared_expert_gate"),  # one output alone
+        ("qwen2_moe", "gptq_8", r"-:^model\.layers\.0\.mlp\.shared_expert_gate$"),
+        ("phimoe", "w8a16", "model.layers.0.mlp.router"),  # as transformers calls block_sparse_moe.gate
+        ("llava", "w8a16", "model.vision_tower.encoder.layers.0.mlp.fc1"),  # without `model.` in the file
+        ("roberta", "w8a16", "re:.*lm_head"),  # lm_head.decoder, which is the embedding
+    ],
+)
+def test_readers_are_told_of_every_matrix_that_is_left(family, format, named, tmp_path):
+    """Whatever Linear is not among those in few bits is named as transformers calls it, and as the file does."""
+    m = model(family)
+    quantizing.save(m, tmp_path, writers.scheme(format, 8 if format == "gptq_8" else None))
+    how = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert named in (how["ignore"] if format == "w8a16" else how["dynamic"])
+
+
+def test_experts_that_readers_would_misread_are_refused(tmp_path):
+    """Readers put the blocks of gate and up below each other; and none has experts in bitsandbytes' int8."""
+    with pytest.raises(ValueError, match=r"experts\.0\.w2\.weight has 64 outputs, no multiple of blocks of 48"):
+        quantizing.save(model("mixtral"), tmp_path, writers.scheme("fp8_block", 48))
+    with pytest.raises(ValueError, match="is an expert's, which neither"):
+        quantizing.save(model("mixtral"), tmp_path, writers.scheme("bnb_8"))
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_tower_stays_whole(tmp_path):
     """Its tensors are as they were, the file names its modules among those that are plain, and both are read again."""
     scheme = writers.scheme("w8a16")
@@ -272,6 +316,8 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         writers.scheme("w8a8", 64)
     with pytest.raises(ValueError, match="act_order belongs to GPTQ"):
         writers.scheme("nf4", act_order=True)
+    with pytest.raises(ValueError, match="group=48: bitsandbytes has blocks of 64, 128, 256"):
+        quantizing.save(model(), tmp_path, writers.scheme("nf4", 48))
     with pytest.raises(ValueError, match="no multiple of groups of 48"):
         quantizing.save(model(), tmp_path, writers.scheme("w4a16", 48))
     with pytest.raises(ValueError, match="nothing to calibrate"):
