@@ -30,7 +30,8 @@ from fdel.ops.mask import NEG, Attended, Keys, Mask, Passes, PerHead, Queries, V
 from fdel.ops.paged import LANES
 
 HEADS = 8  # query heads of a key head in one program, at most
-ROWS, QUERIES, KEYS = 2048, 1024, 512  # queries of a program, of all of its heads; those and keys of a tile, at most
+ROWS = 2048  # queries of a program, of all of its heads, at most
+TILE = 512, 1024  # keys of a tile: as many as queries, but no fewer and, as queries, no more
 PAIRS = 2**16  # of tiles in a list: of 8 bytes each in the scalar processor's memory of 1 MiB
 LARGE = 1e30  # log-sum-exp of a query that sees nothing, in the backward pass: its probabilities are 0
 
@@ -71,10 +72,9 @@ def _plan(m: Mask, where: Where, q: Array, k: Array) -> Call:
     group = q.shape[2] // k.shape[2]
     heads = next(n for n in range(min(HEADS, group), 0, -1) if group % n == 0)
     whole = lambda n: -(-n // LANES) * LANES
-    queries = min(max(LANES, ROWS // heads // LANES * LANES), QUERIES, whole(q.shape[1]))
-    return Call(
-        m.scale, m.softcap, tests(m, where), heads, group // heads, Tiles(queries, min(KEYS, whole(k.shape[1])))
-    )
+    queries = min(max(LANES, ROWS // heads // LANES * LANES), TILE[1], whole(q.shape[1]))
+    tiles = Tiles(queries, min(max(TILE[0], queries), whole(k.shape[1])))
+    return Call(m.scale, m.softcap, tests(m, where), heads, group // heads, tiles)
 
 
 def _most(m: Mask, where: Where, q: Array, k: Array, of_keys: bool) -> int:

@@ -22,6 +22,12 @@ from fdel.ops.paged import LANES
 ROWS, ITEMS = (512, 256, LANES), 4  # of an item of the stages: the most that leaves so many items, else the least
 
 
+def rows(how: Call) -> int:
+    """Choose the rows of an item."""
+    few = lambda n: how.tiles.queries % n or how.heads * how.tiles.queries // n < ITEMS
+    return next(n for n in ROWS if n == LANES or not few(n))
+
+
 def run(
     how: Call, walk: Walk, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"],
     numbers: Int[Array, "B 8 T"], segments: Int[Array, "B 1 S"], start: Float[Array, "N 1 128"],
@@ -29,8 +35,7 @@ def run(
     """Attend in whole tiles: output [B N T Hv], log-sum-exps [B N 1 T]. `start`: sinks times log2(e), or `NEG`."""
     from jax.experimental.pallas import tpu as pltpu
 
-    (queries, keys), n, values = how.tiles, how.heads, v.shape[3]
-    part = next(r for r in ROWS if queries % r == 0 and n * queries // r >= ITEMS or r == LANES)
+    (queries, keys), n, values, part = how.tiles, how.heads, v.shape[3], rows(how)
     result = lambda dtype, *shape: jax.ShapeDtypeStruct((*q.shape[:2], *shape), dtype)
     single = lambda width: pltpu.VMEM((n, queries, width), jnp.float32)
     return walks.run(

@@ -91,13 +91,17 @@ def parts(text: str) -> list[tuple[int, int, str]]:
     return [(depth, n, ops) for depth, n, ops in loops]
 
 
-def branches(text: str, items: int) -> list[int]:
+def sections(text: str) -> list[str]:
+    """Cut a program where one of its conditions may be left."""
+    return re.split(r"^(?=\s*0x[0-9a-f]+\s+PF\s*: )", text, flags=re.M)
+
+
+def branches(text: str, items: int, depth: int = 2) -> list[int]:
     """Count the bundles of a prompt's group of pages, without a mask and with one, which has `items` to compute."""
     found: list[list[int]] = []  # outside of loops, and in a round of one
-    for part in re.split(r"^(?=\s*0x[0-9a-f]+\s+PF\s*: )", text, flags=re.M):
-        inner = [(depth, n) for depth, n, ops in parts(part) if depth > 1]
+    for part in sections(text):
         if "vmatmul" in part:
-            found.append([sum(n for depth, n in inner if depth == d) for d in (2, 3)])
+            found.append([sum(n for at, n, _ in parts(part) if at == d) for d in (depth, depth + 1)])
     rounds = [max(0, items - 2) // prompt.TOGETHER[plain] for plain in (True, False)]
     if len(found) == 1:  # of latents, which have a mask always
         found, rounds = found * 2, rounds[1:] * 2

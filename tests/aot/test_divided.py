@@ -120,8 +120,9 @@ def test_a_family_compiles_for_devices_that_share_its_layers(name, what, mesh, c
 def test_rows_that_devices_share_go_round_in_a_ring(chip, record_property):
     """By kernels, in both passes."""
     c, _ = row(record_property, "llama-wide", "train", chip, 8, "fsdp=4,sp=2")
-    kernels = set(re.findall(r"flash_(?:attention|backward_keys|backward_queries)", c.text))
-    assert "collective-permute" in c.text and len(kernels) == 3
+    tpu, hopper = r"flash_(?:attention|backward_keys|backward_queries)", r"custom_call_target=.(mosaic_gpu)"
+    assert "collective-permute" in c.text
+    assert len(re.findall(hopper, c.text)) >= 3 if chip == "h100" else len(set(re.findall(tpu, c.text))) == 3
 
 
 @pytest.mark.aot

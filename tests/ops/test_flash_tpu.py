@@ -32,8 +32,7 @@ MATRIX = functools.partial(pytest.param, marks=pytest.mark.matrix)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch, capfd):
     """Interpret the kernels, in small tiles; no test may have a race."""
-    monkeypatch.setattr(kernel, "QUERIES", 128)
-    monkeypatch.setattr(kernel, "KEYS", 128)
+    monkeypatch.setattr(kernel, "TILE", (128, 128))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
     assert "RACE" not in "".join(capfd.readouterr())
