@@ -4,8 +4,10 @@ from functools import partial
 
 from fdel import ops
 from fdel.models import builders, config, mixtral, sublayers
+from fdel.params.hf_layout import with_modules
 
 MODEL_TYPE, ARCHITECTURE = "phimoe", "PhimoeForCausalLM"
+MODULES = {r"block_sparse_moe\.gate\.": "mlp.router."} | mixtral.MODULES
 
 
 @config.config
@@ -29,7 +31,7 @@ def spec(cfg: Config) -> dict:
         **builders.layer_norm("mlp_norm", name + "post_attention_layernorm", cfg.embed),
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
-    return builders.decoder(cfg, layer, norm_bias=True, head_bias=cfg.head_bias)
+    return with_modules(builders.decoder(cfg, layer, norm_bias=True, head_bias=cfg.head_bias), MODULES)
 
 
 @builders.hidden("attention", "router")
