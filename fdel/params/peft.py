@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from fdel.ops.weights import LowRank, is_weight
 
-from . import kept, peft_names
+from . import kept, peft_names, tied
 from .files import json_object, safetensors_header
 from .hf_layout import Matrix, as_modules, hf_names
 from .kept import PREFIX
@@ -80,7 +80,11 @@ def load_peft(spec: Tree, params: Tree, path: str | Path, *, max_rank: int | Non
     spec = _as_named(spec, files)
     leaves = list(adaptable(spec, params))
     whole = {} if problems else kept.find(spec, params, files, config.get("modules_to_save"), problems)
+    both = tied.modules({leaf: p for leaf, p, _ in leaves}, params)
+    twice = tied.take(both, files, scale, problems) if both and not problems else []
     pairs = {} if problems else _pairs(leaves, files, scale, found, max_rank, problems)
+    if not problems:
+        tied.check(twice, problems)
     made = ((x, _assemble(x, p, m, pairs[x], max_rank, problems)) for x, p, m in leaves if x in pairs)
     arrays = {} if problems else {x: factors for x, factors in made if factors[-1].any()}
     fresh = {} if problems else {x: kept.read(p, t, problems) for x, (p, t) in whole.items()}
@@ -162,7 +166,9 @@ def save_peft(
     apart = kept.lay_out(params, spec, whole)
     parts: dict[str, list[tuple[np.ndarray, np.ndarray, float]]] = {}
     tables, routers = set(), set()
-    for leaf, p, m in adaptable(spec, params):
+    places = list(adaptable(spec, params))
+    both = tied.modules({leaf: p for leaf, p, _ in places}, params)
+    for leaf, p, m in places:
         if isinstance(w := leaves.pop(leaf), LowRank):
             for name, part in _parts(leaf, p, m, w):
                 parts.setdefault(name, []).append(part)
@@ -183,11 +189,16 @@ def save_peft(
         ranks[module], alphas[module] = a.shape[-2], round(scale * a.shape[-2], 6)
         pair = map(np.ascontiguousarray, (a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)))
         out |= zip(peft_names.tensor_names(module, found, name in tables), pair, strict=True)
+    alike = both is not None and both[0] in ranks
+    if both and alike:
+        factor_a, factor_b, *head = tied.names(both)
+        out |= zip(head, (np.ascontiguousarray(out[x].T) for x in (factor_b, factor_a)), strict=True)
+        ranks[both[1]], alphas[both[1]] = ranks[both[0]], alphas[both[0]]
     every = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = peft_names.config(ranks, alphas, every, parameters)
-    config |= {"base_model_name_or_path": base_name, "task_type": task_type}
+    config |= {"base_model_name_or_path": base_name, "task_type": task_type, "ensure_weight_tying": alike}
     config |= {"modules_to_save": kept.modules(apart, names)} if apart else {}
     (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     save_file(out, path / WEIGHTS, {"format": "pt"})

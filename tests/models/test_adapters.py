@@ -15,12 +15,13 @@ import tiny
 torch = pytest.importorskip("torch", reason="the oracle is PEFT on torch (extra `test`)")
 peft = pytest.importorskip("peft", reason="the oracle is PEFT (extra `test`)")
 
-from safetensors.numpy import load_file  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from fdel import models, params  # noqa: E402
+from fdel.models import llama  # noqa: E402
 from fdel.ops.weights import LowRank, is_weight  # noqa: E402
-from fdel.params.hf_layout import as_modules, hf_names, layout  # noqa: E402
+from fdel.params.hf_layout import as_modules, hf_names, layout, without_modules  # noqa: E402
 from fdel.params.peft_layout import adaptable  # noqa: E402
 from fdel.params.quantize import change  # noqa: E402
 from fdel.params.spec import named_leaves, unstack  # noqa: E402
@@ -45,12 +46,12 @@ OUT_OF_REACH = ".mixer.out_proj", ".mamba.out_proj"  # which PEFT refuses: kerne
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request):
-    return make(request.param)
+    return make(tiny.TINY[request.param])
 
 
-def make(name):
+def make(entry):
     """An oracle, the spec of its family, and its weights as params."""
-    oracle, entry = tiny.build(name), tiny.TINY[name]
+    oracle = tiny.build(entry)
     config = oracle.config.to_dict() | {"architectures": [entry.model]}
     family = models.of_config(config)
     spec = family.spec(family.Config.from_hf(config))
@@ -139,7 +140,6 @@ def test_peft_reads_what_is_written(case, tmp_path):
         draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
         own[leaf] = (draw(*batch, 2, *inputs), draw(*batch, *outputs, 2), np.abs(draw(*batch)) + 0.5)
     lost = {leaf for leaf, q in named_leaves(spec) if hf_names(q)[0].removesuffix(".weight").endswith(OUT_OF_REACH)}
-    lost |= {"embed"} if tied(oracle) else set()
     own = {leaf: factors for leaf, factors in own.items() if leaf not in lost}
     ours = change(lambda leaf, w: LowRank(w, *own[leaf]) if leaf in own else w, p)
     task = "CAUSAL_LM" if hasattr(oracle, "prepare_inputs_for_generation") else "FEATURE_EXTRACTION"
@@ -150,7 +150,54 @@ def test_peft_reads_what_is_written(case, tmp_path):
     assert not [str(w.message) for w in said if " keys while" in str(w.message)]
     names = {k for k in peft.get_peft_model_state_dict(adapted) if ".lora_" in k}
     assert names == set(load_file(tmp_path / "adapter_model.safetensors"))
-    agree(ours, weights(spec, adapted.merge_and_unload()), ())
+    theirs = weights(spec, adapted.merge_and_unload())
+    if tied(oracle) and "embed" in own:  # PEFT adds the updates of both to one array
+        a, b, scale = own["embed"]
+        theirs["embed"] -= scale * b @ a
+    agree(ours, theirs, ())
     back = params.load_peft(spec, p, tmp_path)
     agree(back, jax.tree.map(merged, ours, is_leaf=is_weight), own)
     assert {w.a.shape[w.batch] for w in jax.tree.leaves(back, is_leaf=is_weight) if isinstance(w, LowRank)} == {2}
+
+
+def test_embeddings_that_are_the_head_too(tmp_path):
+    """PEFT's pairs of adapters compute what ours do, both ways, in 1e-5 of the largest logit; others are refused."""
+    entry = tiny.TINY["llama"]
+    oracle, spec, p = make(entry._replace(values=entry.values | {"tie_word_embeddings": True}))
+    cfg, tokens = llama.Config.from_hf(oracle.config.to_dict()), np.random.default_rng(0).integers(3, 100, (1, 7))
+    forward = jax.jit(lambda p: llama.forward(p, tokens, cfg)[0])
+    for name, targets in ("both", ["embed_tokens"]), ("embedding", ["embed_tokens"]), ("head", ["lm_head"]):
+        settings = peft.LoraConfig(r=2, target_modules=targets, ensure_weight_tying=name == "both")
+        adapted = peft.get_peft_model(copy.deepcopy(oracle), settings).eval()
+        draw(adapted)
+        adapted.save_pretrained(tmp_path / name)
+        if name != "both":
+            with pytest.raises(params.CheckpointError, match="one array here, so both need the same adapter"):
+                params.load_peft(spec, p, tmp_path / name)
+            continue
+        want = adapted(torch.tensor(tokens)).logits.detach().numpy()
+        ours = params.load_peft(spec, p, tmp_path / name)
+        np.testing.assert_allclose(forward(ours), want, atol=1e-5 * np.abs(want).max())
+        params.save_peft(spec, ours, tmp_path / "written")
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(oracle), tmp_path / "written").eval()
+        np.testing.assert_allclose(again(torch.tensor(tokens)).logits.detach(), want, atol=1e-5 * np.abs(want).max())
+    tensors = load_file(tmp_path / "both" / "adapter_model.safetensors")
+    head = "base_model.model.lm_head.lora_A.weight"
+    save_file(tensors | {head: tensors[head] + 1}, tmp_path / "both" / "adapter_model.safetensors")
+    with pytest.raises(params.CheckpointError, match="one array here"):
+        params.load_peft(spec, p, tmp_path / "both")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llava"])
+def test_names_of_older_versions_are_read(name, tmp_path):
+    """Experts one by one, as in files of the checkpoint, and towers below `vision_model`."""
+    _, spec, p = make(tiny.TINY[name])
+    p = params.lora.add(p, 2, 3.0, r"layers\..*(q|gate|down)$", key=jax.random.key(0), spec=spec)
+    params.save_peft(without_modules(spec), p, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    older = {k.replace(".vision_tower.", ".vision_tower.vision_model."): x for k, x in tensors.items()}
+    part = {"mixtral": "block_sparse_moe.experts.1.w1.lora_A", "llava": "vision_tower.vision_model.encoder"}[name]
+    assert any(part in k for k in older)
+    save_file(older, tmp_path / "adapter_model.safetensors")
+    back = params.load_peft(spec, params.lora.unload(p), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, back, p)
