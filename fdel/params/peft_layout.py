@@ -34,6 +34,7 @@ def names_of(p: Param) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def is_table(leaf: str) -> bool:
+    """Tell whether PEFT takes an array for an embedding."""
     return leaf.rpartition(".")[2] in TABLES
 
 
@@ -84,6 +85,7 @@ class Sides(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def sides(leaf: str, p: Param, m: Matrix, rank: int) -> Sides:
+    """Find how factors of this rank lie for one tensor of an array."""
     sizes = dict(zip(p.axes.split(), p.shape, strict=True)) | {"rank": rank}
     batch, outputs, inputs = m.cut(p.axes.split())
     experts = batch[len(p.stacked) :]
