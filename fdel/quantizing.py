@@ -13,7 +13,7 @@ from fdel.calibration import grams
 from fdel.params import writers
 from fdel.params.files import write_checkpoint
 from fdel.params.hf import Contents, contents
-from fdel.params.hf_layout import as_modules, axes_in, file_dims, hf_names, layout, matrix
+from fdel.params.hf_layout import axes_in, file_dims, hf_names, layout, matrix
 from fdel.params.quantize import MATRICES, quantized_paths, targets
 from fdel.smoothing import smooth
 
@@ -83,8 +83,9 @@ def encoded(
 
 
 def _called(name: str, p: params.Param) -> set[str]:
-    """Give the names of a tensor: the file's, and that among transformers' modules."""
-    return {name, dict(zip(hf_names(p), hf_names(as_modules(p)), strict=True))[name]}
+    """Give the names of a tensor: the file's, and that among transformers' modules, if it is one of its own there."""
+    names, held = hf_names(p), hf_names(p.module or p)
+    return {name, held[names.index(name)]} if len(held) == len(names) else {name}
 
 
 def save(

@@ -2,6 +2,7 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
+from fdel.params.hf_layout import without_modules
 
 MODEL_TYPE, ARCHITECTURE = "arctic", "ArcticForCausalLM"
 NAMES = ("w1", "w3", "w2")
@@ -39,7 +40,7 @@ def spec(cfg: Config) -> dict:
         moe["residual_norm"] = builders.norm(name + "residual_layernorm.weight", cfg.embed)
     ffn = {MOE: moe, DENSE: builders.glu(name + "block_sparse_moe.mlp.", cfg.embed, cfg.ffn, NAMES)}
     layer = lambda kind: builders.prenorm(name, cfg.embed) | builders.gqa(name + "self_attn.", cfg) | ffn[kind]
-    return builders.decoder(cfg, layer)
+    return without_modules(builders.decoder(cfg, layer))
 
 
 @builders.hidden("attention", "router")

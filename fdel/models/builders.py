@@ -218,13 +218,12 @@ def moe(
 ) -> dict[str, Any]:
     """Router [experts embed], named {name}gate.weight, and gated feed-forwards stacked along an axis `experts`.
 
-    `fused`: the file has them as `fused_experts` does.
+    transformers' modules have them as `fused_experts` does, and the file, if `fused`.
     """
     router = matrix(name + "gate.weight", ("embed", embed), ("experts", experts))
-    if fused:
-        return {"router": router, "experts": fused_experts(name + "experts.", embed, ffn, experts)}
-    parts = glu(name + "experts.{experts}.", embed, ffn, *([names] if names else []))
-    return {"router": router, "experts": stack(parts, "experts", range(experts))}
+    held = fused_experts(name + "experts.", embed, ffn, experts)
+    file = stack(glu(name + "experts.{experts}.", embed, ffn, *([names] if names else [])), "experts", range(experts))
+    return {"router": router, "experts": held if fused else {k: replace(p, module=held[k]) for k, p in file.items()}}
 
 
 def fused_experts(name: str, embed: int, ffn: int, experts: int, *, inputs_first: bool = False) -> dict[str, Param]:

@@ -120,7 +120,7 @@ def _linear(subscripts: str, x: Array, p: Any, part: str) -> Array:
 
 def spec(cfg: Config) -> dict:
     """Declare every array: the language model's at the top, the tower's below "vision", and the projector."""
-    inside = lambda p: replace(p, hf=p.hf.replace("model.", "model.language_model.", 1))
+    inside = lambda p: p.renamed(lambda name: name.replace("model.", "model.language_model.", 1))
     project = builders.matrix("model.embed_vision.embedding_projection.weight", ("channels", cfg.vision.embed),
                               ("embed", cfg.embed))  # fmt: skip
     text = jax.tree.map(inside, gemma4_text.spec(cfg.text))

@@ -1,6 +1,6 @@
 """GLM-4.1V (arXiv:2507.01006): GLM-4 that turns by three components, and a tower whose learned positions fit any image."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ def tower_spec(cfg: Any) -> dict[str, Any]:
             **builders.glu("visual.merger.", out, v.ffn),
         },
     }  # fmt: skip
-    return jax.tree.map(lambda p: replace(p, hf=f"model.{p.hf}"), tree)
+    return jax.tree.map(lambda p: p.renamed(lambda name: f"model.{name}"), tree)
 
 
 def spec(cfg: Any) -> dict:

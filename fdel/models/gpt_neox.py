@@ -2,8 +2,10 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
+from fdel.params.hf_layout import with_modules
 
 MODEL_TYPE, ARCHITECTURE = "gpt_neox", "GPTNeoXForCausalLM"
+MODULES = {r"^embed_out\.": "lm_head."}  # what transformers' modules are called
 
 
 @config.config
@@ -31,7 +33,7 @@ def spec(cfg: Config) -> dict:
         **builders.mlp(name + "mlp.", d, cfg.ffn, ("dense_h_to_4h", "dense_4h_to_h")),
     }
     names = "gpt_neox.embed_in", "gpt_neox.final_layer_norm"
-    return builders.decoder(cfg, layer, *names, head="embed_out", norm_bias=True)
+    return with_modules(builders.decoder(cfg, layer, *names, head="embed_out", norm_bias=True), MODULES)
 
 
 @builders.hidden("attention")

@@ -2,6 +2,7 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
+from fdel.params.hf_layout import without_modules
 
 MODEL_TYPE, ARCHITECTURE = "grok-1", "Grok1ModelForCausalLM"
 
@@ -35,7 +36,7 @@ def spec(cfg: Config) -> dict:
         **builders.moe(name + "moe_block.", cfg.embed, cfg.ffn, cfg.experts, names),
         "mlp_post_norm": norm("post_moe"),
     }
-    return builders.decoder(cfg, layer)
+    return without_modules(builders.decoder(cfg, layer))
 
 
 @builders.hidden("attention", "router")

@@ -126,7 +126,7 @@ def spec(family: ModuleType, cfg: Any, kind: str | None, labels: int = 1) -> dic
         model = {k: v for k, v in model.items() if not k.startswith("head")}
     old = prefix(model)
     new = {"base": "", "question": "transformer." if family.MODEL_TYPE in TRANSFORMER else old}.get(kind, old)
-    model = jax.tree.map(lambda p: replace(p, hf=re.sub(f"^{re.escape(old)}", new, p.hf)), model)
+    model = jax.tree.map(lambda p: p.renamed(lambda name: re.sub(f"^{re.escape(old)}", new, name)), model)
     if kind == "base":
         return model
     h, d = of(family, kind), getattr(cfg, "width", cfg.embed)

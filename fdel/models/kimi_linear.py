@@ -11,10 +11,15 @@ from fdel import ops
 from fdel.models import builders, config, deepseek_v3, sublayers
 from fdel.models.keys import mapping
 from fdel.models.qwen3_next import FULL, LINEAR
+from fdel.params.hf_layout import with_modules
 from fdel.params.spec import Param
 
 MODEL_TYPE, ARCHITECTURE = "kimi_linear", "KimiLinearForCausalLM"
 DENSE, SPARSE = "dense", "sparse"
+MODULES = {
+    r"block_sparse_moe\.": "mlp.",
+    r"\.(?=f_[ab]_proj\.)": ".forget_gate.",
+}  # what transformers' modules are called
 # The hub's keys, and what transformers calls them.
 PUBLISHED = {
     "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok", "moe_renormalize": "norm_topk_prob",
@@ -112,7 +117,7 @@ def spec(cfg: Config) -> dict:
             "mlp": builders.glu(name + "mlp.", cfg.embed, cfg.ffn) if dense else moe,
         }
 
-    return builders.decoder(cfg, layer)
+    return with_modules(builders.decoder(cfg, layer), MODULES)
 
 
 def rename(name: str, cfg: Config) -> str:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from fdel import ops
 from fdel.models import builders, clip, config, llava, sight, sublayers
 from fdel.models.keys import ConfigError
+from fdel.params.hf_layout import without_modules
 from fdel.params.spec import Param, normal, stack
 
 MODEL_TYPE, ARCHITECTURE = "kimi_vl", "KimiVLForConditionalGeneration"
@@ -82,7 +83,7 @@ def spec(cfg: Config) -> dict:
         "out": builders.matrix(name + "linear_2.weight", ("inner", wide), ("embed", cfg.embed)),
         "out_bias": builders.bias(name + "linear_2.bias", cfg.embed),
     }
-    return sight.language_spec(cfg) | {"vision": vision, "projector": projector}
+    return without_modules(sight.language_spec(cfg)) | {"vision": vision, "projector": projector}
 
 
 def encode(params: Any, patches: ops.Patches, cfg: Config) -> Float[Array, "*rows entries D"]:

@@ -7,6 +7,7 @@ import numpy as np
 from fdel import ops
 from fdel.models import builders, config, mixtral, sublayers
 from fdel.models.qwen3_next import FULL, LINEAR
+from fdel.params.hf_layout import with_modules
 from fdel.params.spec import Param, normal, ones, parts
 
 MODEL_TYPE, ARCHITECTURE = "minimax", "MiniMaxForCausalLM"
@@ -71,7 +72,7 @@ def spec(cfg: Config) -> dict:
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
 
-    return builders.decoder(cfg, layer)
+    return with_modules(builders.decoder(cfg, layer), mixtral.MODULES)
 
 
 def rename(name: str, cfg: Config) -> str | None:

@@ -2,8 +2,10 @@
 
 from fdel import ops
 from fdel.models import builders, config, sublayers
+from fdel.params.hf_layout import with_modules
 
 MODEL_TYPE, ARCHITECTURE = "mixtral", "MixtralForCausalLM"
+MODULES = {r"block_sparse_moe\.": "mlp."}  # what transformers' modules are called
 
 
 @config.config
@@ -28,7 +30,7 @@ def spec(cfg: Config) -> dict:
         **builders.gqa(name + "self_attn.", cfg),
         **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
-    return builders.decoder(cfg, layer)
+    return with_modules(builders.decoder(cfg, layer), MODULES)
 
 
 @builders.hidden("attention", "router")

@@ -4,8 +4,10 @@ from functools import partial
 
 from fdel import ops
 from fdel.models import builders, config, mixtral, sublayers
+from fdel.params.hf_layout import with_modules
 
 MODEL_TYPE, ARCHITECTURE = "phimoe", "PhimoeForCausalLM"
+MODULES = {r"block_sparse_moe\.gate\.": "mlp.router."} | mixtral.MODULES
 
 
 @config.config
@@ -23,16 +25,13 @@ class Config(mixtral.Config):
 def spec(cfg: Config) -> dict:
     """Declare every array."""
     name = "model.layers.{layers}."
-    routed = builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2"))
-    called = name + "block_sparse_moe.gate", name + "mlp.router"  # which is a Linear there, unlike Mixtral's
     layer = {
         **builders.layer_norm("attn_norm", name + "input_layernorm", cfg.embed),
         **builders.gqa(name + "self_attn.", cfg, biased=cfg.attn_bias),
         **builders.layer_norm("mlp_norm", name + "post_attention_layernorm", cfg.embed),
-        **routed,
-        "router": builders.replace(routed["router"], module=called),
+        **builders.moe(name + "block_sparse_moe.", cfg.embed, cfg.ffn, cfg.experts, ("w1", "w3", "w2")),
     }
-    return builders.decoder(cfg, layer, norm_bias=True, head_bias=cfg.head_bias)
+    return with_modules(builders.decoder(cfg, layer, norm_bias=True, head_bias=cfg.head_bias), MODULES)
 
 
 @builders.hidden("attention", "router")

@@ -166,7 +166,7 @@ def spec(cfg: Config) -> dict:
         return replace(p, hf=name)
 
     text = builders.decoder(replace(cfg.text, kinds=cfg.kinds), lambda kind: qwen3_moe.layer_spec(cfg.text, kind[1]))
-    text = jax.tree.map(lambda p: replace(p, hf="thinker." + p.hf), text)
+    text = jax.tree.map(lambda p: p.renamed(lambda name: "thinker." + name), text)
     towers = jax.tree.map(seen, qwen3_vl.tower_spec(cfg)) | {"hearing": hearing_spec(cfg.audio)}
     return sight.as_modules(text | towers, RENAMED)
 

@@ -117,7 +117,7 @@ class Config:
 def spec(cfg: Config) -> dict[str, Any]:
     """Declare every array: the talker's at the top, the code predictor's below "predictor"."""
     t, file = cfg.text, "model.layers.{layers}."
-    below = lambda tree, name: jax.tree.map(lambda p: replace(p, hf=name + p.hf), tree)
+    below = lambda tree, name: jax.tree.map(lambda p: p.renamed(lambda own: name + own), tree)
     resized = lambda name: {
         "up": builders.matrix(name + "linear_fc1.weight", ("embed", cfg.thinker), ("ffn", t.ffn)),
         "up_bias": builders.bias(name + "linear_fc1.bias", t.ffn, "ffn"),

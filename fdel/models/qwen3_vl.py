@@ -104,12 +104,12 @@ def tower_spec(cfg: Any) -> dict[str, Any]:
         "vision": qwen2_vl.patch_spec(v, biased=True) | {"positions": table, "layers": layers},
         "projector": merger("visual.merger.", v.embed) | ({"deep": deep} if deep else {}),
     }
-    return jax.tree.map(lambda p: replace(p, hf=f"model.{p.hf}"), tree)
+    return jax.tree.map(lambda p: p.renamed(lambda name: f"model.{name}"), tree)
 
 
 def below(tree: dict[str, Any]) -> dict[str, Any]:
     """Give a language model's arrays the names that they have below "model.language_model."."""
-    inside = lambda p: replace(p, hf=p.hf.replace("model.", "model.language_model.", 1))
+    inside = lambda p: p.renamed(lambda name: name.replace("model.", "model.language_model.", 1))
     return jax.tree.map(lambda p: inside(p) if p.hf.startswith("model.") else p, tree)
 
 

@@ -46,7 +46,8 @@ def spec(cfg: Config) -> dict:
     routed = builders.fused_experts(
         name + "experts.", text.embed, text.moe_ffn, text.experts, inputs_first=cfg.inputs_first
     )
-    moe = builders.moe(name, text.embed, text.moe_ffn, text.experts) | {"experts": routed}
+    moe = builders.moe(name, text.embed, text.moe_ffn, text.experts)
+    moe["experts"] = {part: replace(p, module=moe["experts"][part].module) for part, p in routed.items()}
     layer = lambda kind: qwen3_moe.layer_spec(text, kind[1]) | (moe if kind[1] == MOE else {})
     return qwen3_vl.below(builders.decoder(text, layer)) | qwen3_vl.tower_spec(cfg)
 

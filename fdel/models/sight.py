@@ -6,6 +6,7 @@ states(params, patches, cfg, places), its hidden states at some places, of every
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fdel import models, ops
-from fdel.models import builders, config
+from fdel.models import config
 from fdel.models.keys import ConfigError, mapping, show
+from fdel.params.hf_layout import with_modules
 from fdel.params.spec import Param
 
 # Language models whose walk places media (`ops.place`), by model_type; what transformers assumes where a file says less.
@@ -135,17 +137,12 @@ class Around:
 
 def language_spec(cfg: Any) -> dict[str, Any]:
     """Declare the language model's arrays."""
-    return jax.tree.map(lambda p: builders.replace(p, hf=INNER + p.hf), of_text(cfg).spec(cfg.text))
+    return jax.tree.map(lambda p: p.renamed(lambda name: INNER + name), of_text(cfg).spec(cfg.text))
 
 
 def as_modules(tree: Any, renamed: Mapping[str, str]) -> Any:
     """Note in declarations how transformers' modules are called: `renamed` has prefixes of theirs, with those of files."""
-
-    def one(p: Param) -> Param:
-        found = [(file, module) for module, file in renamed.items() if p.hf.startswith(file)]
-        return builders.replace(p, module=found[0]) if found else p
-
-    return jax.tree.map(one, tree)
+    return with_modules(tree, {f"^{re.escape(file)}": module for module, file in renamed.items()})
 
 
 def spec(cfg: Any, projector: Mapping[str, Param]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,25 @@ def hf_names(p: Param) -> list[str]:
 
 
 def as_modules(spec: Any) -> Any:
-    """Declare arrays by the names of transformers' modules, where those differ from the file's."""
-    return jax.tree.map(lambda p: replace(p, hf=p.module[1] + p.hf.removeprefix(p.module[0])), spec)
+    """Declare arrays as transformers' modules hold them, where that differs from the file."""
+    return jax.tree.map(lambda p: p.module or p, spec)
+
+
+def with_modules(spec: Any, names: Mapping[str, str]) -> Any:
+    """Note how transformers' modules are called: patterns of names in files, with what is there instead."""
+
+    def one(p: Param) -> Param:
+        held, name = p.module or p, (p.module or p).hf
+        for pattern, other in names.items():
+            name = re.sub(pattern, other, name, count=1)
+        return p if name == held.hf else replace(p, module=replace(held, hf=name))
+
+    return jax.tree.map(one, spec)
+
+
+def without_modules(spec: Any) -> Any:
+    """Declare arrays of modules that hold them as the file does, such as those that are no part of transformers."""
+    return jax.tree.map(lambda p: replace(p, module=None), spec)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Param:
 
     `dtype` fixes a dtype whatever the tree is cast to (router biases, decay rates). Arrays without `hf` (caches, recurrent
     state) exist in no checkpoint. `inputs` is how many of the last axes are a matrix's inputs, where the layout does not
-    say it (see `hf_layout.matrix`); 0: the array is no matrix. `module` is how the name among transformers' modules, which
-    adapters have, differs from `hf`: what `hf` begins with, and what stands there instead.
+    say it (see `hf_layout.matrix`); 0: the array is no matrix. `module` declares the same array as transformers' modules
+    hold it, whose names adapters have, where that differs from the file.
     """
 
     axes: str
@@ -58,7 +58,7 @@ class Param:
     dtype: str | None = None
     stacked: tuple[tuple[str, range], ...] = ()
     inputs: int | None = None
-    module: tuple[str, str] = ("", "")
+    module: "Param | None" = None
 
     def __post_init__(self) -> None:
         names = self.axes.split()
@@ -66,6 +66,10 @@ class Param:
             raise ValueError(f"{self.hf or self.axes!r}: {len(names)} axis names ({self.axes}) for shape {self.shape}")
         if len(set(names)) != len(names):
             raise ValueError(f"{self.hf or self.axes!r}: an axis name occurs twice in {self.axes!r}")
+
+    def renamed(self, change: Callable[[str], str]) -> "Param":
+        """Change its name in files, and that of its module alike."""
+        return dataclasses.replace(self, hf=change(self.hf), module=self.module and self.module.renamed(change))
 
 
 def parts(**sizes: int) -> dict[str, tuple[int, int]]:
@@ -78,8 +82,8 @@ def stack(tree: Tree, axis: str, index: range) -> Tree:
     """Lift a spec tree along a new leading axis; each index of `index` is one checkpoint tensor."""
 
     def lift(p: Param) -> Param:
-        stacked = (axis, index), *p.stacked
-        return dataclasses.replace(p, axes=f"{axis} {p.axes}".strip(), shape=(len(index), *p.shape), stacked=stacked)
+        axes, shape, stacked = f"{axis} {p.axes}".strip(), (len(index), *p.shape), ((axis, index), *p.stacked)
+        return dataclasses.replace(p, axes=axes, shape=shape, stacked=stacked, module=p.module and lift(p.module))
 
     return jax.tree.map(lift, tree)
 
@@ -119,11 +123,9 @@ def _slice(leaf: Any, i: int) -> Any:
     if not isinstance(leaf, Param):
         return leaf[i]
     (axis, index), *rest = leaf.stacked
-    one = lambda name: name.replace(f"{{{axis}}}", str(index[i]))
-    axes, module = leaf.axes.partition(" ")[2], (one(leaf.module[0]), one(leaf.module[1]))
-    return dataclasses.replace(
-        leaf, axes=axes, shape=leaf.shape[1:], hf=one(leaf.hf), stacked=tuple(rest), module=module
-    )
+    axes, hf = leaf.axes.partition(" ")[2], leaf.hf.replace(f"{{{axis}}}", str(index[i]))
+    module = leaf.module and _slice(leaf.module, i)
+    return dataclasses.replace(leaf, axes=axes, shape=leaf.shape[1:], hf=hf, stacked=tuple(rest), module=module)
 
 
 def _unstack_layers(tree: Tree) -> list:

@@ -133,6 +133,18 @@ def test_training_reaches_adapters_only(format: str) -> None:
     np.testing.assert_array_equal(dense(base["layers"]["q"])[1], merged[1])  # the second layer was not used
 
 
+def test_a_vector_of_inputs() -> None:
+    """The gate of a shared expert is a matrix of one output to PEFT: alone, merged, and chosen by tokens."""
+    draw = lambda *shape: jnp.array(RNG.standard_normal(shape), jnp.float32)
+    w, x = LowRank(draw(12), draw(3, 12), draw(3), jnp.float32(0.5)), draw(5, 12)
+    want = x @ (w.base + 0.5 * np.asarray(w.b, np.float64) @ w.a)
+    np.testing.assert_allclose(EINSUM("td,d->t", x, w), want, atol=1e-5)
+    np.testing.assert_allclose(x @ dense(w), want, atol=1e-5)
+    served = lora.choose(lora.stack({"gate": w.base}, {1: {"gate": w}}, 2, 4), jnp.array([1, -1, 1, 0, 1]))
+    there = np.array([True, False, True, False, True])
+    np.testing.assert_allclose(EINSUM("td,d->t", x, served["gate"]), np.where(there, want, x @ w.base), atol=1e-5)
+
+
 def test_errors() -> None:
     adapted = lora.add(PARAMS, 2, 2, r"\.q$", key=KEY, spec=SPEC)
     with pytest.raises(ValueError, match="layers.q has an adapter"):
