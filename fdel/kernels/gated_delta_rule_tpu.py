@@ -46,8 +46,7 @@ def call(
     if carry is None or isinstance(batch, Packed):
         return _rule(batch, q, k, v, g, beta), carry or Carry()
     if batch.block == 1:
-        few = not decode.heads_of(k.shape[1])
-        return (slots.reference("gated_delta_rule") if few else decode.delta)(batch, carry, layer, q, k, v, g, beta)
+        return decode.delta(batch, carry, layer, q, k, v, g, beta)
     states = carry.slots.ssm
     plan = slots.plan(batch, states.shape[1], layer, chunks.CHUNK)
     wide = [x[None] for x in (q, k, v, *[g] * (g.ndim == 3))]

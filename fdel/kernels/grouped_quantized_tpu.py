@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels import quantized_matmul_tpu as kernel
 from fdel.kernels.device import no_tpu
-from fdel.ops.platform import context
 from fdel.ops.weights import Quantized
 
 # Up to so many rows of a group on average: rows of a tile.
@@ -32,8 +31,6 @@ def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     if why := no_tpu():
         return why
-    if axes := context("tp"):
-        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
     if w.order is not None:
         return "a weight whose inputs have an order of their own"
     if w.ndim != 3 or len(w.inputs) != 1 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
