@@ -40,15 +40,16 @@ def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
 
 def product(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores: int) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`, on a device of so many cores; sums are float32."""
+    w = kernel.stored(w)
     t = tiling(len(x), w, x.dtype)
     visits, source, place = tiles(sizes, len(x), t.rows, cores)
     x = jnp.pad(kernel.laid(x, t, w), ((0, 1), (0, 0)))  # a row of zeros
-    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), kernel.stored(w), visits, cores)
+    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), w, visits, cores)
     return y.at[place].get(mode="fill", fill_value=0)
 
 
 def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
-    """Cut a call with so many rows into blocks."""
+    """Cut a call with so many rows into blocks; `w` is as of `quantized_matmul_tpu.stored`."""
     rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), max(TILES.values()))
     t = kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
     if not t.few:
