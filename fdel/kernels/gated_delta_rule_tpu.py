@@ -20,7 +20,7 @@ from fdel.kernels import slots, slots_tpu
 from fdel.ops.batch import Batch, Packed, Paged
 from fdel.ops.carry import Carry
 
-HEADS = {True: 8, False: 4}  # of a step at most, of one decay each and of a decay for each channel
+HEADS = {True: 8, False: 4}  # of 128 channels in a step at most, of one decay each and of a decay for each channel
 
 
 def unsupported(
@@ -46,8 +46,7 @@ def call(
     if carry is None or isinstance(batch, Packed):
         return _rule(batch, q, k, v, g, beta), carry or Carry()
     if batch.block == 1:
-        few = not decode.heads_of(k.shape[1])
-        return (slots.reference("gated_delta_rule") if few else decode.delta)(batch, carry, layer, q, k, v, g, beta)
+        return decode.delta(batch, carry, layer, q, k, v, g, beta)
     states = carry.slots.ssm
     plan = slots.plan(batch, states.shape[1], layer, chunks.CHUNK)
     wide = [x[None] for x in (q, k, v, *[g] * (g.ndim == 3))]
@@ -69,7 +68,8 @@ def _prepared(
     valid: Array, starts: Array, q: Array, k: Array, v: Array, g: Array, beta: Array
 ) -> tuple[Any, ...]:  # fmt: skip
     of_channels = g.ndim == 4
-    heads = next(n for n in range(HEADS[not of_channels], 0, -1) if q.shape[2] % n == 0)
+    most = max(1, HEADS[not of_channels] * chunks.LANES // max(k.shape[-1], v.shape[-1]))
+    heads = next(n for n in range(most, 0, -1) if q.shape[2] % n == 0)
     numbers = [chunks.cleared(beta, valid)]
     if not of_channels:
         numbers += chunks.sums(chunks.cleared(g, valid), starts)

@@ -23,7 +23,7 @@ from fdel.kernels import grouped_matmul_gpu
 from fdel.kernels.elementwise import KNOWN, unknown
 from fdel.kernels.grouped_matmul_gpu import gradient_of_matrices, rows_times, tiling
 from fdel.ops.dispatch import TABLES, use
-from fdel.ops.weights import Weight
+from fdel.ops.weights import Weight, is_weight
 
 
 def unsupported(
@@ -48,7 +48,7 @@ def unproven(x: Array, gate: Any, up: Any, sizes: Array, *_: Any) -> str | None:
 
 
 def _arrays(gate: Any, up: Any) -> bool:
-    return isinstance(gate, jax.Array) and isinstance(up, jax.Array)
+    return not (is_weight(gate) or is_weight(up))
 
 
 def call(

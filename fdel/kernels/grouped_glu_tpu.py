@@ -22,6 +22,7 @@ from fdel.kernels import grouped_matmul_tpu
 from fdel.kernels.elementwise import KNOWN, unknown
 from fdel.kernels.grouped_matmul_tpu import tiling, tiling_of_matrices, too_wide
 from fdel.kernels.grouped_program_tpu import matrices_of, rows_times
+from fdel.ops.weights import is_weight
 
 # What Mosaic TPU compiles of a product's operations, and what holds others.
 TPU = KNOWN | {"copy", "stop_gradient"}
@@ -33,7 +34,7 @@ def unsupported(
 ) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     for w in (gate, up):
-        if not isinstance(w, jax.Array):
+        if is_weight(w):
             return f"gate and up are arrays; found {type(w).__name__}, with which two products are computed"
         if why := grouped_matmul_tpu.unsupported(x, w, sizes):
             return why

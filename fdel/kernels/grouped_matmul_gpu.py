@@ -15,7 +15,6 @@ outputs, for each pass. Of jax's own, `ragged_dot_mgpu` reads matrices of empty 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,8 +28,7 @@ from fdel.kernels.device import no_hopper, unknown
 from fdel.kernels.grouped_program_gpu import GROUPS, ROWS, STEP, WIDTH, Tiling, memory, of_matrices, of_rows, run
 from fdel.kernels.transfer_gpu import COPIED
 from fdel.ops.dispatch import TABLES
-from fdel.ops.platform import context
-from fdel.ops.weights import LowRank, Quantized, Weight, dequantize
+from fdel.ops.weights import LowRank, Quantized, Weight, dequantize, is_weight
 
 FEW = 96  # rows of a group on average, from which on tiles have 128
 
@@ -45,15 +43,14 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
         if w.ndim != 3 or (w.a.ndim, w.b.ndim) != (3, 3):
             return f"low-rank factors {w.a.shape} and {w.b.shape}; expected [E R K] and [E N R]"
         return unsupported(x, w.base, sizes)
-    if not isinstance(w, jax.Array):
+    if is_weight(w):
         return f"weights are arrays; found {type(w).__name__}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16; found {x.dtype} and {w.dtype}"
     if w.ndim != 3 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
         return f"x {x.shape}, w {w.shape}, sizes {sizes.shape}; expected [M K], [E N K], [E]"
-    outputs = w.shape[1] // math.prod(context("tp").values())  # of each device
-    if outputs % WIDTH or w.shape[2] % WIDTH:
-        return f"matrices of {outputs} outputs and {w.shape[2]} inputs; expected multiples of {WIDTH}"
+    if w.shape[1] % WIDTH or w.shape[2] % WIDTH:
+        return f"matrices of {w.shape[1]} outputs and {w.shape[2]} inputs; expected multiples of {WIDTH}"
     return None
 
 
@@ -63,7 +60,7 @@ def unproven(x: Array, w: Any, sizes: Array) -> str | None:
         return grouped_quantized_gpu.unproven(x, w)
     if why := unknown():
         return why
-    found = str(w.dtype) if isinstance(w, jax.Array) else type(w).__name__
+    found = type(w).__name__ if is_weight(w) else str(w.dtype)
     return None if found == "bfloat16" else f"it has been measured with matrices in bfloat16; found {found}"
 
 

@@ -24,7 +24,7 @@ from fdel.kernels import grouped_quantized_tpu
 from fdel.kernels.device import no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
 from fdel.ops.platform import device_kind
-from fdel.ops.weights import LowRank, Quantized, Weight, dequantize
+from fdel.ops.weights import LowRank, Quantized, Weight, dequantize, is_weight
 
 LANES = 128
 MIB = 2**20
@@ -58,7 +58,7 @@ def unsupported(x: Array, w: Any, sizes: Array) -> str | None:
         if w.ndim != 3 or (w.a.ndim, w.b.ndim) != (3, 3):
             return f"low-rank factors {w.a.shape} and {w.b.shape}; expected [E R K] and [E N R]"
         return unsupported(x, w.base, sizes) or too_wide(x, w.a, 1) or too_wide(x, w.b, 1)
-    if not isinstance(w, jax.Array):
+    if is_weight(w):
         return f"weights are arrays; found {type(w).__name__}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it multiplies bfloat16 or float32; found {x.dtype} and {w.dtype}"

@@ -20,14 +20,11 @@ from fdel.kernels import quantized_matmul_gpu
 from fdel.kernels import quantized_program_gpu as program
 from fdel.kernels.quantized_arrays_gpu import ROWS, Tiling
 from fdel.kernels.transfer_gpu import COPIED
-from fdel.ops.platform import context
 from fdel.ops.weights import Quantized
 
 
 def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
-    if axes := context("tp"):
-        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
     if w.order is not None:
         return "a weight whose inputs have an order of their own"
     if w.ndim != 3 or len(w.inputs) != 1 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels import quantized_matmul_tpu as kernel
 from fdel.kernels.device import no_tpu
-from fdel.ops.platform import context
 from fdel.ops.weights import Quantized
 
 # Up to so many rows of a group on average: rows of a tile.
@@ -32,8 +31,6 @@ def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
     """Say why the kernel cannot serve this call, or None."""
     if why := no_tpu():
         return why
-    if axes := context("tp"):
-        return f"a mesh {axes}, where a weight may be divided along its inputs; each device would fetch all of it"
     if w.order is not None:
         return "a weight whose inputs have an order of their own"
     if w.ndim != 3 or len(w.inputs) != 1 or x.ndim != 2 or (*sizes.shape, x.shape[1]) != w.shape[::2]:
@@ -43,15 +40,16 @@ def unsupported(x: Array, w: Quantized, sizes: Array) -> str | None:
 
 def product(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores: int) -> Float[Array, "M N"]:
     """Multiply as `ops.grouped_matmul`, on a device of so many cores; sums are float32."""
+    w = kernel.stored(w)
     t = tiling(len(x), w, x.dtype)
     visits, source, place = tiles(sizes, len(x), t.rows, cores)
     x = jnp.pad(kernel.laid(x, t, w), ((0, 1), (0, 0)))  # a row of zeros
-    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), kernel.stored(w), visits, cores)
+    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), w, visits, cores)
     return y.at[place].get(mode="fill", fill_value=0)
 
 
 def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
-    """Cut a call with so many rows into blocks."""
+    """Cut a call with so many rows into blocks; `w` is as of `quantized_matmul_tpu.stored`."""
     rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), max(TILES.values()))
     t = kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
     if not t.few:

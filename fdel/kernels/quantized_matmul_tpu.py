@@ -37,6 +37,7 @@ ROWS = 512  # of x in a block
 OUTPUTS = {True: 256, False: 512}  # in a block, of few rows and of many
 BLOCK, X_BLOCK = 10 * 2**20, 15 * 2**20  # bytes at most of a block of the weight, and of x; two of each are in memory
 VMEM = 56 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
+SPARE = 4 * 2**20  # of them, for what it computes with
 
 
 def unsupported(plan: Plan, x: Array, w: Quantized, dtype: Any) -> str | None:
@@ -224,7 +225,7 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
     most = max(64, min(ROWS, X_BLOCK // (inputs * x.dtype.itemsize) // 64 * 64))
     plain = "float" if w.scale.dtype == jnp.float32 else "exponent"
     stored = w.scale.format if isinstance(w.scale, Quantized) else plain
-    return Tiling(
+    cut = lambda few: Tiling(
         few=few,
         rows=-(-many // 8) * 8 if few else min(most, -(-many // 16) * 16),
         outputs=min(OUTPUTS[few], max(LANES, BLOCK // lanes // LANES * LANES), -(-count // LANES) * LANES),
@@ -238,3 +239,23 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
         across=stored != "float" and groups % LANES == 0,  # so they lie in memory, if they fill lanes
         dtype=dtype,
     )
+    t, fits = cut(few), lambda t: _bytes(t, x.dtype.itemsize) <= VMEM - SPARE
+    if few and not fits(t):  # rows of x are there once for each group of a product
+        t = cut(False)
+    while not t.few and t.rows > 16 and not fits(t):
+        t = t._replace(rows=t.rows - 16)
+    return t
+
+
+def _bytes(t: Tiling, size: int) -> int:
+    """Count those of a program's blocks, of which two are in memory, and of what it keeps; a number of x has `size`."""
+    held = -(-t.groups // t.beside) * t.beside
+    inputs, tiled = held * t.each * t.halves, -(-held // LANES) * LANES
+    scale = (4 if t.scale == "float" else 1) + 4 * (t.format in INTEGERS)  # and zero points
+    blocks = t.rows * (inputs * size + t.outputs * jnp.dtype(t.dtype).itemsize) + t.outputs * held * (t.each + scale)
+    if t.few:
+        of_x = t.beside * t.digits * inputs * (1 if t.digits > 1 else size) + 4 * (LANES + tiled)
+        return 2 * blocks + t.rows * of_x + (t.scale != "float") * 4 * held * t.outputs
+    column = PARTS * 2 if t.beside >= NARROW else 4
+    kept = 2 * tiled * column + 4 * t.rows + (t.scale != "float") * 4 * held
+    return 2 * blocks + t.outputs * kept

@@ -23,7 +23,7 @@ HEADS = 16  # of a step, where they divide all
 
 
 def heads_of(n: int) -> int:
-    """Give the heads of a step, in whole sublanes; 0 if there are none: a device's part of heads may be so few."""
+    """Give the heads of a step, in whole sublanes; 0 if there are none."""
     return next((size for size in (HEADS, 8) if n % size == 0), 0)
 
 

@@ -42,8 +42,6 @@ def call(
     b: Float[Array, "T S"], c: Float[Array, "T S"], d: Float[Array, " C"],
 ) -> tuple[Float[Array, "T C"], Carry]:  # fmt: skip
     """Compute as `selective_scan`; see `unsupported` for what it can serve."""
-    if x.shape[1] % CHANNELS:  # a device's part of the channels
-        return slots.reference("selective_scan")(batch, carry, layer, x, dt, a, b, c, d=d)
     states, size = carry.slots.ssm, next(n for n in (CHUNK, 2 * UNROLL, UNROLL) if batch.block % n == 0)
     blocks, valid, total = _blocks(batch, states.shape[1], layer, size), batch.positions >= 0, jnp.zeros(())
     for part in range(a.shape[1] // STATES):

@@ -56,8 +56,6 @@ def call(
 ) -> tuple[Float[Array, "... T C"], Carry]:  # fmt: skip
     """Compute as `selective_scan`, in chunks of its own size; see `unsupported` for what it can serve."""
     d = jnp.zeros_like(a[:, 0]) if d is None else d
-    if x.shape[-1] % LANES:  # a device's part of the channels
-        return slots.reference("selective_scan")(batch, carry, layer, x, dt, a, b, c, d=d)
     if carry is None or isinstance(batch, Packed):
         return _scan(batch, x, dt, a, b, c, d), carry or Carry()
     if batch.block == 1:

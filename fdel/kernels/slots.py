@@ -3,7 +3,6 @@
 Only what is written has the layout of chunks; there are as many as blocks, since each may be another sequence's.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,13 +27,6 @@ class Plan(NamedTuple):
     valid: Bool[Array, "1 T"]
     places: Int[Array, " blocks"]
     numbers: Int[Array, " numbers"]
-
-
-def reference(op: str) -> Callable[..., Any]:
-    """Give what serves a device's part of a call where the kernel cannot."""
-    from fdel.ops.dispatch import TABLES
-
-    return TABLES[op].implementations["xla"].call
 
 
 def plan(batch: Paged, slots: int, layer: Any, chunk_size: int) -> Plan:

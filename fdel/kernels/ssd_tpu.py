@@ -69,8 +69,6 @@ def call(
     d = jnp.zeros_like(a) if d is None else d
     if carry is None or isinstance(batch, Packed):
         return _ssd(batch, x, dt, a, b, c, d), carry or Carry()
-    if not (decode.heads_of(x.shape[1]) if batch.block == 1 else _heads(x, b)):  # a device's part of the heads
-        return slots.reference("ssd")(batch, carry, layer, x, dt, a, b, c, d=d)
     if batch.block == 1:
         return decode.ssd(batch, carry, layer, x, dt, a, b, c, d)
     states = carry.slots.ssm

@@ -153,49 +153,35 @@ def _in_order(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
     return _quantized_matmul(plan, x, replace(w, order=None, inputs=x.shape[-1:]), dtype)
 
 
-def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, str]:
-    """Name the axes that may be divided: the first of those that the weight lacks, and of its inputs or its outputs."""
-    names = {plan.rows[:1]: "rows"} | ({plan.contracted[0]: "summed"} if plan.summed else {plan.outputs[:1]: "outputs"})
+def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, str] | str:
+    """Name the axes that may be divided: the first of those that the weight lacks, and of its inputs or its outputs.
+
+    Or say why each device along mesh axis `tp` would fetch the whole weight.
+    """
+    n, cut = context("tp").get("tp", 1), plan.contracted[:1] if plan.summed else plan.outputs[:1]
+    if n > 1 and cut:
+        where, at = ("inputs", -1) if plan.summed else ("outputs", plan.w.index(cut))
+        if plan.summed and not cuts_inputs(w):
+            return f"{where} in an order of their own, in groups not filled, or in one of four bits, on tp={n}"
+        sizes = [c.shape[at] for c in jax.tree.leaves(w) if not plan.summed or c.shape[at] > 1]
+        if any(size % n for size in sizes):
+            return f"{where} whose values, scales and zeros are {', '.join(map(str, sizes))}, not multiples of tp={n}"
+    names = {plan.rows[:1]: "rows"} | ({cut: "summed"} if plan.summed else {cut: "outputs"})
     x_axes, w_axes, out = (" ".join(names.get(c, "-") for c in axes) for axes in (plan.x, plan.w, plan.out))
     return ("", x_axes, w_axes, ""), out
 
 
-def _part(plan: Plan, x: Array, w: Quantized) -> tuple[Any, Any] | str:
-    """Give shapes of a device's part of both along mesh axis `tp`, or say why each device would fetch the whole weight."""
-    n, shapes = context("tp").get("tp", 1), [*x.shape]
-    cut = plan.contracted[:1] if plan.summed else plan.outputs[:1]
-    if n == 1 or not cut:
-        return x, w
-    where = "inputs" if plan.summed else "outputs"
-    if w.order is not None or plan.summed and not cuts_inputs(w):
-        return f"{where} in an order of their own, in groups that they do not fill, or in one of four bits, on tp={n}"
-    at = -1 if plan.summed else plan.w.index(cut)
-    sizes = [c.shape[at] for c in jax.tree.leaves(w) if not plan.summed or c.shape[at] > 1]
-    if any(size % n for size in sizes):
-        return f"{where} whose values, scales and zeros are {', '.join(map(str, sizes))}, not multiples of tp={n}"
-
-    def cut_up(c: Any) -> jax.ShapeDtypeStruct:
-        shape = [*c.shape]
-        shape[at] //= n if shape[at] > 1 or not plan.summed else 1
-        return jax.ShapeDtypeStruct(tuple(shape), c.dtype)
-
-    if plan.summed:
-        shapes[plan.x.index(cut)] //= n
-    inputs = tuple(shapes[plan.x.index(c)] for c in plan.contracted)
-    return jax.ShapeDtypeStruct(tuple(shapes), x.dtype), of_part(jax.tree.map(cut_up, w), inputs)
-
-
 def _of_parts(way: Implementation) -> Implementation:
-    """Ask a kernel about a device's part, and call it with the part's own sizes of inputs."""
+    """Ask and call a kernel with the weight's own sizes of inputs: a device's part has fewer."""
+    own = lambda plan, x, w: of_part(w, tuple(x.shape[plan.x.index(c)] for c in plan.contracted))
 
     def unsupported(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> str | None:
         if plan.batch or plan.w[-len(w.inputs) :] != plan.contracted:
             return "a weight with batch axes, or one that is multiplied from its outputs' side"
-        part = _part(plan, x, w)
-        return part if isinstance(part, str) else way.unsupported(plan, *part, dtype)
+        return way.unsupported(plan, x, own(plan, x, w), dtype)
 
     def call(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
-        return way.call(plan, x, of_part(w, tuple(x.shape[plan.x.index(c)] for c in plan.contracted)), dtype)
+        return way.call(plan, x, own(plan, x, w), dtype)
 
     return replace(way, call=call, unsupported=unsupported)
 

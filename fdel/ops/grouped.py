@@ -18,7 +18,7 @@ from fdel.ops.contraction import wide
 from fdel.ops.cpu import expert_tiles, in_step
 from fdel.ops.dispatch import kernel, operation, weight
 from fdel.ops.einsum import einsum
-from fdel.ops.platform import target
+from fdel.ops.platform import context, target
 from fdel.ops.weights import Quantized, Weight
 
 BLOCK = {"cpu": 32, "gpu": 512, "tpu": 512}  # most rows per step: larger ones waste work in the last block of a group
@@ -156,7 +156,19 @@ _EXPERTS, _MOSAIC = weight("experts outputs inputs"), kernel("grouped_matmul_tpu
 _HOPPER = kernel("grouped_matmul_gpu", unproven=True)
 
 
-@operation("tokens inputs", _EXPERTS, "experts", out="tokens outputs", mosaic=_MOSAIC, hopper=_HOPPER)
+def _few_bits(*weights: Weight) -> str | None:
+    """Say why a mesh cannot divide products with these matrices, or None."""
+    axes = context("tp") if any(isinstance(getattr(w, "base", w), Quantized) for w in weights) else None
+    where = "where a weight may be divided along its inputs; each device would fetch all of it"
+    return f"a mesh {axes}, {where}" if axes else None
+
+
+_PRODUCT = ("tokens inputs", _EXPERTS, "experts"), "tokens outputs"
+_BIAS = "experts outputs"
+_GLU = ("tokens inputs", _EXPERTS, _EXPERTS, "experts", "", _BIAS, _BIAS), "tokens outputs"
+
+
+@operation(lambda x, w, sizes: _few_bits(w) or _PRODUCT, mosaic=_MOSAIC, hopper=_HOPPER)
 def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
     """Multiply consecutive groups of rows each with its own matrix: rows of group e with w[e], w of shape [E N K].
 
@@ -172,9 +184,10 @@ def grouped_matmul(x: Float[Array, "M K"], w: Weight, sizes: Int[Array, " E"]) -
 
 
 @operation(
-    "tokens inputs", _EXPERTS, _EXPERTS, "experts", "", "experts outputs", "experts outputs", out="tokens outputs",
-    mosaic=kernel("grouped_glu_tpu"), hopper=kernel("grouped_glu_gpu", unproven=True),
-)  # fmt: skip
+    lambda x, gate, up, *_, **__: _few_bits(gate, up) or _GLU,
+    mosaic=kernel("grouped_glu_tpu"),
+    hopper=kernel("grouped_glu_gpu", unproven=True),
+)
 def grouped_glu(
     x: Float[Array, "M K"], gate: Weight, up: Weight, sizes: Int[Array, " E"],
     product: Callable[[Array, Array], Array], gate_bias: Float[Array, "E N"] | None = None,

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from fdel.ops import dispatch, flash
 from fdel.ops import mask as M
+from fdel.ops.division import divide
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
 from fdel.ops.platform import context
 from fdel.ops.shard import divided
@@ -66,7 +67,7 @@ def _passes(*args: Any) -> Passes:
     if not way.local:
         return Passes(way.call, way.backward)
     outs = PARTS.out, (_ROWS, _ROWS, _ROWS, "heads")
-    return Passes(*(dispatch.divide(f, PARTS, out) for f, out in zip((way.call, way.backward), outs, strict=True)))
+    return Passes(*(divide(f, PARTS, out) for f, out in zip((way.call, way.backward), outs, strict=True)))
 
 
 def ring_attention(

@@ -96,6 +96,32 @@ def test_heads_that_a_mesh_does_not_divide_stay_whole(opaque):
     np.testing.assert_allclose(got, run("dense"), atol=2e-6)
 
 
+def test_reasons_are_asked_of_a_devices_part(opaque, monkeypatch):
+    """As it will be called: of whole rows a kernel may say that it serves them, and fail on, or pass over, a part."""
+    asked = []
+    ask = lambda q, k, *_, **__: asked.append((q.shape, k.shape))
+    monkeypatch.setitem(dispatch.TABLES, "attend", attention.ATTEND)  # the one that is made next goes there too
+    way = replace(attention.ATTEND.implementations["opaque"], unsupported=ask, passed_over=ask)
+    table = replace(attention.ATTEND, implementations={"opaque": way, "dense": dispatch.Implementation(None)})
+    q, k = (jax.random.normal(jax.random.key(n), (4, 8, n, 8)) for n in (8, 2))
+    where = ops.packed(jnp.zeros((4, 8), int)).where
+    given = dict(mask=ops.Mask(1.0), sinks=None, alibi=None, bias=None)
+    with jax.set_mesh(make_mesh({"dp": 2, "tp": 4})):
+        dispatch.run(table, None, q, k, k, where, **given)
+    assert asked == [((2, 8, 2, 8), (2, 8, 1, 8))] * 2 and {*opaque} == {*asked}
+
+
+def test_a_recurrence_takes_a_kernel_only_where_a_devices_heads_fill_its_tiles():
+    """24 heads of 64, as of the smallest Mamba-2: three on each of eight TPUs are no tiles of 128 channels."""
+    batch, put = ops.packed(jnp.zeros((2, 128), int)), lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    args = put(2, 128, 24, 64), put(2, 128, 24), put(24), put(2, 128, 1, 128), put(2, 128, 1, 128)
+    run = lambda *inputs: ops.ssd(batch, None, 0, *inputs)[0]
+    for tp, expected in ((4, "mosaic: chosen"), (8, "3 heads of 64 channels")):
+        with jax.set_mesh(make_mesh({"dp": 8 // tp, "tp": tp})), tracing_for("tpu"):
+            assert expected in ops.explain(run, *args)
+            assert jax.eval_shape(run, *args).shape == args[0].shape
+
+
 def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque):
     """Two key heads on four devices, and their gradients: each has one, and two of the eight query heads."""
     q, *kv = (jax.random.normal(jax.random.key(n), (2, 8, n, 8)) for n in (8, 2, 2))

@@ -1,6 +1,8 @@
 """The TPU kernel for groups of rows with quantized matrices, interpreted, against float64."""
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax.experimental import pallas as pl
 from fdel import ops
 from fdel.kernels import grouped_quantized_tpu as kernel
 from fdel.ops.platform import tracing_for
-from fdel.ops.weights import LowRank, Quantized
+from fdel.ops.weights import LowRank, Quantized, dequantize
 from tests.ops.test_quantized_tpu import Drawn, floating, weight
 
 E = 5
@@ -105,6 +107,25 @@ def test_products_and_gradients_of_rows_equal_float64(interpreted, c):
 def test_many_rows_are_multiplied_with_expanded_matrices(interpreted, monkeypatch):
     monkeypatch.setattr(kernel, "FEW", 1)
     assert max(errors(("e2m1", 32, "exponent", 64, 40, 0), MANY, jnp.float32)) < 2e-6
+
+
+@pytest.mark.parametrize("kind", [jnp.float16, jnp.bfloat16, "dynamic"], ids=str)
+def test_scales_are_read_as_files_have_them(interpreted, kind):
+    """Of GPTQ and AWQ in float16, of compressed-tensors in bfloat16, of bitsandbytes in 8 bits of a tree: 2e-6."""
+    (w, _), r = stacked(GPTQ), np.random.default_rng(1)
+    scale: Any = w.scale
+    if kind == "dynamic":
+        tree, of_tree = r.integers(128, 256, scale.shape), np.full((*scale.shape[:2], 1), 2, np.float32)
+        scale = Quantized(jnp.asarray(tree, jnp.uint8), of_tree, None, kind, scale.shape[2:], np.dtype(np.float32))
+    else:
+        scale = scale.astype(kind)
+    w = replace(w, scale=scale)
+    full, x = np.float64(dequantize(w, jnp.float32)), r.normal(size=(6, 256)).astype(np.float32)
+    with tracing_for("tpu"), ops.use(grouped_matmul="mosaic"):
+        got = jax.jit(ops.grouped_matmul)(x, w, jnp.asarray(DECODE))
+    every = full[np.repeat(np.arange(E), DECODE)]
+    size = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(every, axis=2)
+    assert np.abs(np.float64(got) - np.einsum("mk,mnk->mn", x, every)).max() < 2e-6 * size.max()
 
 
 @pytest.mark.matrix

@@ -159,6 +159,36 @@ def test_products_equal_float64(interpreted, c, dtype):
     assert error(c, dtype) < (4e-3 if dtype == jnp.bfloat16 and c.rows > 20 else 2e-6)
 
 
+@pytest.mark.parametrize(
+    ("form", "inputs", "group", "rows", "dtype"),
+    [("uint4", 29568, 32, 600, jnp.bfloat16),  # Qwen2.5 72B
+     ("e2m1", 53248, 32, 64, jnp.bfloat16), ("e2m1", 53248, 16, 600, jnp.float32), ("uint4", 4096, 128, 64, jnp.bfloat16)],
+)  # fmt: skip
+def test_what_a_program_holds_fits_the_memory(monkeypatch, form, inputs, group, rows, dtype):
+    """Blocks, of which two are there, and what it keeps: 56 MiB, of which a compiler takes some for itself."""
+    found = []
+
+    def call(program, *, out_shape, grid_spec, **named):
+        def run(*args):
+            size = lambda shape, dtype: np.prod([n or 1 for n in shape]) * jnp.dtype(dtype).itemsize
+            blocks = zip((*grid_spec.in_specs, grid_spec.out_specs), (*args, out_shape), strict=True)
+            found.append(2 * sum(size(spec.block_shape, x.dtype) for spec, x in blocks))
+            found.append(sum(size(kept.shape, kept.dtype) for kept in grid_spec.scratch_shapes))
+            return jnp.zeros(out_shape.shape, out_shape.dtype)
+
+        return run
+
+    monkeypatch.setattr(pl, "pallas_call", call)
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    integers = form == "uint4"
+    scale = shape(jnp.float32 if integers else jnp.uint8, 512, inputs // group)
+    zero = shape(jnp.uint8, *scale.shape) if integers else None
+    w = Quantized(shape(jnp.uint8, 512, inputs // 2), scale, zero, form, (inputs,), np.dtype(np.float32))
+    with tracing_for("tpu"), ops.use(quantized_matmul="mosaic"):
+        jax.eval_shape(lambda x, w: ops.einsum("td,fd->tf", x, w), shape(dtype, rows, inputs), w)
+    assert 0 < sum(found) < 52 * 2**20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("c", FLOATS, ids=str)
 def test_products_with_floats_equal_float64(interpreted, c):

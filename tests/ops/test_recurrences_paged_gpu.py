@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from fdel import ops
-from fdel.kernels import slots
 from fdel.ops.batch import Paged, Slots, State
 from fdel.ops.carry import Carry
 from fdel.ops.platform import tracing_for
@@ -165,13 +164,12 @@ def say(op: str, sizes: tuple[int, ...], states, tokens: int, block: int, reason
     ],
     ids=str,
 )
-def test_a_delta_rule_on_hopper_serves_the_prompts_that_it_says(block, dtype, sizes, gate, reason, monkeypatch):
-    """What it takes it computes itself: the reference is called for none."""
+def test_a_delta_rule_on_hopper_serves_the_prompts_that_it_says(block, dtype, sizes, gate, reason):
+    """What it takes it computes itself."""
     keys, values = sizes
     x = lambda dtype, *sizes: SHAPE(dtype, 2 * block, 2, *sizes)
     inputs = x(dtype, keys), x(dtype, keys), x(dtype, values), x(F32, *gate), x(F32)
     batch = Paged(jnp.arange(2 * block), jnp.zeros((2, 1), int), jnp.arange(2), block)
-    monkeypatch.setattr(slots, "reference", None)
     call = lambda *inputs: ops.gated_delta_rule(
         batch, Carry(State(slots=Slots(None, inputs[-1]))), 0, *inputs[:-1]
     )[0]  # fmt: skip

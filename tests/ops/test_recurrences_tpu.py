@@ -135,6 +135,19 @@ def error(got, want) -> float:
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
 
 
+@pytest.mark.parametrize(("width", "of_heads", "of_channels"), [(128, 8, 4), (256, 4, 2), (512, 2, 1), (2048, 1, 1)])
+def test_a_step_has_fewer_of_wider_heads(width, of_heads, of_channels):
+    """With decays of channels the gradient of four heads of 256 in float32 did not compile for v5p."""
+    shape, found = (lambda *sizes: jax.ShapeDtypeStruct((1, 128, 8, *sizes), jnp.float32)), []
+    tokens = jax.ShapeDtypeStruct((1, 128), bool)
+    for gate in ((), (width,)):
+        inputs = shape(width), shape(width), shape(128), shape(*gate), shape()
+        jax.eval_shape(
+            lambda *args: found.append(gated_delta_rule_tpu._prepared(*args)[0].heads), tokens, tokens, *inputs
+        )
+    assert found == [of_heads, of_channels]
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """One head in a step, without the detector of races: in a third of the time."""

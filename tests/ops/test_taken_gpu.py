@@ -21,23 +21,22 @@ HALF, SINGLE = jnp.bfloat16, jnp.float32
 put = jax.ShapeDtypeStruct
 
 
-def explained(f, *args, kind: str | None = "NVIDIA H100 80GB HBM3", **axes: int) -> str:
-    """Explain f on a device of this kind, or on a GPU of which no more is known; or on a mesh of them."""
+def explained(f, *args, kind: str | None = "NVIDIA H100 80GB HBM3", **sizes: int) -> str:
+    """Explain f on devices of this kind, in a mesh of these sizes, or on a GPU of which no more is known."""
     if kind is None:
         with platform.tracing_for("gpu"):
             return ops.explain(f, *args)
     about = type(jax.make_mesh((1,), ("x",)).abstract_mesh.abstract_device)
     device = about(device_kind=kind, num_cores=None, platform="gpu")
-    sizes = axes or {"x": 1}
-    types = (AxisType.Auto,) * len(sizes)
-    mesh = jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,), axis_types=types, abstract_device=device)
+    axes, shape = zip(*(sizes or {"dp": 1}).items(), strict=True)
+    mesh = jax.sharding.AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         return ops.explain(f, *args)
 
 
-def taken(f, *args, kind: str = "NVIDIA H100 80GB HBM3") -> str:
+def taken(f, *args, kind: str = "NVIDIA H100 80GB HBM3", **sizes: int) -> str:
     """Name what the first operation in f takes."""
-    return re.findall(r"^ *(\w+): chosen", explained(f, *args, kind=kind), re.M)[0]
+    return re.findall(r"^ *(\w+): chosen", explained(f, *args, kind=kind, **sizes), re.M)[0]
 
 
 def attend(width: int, values: int, dtype=HALF, single: bool = False, **how):
@@ -98,6 +97,18 @@ def product(form: str, group: int, rows: int):
 )  # fmt: skip
 def test_quantized_products(form, group, rows, expected):
     assert taken(*product(form, group, rows)) == expected
+
+
+def test_sizes_are_those_of_a_devices_part():
+    """Rows that are few on each device are taken; channels of a scan that fill no program are not."""
+    assert taken(*product("int4", 64, 256), dp=8) == "hopper"
+    assert taken(*product("int4", 64, 1024), dp=8) == "xla"
+    assert taken(*product("int4", 64, 60), dp=8) == "hopper"  # which dp does not divide
+    batch = ops.packed(jnp.zeros((2, 256), jnp.int32))
+    scan = lambda x, dt, a, b: ops.selective_scan(batch, None, 0, x, dt, a, b, b)[0]
+    x, a, b = (2, 256, 1536), put((1536, 16), SINGLE), put((2, 256, 16), HALF)
+    assert taken(scan, put(x, HALF), put(x, SINGLE), a, b, tp=4) == "hopper"  # 384 channels
+    assert "192 channels of 16 states" in explained(scan, put(x, HALF), put(x, SINGLE), a, b, tp=8)
 
 
 @pytest.mark.parametrize(
