@@ -34,6 +34,7 @@ CALLS = {
     "16 heads of 192 and 128": (2, 16, 16, 192, 128, 1),
 }
 KERNELS = {"flash_attention": (2, 2), "flash_backward_queries": (4, 2), "flash_backward_keys": (4, 4)}  # H, Hv in FLOPs
+WIDE = {"v5p": 128, "v6e": 256}  # channels and columns that a multiplier has at once
 STORES = 100  # in a part of a program: more are of the start or the end of a tile
 
 
@@ -72,6 +73,15 @@ def walked(name: str, of_keys: bool) -> tuple[int, int, int, Call]:
     return whole, int(walk.total) - whole, walk.tiles, kernel._plan(Mask(0.1), Where(segments), q, k)
 
 
+def products(chip: str, op: str, name: str, how: Call) -> float:
+    """Count the cycles that the products of a pair take the multipliers, whose sides are filled up."""
+    (_, _, _, width, values, _), (queries, keys), wide = CALLS[name], how.tiles, WIDE[chip]
+    up = lambda n: -(-n // wide) * wide
+    of_keys, of_values = (n // 2 for n in KERNELS[op])
+    flops = 2 * how.heads * queries * keys * (of_keys * up(width) + of_values * up(values))
+    return flops * CLOCK * CORES[chip] / aot.CHIPS[chip].flops
+
+
 def main(chip: str) -> None:
     """Print a line of JSON for each kernel of each call: bundles of a pair, seconds and their floor."""
     with tempfile.TemporaryDirectory() as folder:
@@ -84,13 +94,25 @@ def main(chip: str) -> None:
                 plain, others, tiles, how = walked(name, op == "flash_backward_keys")
                 items = how.heads * how.tiles.queries // program.rows(how)
                 whole, masked, of_pair, of_tile = counted(max(found, key=lambda x: x.name).read_text(), items)
-                cycles = plain * whole + others * masked + (plain + others) * of_pair + tiles * of_tile
+                least = products(chip, op, name, how)
+                cycles = (
+                    plain * max(whole, least)
+                    + others * max(masked, least)
+                    + (plain + others) * of_pair
+                    + tiles * of_tile
+                )
                 seconds = cycles * rows * heads / how.heads / CORES[chip] / CLOCK
                 length = TOKENS // sequences
                 seen = rows * heads * sequences * length * (length + 1) / 2
                 floor = seen * (of_keys * width + of_values * values) / aot.CHIPS[chip].flops
                 told = dict(call=name, kernel=op, whole=whole, masked=masked, beside=of_pair, of_tile=of_tile)
-                told |= dict(pairs=plain + others, estimate=seconds, floor=floor, temporaries=compiled.temporaries)
+                told |= dict(
+                    products=least,
+                    pairs=plain + others,
+                    estimate=seconds,
+                    floor=floor,
+                    temporaries=compiled.temporaries,
+                )
                 print(json.dumps(told), flush=True)
 
 
