@@ -15,6 +15,7 @@ from fdel.ops.weights import Quantized, is_weight
 from fdel.params import lora
 from fdel.params.quantize import FORMATS, NAMES
 from fdel.recipe import fits
+from tests.models.tiny import TINY
 from tests.params import test_published as published
 
 CFG = llama.Config(vocab=300, embed=64, ffn=96, layers=2, heads=4, kv_heads=2, head_dim=16, rope=ops.Rope(16, 1e4))
@@ -73,6 +74,20 @@ def test_adapters_learn_on_what_is_quantized_in_memory(method, tmp_path_factory)
     format = NAMES.get(method, method)
     _, _, stored, bits = FORMATS[format]
     check(made(checkpoint(tmp_path_factory.getbasetemp() / "qlora"), method), {stored}, {0: 1e-5, 8: 0.1, 4: 1}[bits])
+
+
+def test_adapters_that_peft_has_no_place_for_are_refused_before_they_are_trained(tmp_path):
+    """DBRX's experts: to PEFT all of a layer are one matrix. Attention alone can be adapted."""
+    family, cfg = (
+        models.family("dbrx"),
+        models.family("dbrx").Config.from_hf(TINY["dbrx"].values | {"model_type": "dbrx"}),
+    )
+    models.save(
+        models.Model(family, cfg, params.init(family.spec(cfg), jax.random.key(0), dtype=jnp.float32)), tmp_path
+    )
+    with pytest.raises(recipe.RecipeError, match=r"adapters of layers.experts.down, .* cannot be written; name others"):
+        recipe.build_model(made(tmp_path))
+    recipe.build_model(made(tmp_path, lora={"r": 4, "target_modules": ["Wqkv", "out_proj"]}))
 
 
 @pytest.mark.parametrize("kind", [

@@ -20,7 +20,7 @@ def expert_capacity(tokens: int, experts: int, factor: float, k: int = 1) -> int
     >>> ops.expert_capacity(100, 8, 1.25)
     16
     """
-    return math.ceil(factor * k * tokens / experts)
+    return math.ceil(round(factor * k * tokens / experts, 9))  # 1.1 * 100 / 10 is 11, and a little more in floats
 
 
 def route_switch(
@@ -33,6 +33,8 @@ def route_switch(
     >>> ops.route_switch(jnp.array([[0.0, 9.0], [0.0, 9.0], [9.0, 0.0]]), 1)[1][:, 0]
     Array([ 1, -1,  0], dtype=int32)
     """
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity {capacity}: an expert takes 1 token of a row at least; see expert_capacity")
     probability = jax.nn.softmax(checkpoint_name(logits.astype(jnp.float32), "moe_router_logits"))
     weights, experts = lax.top_k(probability, 1)
     if capacity is None:

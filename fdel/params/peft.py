@@ -152,6 +152,13 @@ def _pairs(
     return out
 
 
+def without_place(spec: Tree, params: Tree) -> list[str]:
+    """Name the arrays of params whose adapters `save_peft` cannot write."""
+    places = {leaf for leaf, _, _ in adaptable(as_modules(spec), params)}
+    adapted = [leaf for leaf, w in named_leaves(params, is_leaf=is_weight) if isinstance(w, LowRank)]
+    return [leaf for leaf in adapted if leaf not in places]
+
+
 def save_peft(
     spec: Tree, params: Tree, path: str | Path, *, base_name: str = "", whole: str | None = None,
     task_type: str = "CAUSAL_LM",
@@ -169,12 +176,12 @@ def save_peft(
     places = list(adaptable(spec, params))
     both = tied.modules({leaf: p for leaf, p, _ in places}, params)
     for leaf, p, m in places:
-        if isinstance(w := leaves.pop(leaf), LowRank):
+        if isinstance(w := leaves[leaf], LowRank):
             for name, part in _parts(leaf, p, m, w):
                 parts.setdefault(name, []).append(part)
                 tables |= {name} if is_table(leaf) else set()
                 routers |= {name} if leaf.rpartition(".")[2] == "router" else set()
-    lost = [leaf for leaf, w in leaves.items() if isinstance(w, LowRank)]
+    lost = without_place(spec, params)
     if lost or not parts:
         raise ValueError(f"PEFT has no place for adapters of {', '.join(lost)}" if lost else "params have no adapter")
     out = {f"{PREFIX}{name}": x for name, x in apart.items()}

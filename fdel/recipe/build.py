@@ -74,6 +74,8 @@ def build_model(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Mo
         how: dict[str, Any] = {"where": where, "spec": spec, "rslora": lora.use_rslora}
         add = lambda p, key: params.lora.add(p, lora.r, lora.lora_alpha, key=key, **how)
         model = model._replace(params=jax.jit(add, donate_argnums=0)(model.params, jax.random.key(seed)))
+        lost = ", ".join(params.peft.without_place(spec, model.params))  # told before they are trained
+        parse.fail([f"trainer.lora.target_modules: adapters of {lost} cannot be written; name others"] if lost else ())
     if r.loader.verbose:
         count, size = params.count(spec), params.nbytes(model.params)
         print(f"{config.name_of(r)}: {model.family.MODEL_TYPE}, {count:,} parameters, {size:,} bytes")

@@ -42,6 +42,9 @@ def test_switch_without_capacity_drops_nothing_and_the_router_learns():
     dropped = np.asarray(ops.route_switch(jnp.asarray(LOGITS), 3)[1])[..., 0] < 0
     np.testing.assert_array_equal(np.abs(grad).max(-1) == 0, dropped)
     assert ops.expert_capacity(T, E, 1.25) == 6 and ops.expert_capacity(T, E, 1.0, k=2) == 10
+    with pytest.raises(ValueError, match="capacity 0: an expert takes 1 token"):
+        ops.route_switch(jnp.asarray(LOGITS), 0)
+    assert ops.expert_capacity(100, 10, 1.1) == 11 and ops.expert_capacity(1001, 10, 1.1) == 111
 
 
 @pytest.mark.parametrize("capacity", [1, 7, T])
