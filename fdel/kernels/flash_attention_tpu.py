@@ -70,7 +70,8 @@ def call(
 def _plan(m: Mask, where: Where, q: Array, k: Array) -> Call:
     """Choose what is static: tiles and how many of a key head's query heads a program has are taken from the shapes."""
     group = q.shape[2] // k.shape[2]
-    heads = next(n for n in range(min(HEADS, group), 0, -1) if group % n == 0)
+    fit = lambda n: group % n == 0 and (q.shape[2] > n or n == 1)  # a v5p's two cores share programs
+    heads = next(n for n in range(min(HEADS, group), 0, -1) if fit(n))
     whole = lambda n: -(-n // LANES) * LANES
     queries = min(max(LANES, ROWS // heads // LANES * LANES), TILE[1], whole(q.shape[1]))
     tiles = Tiles(queries, min(max(TILE[0], queries), whole(k.shape[1])))
@@ -79,9 +80,8 @@ def _plan(m: Mask, where: Where, q: Array, k: Array) -> Call:
 
 def _most(m: Mask, where: Where, q: Array, k: Array, of_keys: bool) -> int:
     """Count the pairs of tiles that may meet, each tile with one at least."""
-    (queries, keys), (back, ahead) = _plan(m, where, q, k).tiles, m.reach
-    back, ahead = None if where.q_start is not None else back, None if where.ahead is not None else ahead
-    ahead = None if where.q_start is not None else ahead
+    (queries, keys), (back, ahead) = _plan(m, where, q, k).tiles, m.reach if where.q_start is None else (None, None)
+    ahead = None if where.ahead is not None else ahead
     first, low = np.arange(0, q.shape[1], queries)[:, None], np.arange(0, k.shape[1], keys)
     meet = np.ones((first.size, low.size), bool)
     meet &= True if back is None else low + keys - 1 >= first - back
