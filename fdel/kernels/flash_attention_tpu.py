@@ -33,7 +33,6 @@ HEADS = 8  # query heads of a key head in one program, at most
 ROWS = 2048  # queries of a program, of all of its heads, at most
 TILE = 512, 1024  # keys of a tile: as many as queries, but no fewer and, as queries, no more
 PAIRS = 2**16  # of tiles in a list: of 8 bytes each in the scalar processor's memory of 1 MiB
-LARGE = 1e30  # log-sum-exp of a query that sees nothing, in the backward pass: its probabilities are 0
 
 
 def unsupported(
@@ -118,7 +117,7 @@ def backward(m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: PerHead
     how = _plan(m, where, q, k)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
     dsinks = None if sinks is None else -(jnp.exp(sinks - lse) * delta).sum((0, 1)).astype(sinks.dtype)
-    stats = jnp.stack([jnp.where(lse <= NEG / 2, LARGE, lse * LOG2E), delta], 2)  # [B T 2 N]
+    stats = jnp.stack([lse * LOG2E, delta], 2)  # [B T 2 N]
     lay = lambda x, size: _filled(x.swapaxes(1, 2), 2, size)
     of_queries, of_keys = (functools.partial(lay, size=size) for size in how.tiles)
     stats = _filled(stats.transpose(0, 3, 2, 1), 3, how.tiles.queries)

@@ -19,7 +19,7 @@ SINGLE = jnp.float32
 # Query heads, key heads, channels of keys and of values, tokens, begins of sequences; see `flash_cases.Drawn`.
 CASES = [
     Drawn(4, 2, 64, 64, 140, (0, 30, 75), Mask(0.2, window=50, softcap=15.0), sinks=True, dtype=SINGLE),
-    Drawn(2, 2, 64, 64, 256, (0, 200), Mask(0.1), parts=2, rows=1, dtype=SINGLE),
+    Drawn(2, 1, 64, 64, 256, (0, 64), Mask(0.1), parts=2, hidden=True, dtype=SINGLE),
     Drawn(2, 1, 64, 64, 200, (0, 64), Mask(0.2, causal=False), hidden=True, sinks=True, dtype=SINGLE),
     Drawn(3, 1, 64, 64, 150, (0, 90), Mask(0.1, window=50), ahead=True, dtype=SINGLE),
     Drawn(4, 2, 192, 128, 300, (0, 70, 75, 130), Mask(0.1, window=60), sinks=True, dtype=SINGLE),
