@@ -108,14 +108,15 @@ def save(
     entries = {n: e for n, e in plain.entries.items() if n not in few} | {
         n: (x.shape, x.dtype) for n, x in made.items()
     }
-    vocabulary = lambda name: any("vocab" in p.axes for _, p, _ in plain.parts[name])
+    table = lambda name: any("vocab" in p.axes and path != "head" for path, p, _ in plain.parts[name])
     left = {
         module.removesuffix(".weight")
         for name, (shape, _) in plain.entries.items()
-        if name not in few and len(shape) > 1 and not vocabulary(name)
+        if name not in few and len(shape) > 1 and not table(name)
         for module in _called(name, plain.parts[name][0][1])
     }
     fetch = lambda name: made[name] if name in made else plain.tensor(name)
     write_checkpoint(Path(path), entries, fetch, shard_bytes, {"format": "pt"})
-    models.save_config(model, path, quantization_config=scheme.describe(scheme, [*sorted(left), writers.HEAD]))
+    skipped = [*sorted(left - {writers.HEAD}), writers.HEAD]
+    models.save_config(model, path, quantization_config=scheme.describe(scheme, skipped))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values())

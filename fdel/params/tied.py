@@ -10,19 +10,26 @@ from .peft_names import tensor_names
 from .spec import Param
 from .tensor import Tensor
 
-# What transformers calls a head that is the embedding, by what the embedding's name begins with.
-HEADS = {"roberta.": "lm_head.decoder", "": "lm_head"}
+# What a head that is the embedding is called, by what the embedding's name begins with. In models without a head
+# (`models.heads`, kind "base") it begins otherwise, with what stands below these.
+HEADS = {
+    "roberta.": "lm_head.decoder", "rwkv.": "head", "model.tok_embeddings": "output", "thinker.": "thinker.lm_head",
+    "language_model.model.": "language_model.lm_head",
+    **dict.fromkeys(("model.", "transformer.", "backbone.", "gpt_neox."), "lm_head"),
+}  # fmt: skip
 ALIKE = (
     "embedding and head are one array here, so both need the same adapter, as PEFT makes with ensure_weight_tying=True"
 )
 
 
 def modules(declared: Mapping[str, Param], params: Any) -> tuple[str, str] | None:
-    """Name the embedding and the head of params in which they are one array; None where they are two."""
-    if "embed" not in declared or "head" in params:
+    """Name the embedding and the head of params in which they are one array; None where they are two, or there is one."""
+    inner, leaf = (params["model"], "model.embed") if "value" in params else (params, "embed")
+    if leaf not in declared or "head" in inner:
         return None
-    embedding = hf_names(declared["embed"])[0].removesuffix(".weight")
-    return embedding, next(head for start, head in HEADS.items() if embedding.startswith(start))
+    embedding = hf_names(declared[leaf])[0].removesuffix(".weight")
+    known = HEADS if "encoder" not in inner else {"model.": "proj_out"}  # Whisper's
+    return next(((embedding, head) for start, head in known.items() if embedding.startswith(start)), None)
 
 
 def names(both: tuple[str, str]) -> list[str]:

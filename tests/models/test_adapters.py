@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from fdel import models, params  # noqa: E402
-from fdel.models import llama  # noqa: E402
+from fdel.models import heads, llama, whisper  # noqa: E402
 from fdel.ops.weights import LowRank, is_weight  # noqa: E402
 from fdel.params.hf_layout import as_modules, hf_names, layout, without_modules  # noqa: E402
 from fdel.params.peft_layout import adaptable  # noqa: E402
@@ -186,6 +186,46 @@ def test_embeddings_that_are_the_head_too(tmp_path):
     save_file(tensors | {head: tensors[head] + 1}, tmp_path / "both" / "adapter_model.safetensors")
     with pytest.raises(params.CheckpointError, match="one array here"):
         params.load_peft(spec, p, tmp_path / "both")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "roberta"])
+def test_embeddings_of_models_without_a_head(name, tmp_path):
+    """PEFT's adapter of the embedding alone is read, and what is written has none of a head."""
+    oracle = tiny.build(tiny.TINY[name])
+    family = models.of_config(oracle.config.to_dict() | {"architectures": [tiny.TINY[name].model]})
+    spec, base = heads.spec(family, family.Config.from_hf(oracle.config.to_dict()), "base"), oracle.base_model
+    p = weights(spec, base)
+    table = next(k for k, m in base.named_modules() if m is base.get_input_embeddings())
+    settings = peft.LoraConfig(r=2, target_modules=[table], task_type="FEATURE_EXTRACTION")
+    adapted = peft.get_peft_model(base, settings)
+    draw(adapted)
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    ours = params.load_peft(spec, p, tmp_path / "theirs")
+    agree(ours, weights(spec, adapted.merge_and_unload()), {"embed"})
+    params.save_peft(spec, ours, tmp_path / "ours", task_type="FEATURE_EXTRACTION")
+    theirs, written = (load_file(tmp_path / x / "adapter_model.safetensors") for x in ("theirs", "ours"))
+    assert set(written) == set(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "head"),
+    [("qwen3", "value", "lm_head"), ("rwkv:wide", None, "head"), ("whisper", None, "proj_out")],
+)
+def test_heads_that_are_the_embedding_are_found(name, kind, head, tmp_path):
+    """Beside a value head too, and where transformers calls the head otherwise; what is written is read again."""
+    if name == "whisper":
+        family, cfg = whisper, whisper.Config(vocab=50, embed=16, ffn=32, encoder_ffn=32, heads=2, encoder_heads=2)
+    else:
+        d = tiny.build(tiny.TINY[name]).config.to_dict() | {"architectures": [tiny.TINY[name].model]}
+        family = models.of_config(d)
+        cfg = family.Config.from_hf(d)
+    spec = heads.spec(family, cfg, kind)
+    p = params.init(spec, jax.random.key(0))
+    ours = params.lora.add(p, 2, 3.0, r"(^|\.)embed$", key=jax.random.key(1), spec=spec)
+    params.save_peft(spec, ours, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {k for k in tensors if "embedding" not in k} == {f"base_model.model.{head}.lora_{x}.weight" for x in "AB"}
+    jax.tree.map(np.testing.assert_array_equal, params.load_peft(spec, p, tmp_path), ours)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llava"])

@@ -271,6 +271,7 @@ def test_experts_are_calibrated(tmp_path):
         ("phimoe", "w8a16", "model.layers.0.mlp.router"),  # as transformers calls block_sparse_moe.gate
         ("llava", "w8a16", "model.vision_tower.encoder.layers.0.mlp.fc1"),  # without `model.` in the file
         ("roberta", "w8a16", "re:.*lm_head"),  # lm_head.decoder, which is the embedding
+        ("rwkv", "w8a16", "head"),
     ],
 )
 def test_readers_are_told_of_every_matrix_that_is_left(family, format, named, tmp_path):
