@@ -117,11 +117,12 @@ class Run:
             self.abort()
 
     def _measure(self, i: int, delta: Delta, read: list[float]) -> None:
-        """Put times in the metrics: those of the engine, however late the reader is. `read`: when each output was, or 0."""
+        """Put times in the metrics: the engine's, but for the reader's between tokens. `read`: when each was, or 0."""
         now, m, reply = time.monotonic(), self.metrics, self.jobs[i].reply
         first, ended = reply.first or reply.ended or now, reply.ended or now
         if not any(read):
-            m.observe("fdel_time_to_first_token_seconds", first - self.began)
+            times = [job.reply.first for job in self.jobs if job.reply.first]
+            m.observe("fdel_time_to_first_token_seconds", min(times, default=now) - self.began)
         elif delta.tokens and read[i]:
             m.observe("fdel_inter_token_latency_seconds", (now - read[i]) / len(delta.tokens))
         read[i] = now
