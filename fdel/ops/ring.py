@@ -9,6 +9,7 @@ for the slowest. So devices first exchange halves: each gets one early and one l
 every device (zig-zag; arXiv:2311.09431 has the problem). The output goes back: no one else sees the exchange.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from fdel.ops import mask as M
 from fdel.ops.division import divide
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
 from fdel.ops.platform import context
-from fdel.ops.shard import divided
+from fdel.ops.shard import AXES, divided
 
 AXIS = "sp"
 
@@ -70,11 +71,18 @@ def _passes(*args: Any) -> Passes:
     return Passes(*(divide(f, PARTS, out) for f, out in zip((way.call, way.backward), outs, strict=True)))
 
 
+def _sharing(heads: int, kv_heads: int) -> int:
+    """Count the devices along mesh axis `tp` that share a key head, if they are several: else each would have all heads."""
+    tp = math.prod(context(*AXES["attending"]).values())
+    return 1 if kv_heads % tp == 0 or tp % kv_heads or heads % tp else tp // kv_heads
+
+
 def ring_attention(
     q: Queries, k: Keys, v: Values, where: Where, *, mask: Mask, sinks: PerHead, alibi: PerHead, bias: None = None
 ) -> Attended:
     """Attend by the passes of another, each device with its queries to one device's keys and values after another."""
-    n = context(AXIS)[AXIS]
+    n, times = context(AXIS)[AXIS], _sharing(q.shape[2], k.shape[2])
+    k, v = (x if times == 1 else jnp.repeat(x, times, 2) for x in (k, v))
 
     def part(q: Array, k: Array, v: Array, sides: tuple[Array, Array]) -> tuple[Array, Array]:
         pieces = 2 if mask.causal and mask.window is None and q.shape[1] % 2 == 0 else 1

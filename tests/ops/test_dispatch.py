@@ -122,16 +122,21 @@ def test_a_recurrence_takes_a_kernel_only_where_a_devices_heads_fill_its_tiles()
             assert jax.eval_shape(run, *args).shape == args[0].shape
 
 
-def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque):
-    """Two key heads on four devices, and their gradients: each has one, and two of the eight query heads."""
+@pytest.mark.parametrize(
+    ("mesh", "shape", "named"),
+    [({"dp": 2, "tp": 4}, (1, 8), {"attend": "opaque"}), ({"sp": 2, "tp": 4}, (2, 2), {"attend_part": "opaque"})],
+    ids=str,
+)
+def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque, mesh, shape, named):
+    """Two key heads on four devices: each has one, and two of the eight query heads. In a ring, too."""
     q, *kv = (jax.random.normal(jax.random.key(n), (2, 8, n, 8)) for n in (8, 2, 2))
     batch, weight = ops.packed(jnp.zeros((2, 8), int)), jnp.cos(jnp.arange(8.0))
-    value = lambda q, k, v, impl: (ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(1.0), impl=impl)[0] * weight).sum()
-    run = jax.jit(jax.value_and_grad(value, (0, 1, 2)), static_argnums=3)
-    with jax.set_mesh(make_mesh({"dp": 2, "tp": 4})):
-        got = run(q, *kv, "opaque")
-    assert set(opaque) == {((1, 8, 2, 8), (1, 8, 1, 8))}
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(run(q, *kv, "dense")), strict=True):
+    value = lambda q, k, v: (ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(1.0))[0] * weight).sum()
+    run = lambda **named: jax.jit(ops.use(**named)(jax.value_and_grad(value, (0, 1, 2))))(q, *kv)
+    with jax.set_mesh(make_mesh(mesh)):
+        got = run(**named)
+    assert set(opaque) == {((*shape, 2, 8), (*shape, 1, 8))}
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(run(attend="dense")), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
