@@ -285,7 +285,7 @@ def test_the_choice_is_explained_and_a_named_one_works_or_raises():
         ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), bias=bias, impl="flash")
     with pytest.raises(
         ValueError,
-        match="impl='fast' is unknown; .* one of ring, cudnn, hopper, hopper_ordered, splash, short, flash, dense",
+        match="impl='fast' is unknown; .* one of ring, cudnn, hopper, hopper_ordered, splash, mosaic, short, flash, dense",
     ):
         ops.attend(batch, None, 0, q, k, v, mask=Mask(1.0), impl="fast")
     _, paged = ops.paged([(0, 0, [1])], np.zeros((1, 1), int))

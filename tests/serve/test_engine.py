@@ -336,7 +336,9 @@ def test_ends_that_the_model_lacks(model) -> None:
 def test_seconds_of_an_output(model, monkeypatch) -> None:
     """From the first step to the end, waiting left out; equal outputs are equal however long they took."""
     now = iter(range(10**6))
-    monkeypatch.setattr("fdel.serve.engine.reply.time", SimpleNamespace(monotonic=lambda: 10.0 + next(now)))
+    monkeypatch.setattr(
+        "fdel.serve.engine.reply.time", SimpleNamespace(monotonic=lambda: 9.0 + next(now))
+    )  # first, end
     monkeypatch.setattr("fdel.serve.engine.core.time", SimpleNamespace(monotonic=lambda: 5.0))
     (out,) = engine(model).generate([[1, 2, 3]], serve.SamplingParams(max_tokens=20, ignore_eos=True))
     assert out.seconds == 5.0 and out.tokens_per_second == 4.0

@@ -296,6 +296,27 @@ def test_the_reason_is_told(monkeypatch):
 # ---- what is left of it --------------------------------------------------------------------------------------------
 
 
+def test_another_child_is_forked_for_one_that_ends_as_it_starts(monkeypatch):
+    """Once: if none starts, the server is unavailable."""
+    read, left = worker_pool._Child.read, [1]
+
+    async def some(child, size):
+        if left[0]:
+            left[0] -= 1
+            raise EOFError
+        return await read(child, size)
+
+    async def main():
+        async with children() as found:
+            assert await found.encode("a", "m", ["b"])
+            found.light.idle.clear()
+            left[0] = 2
+            await refused(found.encode("a", "m", ["b"]), 503)
+
+    monkeypatch.setattr(worker_pool._Child, "read", some)
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_another_child_takes_over():
     """From one that was killed at work or at rest, and from the process that forks."""

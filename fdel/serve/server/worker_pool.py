@@ -207,11 +207,20 @@ class WorkerPool:
         return APIError(f"{_WHAT[job]} cannot be used: {why}")
 
     async def _child(self, lane: _Lane) -> _Child:
-        """Take a child that waits, or fork one."""
+        """Take a child that waits, or fork one: another one if it ends as it starts."""
         while lane.idle:
             if (child := lane.idle.pop()).alive():
                 return child
             self._drop(child)
+        with contextlib.suppress(EOFError):
+            return await self._fork(lane)
+        try:
+            return await self._fork(lane)
+        except EOFError as e:
+            raise self._unstarted(e) from e
+
+    async def _fork(self, lane: _Lane) -> _Child:
+        """Fork a child. EOFError if it has ended, APIError if none can be had."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.number += 1
@@ -221,15 +230,19 @@ class WorkerPool:
                 self._order(b"f", self.number, lane.background, theirs)
             async with asyncio.timeout(START):
                 await child.read(1)
-        except (EOFError, OSError) as e:
+        except OSError as e:
             self._drop(child)
-            if not self.closed:
-                log.error("no child process could be started: %r", e)
-            raise (_draining() if self.closed else _unavailable()) from e
-        except BaseException:
+            raise self._unstarted(e) from e
+        except BaseException:  # EOFError is one
             self._drop(child)
             raise
         return child
+
+    def _unstarted(self, e: Exception) -> APIError:
+        if self.closed:
+            return _draining()
+        log.error("no child process could be started: %r", e)
+        return _unavailable()
 
     def _demote(self, child: _Child) -> None:
         """Let a child whose job takes long run only where nothing else would: it is not worth a pause of all streams."""
