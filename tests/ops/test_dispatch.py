@@ -111,6 +111,7 @@ def test_reasons_are_asked_of_a_devices_part(opaque, monkeypatch):
     assert asked == [((2, 8, 2, 8), (2, 8, 1, 8))] * 2 and {*opaque} == {*asked}
 
 
+@pytest.mark.of_cpu("with --target the references are named")
 def test_a_recurrence_takes_a_kernel_only_where_a_devices_heads_fill_its_tiles():
     """24 heads of 64, as of the smallest Mamba-2: three on each of eight TPUs are no tiles of 128 channels."""
     batch, put = ops.packed(jnp.zeros((2, 128), int)), lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
