@@ -181,7 +181,7 @@ def test_an_engine_closes_while_it_compiles(model) -> None:
     e._core.device.complete = lambda: None
     gate = Gate(e._core.device)
     e.start()
-    (held,) = ask(e, prompt(5, picture(9, 70), 7))
+    (held,) = ask(e, prompt(5, picture(9, 100), 7))  # of a size of its own: programs are kept for the process
     assert gate.begun.wait(WAIT)
     e.close()
     assert held.reply.finish_reason == "abort" and e._core.held.jobs == {}
