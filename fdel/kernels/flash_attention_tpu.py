@@ -54,11 +54,6 @@ def unsupported(
     return None
 
 
-def unsupported_part(m: Mask, q: Array, k: Array, v: Array, where: Where, sinks: PerHead, alibi: PerHead) -> str | None:
-    """Say why the kernel cannot serve a part of a row, as `mask.Passes` calls it, or None."""
-    return unsupported(q, k, v, where, mask=m, sinks=sinks, alibi=alibi)
-
-
 def call(
     q: Queries, k: Keys, v: Values, where: Where, *, mask: Mask, sinks: PerHead, alibi: None, bias: None
 ) -> Attended:

@@ -9,11 +9,11 @@ from typing import Any
 
 from fdel.kernels import flash_backward_gpu
 from fdel.kernels.device import unmeasured
-from fdel.kernels.flash_attention_gpu import forward, unsupported, unsupported_part
+from fdel.kernels.flash_attention_gpu import forward, unsupported
 from fdel.ops import mask as M
 from fdel.ops.mask import Attended, Keys, Mask, Passes, PerHead, Queries, Values, Where
 
-__all__ = ["backward", "call", "forward", "unsupported", "unsupported_part"]
+__all__ = ["backward", "call", "forward", "unsupported"]
 backward = functools.partial(flash_backward_gpu.backward, ordered=True)
 
 

@@ -102,14 +102,6 @@ def kernel(module: str, on_request: bool = False, unproven: bool = False) -> Imp
     return Implementation(call, why, local=True, on_request=on_request, passed_over=over)
 
 
-def kernel_of_parts(module: str, unproven: bool = False) -> Implementation:
-    """Give the two passes of fdel/kernels/<module>.py, its `forward` and `backward`, for the table of a ring."""
-    load = functools.partial(importlib.import_module, f"fdel.kernels.{module}")
-    passes = (lambda *a: load().forward(*a)), (lambda *a: load().unsupported_part(*a)), (lambda *a: load().backward(*a))
-    over = (lambda *a: load().unproven(*a[1:])) if unproven else Implementation.passed_over
-    return Implementation(passes[0], passes[1], local=True, backward=passes[2], passed_over=over)
-
-
 @contextlib.contextmanager
 def use(**names: str) -> Iterator[None]:
     """Name the implementation of operations, as in `use(attend="flash")`, for what is called or traced inside.

@@ -9,7 +9,9 @@ for the slowest. So devices first exchange halves: each gets one early and one l
 every device (zig-zag; arXiv:2311.09431 has the problem). The output goes back: no one else sees the exchange.
 """
 
+import importlib
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,13 +50,27 @@ def unsupported(q: Array, k: Array, v: Array, where: Where, *, bias: Any, **_: A
 
 LOOPS = flash.passes(flash.Schedule())
 _ROWS, _HEADS = "rows tokens heads head_dim", "rows tokens heads"
+
+
+def _kernel(module: str, unproven: bool = False) -> dispatch.Implementation:
+    """Give the two passes of fdel/kernels/<module>.py, its `forward` and `backward`, as an implementation of parts."""
+    load, whole = partial(importlib.import_module, f"fdel.kernels.{module}"), dispatch.kernel(module, unproven=unproven)
+
+    def of_part(why: Callable[..., str | None]) -> Callable[..., str | None]:
+        return lambda m, q, k, v, where, sinks, alibi: why(q, k, v, where, mask=m, sinks=sinks, alibi=alibi)
+
+    passes = (lambda *a: load().forward(*a)), (lambda *a: load().backward(*a))
+    reasons = of_part(whole.unsupported), of_part(whole.passed_over)
+    return dispatch.Implementation(passes[0], reasons[0], local=True, backward=passes[1], passed_over=reasons[1])
+
+
 # What attends to a part: implementations in two passes, each called as `mask.Passes` says.
 PARTS = dispatch.Table(
     "attend_part",
     {
-        "hopper": dispatch.kernel_of_parts("flash_attention_gpu", unproven=True),
-        "hopper_ordered": dispatch.kernel_of_parts("flash_ordered_gpu", unproven=True),
-        "mosaic": dispatch.kernel_of_parts("flash_attention_tpu"),
+        "hopper": _kernel("flash_attention_gpu", unproven=True),
+        "hopper_ordered": _kernel("flash_ordered_gpu", unproven=True),
+        "mosaic": _kernel("flash_attention_tpu"),
         "flash": dispatch.Implementation(LOOPS.forward, backward=LOOPS.backward),
     },
     ("", _ROWS, _ROWS, _ROWS, "rows tokens", "heads", "heads", _ROWS, _HEADS, _ROWS, _HEADS),
