@@ -1,26 +1,62 @@
-"""Perplexity and size of every format that `params.quantize` and the cache of keys and values know, in one run.
+"""Perplexity and size of every format of weights, in memory and in files, and of the cache of keys and values, in one run.
 
-    python benchmarks/quantization.py DIR --tokens held_out.npy
+    python benchmarks/quantization.py DIR --files
 
-DIR is a checkpoint, as `fdel demo --out DIR` leaves one; the tokens, int[N], are text that it has not learnt from. Without
-them it is the tail of the demo's own text, which the demo's model has learnt from. A column says how far the scores are
-from those of full precision: the mean of |log p - log p'| over tokens. `--speed` adds tokens per second of one sequence
-that decodes.
+DIR is a checkpoint that `fdel demo --out DIR` left, or a directory to be made: then the demo's model is trained there, on
+all but the last twentieth of the demo's text (`--steps`). What is scored is that last twentieth, or `--tokens`, int[N] in a
+file of numpy's. A column says how far the scores are from those of full precision: the mean of |log p - log p'| over
+tokens. `--files` has each format of `fdel quantize` written and read back too, rounded to the nearest and calibrated with
+rows of the text before the last twentieth. `--speed` adds tokens per second of one sequence that decodes.
 """
 
 import argparse
+import dataclasses
+import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdel import bench, models, ops, params, text
+from fdel import bench, demo, models, ops, params, quantizing, text
+from fdel.params import writers
 from fdel.params.quantize import FORMATS
 from fdel.serve.engine.step import quantized
 
 CACHES, PAGE = ("int8", "fp8"), 64
+LAST = 20  # part of the demo's text that is scored
+SMOOTHED = "w8a8", 0.5
+
+
+def written_out() -> str:
+    """Give the demo's text."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def trained(directory: Path, steps: int) -> None:
+    """Train the demo's model on the first part of its text."""
+    tok = dataclasses.replace(text.train_bpe([written_out()], demo.VOCAB), templates={"default": demo.TEMPLATE})
+    tokens = np.asarray(text.encode(tok, written_out()), np.int32)
+    seen = tokens[: len(tokens) - len(tokens) // LAST]
+    model = demo.fit(seen, demo.VOCAB, steps=steps, seconds=float("inf"), out=directory)
+    models.save(model, directory)
+    text.save(tok, directory)
+
+
+def in_files(model: models.Model, calibration: np.ndarray) -> Iterator[tuple[str, models.Model]]:
+    """Write and read back each format, rounded to the nearest; calibrated; and smoothed before."""
+    for name in writers.SCHEMES:
+        scheme = writers.scheme(name)
+        ways: list[tuple[str, np.ndarray | None, float | None]] = [("", None, None)]
+        ways += [(", calibrated", calibration, None)] * scheme.calibrated
+        ways += [(f", smoothed {SMOOTHED[1]} and calibrated", calibration, SMOOTHED[1])] * (name == SMOOTHED[0])
+        for how, some, alpha in ways:
+            with tempfile.TemporaryDirectory() as target:
+                quantizing.save(model, target, scheme, some, alpha=alpha)
+                yield name + how, models.load(target, dtype=jnp.float32)
 
 
 def rows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
@@ -63,15 +99,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path)
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=1000, help="of training, if DIR is to be made")
+    parser.add_argument("--files", action="store_true")
     parser.add_argument("--speed", action="store_true")
     o = parser.parse_args()
-    if o.tokens is None:
-        from pydoc_data.topics import topics
-
-        words = "\n\n".join(topics[name] for name in sorted(topics))
-        tokens = np.asarray(text.encode(text.load(o.directory), words), np.int32)[-o.rows * (o.length + 1) :]
-    else:
-        tokens = np.load(o.tokens)
+    if not o.directory.exists():
+        trained(o.directory, o.steps)
+    demos = np.asarray(text.encode(text.load(o.directory), written_out()), np.int32)
+    cut = len(demos) - len(demos) // LAST
+    tokens = demos[cut:] if o.tokens is None else np.load(o.tokens)
     batch = rows(tokens, o.length, o.rows)
     model = models.load(o.directory, dtype=jnp.float32)
     spec = model.family.spec(model.cfg)
@@ -102,6 +138,10 @@ def main() -> None:
     for format in FORMATS:
         weights = jax.jit(partial(params.quantize, format=format, spec=spec))(model.params)
         line(format, "-", weights, np.asarray(scores(weights, batch), np.float64))
+    if o.files:
+        plain = models.load(o.directory, dtype=jnp.float32, stacked=False)
+        for name, found in in_files(plain, rows(demos[:cut], o.length - 1, 128)):
+            line(f"file: {name}", "-", found.params, np.asarray(scored(found)(found.params, batch), np.float64))
     for cache in (None, *CACHES):
         found = scored_from_cache(model, cache)(model.params, batch)
         line("float32", cache or "float32", model.params, np.asarray(found, np.float64))

@@ -266,6 +266,8 @@ def write_checkpoint(
 ) -> None:  # fmt: skip
     """Write tensors into directory `path` in hub layout, in place of any checkpoint there; None: only fetch them."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in entries.items()}
+    if shard_bytes < 1:
+        raise ValueError(f"files of {shard_bytes} bytes; expected 1 or more")
     files = _split(sizes, shard_bytes)
     if path is None:
         for names in files.values():

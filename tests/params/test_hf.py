@@ -501,6 +501,8 @@ def test_round_trip_keeps_every_byte(make: Callable, dtype: type, tmp_path: Path
     spec, tensors = make(), tensors_of(make(), dtype)
     files.write_checkpoint(tmp_path / "a", {n: (x.shape, x.dtype) for n, x in tensors.items()}, tensors.get, 3000, {})
     P.save(spec, P.load(spec, tmp_path / "a"), tmp_path / "b", shard_bytes=2000)
+    with pytest.raises(ValueError, match="files of 0 bytes; expected 1 or more"):
+        P.save(spec, P.load(spec, tmp_path / "a"), tmp_path / "b", shard_bytes=0)
     found = P.tensors(tmp_path / "b")
     assert set(found) == set(tensors)
     for name, x in tensors.items():

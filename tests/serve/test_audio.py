@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fdel import serve
 from fdel.media import sound
 from fdel.serve import hear
 from fdel.serve.server import form, launch, metrics
@@ -220,6 +221,9 @@ def test_a_directory_that_hears_is_served_as_such(hearing, monkeypatch):
     )
     launch.main([hearing.directory], launch.ServerOptions(names=["ear"]))
     assert served[0] == [] and [h.name for h in served[1]] == ["ear"]
+    asked = launch.ServerOptions(quantize="int8", settings=serve.Settings(rows=3))
+    with pytest.raises(ValueError, match="quantize, rows: of an engine, which .* has no use for; leave them out"):
+        launch.main([hearing.directory], asked)
 
 
 def test_subtitles_escape_arrows():

@@ -9,7 +9,7 @@ import signal
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jax
@@ -18,6 +18,7 @@ from fdel import models, params, text
 from fdel.media import sight
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine
+from fdel.serve.engine.settings import Settings
 from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, quantized
 from fdel.serve.server import audio, auth, dual, http, keyfile, labels, metrics, tools
 from fdel.serve.server.call import Server, picture_quota
@@ -38,10 +39,13 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
         )
     if options.draft is not None and len(directories) > 1:
         raise ValueError(f"draft={options.draft!r} for {len(directories)} models; a draft model guesses for one")
+    places = [params.resolve(directory) for directory in directories]
+    if not any(map(_by_engine, places)) and (idle := _of_engine(options)):
+        which = ", ".join(map(str, places))
+        raise ValueError(f"{', '.join(idle)}: of an engine, which {which} has no use for; leave them out")
     mesh, found, heard = weights.mesh_for(options.mesh), list[ServedModel](), list[audio.HeardModel]()
     scored, labelled = list[dual.DualModel](), list[labels.LabelModel]()
-    for name, directory in zip(names, directories, strict=True):
-        directory = params.resolve(directory)
+    for name, directory in zip(names, places, strict=True):
         if models.hearing(directory) is not None:
             heard.append(audio.heard_model(directory, name, options.dtype))
             continue
@@ -56,6 +60,19 @@ def main(directories: Sequence[str | Path], options: ServerOptions) -> None:
         found += served(model, text.load(directory), name, options, {} if found else options.adapters, pooling,
                         sight.read(directory) if hasattr(model.family, "encode") else None)  # fmt: skip
     listen(found, options, keys, heard, scored, labelled)
+
+
+def _by_engine(directory: Path) -> bool:
+    """Tell whether an engine serves a directory: what writes, embeds or scores texts."""
+    return not (models.hearing(directory) or models.scoring(directory) or models.labelling(directory))
+
+
+def _of_engine(options: ServerOptions) -> list[str]:
+    """Name the options that were given and belong to engines."""
+    own = "mesh quantize rules draft adapters tool_parser score_template truncate adapter_root".split()
+    given = lambda found, usual, names: [n for n in names if getattr(found, n) != getattr(usual, n)]
+    sizes = given(options.settings, Settings(), [f.name for f in fields(Settings)])
+    return given(options, ServerOptions(), own) + sizes
 
 
 def check(options: ServerOptions) -> dict[str, auth.Key] | None:
