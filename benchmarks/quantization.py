@@ -6,7 +6,8 @@ DIR is a checkpoint that `fdel demo --out DIR` left, or a directory to be made: 
 all but the last twentieth of the demo's text (`--steps`). What is scored is that last twentieth, or `--tokens`, int[N] in a
 file of numpy's. A column says how far the scores are from those of full precision: the mean of |log p - log p'| over
 tokens. `--files` has each format of `fdel quantize` written and read back too, rounded to the nearest and calibrated with
-rows of the text before the last twentieth. `--speed` adds tokens per second of one sequence that decodes.
+rows of the text before the last twentieth; `--group` is that of integers, of which the demo's 688 inputs have to be a
+multiple. `--speed` adds tokens per second of one sequence that decodes.
 """
 
 import argparse
@@ -46,10 +47,11 @@ def trained(directory: Path, steps: int) -> None:
     text.save(tok, directory)
 
 
-def in_files(model: models.Model, calibration: np.ndarray) -> Iterator[tuple[str, models.Model]]:
+def in_files(model: models.Model, calibration: np.ndarray, group: int) -> Iterator[tuple[str, models.Model]]:
     """Write and read back each format, rounded to the nearest; calibrated; and smoothed before."""
     for name in writers.SCHEMES:
         scheme = writers.scheme(name)
+        scheme = writers.scheme(name, group if scheme.group and scheme.calibrated else None)
         ways: list[tuple[str, np.ndarray | None, float | None]] = [("", None, None)]
         ways += [(", calibrated", calibration, None)] * scheme.calibrated
         ways += [(f", smoothed {SMOOTHED[1]} and calibrated", calibration, SMOOTHED[1])] * (name == SMOOTHED[0])
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=1000, help="of training, if DIR is to be made")
     parser.add_argument("--files", action="store_true")
+    parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--speed", action="store_true")
     o = parser.parse_args()
     if not o.directory.exists():
@@ -140,7 +143,7 @@ def main() -> None:
         line(format, "-", weights, np.asarray(scores(weights, batch), np.float64))
     if o.files:
         plain = models.load(o.directory, dtype=jnp.float32, stacked=False)
-        for name, found in in_files(plain, rows(demos[:cut], o.length - 1, 128)):
+        for name, found in in_files(plain, rows(demos[:cut], o.length - 1, 128), o.group):
             line(f"file: {name}", "-", found.params, np.asarray(scored(found)(found.params, batch), np.float64))
     for cache in (None, *CACHES):
         found = scored_from_cache(model, cache)(model.params, batch)

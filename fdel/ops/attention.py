@@ -89,7 +89,15 @@ def _blocks(schedule: Schedule | None = None) -> Callable:
     return lambda *args, bias, **kwargs: flash_attention(*args, schedule=schedule, **kwargs)
 
 
-_Q, _KV = "rows tokens heads head_dim", "rows tokens kv_heads head_dim"
+_Q = "rows tokens heads head_dim"
+
+
+def _axes(q: Array, k: Array, *_: Any, **__: Any) -> tuple[tuple[str, ...], tuple[str, str]]:
+    """Divide heads, each with its keys; a key head that all share is whole everywhere."""
+    kv = "rows tokens one head_dim" if k.shape[2] == 1 else "rows tokens kv_heads head_dim"
+    return (_Q, kv, kv, "rows tokens"), (_Q, "rows tokens heads")
+
+
 ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, bias=) and returns (out, lse or None)
     "attend",
     {
@@ -103,8 +111,7 @@ ATTEND = dispatch.Table(  # each takes (q, k, v, Where, mask=, sinks=, alibi=, b
         "flash": Implementation(_blocks(), ring.no_bias),
         "dense": Implementation(dense_attention),
     },
-    (_Q, _KV, _KV, "rows tokens"),
-    out=(_Q, "rows tokens heads"),
+    _axes,
     named={"sinks": "heads", "alibi": "heads", "bias": "(rows) heads tokens keys"},
     also={  # EasyDeL's names
         "vanilla": "dense", "flash_attn2": "flash", "blockwise": "flash", "blocksparse": "splash", "sdpa": "cudnn",

@@ -128,9 +128,10 @@ def test_a_recurrence_takes_a_kernel_only_where_a_devices_heads_fill_its_tiles()
     [({"dp": 2, "tp": 4}, (1, 8), {"attend": "opaque"}), ({"sp": 2, "tp": 4}, (2, 2), {"attend_part": "opaque"})],
     ids=str,
 )
-def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque, mesh, shape, named):
-    """Two key heads on four devices: each has one, and two of the eight query heads. In a ring, too."""
-    q, *kv = (jax.random.normal(jax.random.key(n), (2, 8, n, 8)) for n in (8, 2, 2))
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_key_heads_that_are_fewer_than_devices_are_on_several(opaque, mesh, shape, named, kv_heads):
+    """One or two key heads on four devices: each has one, and two of the eight query heads. In a ring, too."""
+    q, *kv = (jax.random.normal(jax.random.key(i), (2, 8, n, 8)) for i, n in enumerate((8, kv_heads, kv_heads)))
     batch, weight = ops.packed(jnp.zeros((2, 8), int)), jnp.cos(jnp.arange(8.0))
     value = lambda q, k, v: (ops.attend(batch, None, 0, q, k, v, mask=ops.Mask(1.0))[0] * weight).sum()
     run = lambda **named: jax.jit(ops.use(**named)(jax.value_and_grad(value, (0, 1, 2))))(q, *kv)
