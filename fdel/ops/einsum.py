@@ -154,7 +154,7 @@ def _in_order(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
 
 
 def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, str] | str:
-    """Name the axes that may be divided: the first of those that the weight lacks, and of its inputs or its outputs.
+    """Name the axes that may be divided: the first two of those that the weight lacks, and of its inputs or its outputs.
 
     Or say why each device along mesh axis `tp` would fetch the whole weight.
     """
@@ -166,7 +166,7 @@ def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, 
         sizes = [c.shape[at] for c in jax.tree.leaves(w) if not plan.summed or c.shape[at] > 1]
         if any(size % n for size in sizes):
             return f"{where} whose values, scales and zeros are {', '.join(map(str, sizes))}, not multiples of tp={n}"
-    names = {plan.rows[:1]: "rows"} | ({cut: "summed"} if plan.summed else {cut: "outputs"})
+    names = {plan.rows[1:2]: "each", plan.rows[:1]: "rows"} | ({cut: "summed"} if plan.summed else {cut: "outputs"})
     x_axes, w_axes, out = (" ".join(names.get(c, "-") for c in axes) for axes in (plan.x, plan.w, plan.out))
     return ("", x_axes, w_axes, ""), out
 

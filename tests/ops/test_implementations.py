@@ -256,7 +256,7 @@ CASES |= {
     "quantized_matmul": Case(
         "quantized_matmul",
         lambda x: ops.einsum("...d,nhd->...nh", x, INT8),
-        (normal(2, 3, 24),),
+        (normal(2, 6, 24),),
         lambda x: jnp.einsum("...d,nhd->...nh", x, jnp.asarray(FULL, jnp.float32)),
         sees={1: (1, 3, 24), 2: (2, 6, 24)},
     ),
