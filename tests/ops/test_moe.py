@@ -391,6 +391,8 @@ def test_where_ep_does_not_divide_the_experts_each_device_has_all(rows):
         ("int4", F, 0),
         ("nf4", 10, 3),
         (None, None, 3),
+        ("a8q", None, 0),
+        ("a4q", 10, 3),
     ],
 )
 def test_devices_along_tp_share_quantized_and_adapted_experts(form, group, rank):
