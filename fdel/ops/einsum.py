@@ -224,10 +224,13 @@ def _of_integers(plan: Plan, dtype: jnp.dtype, x: Array, w: Quantized) -> Array:
     """Round each row of x to integers, with its greatest magnitude at the greatest of them, and multiply integers.
 
     Sums are exact, int32, for each group of inputs. Rounding counts as no change to gradients (straight-through, arXiv
-    1308.3432).
+    1308.3432). Where devices along `tp` hold parts of rows by hand (`ops.moe`), the magnitude is that of the whole row.
     """
     rows = x.astype(jnp.float32)
-    step = jnp.max(jnp.abs(rows), -1, keepdims=True) / (2 ** (w.activations - 1) - 1)
+    most = jnp.max(jnp.abs(rows), -1, keepdims=True)
+    if "tp" in jax.sharding.get_abstract_mesh().manual_axes:
+        most = lax.pmax(most, "tp")
+    step = most / (2 ** (w.activations - 1) - 1)
     rows = jnp.round(rows / jnp.where(step == 0, 1, step)).astype(jnp.int8)
     scale: Any = w.scale
     groups, parts = scale.shape[-1], [rows]

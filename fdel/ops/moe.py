@@ -21,7 +21,7 @@ from fdel.ops.glu import Activation
 from fdel.ops.grouped import grouped_glu, grouped_matmul, in_order, of_groups
 from fdel.ops.platform import context, target
 from fdel.ops.shard import divided, partition
-from fdel.ops.weights import LowRank, Quantized, Weight, cuts_inputs, of_part
+from fdel.ops.weights import LowRank, Observed, Quantized, Weight, cuts_inputs, of_part
 
 MATRICES = ("gate", "up", "down")
 FEW = 128  # tokens for which an accelerator reads an expert longer than it multiplies them all with it
@@ -67,12 +67,16 @@ def moe(
 def _on_device(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, **how: Any) -> Array:
     """Compute `moe` for the experts 0 to E - 1 that `p` holds, by one of `METHODS`.
 
-    Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed.
+    Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed. Where units
+    cannot be divided it fetches the matrices first and computes all: how often a loop over rows runs depends on the rows,
+    so what the compiler would send inside of it, others along `dp` or `ep` would not answer.
     """
     compute, n = partial(run, METHODS, None, **how), context("tp").get("tp", 1)
-    parts = {name: _of_units(p[name], 2 if name == "down" else 1, n) for name in MATRICES}
-    if n == 1 or None in parts.values():
+    if n == 1 or any(isinstance(p[name], Observed) for name in MATRICES):  # whose sums would be added up over `tp`
         return compute(x, p, weights, experts)
+    parts = {name: _of_units(p[name], 2 if name == "down" else 1, n) for name in MATRICES}
+    if None in parts.values():
+        return divided(compute, {"tp"}, P(), P())(x, p, weights, experts)
 
     def part(x: Array, p: dict[str, Any], weights: Array, experts: Array) -> Array:
         p = p | {"down": _own(p["down"], n)}

@@ -384,7 +384,16 @@ def test_where_ep_does_not_divide_the_experts_each_device_has_all(rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "form,group,rank", [("int8", None, 0), ("int4", 10, 0), ("int4", F, 0), ("nf4", 10, 3), (None, None, 3)]
+    "form,group,rank",
+    [
+        ("int8", None, 0),
+        ("int4", 10, 0),
+        ("int4", F, 0),
+        ("nf4", 10, 3),
+        (None, None, 3),
+        ("a8q", None, 0),
+        ("a4q", 10, 3),
+    ],
 )
 def test_devices_along_tp_share_quantized_and_adapted_experts(form, group, rank):
     """Values, and gradients of the rows and of factors: those of one device; no unit or weight is sent.
@@ -411,3 +420,20 @@ def test_devices_along_tp_share_quantized_and_adapted_experts(form, group, rank)
         got, text = run(factors, x, placed), run.lower(factors, x, placed).compile().as_text()
     jax.tree.map(partial(close, tol=5e-6), got, want)
     assert rank or group == F or not re.search(r"all-to-all|all-gather", text)
+
+
+@pytest.mark.parametrize("form,group,rank", [("int4", F, 0), ("nf4", 16, 3)])
+def test_units_that_tp_cannot_divide_are_computed_by_each_device(form, group, rank):
+    """Rows along dp go to as many experts as they choose: nothing is sent in loops over them, which would wait forever."""
+    p = params.quantize({"experts": weights()}, form, r"experts", spec=SPEC, group=group)["experts"]
+    p = adapted(p, rank) if rank else p
+    experts = np.stack([np.zeros((32, 2), int), ROUTINGS["random"][:32]])
+    x, routing = jnp.asarray(rng(5).normal(size=(2, 32, D)), jnp.float32), routing_of(experts)
+    run = jax.jit(
+        jax.value_and_grad(lambda x, p: (ops.moe(x, p, routing, jnp.asarray(experts), jax.nn.silu) ** 2).sum())
+    )
+    want, mesh = run(x, p), params.make_mesh({"dp": 2, "tp": 2}, jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = params.reshard({"experts": p}, SPEC, mesh)["experts"]
+        got = run(x, placed)
+    jax.tree.map(partial(close, tol=5e-6), got, want)
