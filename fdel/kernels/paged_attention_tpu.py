@@ -22,7 +22,7 @@ from fdel.ops.paged import LANES, filled
 
 TOKENS = 128  # of a tile of queries
 TILE = 24 * 2**20  # bytes of queries, outputs and sums of a tile
-SMEM = 512 * 2**10  # bytes of a page table in the memory of scalars, 1 MiB
+SMEM = 768 * 2**10  # bytes of a page table, and of runs, in the memory of scalars, 1 MiB
 
 
 def unsupported(
@@ -103,9 +103,9 @@ def _values(state: Pages, q: Array, v_dim: int | None) -> int:
 
 
 def _table_bytes(batch: Paged) -> int:
-    """Give the bytes of the page table as the memory of scalars holds it: rows of whole tiles."""
+    """Give the bytes of the page table and of the blocks' runs, which the memory of scalars holds one after the other."""
     blocks, width = batch.page_table.shape
-    return 4 * -(-blocks // 8) * 8 * -(-width // LANES) * LANES
+    return 4 * blocks * (width + program.RUN)
 
 
 def _token_bytes(state: Pages, q: Array, v_dim: int | None) -> int:

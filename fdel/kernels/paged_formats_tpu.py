@@ -37,19 +37,20 @@ def numbers(raw: Array, dtype: Any) -> Array:
 
 
 def factors(kept: Any, out: Any, slot: Any, size: int, times: float, count: Any = None) -> None:
-    """Lay out the scales of a group of pages of `size` tokens, kept [2 group K lanes], in out [K keys], times a number.
+    """Lay out the scales of a group of pages of `size` tokens, kept [2 group K 1 lanes], in out [K keys], times a number.
 
     Keys from `count` get 0: what they hold may be NaN, and that times a probability of 0 would be, too.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    _, group, heads, width = kept.shape
+    _, group, heads, _, width = kept.shape
     side = width // size  # pages in a row of `out`
+    page = lambda i: kept[slot, i, :, 0]
     lane = jax.lax.broadcasted_iota(jnp.int32, (heads, width), 1)
     for row in range(out.shape[1] // width):
-        x = kept[slot, row * side]
+        x = page(row * side)
         for i in range(1, min(side, group - row * side)):
-            x = jnp.where(lane < i * size, x, pltpu.roll(kept[slot, row * side + i], i * size, 1))
+            x = jnp.where(lane < i * size, x, pltpu.roll(page(row * side + i), i * size, 1))
         x = x * times
         out[:, row * width : (row + 1) * width] = x if count is None else jnp.where(lane + row * width < count, x, 0)
 
@@ -59,12 +60,12 @@ def decoded(stored: Any, kept: Any, out: Any, slot: Any, count: Any) -> None:
     from jax.experimental import pallas as pl
 
     _, group, _, size, width = stored.shape
-    rows = kept.shape[2]
+    rows = kept.shape[3]
     lane = jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 1)
     token = jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 0)
 
     def page(i: Any, _: None) -> None:
-        across = kept[slot, i].T  # [lanes rows]: scale j of token t in row j // rows * size + t
+        across = kept[slot, i, 0].T  # [lanes rows]: scale j of token t in row j // rows * size + t
 
         def scale(j: int) -> Array:
             first = j // rows * size

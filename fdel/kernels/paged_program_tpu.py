@@ -35,6 +35,7 @@ VMEM = 48 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
 ROWS = 512  # of one product at most
 TOGETHER = 8  # pages whose copies set off in a round of a loop
 UNROLL = 8  # products of few rows that are computed side by side
+RUN = 5  # numbers of a block's run
 LOG2E = math.log2(math.e)
 # Arguments, result, memory:
 NAMES = "layer spans table q start {pages} out {copies} {read} top total sums {prompt} turn arrived"
@@ -66,7 +67,7 @@ def attend(
     blocks, cores = len(table), 2 if tiles % 2 == 0 else 1  # a v5p has two, which share the steps
     each, of_part = blocks // cores, blocks // len(start)
     kinds = [x for x in (state.k, state.v) if x is not None]
-    scales = [x.reshape(*x.shape[:2], -1, x.shape[4]) for x in (state.k_scale, state.v_scale) if x is not None]
+    scales = [x for x in (state.k_scale, state.v_scale) if x is not None]
     of_page = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in (*kinds, *scales))
     group = max(1, min(KEYS[tile.tokens == 1] // size, GROUP[tile.tokens == 1] // of_page, table.shape[1]))
     of_tile = lambda width: pl.BlockSpec(
@@ -106,8 +107,8 @@ def attend(
         ),
         name="paged_attention",
     )
-    where = jnp.asarray(layer, jnp.int32).reshape(1)
-    return run(where, spans, jnp.clip(table, 0, pages - 1).astype(jnp.int32), q, start, *kinds, *scales)
+    flat = lambda x: jnp.asarray(x, jnp.int32).reshape(-1)  # memory of scalars would hold whole tiles of rows
+    return run(flat(layer), flat(spans), flat(jnp.clip(table, 0, pages - 1)), q, start, *kinds, *scales)
 
 
 def _names(state: Pages, many: bool) -> list[str]:
@@ -127,7 +128,7 @@ def _program(*refs: Any, tile: Tile, names: list[str]) -> None:
     step, steps = pl.program_id(1), pl.num_programs(1)
     here = pl.program_id(0) * steps + step
     group, size = r.k_s.shape[1], r.k_s.shape[3]
-    groups = lambda at: pl.cdiv(r.spans[at, 4] - r.spans[at, 3], group)
+    groups = lambda at: pl.cdiv(r.spans[at * RUN + 4] - r.spans[at * RUN + 3], group)
     count = groups(here)
 
     @pl.when(step == 0)
@@ -155,7 +156,7 @@ def _program(*refs: Any, tile: Tile, names: list[str]) -> None:
         slot = (base + j) % 2
         follow(j, 1 - slot)
         _fetch(r, here, j, slot, wait=True)
-        first = (r.spans[here, 3] + j * group) * size
+        first = (r.spans[here * RUN + 3] + j * group) * size
         _attend(r, tile, here, slot, first)
 
     jax.lax.fori_loop(0, count, walk, None)
@@ -174,11 +175,11 @@ def _fetch(r: Any, at: Any, j: Any, slot: Any, wait: bool = False) -> None:
     from jax.experimental.pallas import tpu as pltpu
 
     group = r.k_s.shape[1]
-    first = r.spans[at, 3] + j * group
-    count = jnp.minimum(r.spans[at, 4] - first, group)
+    first, width = r.spans[at * RUN + 3] + j * group, r.table.shape[0] * RUN // r.spans.shape[0]
+    count = jnp.minimum(r.spans[at * RUN + 4] - first, group)
 
     def one(i: Any, _: None) -> None:
-        page = r.table[at, first + i]
+        page = r.table[at * width + first + i]
         for n, (pages, here) in enumerate(r.copied):
             copy = pltpu.make_async_copy(pages.at[r.layer[0], page], here.at[slot, i], r.arrived.at[slot, n])
             copy.wait() if wait else copy.start()
@@ -207,7 +208,7 @@ def _attend(r: Any, tile: Tile, at: Any, slot: Any, first: Any) -> None:
     from jax.experimental import pallas as pl
 
     mask = tile.mask
-    start, index, count = (r.spans[at, i] for i in range(3))
+    start, index, count = (r.spans[at * RUN + i] for i in range(3))
     heads, rows = r.k_s.shape[2], r.q.shape[1]
     part = _part(rows)
     parts = rows // part

@@ -61,7 +61,7 @@ def unreadable(x: Array, w: Quantized) -> str | None:
         return f"{groups} groups of {each} bytes; expected groups that divide rows of {LANES} bytes, or fill them"
     if w.format == "e5m2" and lanes % LANES:  # what lies beyond may be infinite
         return f"rows of {lanes} bytes of e5m2; expected whole ones of {LANES}"
-    if (need := OUTPUTS[True] * lanes) > BLOCK:
+    if (need := LANES * lanes) > BLOCK:
         return f"rows of {lanes} bytes; a block takes {need} bytes, expected at most {BLOCK}"
     return None
 

@@ -41,11 +41,13 @@ def unsupported(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | Non
     few = state.k_scale is not None and state.k.dtype in (jnp.int8, jnp.uint8)
     if not few and state.k.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it writes bfloat16, float32 and 8 bits; found {state.k.dtype}"
-    size, width, least = *state.k.shape[3:], 32 // state.k.dtype.itemsize
-    if not few or width == LANES:  # XLA:TPU copies the cache to change wider rows of bytes
+    heads, size, width = state.k.shape[2:]
+    least = 32 // state.k.dtype.itemsize
+    # XLA:TPU copies the cache to change wider rows of bytes, and all scales where heads fill no tile, or are many.
+    if not few or width == LANES and (heads in (1, 2, 4) or heads in range(8, 65, 8)):
         if batch.block == 1:
             return "one token of each sequence: XLA's scatter moves fewer bytes"
-        if (found := len(k) * state.k.shape[2]) < ROWS:
+        if (found := len(k) * heads) < ROWS:
             return f"{found} rows: XLA's scatter takes no longer than copies need to set out; expected {ROWS}"
     if width % LANES or size % least or (state.v is not None and state.v.shape[-1] % LANES):
         return f"pages of {size} tokens of {width} numbers; expected multiples of {least} and {LANES}"
@@ -75,10 +77,8 @@ def call(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> P
     out = _put(parts.plan, layer, pages, in_order)
     if kept:
         parts = _parts(batch, total, size, size)
-        flat = [x.reshape(*x.shape[:2], 1, -1, x.shape[4]) for x in kept]
         in_order = [_rows(_ordered(x, parts, batch.block), *old.shape[3:]) for x, old in zip(scales, kept, strict=True)]
-        changed = _put(parts.plan, layer, flat, in_order, period=size)
-        kept = [x.reshape(old.shape) for x, old in zip(changed, kept, strict=True)]
+        kept = _put(parts.plan, layer, kept, in_order, period=size)
     second = lambda x, old: x[1] if len(x) > 1 else old
     first = lambda x: x[0] if x else None
     return Pages(out[0], second(out, state.v), first(kept), second(kept, state.v_scale))
@@ -91,12 +91,12 @@ def _ordered(x: Array, parts: Parts, block: int) -> Array:
     return jnp.broadcast_to(x[:, None], (*parts.tokens.shape, *x.shape[1:]))
 
 
-def _rows(x: Float[Array, "parts size K n"], rows: int, lanes: int) -> Float[Array, "parts 1 K*rows lanes"]:
+def _rows(x: Float[Array, "parts size K n"], rows: int, lanes: int) -> Float[Array, "parts K rows lanes"]:
     """Lay scales out as a page has them: `quantized_pages.scale_rows`."""
     parts, size, heads, n = x.shape
     side = lanes // size
     x = jnp.pad(x.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, side * rows - n), (0, 0)))
-    x = x.reshape(parts, heads, side, rows, size).swapaxes(2, 3).reshape(parts, 1, heads * rows, side * size)
+    x = x.reshape(parts, heads, side, rows, size).swapaxes(2, 3).reshape(parts, heads, rows, side * size)
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, lanes - side * size)))
 
 

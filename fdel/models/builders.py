@@ -12,7 +12,7 @@ from jaxtyping import Array
 from fdel import ops
 from fdel.ops import Pages, Slots, State
 from fdel.ops.carry import begin
-from fdel.ops.paged import heads_per_row, latent_row
+from fdel.ops.paged import heads_per_row, row_width
 from fdel.params.spec import Param, layers, normal, ones, parts, stack, zeros
 
 STD = 0.02  # initial standard deviation of weight matrices, GPT-2's
@@ -182,10 +182,10 @@ def fused_conv(name: str, kernel: int, **sides: tuple[str, tuple[int, ...]]) -> 
 def kv_pages(layers: int, kv_heads: int, head_dim: int, *, pages: int, page: int) -> Pages:
     """Spec of a paged key/value cache; a head's tokens lie together, as CPU dots and GPU tile copies want.
 
-    On TPUs short heads lie side by side: `ops.paged.heads_per_row` of them.
+    On TPUs short heads lie side by side, `ops.paged.heads_per_row` of them, in rows of `ops.paged.row_width`.
     """
     side = heads_per_row(kv_heads, head_dim)
-    shape = (layers, pages, kv_heads // side, page, head_dim * side)
+    shape = (layers, pages, kv_heads // side, page, row_width(head_dim * side))
     p = Param("layers pages kv_heads page head_dim", shape, zeros)
     return Pages(p, p)
 
@@ -242,7 +242,7 @@ def fused_experts(name: str, embed: int, ffn: int, experts: int, *, inputs_first
 def latent_pages(layers: int, latent: int, *, pages: int, page: int) -> Pages:
     """Spec of a paged cache of `ops.mla`: latents and rotary keys, common to all heads; values are a part of them."""
     axes = "layers pages groups page latent"
-    return Pages(Param(axes, (layers, pages, 1, page, latent_row(latent)), zeros), None)
+    return Pages(Param(axes, (layers, pages, 1, page, row_width(latent)), zeros), None)
 
 
 def hidden(

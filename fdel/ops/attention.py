@@ -189,8 +189,8 @@ def attend(
     pages = carry.pages if pool is None else carry.pages[pool]
     if k is not None and v is not None:
         pages = write_pages(batch, pages, layer, k, v)
-    v_dim = None if v is None else v.shape[-1]
-    out = paged_attention(batch, pages, layer, q, mask=mask, sinks=sinks, alibi=alibi, v_dim=v_dim)
+    about: dict[str, Any] = {} if k is None or v is None else {"v_dim": v.shape[-1], "kv_heads": k.shape[1]}
+    out = paged_attention(batch, pages, layer, q, mask=mask, sinks=sinks, alibi=alibi, **about)
     if pool is not None:
         pages = (*carry.pages[:pool], pages, *carry.pages[pool + 1 :])
     return out, carry.remember(pages=pages)

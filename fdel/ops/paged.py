@@ -3,8 +3,8 @@
 Where a program runs decides how pages are named, never what comes out. On CPU a few pages at a time are read, which stay in
 the nearest cache. Accelerators name each head's page and each head's row: a scatter of all heads of a token at once wants a
 layout that no gather has, and XLA:TPU then copies the whole cache for each layer; a gather of whole pages is transposed
-afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side there (`heads_per_row`), and latents end with
-zeros (`latent_row`).
+afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side there (`heads_per_row`), and what fills no row
+ends with zeros (`row_width`): latents, heads of 80 or 96 channels, one head of 64.
 """
 
 from functools import partial
@@ -42,13 +42,13 @@ ALSO = {  # EasyDeL's names
 
 
 def heads_per_row(kv_heads: int, head_dim: int) -> int:
-    """Say how many heads lie side by side in a row of the cache: on TPUs as many as fill it, elsewhere one."""
-    fit = LANES // head_dim if platform.target() == "tpu" and LANES % head_dim == 0 else 1
-    return fit if kv_heads % fit == 0 else 1
+    """Say how many heads lie side by side in a row of the cache: on TPUs as many as it holds, elsewhere one."""
+    most = LANES // head_dim if platform.target() == "tpu" else 1
+    return next((n for n in range(most, 0, -1) if kv_heads % n == 0), 1)
 
 
-def latent_row(channels: int) -> int:
-    """Say how many numbers a row of latents has in the cache: on TPUs whole registers, as memory has them anyway.
+def row_width(channels: int) -> int:
+    """Say how many numbers a row of so many has in the cache: on TPUs whole registers, as memory has them anyway.
 
     Else XLA:TPU makes the pages the innermost axis, which need no filling, and each step copies the cache and back.
     """
@@ -122,22 +122,25 @@ def _oldest(qi: Array, window: int) -> Array:
 
 def paged_attention(
     batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], *,
-    mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None,
+    mask: Mask, sinks: PerHead = None, alibi: PerHead = None, v_dim: int | None = None, kv_heads: int | None = None,
 ) -> Float[Array, "T N Hv"]:  # fmt: skip
     """Attend over cached pages; formula as in `attend`.
 
     Without `v` pages, values are the first `v_dim` channels of the keys. What unused page tails hold (even NaN) has no
     effect. Where a row of the cache holds several heads, a query has zeros beside its own head's channels: nothing is cut
-    along heads, which devices may divide.
+    along heads, which devices may divide. Without `kv_heads` a row holds as many heads as fit.
     """
-    rows, width = state.k.shape[2], state.k.shape[-1]
-    side = 1 if state.v is None else width // q.shape[-1]
+    rows, width, size = state.k.shape[2], state.k.shape[-1], q.shape[-1]
     attend = partial(_paged_attention, batch, state, layer, mask=mask, sinks=sinks, alibi=alibi)
-    if side == 1:
+    if state.v is None:
         return attend(q, v_dim=v_dim)
+    if v_dim not in (None, size):
+        raise ValueError(f"pages of keys of {size} channels and values of {v_dim}: expected as many, or latents alone")
+    side = kv_heads // rows if kv_heads else width // size
     own = (jnp.arange(q.shape[1]) * rows * side // q.shape[1] % side)[:, None]  # the head's place in its row
-    q = jnp.where(own == jnp.arange(width) // q.shape[-1], jnp.tile(q, side), 0)
-    first, *more = jnp.split(attend(q, v_dim=v_dim and v_dim * side), side, -1)
+    if side > 1:
+        q = jnp.where(own == jnp.arange(side * size) // size, jnp.tile(q, side), 0)
+    first, *more = jnp.split(attend(filled(q, width))[..., : side * size], side, -1)
     for i, out in enumerate(more):
         first = jnp.where(own == i + 1, out, first)
     return first

@@ -43,11 +43,16 @@ KIMI = dict(vocab_size=32768, hidden_size=2304, num_hidden_layers=4, intermediat
 OSS = dict(vocab_size=32768, hidden_size=2880, intermediate_size=2880, num_hidden_layers=2, num_attention_heads=64,
            num_key_value_heads=8, head_dim=64, num_local_experts=8, num_experts_per_tok=4, sliding_window=128,
            layer_types=["sliding_attention", "full_attention"], max_position_embeddings=8192)  # fmt: skip
+# Heads of 96, which fill no row of a TPU's cache (Phi-3 mini), and 10 key heads, whose scales fill no tile (Phi-4).
+PHI = dict(vocab_size=32768, hidden_size=3072, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=32,
+           num_key_value_heads=32, max_position_embeddings=8192)  # fmt: skip
+TEN = PHI | dict(hidden_size=5120, intermediate_size=17920, num_attention_heads=40, num_key_value_heads=10)
 RECURRENT = {"mamba-4-layers": SCANS | dict(state_size=16, intermediate_size=5120, time_step_rank=160),
              "mamba2-4-layers": SCANS | dict(state_size=128, num_heads=80, head_dim=64, n_groups=1, chunk_size=256),
              "qwen3_next-4-layers": NEXT, "kimi_linear-4-layers": KIMI}  # fmt: skip
 MODELS = RECURRENT | {"llama-1b": LARGE, "llama-1b-h128": WIDE, "llama-24-layers": WIDE | dict(num_hidden_layers=24),
-          "deepseek_v3-narrow": NARROW, "gpt_oss-2-layers": OSS}  # fmt: skip
+          "deepseek_v3-narrow": NARROW, "gpt_oss-2-layers": OSS, "phi3-heads-of-96": PHI,
+          "phi3-10-heads": TEN}  # fmt: skip
 # Sizes that kernels take, for the toys ("llama-wide"): heads of 128, and matrices of multiples of 128.
 WIDENED = {"hidden_size": 512, "n_embd": 512, "d_model": 512, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
            "num_key_value_heads": 2, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128,

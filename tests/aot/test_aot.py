@@ -151,7 +151,7 @@ def test_a_decode_step_compiles_with_the_kernel_for_pages(name, devices, record_
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5p"], indirect=True)
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("name", ["llama-1b-h128", "deepseek_v3-narrow"])
+@pytest.mark.parametrize("name", ["llama-1b-h128", "deepseek_v3-narrow", "phi3-heads-of-96"])
 def test_a_decode_step_with_the_tpu_kernel_needs_no_more_memory(name, devices, chip, record_property):
     """In each layer, beside no copy of the cache, with fewer temporaries and loops than XLA's program."""
     plain, _ = row(record_property, name, "decode", chip, devices, paged_attention="xla")
@@ -197,16 +197,19 @@ def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, few):
 @pytest.mark.aot
 @pytest.mark.matrix
 @pytest.mark.parametrize("chip", ["v5p"], indirect=True)
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("name", "devices"), [("llama-1b-h128", 1), ("llama-1b-h128", 8), ("phi3-10-heads", 1)])
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
-def test_a_decode_step_over_pages_in_8_bits_copies_neither_them_nor_scales(kv, devices, chip, record_property):
+def test_a_decode_step_over_pages_in_8_bits_copies_neither_them_nor_scales(kv, name, devices, chip, record_property):
     """The kernel in each layer, on one chip and on eight; as many temporaries as beside bfloat16."""
-    plain, _ = row(record_property, "llama-1b-h128", "decode", chip, devices)
+    plain, _ = row(record_property, name, "decode", chip, devices)
     how = aot.Serving("tp=8" if devices > 1 else "fsdp=1", 64, 1024, kv=kv)
-    c, cache = aot.serving(target(chip, devices), *model("llama-1b-h128"), how, "decode")
-    note(record_property, "llama-1b-h128", f"decode {kv}", chip, devices, c, cache)
+    c, cache = aot.serving(target(chip, devices), *model(name), how, "decode")
+    note(record_property, name, f"decode {kv}", chip, devices, c, cache)
     assert len(re.findall(r"custom-call\(.*tpu_custom_call", c.text)) >= 1
-    assert copies(c.text, 16 * 64 * 16 * 8 // devices * 128) == 0  # numbers of all scales of keys
+    sizes = model(name)[1]
+    assert (
+        copies(c.text, sizes.layers * 64 * 16 * sizes.kv_heads // devices * 128) == 0
+    )  # numbers of all scales of keys
     assert c.temporaries <= 1.1 * plain.temporaries and c.loops == plain.loops
 
 

@@ -80,7 +80,7 @@ def case(
     blocks = [(i, j) for i, (_, new) in enumerate(sequences) for j in range(0, max(new, 1), block)]
     total = len(sequences) * width + 2
     draw: Callable = lambda *shape: np.array(jnp.asarray(r.normal(size=shape), dtype), np.float64)
-    row = -(-dim // 128) * 128 if latent else dim * side
+    row = -(-dim // 128) * 128 if latent or dim % 64 else dim * side
     shape = 2, total, kv_heads // side, page, row
     k, v = (Bits(shape, format) if format else np.full(shape, np.nan) for _ in range(2))
     table, free = np.full((len(blocks), width), total), iter(r.permutation(total))

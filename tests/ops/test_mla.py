@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdel import ops, params
-from fdel.ops.paged import latent_row
+from fdel.ops.paged import row_width
 from fdel.ops.platform import tracing_for
 from fdel.ops.weights import LowRank, dense
 from fdel.params import Param
@@ -60,7 +60,7 @@ def plain(q, kv, w):
 def serve(q, kv, w, mask, chunks, block):
     """Feed two sequences in chunks, interleaved, through pages that hold NaN at first."""
     table = np.array([[1, 3, 5, 7], [0, 2, 4, 6]])
-    state = ops.Carry(ops.State(ops.Pages(jnp.full((2, 8, 1, 4, latent_row(C + R)), jnp.nan), None)))
+    state = ops.Carry(ops.State(ops.Pages(jnp.full((2, 8, 1, 4, row_width(C + R)), jnp.nan), None)))
     run = jax.jit(lambda batch, state, q, kv: ops.mla(batch, state, 1, q, kv, w["k"], w["v"], mask=mask))
     out, start = [[], []], 0
     for n in chunks:
@@ -99,7 +99,7 @@ def test_absorbed_form_on_pages_equals_formula(kind, mask, chunks, block):
 def test_rows_of_a_tpu_end_with_zeros(chunks, block):
     (q, kv, _), w = inputs(), weights("array")
     with tracing_for("tpu"), ops.use(paged_attention="xla"):
-        assert [latent_row(n) for n in (C + R, 576, 128)] == [128, 640, 128]
+        assert [row_width(n) for n in (C + R, 576, 128)] == [128, 640, 128]
         got = serve(q, kv, w, MASKS["causal"], chunks, block)
     np.testing.assert_allclose(got, formula(q, kv, w), atol=5e-6)
 

@@ -70,12 +70,13 @@ def test_attention_over_pages_equals_a_formula(name, dtype, tolerance, monkeypat
 
 FEW = {
     "decode": (Sizes(4, 64, 2, 32, 3), 1, 8, [(50, 1), (0, 0), (33, 1), (96, 1)], {"window": 20, "softcap": 20.0}),
+    "heads of 96": (Sizes(3, 96, 1, 32, 3), 1, 3, [(50, 1), (0, 0), (33, 1), (96, 1)], {"window": 20}),
     "chunks": (Sizes(1, 128, 1, 32, 3), 8, 3, [(70, 19), (9, 9), (0, 0), (41, 5)], {"chunk": 32}),
     "latents": (Sizes(1, 320, 1, 32, 3, 256), 1, 8, [(90, 1), (0, 0), (33, 1)], {"window": 40, "softcap": 20.0}),
     "chunks of latents": (Sizes(1, 320, 1, 32, 3, 256), 8, 4, [(80, 19), (0, 0), (41, 5)], {"window": 25}),
     "few latents": (Sizes(1, 160, 1, 32, 3, 128), 1, 4, [(70, 1), (0, 0)], {"window": 40}),
 }
-OFTEN = ("decode", "fp8"), ("latents", "int8")
+OFTEN = ("decode", "fp8"), ("latents", "int8"), ("heads of 96", "int8")
 BITS = [
     pytest.param(name, format, dtype, marks=[] if (name, format) in OFTEN and dtype == jnp.float32 else pytest.mark.matrix)
     for name in FEW for format in ("int8", "fp8") for dtype in (jnp.float32, jnp.bfloat16)
@@ -168,10 +169,14 @@ REASONS = [
     ({"bits": (64, 64)}, "scales in 1 rows of 64"),
     ({"bits": (48, 128)}, "pages of 48 tokens"),
     ({"bits": (64, 128), "dim": 512, "row": 512}, "8 scales a token"),
-    ({"width": 2**16}, "a page table of"),
+    ({"width": 2**17}, "a page table of"),
+    ({"blocks": 2048, "width": 128}, "a page table of"),
     ({"block": 8192}, "blocks of 8192 tokens"),
     pytest.param({}, None, marks=NAMED),
     pytest.param({"dim": 64}, None, marks=NAMED),
+    pytest.param({"dim": 96, "row": 128}, None, marks=NAMED),
+    pytest.param({"blocks": 1024, "width": 128}, None, marks=NAMED),
+    pytest.param({"blocks": 2048, "width": 64}, None, marks=NAMED),
     pytest.param({"bits": (64, 128)}, None, marks=NAMED),
     pytest.param({"dim": 576, "v_dim": 512}, None, marks=NAMED),
     pytest.param({"dim": 576, "v_dim": 512, "block": 32, "heads": 128}, None, marks=NAMED),
@@ -181,21 +186,42 @@ REASONS = [
 @pytest.mark.parametrize(("call", "reason"), REASONS, ids=str)
 def test_the_kernel_says_what_it_cannot_serve(call, reason):
     dim, dtype = call.get("dim", 128), call.get("dtype", jnp.bfloat16)
-    block = call.get("block", 1)
-    q = jax.ShapeDtypeStruct((2 * block, call.get("heads", 8), dim), dtype)
+    block, blocks = call.get("block", 1), call.get("blocks", 2)
+    q = jax.ShapeDtypeStruct((blocks * block, call.get("heads", 8), dim), dtype)
     row = call.get("row", {64: 128, 576: 640}.get(dim, dim))
     size, lanes = call.get("bits", (call.get("size", 64), 0))
     pages = jax.ShapeDtypeStruct((2, 5, 2, size, row), jnp.int8 if lanes else dtype)
     scales = jax.ShapeDtypeStruct((2, 5, 2, 1, lanes), jnp.float32) if lanes else None
     cache = Pages(pages, None if "v_dim" in call else pages, scales, scales)
-    table = jax.ShapeDtypeStruct((2, call.get("width", 2)), int)
-    batch = Paged(jnp.zeros(2 * block, int), table, jnp.arange(2), block)
+    table = jax.ShapeDtypeStruct((blocks, call.get("width", 2)), int)
+    batch = Paged(jnp.zeros(blocks * block, int), table, jnp.arange(blocks), block)
     given = dict(mask=ops.Mask(0.1), alibi=call.get("alibi"), v_dim=call.get("v_dim"))
     with tracing_for(call.get("platform", "tpu")):
         if reason is None:
             assert "mosaic: chosen" in ops.explain(paged_attention, batch, cache, 0, q, **given)
         else:
             assert reason in kernel.unsupported(batch, cache, 0, q, **given)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1024, 128), (1024, 64), (64, 2560)])
+def test_scalars_of_many_rows_fit_their_memory(rows, width, monkeypatch):
+    """1 MiB, in which an array has whole tiles of 8 rows of 128: those of 1,024 rows' tables and runs took it all."""
+    found = []
+
+    def run(*scalars_and_arrays):
+        whole = lambda x: np.prod(
+            [*x.shape[:-2], *(-(-n // t) * t for n, t in zip(x.shape[-2:], (8, 128)[-x.ndim :], strict=True))]
+        )
+        found.extend(4 * whole(x) for x in scalars_and_arrays[:3])
+        return jnp.zeros((rows, 2, 8, 128), jnp.bfloat16)
+
+    monkeypatch.setattr(pl, "pallas_call", lambda *_, **__: run)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    page, q = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 9, 2, 64, 128), (rows, 8, 128)))
+    batch, given = Paged(ints(rows), ints(rows, width), ints(rows), 1), dict(mask=ops.Mask(0.1))
+    with tracing_for("tpu"), ops.use(paged_attention="mosaic"):
+        jax.eval_shape(lambda *x: paged_attention(*x[:2], 0, x[2], **given), batch, Pages(page, page), q)
+    assert 0 < sum(found) < 0.8 * 2**20
 
 
 @pytest.mark.matrix

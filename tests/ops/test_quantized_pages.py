@@ -10,7 +10,7 @@ from fdel import ops, params
 from fdel.models import builders
 from fdel.ops import quantized_pages
 from fdel.ops.mask import Mask
-from fdel.ops.paged import latent_row
+from fdel.ops.paged import row_width
 from fdel.ops.platform import target
 from fdel.serve.engine.step import quantized
 from tests.ops.test_attention import oracle
@@ -129,5 +129,5 @@ def test_latent_pages(format: str) -> None:
     v = np.einsum("tc,nhc->tnh", held[:, :c], w_v)
     want = oracle(q[None], k[None], v[None], np.zeros((1, 5), int), mask)[0]
     np.testing.assert_allclose(got, want, atol=1e-5)
-    groups = latent_row(c + rope) // 64  # 9, or 10 in the rows of TPUs
+    groups = row_width(c + rope) // 64  # 9, or 10 in the rows of TPUs
     assert state.v is None and state.v_scale is None and state.k_scale.shape == (1, 2, 1, *scales_of(groups))

@@ -162,6 +162,7 @@ def test_products_equal_float64(interpreted, c, dtype):
 @pytest.mark.parametrize(
     ("form", "inputs", "group", "rows", "dtype"),
     [("uint4", 29568, 32, 600, jnp.bfloat16),  # Qwen2.5 72B
+     ("fp8", 53248, 128, 64, jnp.bfloat16), ("fp8", 81920, 128, 600, jnp.float32),  # Llama 405B, and the widest
      ("e2m1", 53248, 32, 64, jnp.bfloat16), ("e2m1", 53248, 16, 600, jnp.float32), ("uint4", 4096, 128, 64, jnp.bfloat16)],
 )  # fmt: skip
 def test_what_a_program_holds_fits_the_memory(monkeypatch, form, inputs, group, rows, dtype):
@@ -181,9 +182,11 @@ def test_what_a_program_holds_fits_the_memory(monkeypatch, form, inputs, group, 
     monkeypatch.setattr(pl, "pallas_call", call)
     shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)
     integers = form == "uint4"
-    scale = shape(jnp.float32 if integers else jnp.uint8, 512, inputs // group)
+    scale = shape(jnp.uint8 if form == "e2m1" else jnp.float32, 512, inputs // group)
     zero = shape(jnp.uint8, *scale.shape) if integers else None
-    w = Quantized(shape(jnp.uint8, 512, inputs // 2), scale, zero, form, (inputs,), np.dtype(np.float32))
+    w = Quantized(
+        shape(jnp.uint8, 512, inputs // (1 if form == "fp8" else 2)), scale, zero, form, (inputs,), np.dtype(np.float32)
+    )
     with tracing_for("tpu"), ops.use(quantized_matmul="mosaic"):
         jax.eval_shape(lambda x, w: ops.einsum("td,fd->tf", x, w), shape(dtype, rows, inputs), w)
     assert 0 < sum(found) < 52 * 2**20

@@ -7,7 +7,7 @@ import pytest
 
 from fdel import ops
 from fdel.ops import sparse
-from fdel.ops.paged import latent_row
+from fdel.ops.paged import row_width
 from fdel.ops.platform import tracing_for
 
 N, C, R, HN, HV, D, COUNT = 3, 8, 8, 12, 10, 6, 5
@@ -85,7 +85,7 @@ def test_pages_give_the_same_and_their_tails_do_nothing(block, platform):
     """A sequence in chunks, after another one, pages full of NaN, of a TPU's rows too: 1e-5 of the formula."""
     t, page = 11, 4
     with tracing_for(platform):
-        rows = {c: latent_row(c) for c in (C + R, D)}
+        rows = {c: row_width(c) for c in (C + R, D)}
     p, nan = draw(t), lambda c: jnp.full((1, 6, 1, page, rows[c]), jnp.nan)
     carry = ops.Carry(ops.State((ops.Pages(nan(C + R), None), ops.Pages(nan(D), None))))
     table, out, per = np.array([[4, 1, 3]]), [], 1 if block == 1 else 7

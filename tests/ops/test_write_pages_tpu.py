@@ -30,22 +30,23 @@ def written(impl: str, spec: ops.State, batch: ops.Paged, x: tuple, how) -> ops.
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("format", "block", "latent", "mixed"),
+    ("format", "block", "latent", "heads"),
     [
-        ("int8", 8, None, True),
-        pytest.param("int8", 8, None, False, marks=pytest.mark.matrix),
-        pytest.param("fp8", 1, None, False, marks=pytest.mark.matrix),
-        pytest.param(None, 8, None, False, marks=pytest.mark.matrix),
-        pytest.param("int8", 32, 576, False, marks=pytest.mark.matrix),
-        pytest.param("fp8", 1, 576, False, marks=pytest.mark.matrix),
-        pytest.param(None, 32, 320, False, marks=pytest.mark.matrix),
+        ("int8", 8, None, 2),
+        pytest.param("int8", 8, None, 3, marks=pytest.mark.matrix),
+        pytest.param("fp8", 1, None, 3, marks=pytest.mark.matrix),
+        pytest.param(None, 8, None, 2, marks=pytest.mark.matrix),
+        pytest.param("int8", 32, 576, 1, marks=pytest.mark.matrix),
+        pytest.param("fp8", 1, 576, 1, marks=pytest.mark.matrix),
+        pytest.param(None, 32, 320, 1, marks=pytest.mark.matrix),
     ],
 )
-def test_pages_hold_what_the_reference_writes(format, block, latent, mixed, monkeypatch, capsys):
+def test_pages_hold_what_the_reference_writes(format, block, latent, heads, monkeypatch, capsys):
     """Parts that two blocks share, tokens that are padding, a page past all others, and steps of four parts."""
+    mixed = heads == 2 and format is not None
     with tracing_for("tpu"):
         sizes = dict(pages=12, page=32)
-        plain = builders.latent_pages(2, latent, **sizes) if latent else builders.kv_pages(2, 2, 128, **sizes)
+        plain = builders.latent_pages(2, latent, **sizes) if latent else builders.kv_pages(2, heads, 128, **sizes)
         spec = quantized(ops.State(plain), format)
     chunks = [(row, start, [0] * (n if block > 1 else 1)) for row, start, n in CHUNKS]
     table = TABLE.copy()
@@ -56,7 +57,7 @@ def test_pages_hold_what_the_reference_writes(format, block, latent, mixed, monk
         at = np.argsort(np.tril(same, -1).sum(1), kind="stable")
         positions = batch.positions.reshape(-1, block)[at].reshape(-1)
         batch = ops.Paged(positions, batch.page_table[at], batch.rows[at], block)
-    r, heads = np.random.default_rng(0), 1 if latent else 2
+    r = np.random.default_rng(0)
     draw = lambda: jnp.asarray(r.normal(size=(len(batch.positions), heads, latent or 128)), jnp.bfloat16)
     x = draw(), None if latent else draw()
     monkeypatch.setattr(kernel, "TOGETHER", 64 if mixed else 4)
@@ -83,6 +84,8 @@ def test_the_kernel_says_what_it_cannot_serve():
         assert "128 rows" in kernel.unsupported(batch(32), few, 0, x, x)
         assert kernel.unsupported(batch(32), make(spec), 0, y, y) is None
         assert kernel.unsupported(batch(32), few, 0, y, y) is None
+        ten = make(quantized(ops.State(builders.kv_pages(2, 10, 128, pages=4, page=64)), "int8").pages)  # Phi-4
+        assert kernel.unsupported(batch(1), ten, 0, z := jax.ShapeDtypeStruct((64, 10, 128), jnp.bfloat16), z) is None
         latents = make(quantized(ops.State(builders.latent_pages(2, 576, pages=4, page=64)), "int8").pages)
         assert kernel.unsupported(batch(1), latents, 0, x, None) is None
         odd = make(builders.kv_pages(2, 2, 128, pages=4, page=8))
