@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from fdel.kernels import quantized_arrays_gpu as arrays
 from fdel.kernels import quantized_gradient
 from fdel.kernels import quantized_program_gpu as program
-from fdel.kernels.decode_gpu import FORMATS, Whole
+from fdel.kernels.decode_gpu import FORMATS, Whole, codes_of
 from fdel.kernels.device import no_hopper, unknown
 from fdel.kernels.quantized_arrays_gpu import EACH, GROUPS, NARROW, ROWS, SHARED, Tiling
 from fdel.ops.contraction import Plan, inputs_last, ordered
@@ -109,7 +109,9 @@ def cut(rows: int, w: Quantized, size: int = 2) -> Tiling:
     depth = min(DEPTH, room // (chunk * (GROUPS * EACH + 2 * halves * rows)), -(-lanes // chunk))
     t = Tiling(rows, chunk, depth, 1, w.format, max(1, chunk // each), max(1, each // chunk))
     words = arrays.kind_of(w) != "float" and rows == ROWS[0]  # several scales share one, and sums are few
-    return replace(t, ahead=3 if not t.narrow else 1 + words)  # two programs have 80 registers for each thread
+    more = w.zero is not None or codes_of(w.format) is not None  # in registers, beside 16 rows' sums
+    whole = 1 if more and rows == SHARED else 3
+    return replace(t, ahead=1 + words if t.narrow else whole)  # two programs have 80 registers for each thread
 
 
 def beside(rows: int) -> int:

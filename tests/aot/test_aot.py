@@ -388,7 +388,8 @@ def test_the_hopper_kernels_for_products_and_latents_keep_their_sums_in_register
         if "delta rule" in x["call"]:
             assert x["temporaries"] <= (2**30 if "channels" in x["call"] else 2**29)
             continue
-        assert x["registers"] <= 80 or "8 rows" not in x["call"]  # two programs, of 384 threads, share 65,536
+        few = x["call"].startswith(("8 rows", "16 rows,", "512 rows of 64"))  # tiles of 8 and 16 rows
+        assert x["registers"] <= 80 or not few  # two programs, of 384 threads, share 65,536
         in_order = "4,096" in x["call"] and "MXFP4" in x["call"]
         assert x["temporaries"] <= (2**27 if in_order else 2**25 if "16 heads" in x["call"] else 1.01 * 2**22)
 
