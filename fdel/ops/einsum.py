@@ -156,17 +156,16 @@ def _in_order(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> Array:
 def _axes(plan: Plan, x: Array, w: Quantized, dtype: jnp.dtype) -> tuple[tuple, str] | str:
     """Name the axes that may be divided: the first two of those that the weight lacks, and of its inputs or its outputs.
 
-    Or say why each device along mesh axis `tp` would fetch the whole weight.
+    Or say why each device along mesh axis `tp` would fetch the whole weight. See `params.mesh.of_parts` for how it lies.
     """
-    n, cut = context("tp").get("tp", 1), plan.contracted[:1] if plan.summed else plan.outputs[:1]
-    if n > 1 and cut:
-        where, at = ("inputs", -1) if plan.summed else ("outputs", plan.w.index(cut))
-        if plan.summed and not cuts_inputs(w):
-            return f"{where} in an order of their own, in groups not filled, or in one of four bits, on tp={n}"
-        sizes = [c.shape[at] for c in jax.tree.leaves(w) if not plan.summed or c.shape[at] > 1]
+    n = context("tp").get("tp", 1)
+    summed = plan.summed and cuts_inputs(w, n)  # else outputs are divided in the place of such inputs
+    cut = plan.contracted[:1] if summed else plan.outputs[:1]
+    if n > 1 and cut and not summed:
+        sizes = [c.shape[plan.w.index(cut)] for c in jax.tree.leaves(w)]
         if any(size % n for size in sizes):
-            return f"{where} whose values, scales and zeros are {', '.join(map(str, sizes))}, not multiples of tp={n}"
-    names = {plan.rows[1:2]: "each", plan.rows[:1]: "rows"} | ({cut: "summed"} if plan.summed else {cut: "outputs"})
+            return f"outputs whose values, scales and zeros are {', '.join(map(str, sizes))}, not multiples of tp={n}"
+    names = {plan.rows[1:2]: "each", plan.rows[:1]: "rows"} | ({cut: "summed"} if summed else {cut: "outputs"})
     x_axes, w_axes, out = (" ".join(names.get(c, "-") for c in axes) for axes in (plan.x, plan.w, plan.out))
     return ("", x_axes, w_axes, ""), out
 

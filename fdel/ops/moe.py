@@ -67,25 +67,33 @@ def moe(
 def _on_device(x: Array, p: Mapping[str, Any], weights: Array, experts: Array, **how: Any) -> Array:
     """Compute `moe` for the experts 0 to E - 1 that `p` holds, by one of `METHODS`.
 
-    Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed. Where units
-    cannot be divided it fetches the matrices first and computes all: how often a loop over rows runs depends on the rows,
-    so what the compiler would send inside of it, others along `dp` or `ep` would not answer.
+    Along `tp` each device computes its hidden units F of all experts, and what they add to a token is summed. Where it
+    would have parts of groups of a quantized `down`, hidden units are exchanged, and it computes some numbers of a token.
+    Where units cannot be divided either it fetches the matrices first and computes all: how often a loop over rows runs
+    depends on the rows, so what the compiler would send inside of it, others along `dp` or `ep` would not answer.
     """
     compute, n = partial(run, METHODS, None, **how), context("tp").get("tp", 1)
     if n == 1 or any(isinstance(p[name], Observed) for name in MATRICES):  # whose sums would be added up over `tp`
         return compute(x, p, weights, experts)
     parts = {name: _of_units(p[name], 2 if name == "down" else 1, n) for name in MATRICES}
+    summed = parts["down"] is not None
+    parts["down"] = parts["down"] if summed else _of_units(p["down"], 1, n)
     if None in parts.values():
         return divided(compute, {"tp"}, P(), P())(x, p, weights, experts)
 
     def part(x: Array, p: dict[str, Any], weights: Array, experts: Array) -> Array:
+        if not summed:
+            joined = partial(collective, lambda h: lax.all_gather(h, "tp", axis=h.ndim - 1, tiled=True))
+            return compute(x, p, weights, experts, joined=joined)
         p = p | {"down": _own(p["down"], n)}
         if "down_bias" in p:  # once
             p["down_bias"] = jnp.where(lax.axis_index("tp") == 0, p["down_bias"], 0)
         return collective(lambda y: lax.psum(y, "tp"), compute(x, p, weights, experts))
 
-    parts |= {name: P() if name == "down_bias" else P(None, "tp") for name in p if name not in parts}
-    return divided(part, {"tp"}, (P(), parts, P(), P()), P())(x, p, weights, experts)
+    whole = lambda name: name == "down_bias" and summed
+    parts |= {name: P() if whole(name) else P(None, "tp") for name in p if name not in parts}
+    out = P() if summed else P(*[None] * (x.ndim - 1), "tp")
+    return divided(part, {"tp"}, (P(), parts, P(), P()), out)(x, p, weights, experts)
 
 
 def _of_units(w: Weight, axis: int, n: int) -> Any:
@@ -96,7 +104,7 @@ def _of_units(w: Weight, axis: int, n: int) -> Any:
         factors: dict[str, Any] = {"a": a, "b": b, "scale": P()}
         return None if base is None else replace(w, base=base, **factors)
     if isinstance(w, Quantized):
-        if w.order is not None or axis == 2 and not cuts_inputs(w):
+        if w.order is not None or axis == 2 and not cuts_inputs(w, n):
             return None
     elif not isinstance(w, jax.Array):
         return None
@@ -114,9 +122,13 @@ def _own(w: Any, n: int) -> Any:
 
 
 def _fused(
-    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
-) -> Array:
-    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert."""
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *,
+    gated: Callable, scale_inputs: bool, joined: Callable[[Array], Array] = lambda h: h,
+) -> Array:  # fmt: skip
+    """Compute `moe` for the experts 0 to E - 1 that `p` holds; others add nothing. Rows are sorted by expert.
+
+    joined(h) gives all hidden units, of those that `p` has.
+    """
     *batch, k = experts.shape
     held = p["gate"].shape[0]
     chosen = experts.reshape(-1)
@@ -130,11 +142,11 @@ def _fused(
         weights = jnp.ones_like(weights)
 
     h = grouped_glu(rows, p["gate"], p["up"], sizes, gated, p.get("gate_bias"), p.get("up_bias"))
-    down = grouped_matmul(h, p["down"], sizes)
+    down = grouped_matmul(joined(h), p["down"], sizes)
     if "down_bias" in p:
         down = down + of_groups(p["down_bias"], chosen[order]).astype(down.dtype)
     down = checkpoint_name(down, "moe_expert_output")
-    y = in_order(down, back, order, 1).reshape(*batch, k, x.shape[-1])
+    y = in_order(down, back, order, 1).reshape(*batch, k, down.shape[-1])
     return checkpoint_name(jnp.einsum("...kd,...k->...d", y, weights).astype(x.dtype), "moe_output")
 
 
@@ -146,8 +158,9 @@ def _shares(weights: Array, experts: Array, held: int) -> tuple[Array, Array]:
 
 
 def _dense(
-    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
-) -> Array:
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *,
+    gated: Callable, scale_inputs: bool, joined: Callable[[Array], Array] = lambda h: h,
+) -> Array:  # fmt: skip
     """Compute `_fused` by all experts for every token, without a loop: of a few, nearly all are chosen, each read once."""
 
     def product(name: str, saved: str, text: str, rows: Array) -> Array:
@@ -160,14 +173,15 @@ def _dense(
     if scale_inputs:
         rows, text, share = (rows * share.astype(x.dtype)), "etd,efd->etf", jnp.ones_like(share)
     gate, up = (product(name, f"moe_{name}", text, rows) for name in ("gate", "up"))
-    down = product("down", "moe_expert_output", "etf,edf->etd", gated(gate, up))
+    down = product("down", "moe_expert_output", "etf,edf->etd", joined(gated(gate, up)))
     y = jnp.where(mine, down * share, 0).sum(0)  # another expert's result may be infinite
-    return checkpoint_name(y.astype(x.dtype).reshape(x.shape), "moe_output")
+    return checkpoint_name(y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1]), "moe_output")
 
 
 def _standard(
-    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *, gated: Callable, scale_inputs: bool
-) -> Array:
+    x: Array, p: Mapping[str, Any], weights: Array, experts: Array, *,
+    gated: Callable, scale_inputs: bool, joined: Callable[[Array], Array] = lambda h: h,
+) -> Array:  # fmt: skip
     """Compute `_fused` one expert after another, each for every token: one expert's rows are held."""
     rows = x.reshape(-1, x.shape[-1])
 
@@ -179,12 +193,13 @@ def _standard(
             return y + p[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in p else y
 
         inputs = rows * share.astype(rows.dtype) if scale_inputs else rows
-        down = linear(gated(linear(inputs, "gate"), linear(inputs, "up")), "down")
+        down = linear(joined(gated(linear(inputs, "gate"), linear(inputs, "up"))), "down")
         return total + jnp.where(mine, widen(down) if scale_inputs else down * share, 0), None
 
     each = (dict(p), *_shares(weights, experts, p["gate"].shape[0]))
-    total, _ = lax.scan(expert, jnp.zeros(rows.shape, jnp.promote_types(rows.dtype, jnp.float32)), each)
-    return checkpoint_name(total.astype(x.dtype).reshape(x.shape), "moe_output")
+    shape = len(rows), p["down"].shape[1]
+    total, _ = lax.scan(expert, jnp.zeros(shape, jnp.promote_types(rows.dtype, jnp.float32)), each)
+    return checkpoint_name(total.astype(x.dtype).reshape(*x.shape[:-1], shape[1]), "moe_output")
 
 
 def _not_dense(x: Array, p: Mapping[str, Any], *_: Any, **__: Any) -> str | None:

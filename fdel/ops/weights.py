@@ -127,15 +127,16 @@ def of_part(w: Quantized, inputs: tuple[int, ...]) -> Quantized:
     return replace(w, inputs=inputs, scale=own(w.scale), zero=own(w.zero))
 
 
-def cuts_inputs(w: Quantized) -> bool:
-    """Tell whether equal parts of what is stored are parts of the inputs, if they are whole groups or there is one scale.
+def cuts_inputs(w: Quantized, n: int) -> bool:
+    """Tell whether n equal parts of what is stored are parts of the inputs: of whole groups, or there is one scale.
 
     Not with an order, or where padding fills a group; nor where one group of packed values is all: its bytes hold inputs
-    that are half of all apart.
+    that are half of all apart. `params.mesh.of_parts` lays such a weight by its outputs instead.
     """
     packed = w.format in PACKED
     full = w.values.shape[-1] * (2 if packed else 1) == math.prod(w.inputs)
-    return w.order is None and full and not (packed and w.scale.shape[-1] == 1)
+    whole = all(c.shape[-1] % n == 0 for c in jax.tree.leaves(w) if c.shape[-1] > 1)
+    return w.order is None and full and whole and not (packed and w.scale.shape[-1] == 1)
 
 
 def is_weight(x: object) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fdel.ops.weights import LowRank, Quantized, is_weight
+from fdel.ops.weights import LowRank, Quantized, cuts_inputs, is_weight
 
 from .spec import Param, named_leaves, path_name, unstack
 
@@ -219,14 +219,24 @@ def shared(spec: Any, mesh: Any, rules: Rules = TRAIN) -> list[str]:
 
 
 def of_parts(w: Quantized, s: NamedSharding) -> Quantized:
-    """Give the shardings of a quantized matrix's parts, where `s` is that of the matrix: its first divided input counts."""
+    """Give the shardings of a quantized matrix's parts, where `s` is that of the matrix: its first divided input counts.
+
+    Where devices would get parts of groups, the last of the outputs is divided in the place of the inputs, if it can be:
+    else each device would fetch the matrix, in numbers, for every product.
+    """
+    outer = len(w.values.shape) - 1
+    axes = (*s.spec, *(None,) * (outer + len(w.inputs) - len(s.spec)))
+    outs, inner = [*axes[:outer]], next((a for a in axes[outer:] if a is not None), None)
+    count = lambda entry: math.prod(s.mesh.shape[a] for a in _mesh_axes(entry))
+    if inner is not None and outs and not cuts_inputs(replace(w, order=None), count(inner)):
+        both = *_mesh_axes(inner), *_mesh_axes(outs[-1])
+        both = tuple(sorted(both, key="tp".__ne__))  # the others' parts are gathered where a product is computed
+        if w.values.shape[-2] % count(both) == 0:
+            outs[-1], inner = both, None
 
     def child(x: Any) -> NamedSharding:
-        outer = len(x.shape) - 1
-        axes = (*s.spec, *(None,) * (outer + len(w.inputs) - len(s.spec)))
-        inner = None if x is w.order else next((a for a in axes[outer:] if a is not None), None)
-        whole = inner is None or x.shape[-1] % math.prod(s.mesh.shape[a] for a in _mesh_axes(inner))
-        return NamedSharding(s.mesh, PartitionSpec(*axes[:outer], None if whole else inner))
+        whole = x is w.order or inner is None or x.shape[-1] % count(inner)
+        return NamedSharding(s.mesh, PartitionSpec(*outs[: len(x.shape) - 1], None if whole else inner))
 
     return jax.tree.map(child, w)
 

@@ -89,6 +89,23 @@ def test_a_quantized_matrix_along_tp_stays_where_it_is(form, which, chip, record
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(("form", "units"), [("mxfp4", 2880), matrix("int4", 768)])
+def test_experts_whose_groups_devices_cannot_share_send_units_alone(form, units, chip, record_property):
+    """GPT-OSS's 90 groups of 32, and Qwen3's 12 of 64, on eight devices: `down` lies by its outputs. No weight is sent."""
+    on = target(chip, 8)
+    mesh = params.make_mesh({"tp": 8}, aot.devices(on))
+    up = declared("experts ffn embed", EXPERTS, units, HIDDEN)
+    spec = {"experts": {"gate": up, "up": up, "down": declared("experts embed ffn", EXPERTS, HIDDEN, units)}}
+    rows = lambda dtype, size: whole(mesh, PartitionSpec(), dtype, 16, size)
+    call = jax.jit(lambda x, p, w, e: ops.moe(x, p, w, e, jax.nn.silu))
+    args = rows(jnp.bfloat16, HIDDEN), laid(spec, form, mesh)["experts"]
+    c = aot.compile(on, call, *args, rows(jnp.float32, CHOICES), rows(jnp.int32, CHOICES), mesh=mesh)
+    note(record_property, f"experts {form}", f"{units} units", chip, "tp=8", c, 0)
+    sent = plan.collectives(c.text, narrow=False)
+    assert sum(x.moved for x in sent) <= 2 * 16 * CHOICES * (units + HIDDEN)
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("way", ["all_to_all", matrix("ragged_all_to_all"), matrix("ring"), matrix("all_gather")])
 def test_rows_get_to_the_devices_of_their_experts(way, chip, record_property):
     """And their gradients back: each way of exchange compiles, beside rows and hidden units that are divided too."""

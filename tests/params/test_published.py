@@ -342,7 +342,8 @@ def test_logits_on_one_device_and_on_a_mesh(kind, tmp_path):
     mesh = params.make_mesh({"fsdp": 2, "tp": 2}, jax.devices()[:4])
     spread = models.load(tmp_path, dtype=jnp.float32, mesh=mesh)
     up = spread.params["layers"]["up"].values
-    assert up.sharding.shard_shape(up.shape) == (2, 48, up.shape[-1] // 2)
+    whole = kind == "gptq_sorted"  # groups; three of fp8's cannot be divided by two, so outputs are
+    assert up.sharding.shard_shape(up.shape) == ((2, 48, up.shape[-1] // 2) if whole else (2, 24, up.shape[-1]))
     for a, b in zip(jax.tree.leaves(spread.params), jax.tree.leaves(model.params), strict=True):
         np.testing.assert_array_equal(a, b)
     with jax.set_mesh(mesh):
