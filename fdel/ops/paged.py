@@ -134,13 +134,12 @@ def paged_attention(
     attend = partial(_paged_attention, batch, state, layer, mask=mask, sinks=sinks, alibi=alibi)
     if state.v is None:
         return attend(q, v_dim=v_dim)
-    if v_dim not in (None, size):
-        raise ValueError(f"pages of keys of {size} channels and values of {v_dim}: expected as many, or latents alone")
     side = kv_heads // rows if kv_heads else width // size
+    values = side * (v_dim or min(size, state.v.shape[-1] // side))  # numbers of a row that are no filling
     own = (jnp.arange(q.shape[1]) * rows * side // q.shape[1] % side)[:, None]  # the head's place in its row
     if side > 1:
         q = jnp.where(own == jnp.arange(side * size) // size, jnp.tile(q, side), 0)
-    first, *more = jnp.split(attend(filled(q, width))[..., : side * size], side, -1)
+    first, *more = jnp.split(attend(filled(q, width), v_dim=state.v.shape[-1])[..., :values], side, -1)
     for i, out in enumerate(more):
         first = jnp.where(own == i + 1, out, first)
     return first
