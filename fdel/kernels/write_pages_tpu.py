@@ -43,8 +43,7 @@ def unsupported(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | Non
         return f"it writes bfloat16, float32 and 8 bits; found {state.k.dtype}"
     heads, size, width = state.k.shape[2:]
     least = 32 // state.k.dtype.itemsize
-    # XLA:TPU copies the cache to change wider rows of bytes, and all scales where heads fill no tile, or are many.
-    if not few or width == LANES and (heads in (1, 2, 4) or heads in range(8, 65, 8)):
+    if not few:  # to change bytes and their scales XLA:TPU copies those of all layers to other layouts and back
         if batch.block == 1:
             return "one token of each sequence: XLA's scatter moves fewer bytes"
         if (found := len(k) * heads) < ROWS:

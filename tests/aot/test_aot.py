@@ -200,7 +200,7 @@ def test_the_tpu_kernel_for_pages_is_bound_by_its_bytes(chip, few):
 @pytest.mark.parametrize(("name", "devices"), [("llama-1b-h128", 1), ("llama-1b-h128", 8), ("phi3-10-heads", 1)])
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_a_decode_step_over_pages_in_8_bits_copies_neither_them_nor_scales(kv, name, devices, chip, record_property):
-    """The kernel in each layer, on one chip and on eight; as many temporaries as beside bfloat16."""
+    """The kernels in each layer, on one chip and on eight; hardly more temporaries than beside bfloat16."""
     plain, _ = row(record_property, name, "decode", chip, devices)
     how = aot.Serving("tp=8" if devices > 1 else "fsdp=1", 64, 1024, kv=kv)
     c, cache = aot.serving(target(chip, devices), *model(name), how, "decode")
@@ -210,7 +210,7 @@ def test_a_decode_step_over_pages_in_8_bits_copies_neither_them_nor_scales(kv, n
     assert (
         copies(c.text, sizes.layers * 64 * 16 * sizes.kv_heads // devices * 128) == 0
     )  # numbers of all scales of keys
-    assert c.temporaries <= 1.1 * plain.temporaries and c.loops == plain.loops
+    assert c.temporaries <= plain.temporaries + 2**23 and c.loops == plain.loops
 
 
 @pytest.mark.aot
