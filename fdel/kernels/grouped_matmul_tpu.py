@@ -24,7 +24,7 @@ from fdel.kernels import grouped_quantized_tpu
 from fdel.kernels.device import no_tpu
 from fdel.kernels.grouped_program_tpu import Tiling, matrices_of, rows_times
 from fdel.ops.platform import device_kind
-from fdel.ops.weights import LowRank, Quantized, Weight, dequantize, is_weight
+from fdel.ops.weights import LowRank, Quantized, Weight, is_weight
 
 LANES = 128
 MIB = 2**20
@@ -106,15 +106,17 @@ _product.defvjp(lambda *args: (_product(*args), args), _backward)
 
 @jax.custom_vjp
 def _frozen(x: Array, w: Quantized, sizes: Array) -> Array:
-    """Multiply with quantized matrices as they are stored, or many rows with matrices that are expanded for it."""
+    """Multiply with quantized matrices as they are stored."""
     if len(x) > grouped_quantized_tpu.FEW * len(sizes):
-        return _product(x, dequantize(w, x.dtype), sizes)
+        return grouped_quantized_tpu.product_of_many(x, w, sizes, tiling(x, w, matrices=2))
     return grouped_quantized_tpu.product(x, w, sizes, device().cores)
 
 
 def _frozen_backward(saved: tuple[Quantized, Array], dy: Array) -> tuple[Array, None, None]:
     w, sizes = saved  # expanded anew: as much memory as the matrices of one layer
-    return _of_rows(dy, dequantize(w, dy.dtype), sizes), None, None
+    rows = jax.ShapeDtypeStruct((len(dy), w.shape[2]), dy.dtype)
+    full, unit = grouped_quantized_tpu.expanded(w, tiling(rows, w, matrices=2), dy.dtype)
+    return rows_times(tiling(dy, full), (dy,), (full,), (), sizes, lambda y: [y * unit])[0], None, None
 
 
 _frozen.defvjp(lambda x, w, sizes: (_frozen(x, w, sizes), (w, sizes)), _frozen_backward)
@@ -129,7 +131,7 @@ def device() -> Device:
 def tiling(x: Any, w: Any, *, xs: int = 1, matrices: int = 1, outs: int = 1, turned: bool = True) -> Tiling:
     """Choose the tiles for arrays of rows [M inputs] and of matrices [E N K], that give so many of [M outputs]."""
     (many, inputs), outputs, about = x.shape, w.shape[1 if turned else 2], device()
-    rows, part = _rows(many, len(w), about)
+    rows, part = _rows(many, w.shape[0], about)
     need = lambda rows, width: _bytes(rows, width, inputs, xs, matrices, outs, x.dtype.itemsize)
     while rows > part and 3 * need(rows, 0) > about.memory:
         rows //= 2

@@ -149,7 +149,7 @@ def rows_times(
             in_specs=[*[row] * len(xs), *[matrix] * len(matrices), *[bias] * len(biases)],
             out_specs=[pl.BlockSpec((t.rows, t.outputs), lambda n, v, tile, *_: (tile[v], n))] * outs,
         ),
-        compiler_params=_parameters(t, "parallel", "arbitrary"),
+        compiler_params=parameters(t, "parallel", "arbitrary"),
         name="grouped_rows",
     )
     return run(*about, *xs, *matrices, *(b[:, None] for b in biases))
@@ -175,13 +175,14 @@ def matrices_of(t: Tiling, dy: Array, x: Array, sizes: Array) -> Array:
             out_specs=pl.BlockSpec((1, t.outputs, t.inputs), lambda n, k, v, tile, group, *_: (group[v], n, k)),
             scratch_shapes=[pltpu.VMEM((t.outputs, t.inputs), jnp.float32)],
         ),
-        compiler_params=_parameters(t, "parallel", "parallel", "arbitrary"),
+        compiler_params=parameters(t, "parallel", "parallel", "arbitrary"),
         name="grouped_matrices",
     )
     return run(*about, dy, x)
 
 
-def _parameters(t: Tiling, *axes: Literal["parallel", "arbitrary"]) -> Any:
+def parameters(t: Tiling, *axes: Literal["parallel", "arbitrary"]) -> Any:
+    """Tell the compiler how axes of the grid are walked, and how much memory there is."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.CompilerParams(dimension_semantics=axes, vmem_limit_bytes=t.memory, disable_bounds_checks=True)

@@ -1,15 +1,21 @@
 """Products of groups of rows with a quantized matrix each, on TPUs: the kernel of `quantized_matmul_tpu` for experts.
 
-A tile has rows of one group alone: rows are copied to tiles, the last of a group filled with zeros, and results back.
-The kernel reads the matrices of groups with rows as they are stored, once for each tile, so tiles have about twice as
-many rows as a group has on average. Two cores share the tiles. What a step does with a block, few rows or many, and how
-bits are decoded, are that kernel's programs. With many rows the copies and the tiles of a group, each of which decodes its
-matrix, take longer than to expand all matrices once: `grouped_matmul_tpu` then does that.
+*Few rows* for a group, of decoding: a tile has rows of one group alone; rows are copied to tiles, the last of a group
+filled with zeros, and results back. The kernel reads the matrices of groups with rows as they are stored, once for each
+tile, so tiles have about twice as many rows as a group has on average. Two cores share the tiles. What a step does with a
+block and how bits are decoded are that kernel's programs.
 
-Bytes read: matrices of groups with rows and their scales, once for each tile. FLOPs: 2 * rows of tiles * inputs * outputs.
-Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
+*Many rows*: `grouped_matmul_tpu`'s tiles and steps. The first step of a group expands a block of its matrix in fast memory,
+scaled and rounded to x's dtype, and all of the group's rows are multiplied with that. For the gradient of rows, a product
+with all outputs, matrices are expanded in memory.
+
+Bytes read: matrices of groups with rows and their scales, of few rows once for each tile, of many once. FLOPs: 2 * rows of
+tiles * inputs * outputs. Interpreted on CPU and compiled for v5p and v6e; it has not run on a TPU yet.
 """
 
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,11 +24,13 @@ from jaxtyping import Array, Float, Int
 
 from fdel.kernels import quantized_matmul_tpu as kernel
 from fdel.kernels.device import no_tpu
-from fdel.ops.weights import Quantized
+from fdel.kernels.grouped_program_tpu import Tiling, of_rows, parameters, visits
+from fdel.kernels.quantized_program_tpu import expand
+from fdel.ops.weights import Quantized, dequantize
 
 # Up to so many rows of a group on average: rows of a tile.
-TILES = {4: 8, 8: 16, 16: 32, 32: 64, 64: 128}
-FEW = 64  # rows of a group on average, above which matrices are better expanded
+TILES = {4: 8, 8: 16}
+FEW = 8  # rows of a group on average, above which tiles have rows of several groups, and none is copied
 # Of few rows: outputs of a block at most, its bytes, and numbers of a product. A step costs some 130 cycles beside.
 OUTPUTS, BLOCK, SUMS = 1024, 5 * 2**18, 48 * 2**10
 
@@ -48,9 +56,87 @@ def product(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores
     return y.at[place].get(mode="fill", fill_value=0)
 
 
+def product_of_many(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], t: Tiling) -> Float[Array, "M N"]:
+    """Multiply as `product`, in the tiles of `grouped_matmul_tpu`: a block of a matrix is expanded for all of its rows."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    w = kernel.stored(w)
+    block = lambda shape, at: pl.BlockSpec((None, *shape), lambda n, v, tile, group, *_: (group[v], *at(n)))
+    about, given, inputs, kept = _expanding(w, t.outputs, x.dtype, block)
+    x = kernel.laid(x, about, w) if _apart(w, about) else x
+    count, width, (visited, steps) = w.values.shape[1], x.shape[1], visits(sizes, len(x), t.rows, matrices=False)
+
+    def program(tile: Any, group: Any, low: Any, high: Any, *refs: Any) -> None:
+        r = SimpleNamespace(**dict(zip(("x", *given, "out", "expanded", *kept), refs, strict=True)))
+        v = pl.program_id(1)
+        pl.when((v == 0) | (group[v] != group[jnp.maximum(v - 1, 0)]))(lambda: expand(about, r))
+        multiply = functools.partial(of_rows, t._replace(turned=False), (1, 1, 0), lambda y: [y * about.unit])
+        multiply(tile, group, low, high, r.x, r.expanded.at[:, pl.ds(0, width)], r.out)
+
+    run = pl.pallas_call(
+        program,
+        out_shape=jax.ShapeDtypeStruct((len(x), count), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visited),
+            grid=(-(-count // t.outputs), steps),
+            in_specs=[
+                pl.BlockSpec((t.rows, width), lambda n, v, tile, *_: (tile[v], 0)),
+                *(spec for _, spec in given.values()),
+            ],
+            out_specs=pl.BlockSpec((t.rows, t.outputs), lambda n, v, tile, *_: (tile[v], n)),
+            scratch_shapes=[pltpu.VMEM((1, inputs, t.outputs), x.dtype), *kept.values()],
+        ),
+        compiler_params=parameters(t, "parallel", "arbitrary"),
+        name="grouped_quantized",
+    )
+    return run(*visited, x, *(a for a, _ in given.values()))
+
+
+def expanded(w: Quantized, t: Tiling, dtype: Any) -> tuple[Float[Array, "E K N"], float]:
+    """Expand all matrices, in blocks of `t.outputs`: what they are multiples of is the second."""
+    from jax.experimental import pallas as pl
+
+    block = lambda shape, at: pl.BlockSpec((None, *shape), lambda e, n: (e, *at(n)))
+    about, given, inputs, kept = _expanding(kernel.stored(w), t.outputs, dtype, block)
+    if _apart(w, about):
+        return dequantize(w, dtype).mT, 1.0
+    groups, outputs, width = w.shape
+
+    def program(*refs: Any) -> None:
+        expand(about, SimpleNamespace(**dict(zip((*given, "expanded", *kept), refs, strict=True))))
+
+    run = pl.pallas_call(
+        program,
+        out_shape=jax.ShapeDtypeStruct((groups, width, outputs), dtype),
+        grid=(groups, -(-outputs // t.outputs)),
+        in_specs=[spec for _, spec in given.values()],
+        out_specs=pl.BlockSpec((1, inputs, t.outputs), lambda e, n: (e, 0, n)),
+        scratch_shapes=list(kept.values()),
+        compiler_params=parameters(t, "parallel", "parallel"),
+        name="grouped_expanded",
+    )
+    return run(*(a for a, _ in given.values())), about.unit
+
+
+def _expanding(w: Quantized, outputs: int, dtype: Any, block: Callable) -> tuple[kernel.Tiling, dict, int, dict]:
+    """Cut matrices into blocks to be expanded: how, what is read and its blocks, inputs of a block, memory beside."""
+    rows = jax.ShapeDtypeStruct((kernel.FEW + 1, w.shape[2]), dtype)
+    about = kernel.tiling(rows, w, dtype)._replace(outputs=outputs)
+    held = kernel.held_groups(about, w)
+    width = held * about.each
+    given = {"values": (w.values, block((outputs, width), lambda n: (n, 0)))} | kernel.of_groups(w, about, held, block)
+    return about, given, width * about.halves, kernel.kept_of_groups(about, w, held)
+
+
+def _apart(w: Quantized, about: kernel.Tiling) -> bool:
+    """Say whether the inputs of nibbles lie apart, with lanes between that no byte fills."""
+    return about.halves > 1 and w.values.shape[2] < about.each
+
+
 def tiling(many: int, w: Quantized, dtype: Any) -> kernel.Tiling:
     """Cut a call with so many rows into blocks; `w` is as of `quantized_matmul_tpu.stored`."""
-    rows = next((n for most, n in TILES.items() if many <= most * w.shape[0]), max(TILES.values()))
+    rows = next(n for most, n in TILES.items() if many <= most * w.shape[0])
     t = kernel.tiling(jax.ShapeDtypeStruct((rows, w.shape[2]), dtype), w, dtype)
     if not t.few:
         return t

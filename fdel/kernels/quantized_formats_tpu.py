@@ -94,8 +94,8 @@ def _look_up(row: Float[Array, "1 128"], index: Int[Array, "rows lanes"]) -> Flo
     return jnp.concatenate([find(index[:, i : i + LANES]) for i in range(0, index.shape[1], LANES)], 1)
 
 
-def read_values(r: Any, about: Tiling, index: Any, dtype: Any) -> Array:
-    """Read a chunk of the weight's bytes as numbers [outputs, chunk], or [outputs, 2 chunk]: high nibbles, then low ones.
+def read_values(r: Any, about: Tiling, index: Any, dtype: Any, *, turned: bool = False) -> list[Array]:
+    """Read a chunk of the weight's bytes as what dtype then holds: [outputs, chunk], or `turned`; high nibbles, low ones.
 
     Unsigned bytes are lowered by 128 where they become int8.
     """
@@ -103,17 +103,18 @@ def read_values(r: Any, about: Tiling, index: Any, dtype: Any) -> Array:
     from jax.experimental.pallas import tpu as pltpu
 
     raw = r.values[:, pl.ds(pl.multiple_of(index * about.chunk, LANES), about.chunk)]
+    raw = raw.T if turned else raw
     if about.halves == 1 and about.format == "int8":
-        return raw.astype(dtype)
+        return [raw]
     if about.format in INDICES:
         codes = raw.astype(jnp.int32)
-        return jnp.concatenate([_look_up(r.table[...], x).astype(dtype) for x in (codes >> 4, codes & 15)], 1)
+        return [_look_up(r.table[...], x).astype(dtype) for x in (codes >> 4, codes & 15)]
     words = pltpu.bitcast(raw, jnp.int32)
     if about.format in FLOATS:
-        return jnp.concatenate(_floats(words, about), 1).astype(dtype)
+        return _floats(words, about)
     if about.halves == 1:
         if dtype == jnp.int8:
-            return pltpu.bitcast(words ^ jnp.int32(-0x7F7F7F80), jnp.int8)
-        return raw.astype(jnp.int32).astype(dtype)
+            return [pltpu.bitcast(words ^ jnp.int32(-0x7F7F7F80), jnp.int8)]
+        return [raw.astype(jnp.int32)]
     nibbles = (x & jnp.int32(0x0F0F0F0F) for x in (jax.lax.shift_right_logical(words, jnp.int32(4)), words))
-    return jnp.concatenate([pltpu.bitcast(x, jnp.int8) for x in nibbles], 1).astype(dtype)
+    return [pltpu.bitcast(x, jnp.int8) for x in nibbles]

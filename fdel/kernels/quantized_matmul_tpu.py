@@ -27,13 +27,14 @@ from jaxtyping import Array, Float, Int
 from fdel.kernels import quantized_gradient
 from fdel.kernels.device import no_tpu
 from fdel.kernels.quantized_formats_tpu import DIGITS, FLOATS, INDICES, INTEGERS, LANES, Tiling
-from fdel.kernels.quantized_program_tpu import NARROW, PARTS, program
+from fdel.kernels.quantized_program_tpu import program
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.weights import PACKED, TABLES, Quantized, dequantize, scales
 
 FEW, COPIES = 64, {True: 384, False: 512}  # rows of x that are few; of a product of integers, and of floats
 FORMATS = (*INTEGERS, *FLOATS, *INDICES)
 ROWS = 512  # of x in a block
+CHUNKS = (512, 384, 256, 128)  # bytes of an output that are multiplied together, at most
 OUTPUTS = {True: 256, False: 512}  # in a block, of few rows and of many
 BLOCK, X_BLOCK = 10 * 2**20, 15 * 2**20  # bytes at most of a block of the weight, and of x; two of each are in memory
 VMEM = 56 * 2**20  # bytes that a program may use: of 64 MiB on v5p, 128 on v6e
@@ -117,7 +118,7 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    count, held = w.values.shape[-2], _held(t, w)
+    count, held = w.values.shape[-2], held_groups(t, w)
     width = held * t.each
     inputs = width * t.halves
     steps = -(-count // t.outputs)
@@ -139,9 +140,9 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     specs = {
         "x": (x, pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0))),
         "values": (w.values, block((t.outputs, width), lambda output: (output, 0))),
-        **_of_groups(w, t, held, block),
+        **of_groups(w, t, held, block),
     }
-    kept = _kept(t, inputs, held, x.dtype)
+    kept = _kept(t, w, inputs, held, x.dtype)
     run = pl.pallas_call(
         functools.partial(program, t, (*given, *specs, "out", *kept), 0 if visits is None else steps),
         out_shape=jax.ShapeDtypeStruct((len(x), count), t.dtype),
@@ -160,7 +161,7 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     return run(*given.values(), *(a for a, _ in specs.values()))
 
 
-def _held(t: Tiling, w: Any) -> int:
+def held_groups(t: Tiling, w: Any) -> int:
     """Count groups of inputs that are read: so many that they fill rows of lanes."""
     return -(-w.scale.shape[-1] // t.beside) * t.beside
 
@@ -171,27 +172,32 @@ def laid(x: Float[Array, "M K"], t: Tiling, w: Any) -> Float[Array, "M inputs"]:
     x = jnp.pad(x, ((0, 0), (0, lanes * t.halves - x.shape[1])))
     if lanes < t.each:  # of one group
         x = jnp.pad(x.reshape(len(x), t.halves, -1), ((0, 0), (0, 0), (0, t.each - lanes))).reshape(len(x), -1)
-    return jnp.pad(x, ((0, 0), (0, _held(t, w) * t.each * t.halves - x.shape[1])))
+    return jnp.pad(x, ((0, 0), (0, held_groups(t, w) * t.each * t.halves - x.shape[1])))
 
 
-def _kept(t: Tiling, inputs: int, held: int, dtype: Any) -> dict[str, Any]:
+def _kept(t: Tiling, w: Any, inputs: int, held: int, dtype: Any) -> dict[str, Any]:
     """Name the memory of the program, beside its blocks."""
     from jax.experimental.pallas import tpu as pltpu
 
-    tiled, numbers = -(-held // LANES) * LANES, lambda *shape: pltpu.VMEM(shape, jnp.float32)
-    narrow = t.beside >= NARROW
-    columns = pltpu.VMEM((t.outputs, PARTS * tiled), jnp.bfloat16) if narrow else numbers(t.outputs, tiled)
-    if t.few:
-        kept = {
-            "digits": pltpu.VMEM((t.beside * t.digits * t.rows, inputs), jnp.int8 if t.digits > 1 else dtype),
-            "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, tiled),
-        }  # fmt: skip
-    else:
-        kept = {"scales": columns, "zeros": columns, "total": numbers(t.rows, t.outputs)}
+    numbers = lambda *shape: pltpu.VMEM(shape, jnp.float32)
+    if not t.few:
+        return kept_of_groups(t, w, held) | {"total": numbers(t.rows, t.outputs)}
+    kept = {
+        "digits": pltpu.VMEM((t.beside * t.digits * t.rows, inputs), jnp.int8 if t.digits > 1 else dtype),
+        "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, -(-held // LANES) * LANES),
+    }  # fmt: skip
     return kept if t.scale == "float" else kept | {"decoded": numbers(held, t.outputs)}
 
 
-def _of_groups(w: Any, t: Tiling, held: int, block: Callable) -> dict[str, tuple[Array, Any]]:
+def kept_of_groups(t: Tiling, w: Any, held: int) -> dict[str, Any]:
+    """Name the memory of numbers that scales and zeros in few bits stand for, which many rows need."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    names = [*["decoded"] * (t.scale != "float"), *["zeros"] * (w.zero is not None)]
+    return {name: pltpu.VMEM((held, t.outputs), jnp.float32) for name in names}
+
+
+def of_groups(w: Any, t: Tiling, held: int, block: Callable) -> dict[str, tuple[Array, Any]]:
     """Name scales, zeros and the table, with the blocks of which the kernel sees each; `held` groups fill whole lanes."""
     from jax.experimental import pallas as pl
 
@@ -224,6 +230,9 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
     few = many <= FEW and many * beside * digits <= COPIES[digits > 1] and (digits > 1 or x.dtype == jnp.bfloat16)
     most = max(64, min(ROWS, X_BLOCK // (inputs * x.dtype.itemsize) // 64 * 64))
     plain = "float" if w.scale.dtype == jnp.float32 else "exponent"
+    width = -(-groups // beside) * beside * each
+    fit = lambda few, c: (each % c == 0 or (not few and c % each == 0)) and width % c == 0
+    chunk = lambda few: next((c for c in CHUNKS if fit(few, c)), LANES)
     stored = w.scale.format if isinstance(w.scale, Quantized) else plain
     cut = lambda few: Tiling(
         few=few,
@@ -231,7 +240,7 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
         outputs=min(OUTPUTS[few], max(LANES, BLOCK // lanes // LANES * LANES), -(-count // LANES) * LANES),
         each=each,
         beside=beside,
-        chunk=LANES if each <= LANES else next(c for c in (4, 3, 2, 1) if each // LANES % c == 0) * LANES,
+        chunk=chunk(few),
         groups=groups,
         halves=2 if w.format in PACKED else 1,
         format=w.format,
@@ -256,6 +265,5 @@ def _bytes(t: Tiling, size: int) -> int:
     if t.few:
         of_x = t.beside * t.digits * inputs * (1 if t.digits > 1 else size) + 4 * (LANES + tiled)
         return 2 * blocks + t.rows * of_x + (t.scale != "float") * 4 * held * t.outputs
-    column = PARTS * 2 if t.beside >= NARROW else 4
-    kept = 2 * tiled * column + 4 * t.rows + (t.scale != "float") * 4 * held
+    kept = 4 * (held + t.rows) + (t.scale != "float") * 4 * held
     return 2 * blocks + t.outputs * kept

@@ -12,9 +12,7 @@ from fdel.kernels.quantized_formats_tpu import DIGITS, INTEGERS, LANES, PLAIN, T
 
 BASE = 256  # of digits
 UNROLL = 16  # products side by side
-NARROW = 4  # groups beside each other whose scales the multiplier copies to their inputs
-PARTS = 3  # bfloat16 numbers whose sum is one of float32
-BY_ROWS = (((1,), (1,)), ((), ()))  # contract the last axes
+BY_ROWS, AS_READ = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))  # contract the last axes; inputs of a matrix
 
 
 def program(about: Tiling, names: tuple[str, ...], steps: int, *refs: Any) -> None:
@@ -25,21 +23,9 @@ def program(about: Tiling, names: tuple[str, ...], steps: int, *refs: Any) -> No
     from jax.experimental import pallas as pl
 
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    if about.scale != "float":
-        r.decoded[...] = read_scales(about, r)
-        r.scale = r.decoded
-    zero, scale, middle = (
-        None,
-        r.scale[...],
-        INTEGERS.get(about.format, 0),
-    )  # what a stored 0 stands for [groups outputs]
-    if hasattr(r, "zero"):
-        zero = r.zero[...]
-        integers = jnp.issubdtype(zero.dtype, jnp.integer)
-        zero = (zero.astype(jnp.int32) if integers else zero).astype(jnp.float32)
-        zero = zero * -scale if integers else zero
-    if middle and about.few:
-        zero = (0 if zero is None else zero) - middle * scale
+    zero = scales_of(about, r)
+    if about.few and (middle := INTEGERS.get(about.format, 0)):
+        zero = (0 if zero is None else zero) - middle * r.scale[...]
     if about.few:
         at = pl.program_id(1)
         pl.when((at % steps if steps else at) == 0)(lambda: _digits(r, about))
@@ -48,19 +34,27 @@ def program(about: Tiling, names: tuple[str, ...], steps: int, *refs: Any) -> No
         _of_many(about, r, zero)
 
 
+def scales_of(about: Tiling, r: Any) -> Float[Array, "groups outputs"] | None:
+    """Let `r.scale` be numbers [groups outputs], and give those that zero points stand for, if there are any."""
+    if about.scale != "float":
+        r.decoded[...] = read_scales(about, r)
+        r.scale = r.decoded
+    if not hasattr(r, "zero"):
+        return None
+    zero = r.zero[...]
+    integers = jnp.issubdtype(zero.dtype, jnp.integer)
+    zero = (zero.astype(jnp.int32) if integers else zero).astype(jnp.float32)
+    return zero * -r.scale[...] if integers else zero
+
+
 def _inputs(r: Any, about: Tiling, index: Any) -> Array:
     """Read what a chunk is multiplied with [rows, chunk], or [rows, 2 chunk] for its high nibbles and for its low ones."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    chunk, each = about.chunk, about.each
-    at = lambda first, width: r.x[:, pl.ds(pl.multiple_of(first, LANES), width)]
-    if about.halves == 1:
-        return at(index * chunk, chunk)
-    if each >= LANES:
-        inner = each // chunk
-        first = index // inner * 2 * each + index % inner * chunk
-        return jnp.concatenate([at(first, chunk), at(first + each, chunk)], 1)
+    each, at = about.each, lambda first, width: r.x[:, pl.ds(pl.multiple_of(first, LANES), width)]
+    if about.halves == 1 or each >= LANES:
+        return jnp.concatenate([at(*place) for place in places(about, index)], 1)
     x = at(index * 2 * LANES, 2 * LANES)
     words = x if x.dtype == jnp.float32 else pltpu.bitcast(x, jnp.int32)
     tiles = words[:, :LANES], words[:, LANES:]
@@ -136,7 +130,7 @@ def _of_few(about: Tiling, r: Any, zero: Any) -> None:
 
     def product(i: Any) -> Array:
         x = r.digits[:, pl.ds(pl.multiple_of(i * width, LANES), width)]
-        weight = read_values(r, about, i, x.dtype)
+        weight = jnp.concatenate(read_values(r, about, i, x.dtype), 1).astype(x.dtype)
         return jax.lax.dot_general(x, weight, BY_ROWS, preferred_element_type=sums).astype(jnp.float32)
 
     def step(g: Any, total: Array) -> Array:
@@ -172,57 +166,76 @@ def unrolled(steps: int) -> int:
     return next(n for n in range(min(UNROLL, steps), 0, -1) if steps % n == 0)
 
 
-def _lay_parts(to: Any, x: Float[Array, "groups outputs"]) -> None:
-    """Write numbers as three of bfloat16 that sum to them, in columns."""
-    x, each = x.T, to.shape[1] // PARTS
-    to[...] = jnp.zeros_like(to)
-    for i in range(PARTS):
-        part = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(2**16))
-        part = jax.lax.bitcast_convert_type(part, jnp.float32)
-        to[:, i * each : i * each + x.shape[1]] = part.astype(to.dtype)
-        x = x - part
+def places(about: Tiling, index: Any) -> list[tuple[Any, int]]:
+    """Say where the inputs of a chunk begin and how many follow, in the order of its numbers."""
+    chunk, each, halves = about.chunk, about.each, about.halves
+    if halves == 1 or each <= chunk:
+        return [(index * chunk * halves, chunk * halves)]
+    first = index // (each // chunk) * 2 * each + index % (each // chunk) * chunk
+    return [(first, chunk), (first + each, chunk)]
+
+
+def scaled(about: Tiling, r: Any, index: Any, zeros: Any) -> Float[Array, "inputs outputs"]:
+    """Read a chunk of the weight as numbers, less `about.unit`.
+
+    Its bytes are turned before they are read: scales lie along outputs, as they are stored, and a group is some rows.
+    """
+    from jax.experimental import pallas as pl
+
+    chunk, each, middle = about.chunk, about.each, INTEGERS.get(about.format, 0)
+    parts, found = read_values(r, about, index, jnp.float32, turned=True), []
+    for p in range(max(1, chunk // each)):
+        group = pl.ds(index * (chunk // each) + p if each <= chunk else index // (each // chunk), 1)
+        for part in parts:
+            part = part[p * each : (p + 1) * each].astype(jnp.float32)
+            part = (part - middle if middle else part) * r.scale[group, :]
+            found.append(part if zeros is None else part + zeros[group, :])
+    return jnp.concatenate(found)
 
 
 def _of_many(about: Tiling, r: Any, zero: Any) -> None:
     """Scale and round a chunk of the weight, and add its product."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
 
-    groups, width = r.scale.shape[0], about.chunk * about.halves
-    late = groups == 1 and zero is None  # one scale for an output: the result is scaled
-    given = [] if late else [(r.scales, r.scale[...])]
-    for to, x in given if zero is None else [*given, (r.zeros, zero)]:
-        if about.beside >= NARROW:
-            _lay_parts(to, x)
-        else:
-            to[:, :groups] = x.T
+    late = r.scale.shape[0] == 1 and zero is None  # one scale for an output: the result is scaled
+    if zero is not None:
+        r.zeros[...] = zero
     r.total[...] = jnp.zeros_like(r.total)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 1) % about.chunk // about.each
-    sublane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 0)
 
-    def columns(x: Any, g: Any) -> Array:
-        """Give the numbers of groups g to g + beside for each input of a chunk; if many, the multiplier copies them."""
-        each, first = x.shape[1] // PARTS, g // LANES * LANES
-        if about.beside < NARROW:
-            tile = pltpu.roll(x[:, pl.ds(pl.multiple_of(first, LANES), LANES)], (LANES - g % LANES) % LANES, 1)
-            return tile[:, :1] if about.beside == 1 else jnp.where(lane[:1] == 0, tile[:, :1], tile[:, 1:2])
-        found = [x[:, pl.ds(pl.multiple_of(first + i * each, LANES), LANES)] for i in range(PARTS)]
-        chosen = jnp.where(sublane == lane + (g - first), 1.0, 0.0)
-        chosen = jnp.concatenate([chosen] * PARTS).astype(jnp.bfloat16)
-        return jnp.dot(jnp.concatenate(found, 1), chosen, preferred_element_type=jnp.float32)
+    def plain(i: Any) -> Array:
+        dtype = r.x.dtype if about.format in PLAIN else jnp.float32
+        part = jnp.concatenate(read_values(r, about, i, dtype), 1).astype(dtype)
+        return part - INTEGERS.get(about.format, 0) if about.format not in PLAIN else part
 
     def step(i: Any, _: None) -> None:
-        g = _group(about, i)
-        part = read_values(r, about, i, r.x.dtype if late and about.format in PLAIN else jnp.float32)
-        if middle := INTEGERS.get(about.format, 0):
-            part = part - middle
-        if not late:
-            part = part * columns(r.scales, g)
-        part = (part if zero is None else part + columns(r.zeros, g)).astype(r.x.dtype)
-        x = _inputs(r, about, i)
+        part = plain(i) if late else scaled(about, r, i, None if zero is None else r.zeros)
+        x = jnp.concatenate([r.x[:, pl.ds(pl.multiple_of(at, LANES), n)] for at, n in places(about, i)], 1)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        r.total[...] += jax.lax.dot_general(x, part, BY_ROWS, preferred_element_type=jnp.float32, precision=precision)
+        r.total[...] += jax.lax.dot_general(
+            x,
+            part.astype(x.dtype),
+            BY_ROWS if late else AS_READ,
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
 
     jax.lax.fori_loop(0, r.values.shape[1] // about.chunk, step, None)
     total = r.total[...] * r.scale[...] if late else r.total[...]
     r.out[...] = (total if about.unit == 1 else total * about.unit).astype(about.dtype)
+
+
+def expand(about: Tiling, r: Any) -> None:
+    """Write a block of a matrix as numbers `r.expanded` [1 inputs outputs], less `about.unit`."""
+    from jax.experimental import pallas as pl
+
+    zero = scales_of(about, r)
+    if zero is not None:
+        r.zeros[...] = zero
+
+    def step(i: Any, _: None) -> None:
+        part, begin = scaled(about, r, i, None if zero is None else r.zeros).astype(r.expanded.dtype), 0
+        for at, n in places(about, i):
+            r.expanded[0, pl.ds(pl.multiple_of(at, LANES), n), :] = part[begin : begin + n]
+            begin += n
+
+    jax.lax.fori_loop(0, r.values.shape[1] // about.chunk, step, None)

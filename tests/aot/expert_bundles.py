@@ -19,12 +19,14 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from fdel import aot, ops
+from fdel.kernels import grouped_matmul_tpu, quantized_matmul_tpu
 from fdel.kernels import grouped_quantized_tpu as kernel
+from fdel.kernels.grouped_program_tpu import ALIGNED, visits
 from fdel.kernels.quantized_program_tpu import unrolled
 from fdel.ops import grouped
 from fdel.ops.weights import PACKED, Quantized
 from tests.aot.bundles import CLOCK, CORES, parts
-from tests.aot.grouped_bundles import Experts, drawn, put
+from tests.aot.grouped_bundles import Experts, drawn, put, walk
 
 
 class Call(NamedTuple):
@@ -51,6 +53,14 @@ CALLS = {
     "Qwen3-30B-A3B, 64 tokens, down, fp8 by 128": Call(*DOWN, "fp8", 128),
     "Qwen3-30B-A3B, 64 tokens, down, int4 by 128": Call(*DOWN, "int4", 128),
     "Qwen3-30B-A3B, 64 tokens, down, MXFP4": Call(*DOWN, "e2m1", 32),
+    "gpt_oss 120b, 2048 tokens, MXFP4": Call(8192, *OSS[1:], "e2m1", 32),
+    "Qwen3-30B-A3B, 2048 tokens, gate, int8": Call(16384, *UP[1:], "int8", 2048),
+    "Qwen3-30B-A3B, 2048 tokens, gate, fp8 by 128": Call(16384, *UP[1:], "fp8", 128),
+    "Qwen3-30B-A3B, 2048 tokens, gate, GPTQ": Call(16384, *UP[1:], "uint4", 128, True),
+    "Qwen3-30B-A3B, 2048 tokens, gate, int4 by 128": Call(16384, *UP[1:], "int4", 128),
+    "Qwen3-30B-A3B, 2048 tokens, gate, MXFP4": Call(16384, *UP[1:], "e2m1", 32),
+    "Qwen3-30B-A3B, 2048 tokens, down, int4 by 128": Call(16384, *DOWN[1:], "int4", 128),
+    "Mixtral 8x7B, 2048 tokens, gate, int4 by 128": Call(4096, 8, 4096, 14336, "int4", 128),
 }
 
 
@@ -85,7 +95,8 @@ def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str,
     """Give the bundles of a step and of laying out a tile's rows, the seconds of a call and the floor."""
     about, cores, sizes = aot.CHIPS[chip], CORES[chip], drawn(Experts(c.rows, c.groups, 0, 0))
     w = weight(c, lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype))
-    t = kernel.tiling(c.rows, w, jnp.bfloat16)
+    with jax.set_mesh(put(chip)[1]):  # tiles are those of the chip
+        t = kernel.tiling(c.rows, w, jnp.bfloat16)
     lanes, kept = w.values.shape[2], [a.size * a.dtype.itemsize / c.groups for a in jax.tree.leaves(w)]
     chunks = trips = -(-lanes // t.chunk)
     if t.few:
@@ -107,6 +118,36 @@ def estimate(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str,
     return dict(step=step, lay=lay, tiles=count, steps=steps, copies=copies * CLOCK, estimate=seconds, floor=floor)
 
 
+def estimate_many(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict[str, float]:
+    """Give as `estimate` what many rows take: bundles of expanding a block, and of a part of a tile."""
+    about, cores, sizes = aot.CHIPS[chip], CORES[chip], drawn(Experts(c.rows, c.groups, 0, 0))
+    shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
+    x, w = shape(jnp.bfloat16, c.rows, c.inputs), weight(c, shape)
+    with jax.set_mesh(put(chip)[1]):
+        t, how = grouped_matmul_tpu.tiling(x, w, matrices=2), quantized_matmul_tpu.tiling(x, w, x.dtype)
+    within = lambda what: {at: sum(n for depth, n, text in found if depth == at and what in text) for at in (1, 2)}
+    chunks = quantized_matmul_tpu.held_groups(how, w) * how.each // how.chunk
+    expand = within("vxpose")[2] * chunks or within("vxpose")[1]  # no loop, if a block has one chunk
+    part, step = within("vmatmul")[2], within("")[1] - within("vxpose")[1]
+    visited, count = visits(jnp.asarray(sizes), c.rows, t.rows, matrices=False)
+    tile, matrix, low, high = (np.asarray(x)[: int(count)] for x in visited)
+    many = np.where(high > low, -(-(high - low // ALIGNED * ALIGNED) // t.part), 0)
+    product = max(part / CLOCK, 2 * t.part * t.outputs * c.inputs / (about.flops / cores))
+    work = many * product + (np.diff(matrix, prepend=-1) != 0) * expand / CLOCK + step / CLOCK
+    mine, each = (
+        math.ceil(math.ceil(c.outputs / t.outputs) / cores),
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(w)),
+    )
+    n = np.repeat(np.arange(mine), count)
+    tile, matrix, work = (np.tile(a, mine) for a in (tile, matrix, work))
+    block = each / c.groups * t.outputs / c.outputs
+    reads = [(tile[:, None], 2 * t.rows * c.inputs), (np.stack([n, matrix], 1), block)]
+    seconds = walk(chip, reads, (np.stack([n, tile], 1), 2 * t.rows * t.outputs), work)
+    read = int((sizes > 0).sum()) * each / c.groups + 2 * c.rows * (c.inputs + c.outputs)
+    floor = max(read / about.bandwidth, 2 * c.rows * c.inputs * c.outputs / about.flops)
+    return dict(expand=expand, part=part, step=step, estimate=seconds, floor=floor)
+
+
 def main(chip: str, *names: str) -> None:
     """Print a line of JSON for each call that is named in part: seconds of the kernel, of what is around it, and the floor.
 
@@ -122,10 +163,11 @@ def main(chip: str, *names: str) -> None:
             for old in Path(folder).iterdir():
                 old.unlink()
             ours = lower(chip, c, "mosaic")
-            found = [x for x in Path(folder).glob("*quantized_matmul*-final_bundles.txt") if "analysis" not in x.name]
+            few = c.rows <= kernel.FEW * c.groups
+            name_of = "quantized_matmul" if few else "grouped_quantized"
+            found = [x for x in Path(folder).glob(f"*{name_of}*-final_bundles.txt") if "analysis" not in x.name]
             counted = parts(max(found, key=lambda x: x.name).read_text())
-            with jax.set_mesh(put(chip)[1]):  # tiles are those of the chip
-                told = estimate(chip, c, counted) | {"around": ours.estimate}
+            told = (estimate if few else estimate_many)(chip, c, counted) | {"around": ours.estimate}
             if xla:
                 block = min(grouped.BLOCK["tpu"], 1 << max(0, c.rows // c.groups - 1).bit_length())
                 rounds = math.ceil(drawn(Experts(c.rows, c.groups, 0, 0)).max() / block)

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from fdel import ops
+from fdel.kernels import grouped_matmul_tpu
 from fdel.kernels import grouped_quantized_tpu as kernel
 from fdel.ops.platform import tracing_for
 from fdel.ops.weights import LowRank, Quantized, dequantize
@@ -41,6 +42,20 @@ MORE = [
     (("e2m1", 16, "fp8", 256, 40, 0), DECODE, jnp.bfloat16),
     (("e2m1", 16, "fp8", 256, 140, 0), MANY, jnp.float32),
     (("e2m1", 512, "float", 512, 40, 0), MANY, jnp.float32),
+]
+
+EXPANDED = [
+    (GPTQ, jnp.bfloat16),
+    (MXFP4, jnp.bfloat16),
+    (("e2m1", 32, "exponent", 64, 40, 0), jnp.float32),
+    (Drawn("int8", None, 256, 256, 300, 0), jnp.bfloat16),
+    (Drawn("int4", None, 64, 256, 40, 0), jnp.float32),
+    (Drawn("int4", None, 200, 200, 140, 0), jnp.float32),
+    (Drawn("uint8", "int", 256, 512, 40, 0), jnp.bfloat16),
+    (("fp8", 128, "float", 256, 600, 0), jnp.float32),
+    (("nf4", 64, "uint8", 512, 40, 0), jnp.float32),
+    (("e2m1", 16, "fp8", 256, 140, 0), jnp.float32),
+    (("e2m1", 512, "float", 1024, 40, 0), jnp.float32),
 ]
 
 
@@ -85,6 +100,7 @@ def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         patch.setattr(kernel, "TILES", {4: 8, 2**31: 80})
+        patch.setattr(kernel, "FEW", 2**31)
         yield
 
 
@@ -104,9 +120,14 @@ def test_products_and_gradients_of_rows_equal_float64(interpreted, c):
     assert max(found) < bounds(c[2])
 
 
-def test_many_rows_are_multiplied_with_expanded_matrices(interpreted, monkeypatch):
+@pytest.mark.parametrize("c", EXPANDED, ids=str)
+def test_many_rows_are_multiplied_with_blocks_that_are_expanded_once(interpreted, monkeypatch, c):
+    """Several tiles of a group and several groups in a tile, as above."""
     monkeypatch.setattr(kernel, "FEW", 1)
-    assert max(errors(("e2m1", 32, "exponent", 64, 40, 0), MANY, jnp.float32)) < 2e-6
+    monkeypatch.setattr(grouped_matmul_tpu, "TILES", [(2**31, 32, 16)])
+    found = errors(c[0], MANY, c[1])
+    print(found)
+    assert max(found) < bounds(c[1])
 
 
 @pytest.mark.parametrize("kind", [jnp.float16, jnp.bfloat16, "dynamic"], ids=str)
