@@ -237,8 +237,9 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
 
     x, dy, bounds, out = refs
     s, mine = SimpleNamespace(**memory), jax.lax.axis_index("warps")
-    height = GROUPS * ROWS
-    columns = s.out_s.shape[-1]
+    height, columns = GROUPS * ROWS, s.out_s.shape[-1]
+    half = width // GROUPS
+    part = PIECES[0] if half % PIECES[0] else half  # columns of x that a group of warps sets to zero at once
     down, across = -(-out.shape[1] // height), -(-out.shape[2] // width)
 
     def tile(i: Any) -> tuple[Any, Any, Any]:
@@ -271,8 +272,12 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
             @pl.when((low > 0) | (high < STEP))  # rows of others, or of none: NaN, perhaps
             def _() -> None:
                 _clear(s.left.at[slot, mine], low, high)
-                half = width // GROUPS
-                _clear(s.right.at[slot, 0, :, pl.ds(mine * half, half)], low, high)
+                whole, rest = divmod(width // part, GROUPS)
+                clear = lambda n: _clear(s.right.at[slot, 0, :, pl.ds(n * part, part)], low, high)
+                for n in range(0, whole * GROUPS, GROUPS):
+                    clear(mine + n)
+                if rest:
+                    pl.when(mine == 0)(lambda: clear(whole * GROUPS))
                 gpu.commit_smem()
                 gpu.barrier_arrive(s.both)
                 gpu.barrier_wait(s.both)
