@@ -230,6 +230,20 @@ def _clear(ref: Any, low: Any, high: Any) -> None:
     ref[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
 
 
+def _clear_together(ref: Any, mine: Any, low: Any, high: Any) -> None:
+    """Do as `_clear`; each group of warps takes some of the columns, a multiple of 64."""
+    from jax.experimental import pallas as pl
+
+    half = ref.shape[-1] // GROUPS
+    part = PIECES[0] if half % PIECES[0] else half
+    whole, rest = divmod(ref.shape[-1] // part, GROUPS)
+    clear = lambda n: _clear(ref.at[:, pl.ds(n * part, part)], low, high)
+    for n in range(0, whole * GROUPS, GROUPS):
+        clear(mine + n)
+    if rest:
+        pl.when(mine == 0)(lambda: clear(whole * GROUPS))
+
+
 def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> None:
     """Walk tiles of matrices; `refs` are the arguments and the result of `_matrices`."""
     from jax.experimental import pallas as pl
@@ -238,8 +252,6 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
     x, dy, bounds, out = refs
     s, mine = SimpleNamespace(**memory), jax.lax.axis_index("warps")
     height, columns = GROUPS * ROWS, s.out_s.shape[-1]
-    half = width // GROUPS
-    part = PIECES[0] if half % PIECES[0] else half  # columns of x that a group of warps sets to zero at once
     down, across = -(-out.shape[1] // height), -(-out.shape[2] // width)
 
     def tile(i: Any) -> tuple[Any, Any, Any]:
@@ -272,12 +284,7 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
             @pl.when((low > 0) | (high < STEP))  # rows of others, or of none: NaN, perhaps
             def _() -> None:
                 _clear(s.left.at[slot, mine], low, high)
-                whole, rest = divmod(width // part, GROUPS)
-                clear = lambda n: _clear(s.right.at[slot, 0, :, pl.ds(n * part, part)], low, high)
-                for n in range(0, whole * GROUPS, GROUPS):
-                    clear(mine + n)
-                if rest:
-                    pl.when(mine == 0)(lambda: clear(whole * GROUPS))
+                _clear_together(s.right.at[slot, 0], mine, low, high)
                 gpu.commit_smem()
                 gpu.barrier_arrive(s.both)
                 gpu.barrier_wait(s.both)
