@@ -1,4 +1,8 @@
-"""The programs of `grouped_matmul_gpu`: what the warps of a multiprocessor do with tiles of the result."""
+"""The programs of `grouped_matmul_gpu`: what the warps of a multiprocessor do with tiles of the result.
+
+The last tiles of outputs, and the last step of inputs, may lie past the end: TMA reads zeros there and leaves out what
+is stored. It knows ends of columns in pieces, which lie together in shared memory, so a piece divides them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +17,8 @@ from fdel.kernels import transfer_gpu
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 GROUPS, ROWS, STEP = 2, 64, 64  # groups of warps that multiply, rows and inputs of a product
-WIDTH, BAND, DEPTH = 128, 8, 4  # outputs are a multiple; tiles of rows side by side; steps on their way
+BAND, DEPTH = 8, 4  # tiles of rows side by side; steps on their way
+PIECES = 64, 32, 16  # columns that lie together: as many as a row of swizzled shared memory has
 COPYING, MULTIPLYING = 40, 232  # registers of a thread, of 168 each
 
 
@@ -24,6 +29,7 @@ class Tiling:
     few: bool
     width: int  # outputs of a group of warps
     turned: bool  # matrices are [outputs inputs], as they are stored; else [inputs outputs]
+    piece: int = PIECES[0]  # columns of both operands that lie together
     matrices: int = 1  # that rows are multiplied with, side by side
     interpreted: bool = False
 
@@ -48,20 +54,6 @@ def run(program: Callable, out: Any, scratch: dict, *args: Array) -> Array:
         compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
     )
     return run(*args)
-
-
-def memory(dtype: Any, left: tuple[int, ...], right: tuple[int, ...]) -> dict[str, Any]:
-    """Give the shared memory of a kernel: two operands for each step on its way, and what is on its way out."""
-    from jax.experimental.pallas import mosaic_gpu as gpu
-
-    tiled = (gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))
-    return {
-        "left": gpu.SMEM((DEPTH, *left), dtype, transforms=tiled),
-        "right": gpu.SMEM((DEPTH, *right), dtype, transforms=tiled),
-        "out_s": gpu.SMEM((GROUPS, ROWS, 64), dtype, transforms=tiled),
-        "full": gpu.Barrier(num_arrivals=left[0] + right[0], num_barriers=DEPTH),
-        "free": gpu.Barrier(num_arrivals=GROUPS, num_barriers=DEPTH),
-    }
 
 
 def _walk(steps: Callable, total: Any, copy: Callable, multiply: Callable, interpreted: bool) -> None:
@@ -134,12 +126,13 @@ def _products(s: Any, shape: tuple[int, int], count: Any, done: Any, multiply: C
 
 
 def _store(total: Array, memory: Any, send: Callable[[int], None]) -> None:
-    """Write sums to shared memory, 64 columns at a time, and send each from there."""
+    """Write sums to shared memory, as many columns at a time as it has, and send each from there."""
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    for c in range(0, total.shape[1], 64):
+    columns = memory.shape[1]
+    for c in range(0, total.shape[1], columns):
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        transfer_gpu.store(memory, total[:, c : c + 64].astype(memory.dtype))
+        transfer_gpu.store(memory, total[:, c : c + columns].astype(memory.dtype))
         gpu.commit_smem()
         send(c)
 
@@ -149,10 +142,10 @@ def _store_rows(sums: Array, s: Any, mine: Any, out: Any, corner: tuple, some: t
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as gpu
 
-    (top, left), (low, high) = corner, some
+    (top, left), (low, high), columns = corner, some, s.out_s.shape[-1]
 
     def whole(c: int) -> None:
-        gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[pl.ds(top, ROWS), pl.ds(left + c, 64)])
+        gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[pl.ds(top, ROWS), pl.ds(left + c, columns)])
 
     def part(c: int) -> None:
         size, at = ROWS, low
@@ -160,7 +153,7 @@ def _store_rows(sums: Array, s: Any, mine: Any, out: Any, corner: tuple, some: t
 
             @pl.when((high - low) & size != 0)
             def _(size: int = size, at: Any = at) -> None:
-                rows = out.at[pl.ds(top + at, size), pl.ds(left + c, 64)]
+                rows = out.at[pl.ds(top + at, size), pl.ds(left + c, columns)]
                 gpu.copy_smem_to_gmem(s.part_s.at[mine, pl.ds(at, size)], rows)
 
             at = at + ((high - low) & size)
@@ -177,7 +170,8 @@ def of_rows(*refs: Any, t: Tiling, join: tuple[Callable, ...], **memory: Any) ->
     x, (table, items), outs = refs[0], refs[1 + t.matrices : 3 + t.matrices], refs[3 + t.matrices :]
     matrices = refs[1 : 1 + t.matrices]
     s, mine = SimpleNamespace(**memory), jax.lax.axis_index("warps")
-    across, inner, groups = outs[0].shape[1] // t.outputs, x.shape[1] // STEP, matrices[0].shape[0]
+    across, inner = -(-outs[0].shape[1] // t.outputs), -(-x.shape[1] // STEP)
+    groups = matrices[0].shape[0]
     total = items[0]
 
     def tile(i: Any) -> tuple[Any, Any]:
@@ -236,6 +230,20 @@ def _clear(ref: Any, low: Any, high: Any) -> None:
     ref[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
 
 
+def _clear_together(ref: Any, mine: Any, low: Any, high: Any) -> None:
+    """Do as `_clear`; each group of warps takes some of the columns, a multiple of 64."""
+    from jax.experimental import pallas as pl
+
+    half = ref.shape[-1] // GROUPS
+    part = PIECES[0] if half % PIECES[0] else half
+    whole, rest = divmod(ref.shape[-1] // part, GROUPS)
+    clear = lambda n: _clear(ref.at[:, pl.ds(n * part, part)], low, high)
+    for n in range(0, whole * GROUPS, GROUPS):
+        clear(mine + n)
+    if rest:
+        pl.when(mine == 0)(lambda: clear(whole * GROUPS))
+
+
 def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> None:
     """Walk tiles of matrices; `refs` are the arguments and the result of `_matrices`."""
     from jax.experimental import pallas as pl
@@ -243,8 +251,8 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
 
     x, dy, bounds, out = refs
     s, mine = SimpleNamespace(**memory), jax.lax.axis_index("warps")
-    height = GROUPS * ROWS
-    down, across = out.shape[1] // height, out.shape[2] // width
+    height, columns = GROUPS * ROWS, s.out_s.shape[-1]
+    down, across = -(-out.shape[1] // height), -(-out.shape[2] // width)
 
     def tile(i: Any) -> tuple[Any, Any, Any]:
         group, at = jax.lax.div(i, jnp.int32(down * across)), jax.lax.rem(i, jnp.int32(down * across))
@@ -276,8 +284,7 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
             @pl.when((low > 0) | (high < STEP))  # rows of others, or of none: NaN, perhaps
             def _() -> None:
                 _clear(s.left.at[slot, mine], low, high)
-                half = width // GROUPS
-                _clear(s.right.at[slot, 0, :, pl.ds(mine * half, half)], low, high)
+                _clear_together(s.right.at[slot, 0], mine, low, high)
                 gpu.commit_smem()
                 gpu.barrier_arrive(s.both)
                 gpu.barrier_wait(s.both)
@@ -286,7 +293,7 @@ def of_matrices(*refs: Any, width: int, interpreted: bool, **memory: Any) -> Non
 
         sums = _products(s, (ROWS, width), steps(i), done, one)[0]
         rows = pl.ds(top + mine * ROWS, ROWS)
-        send = lambda c: gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[group, rows, pl.ds(left + c, 64)])
+        send = lambda c: gpu.copy_smem_to_gmem(s.out_s.at[mine], out.at[group, rows, pl.ds(left + c, columns)])
         _store(sums, s.out_s.at[mine], send)
 
     _walk(steps, jnp.int32(out.shape[0] * down * across), copy, multiply, interpreted)

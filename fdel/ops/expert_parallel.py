@@ -4,8 +4,8 @@ With n devices along `ep` and R tokens on each, of which each chose k experts, a
 
 - all_gather: its R rows to all others, and what its experts make of the other devices' rows, summed, in float32.
 - all_to_all: a row to each chosen expert's device and back, in the rows' dtype: k / n of the all-gather's rows. Rounds have
-  a fixed size, a quarter more than even routing needs; only a router that is less even needs a second one. No row is
-  ever dropped.
+  a fixed size, a quarter more than even routing needs, where an all-gather leaves n R k rows to sort; only a router that is
+  less even needs a second one. No row is ever dropped.
 - ragged_all_to_all: as many rows as were chosen, in one exchange whose buffer is for the worst case. XLA:CPU lacks it.
 - ring: as many bytes as all_gather; a device holds the rows of one other at a time.
 
@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from fdel.ops.contraction import widen
+from fdel.ops.contraction import wide, widen
 from fdel.ops.cpu import collective
 from fdel.ops.dispatch import Implementation, Table, choose
 from fdel.ops.grouped import in_order
@@ -114,11 +114,11 @@ def _all_to_all(
     out = add(jnp.zeros((len(sort.order), width), x.dtype), 0, args)
     if size < each:
         rounds = -(-lax.pmax(count.max(), axes) // size)  # of the busiest pair of devices
-        again = jax.checkpoint(add)
+        again = jax.checkpoint(add)  # and once more around the condition, which else holds its arguments for each round
 
         def more(out: Array, args: tuple) -> Array:
             one = lambda out, j: (lax.cond(j < rounds, again, lambda out, *_: out, out, j, args), None)
-            return lax.scan(one, out, jnp.arange(1, -(-each // size)))[0]
+            return lax.scan(jax.checkpoint(one, prevent_cse=False), out, jnp.arange(1, -(-each // size)))[0]
 
         out = lax.cond(rounds > 1, more, lambda out, _: out, out, args)
     return sort.combine(out, weights, scale_inputs).reshape(x.shape)
@@ -191,8 +191,9 @@ def _more_bytes(x: Array, p: Any, experts: Array, rows: P) -> str | None:
     tokens = experts.size // k // math.prod(context(*names).values())
     if tokens < FEW:
         return f"a device has {tokens} tokens, fewer than {FEW}: one exchange is faster than two"
-    share = SLACK * k / n
-    why = f"with {k} experts for each token and ep={n} it sends {share:.2f} of all_gather's rows, more than half"
+    size = x.dtype.itemsize
+    share = SLACK * k / n * 2 * size / (size + wide(x.dtype).itemsize)  # there and back; there, and sums back
+    why = f"with {k} experts for each token and ep={n} it sends {share:.2f} of all_gather's bytes, more than half"
     return None if share <= 0.5 else why
 
 

@@ -58,6 +58,20 @@ GROUPED = {
     "16,384 rows of 8, gate and up": (16384, 8, 14336, 4096, "glu"),
     "16,384 rows of 8, gate and up, kept": (16384, 8, 14336, 4096, "kept"),
     "512 rows of 128, gate and up": (512, 128, 768, 2048, "glu"),
+    "gpt_oss, ep=8, 32,768 rows": (32768, 4, 2880, 2880, "forward"),
+    "gpt_oss, ep=8, 32,768 rows, rows' gradient": (32768, 4, 2880, 2880, "rows"),
+    "gpt_oss, ep=8, 32,768 rows, matrices' gradient": (32768, 4, 2880, 2880, "matrices"),
+    "gpt_oss, 64 tokens": (256, 32, 2880, 2880, "forward"),
+    "gpt_oss, tp=4, down": (16384, 32, 2880, 720, "forward"),
+    "gpt_oss, tp=4, down, rows' gradient": (16384, 32, 2880, 720, "rows"),
+    "gpt_oss, tp=4, down, matrices' gradient": (16384, 32, 2880, 720, "matrices"),
+    "qwen3_moe, tp=4, gate and up": (16384, 128, 192, 2048, "glu"),
+    "qwen3_moe, tp=4, gate and up, kept": (16384, 128, 192, 2048, "kept"),
+    "qwen3_moe, tp=4, down": (16384, 128, 2048, 192, "forward"),
+    "qwen3_moe, tp=4, down, rows' gradient": (16384, 128, 2048, 192, "rows"),
+    "qwen3_moe, tp=4, down, matrices' gradient": (16384, 128, 2048, 192, "matrices"),
+    "qwen3_moe, tp=8, 64 tokens, gate and up": (512, 128, 96, 2048, "glu"),
+    "qwen3_moe, tp=8, 64 tokens, down": (512, 128, 2048, 96, "forward"),
 }
 # Rows, matrices, outputs, inputs, format, inputs of a group; zero points or scales as above.
 EXPERTS = {

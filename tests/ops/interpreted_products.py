@@ -40,6 +40,9 @@ NARROW = [  # the same, with groups of 8 and 16 bytes: MXFP4 in rows of 160 byte
     (Drawn("uint4", "int", 32, 256, 128, 3), 1, jnp.float32),
 ]
 GROUPED = [  # rows, outputs, inputs, sizes; whether tiles are of few rows
+    (80, 208, 96, [0, 37, 0, 30], True),
+    (140, 320, 192, [70, 0, 63, 3], False),
+    (140, 96, 352, [70, 0, 63, 3], False),
     (80, 128, 128, [0, 37, 0, 30], True),
     (300, 256, 128, [150, 0, 140, 3], False),
     (16, 128, 256, [0, 16, 0], True),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdel import ops
-from fdel.kernels.grouped_matmul_gpu import tiles
+from fdel.kernels.grouped_matmul_gpu import tiles, tiling
 from fdel.ops.platform import tracing_for
 from tests.aot.hopper_products import weight
 
@@ -49,3 +49,19 @@ def test_tiles_begin_at_rows_that_are_copied_together_and_give_each_row_once(siz
         assert (owners[first:end] == -1).all()
         owners[first:end] = group
     np.testing.assert_array_equal(owners, np.repeat(np.arange(len(sizes) + 1), [*sizes, many - sum(sizes)]))
+
+
+SIZES = st.integers(1, 400).map(lambda n: 16 * n)
+
+
+@given(SIZES, SIZES, st.integers(1, 2), st.booleans(), st.booleans())
+def test_tiles_of_outputs_are_products_of_whole_pieces(outputs, inputs, matrices, turned, few):
+    """Multiples of 128 have the tiles that were measured; sums of 64 rows fit into the registers of a group of warps."""
+    turned |= matrices == 2
+    x = jax.ShapeDtypeStruct((64 if few else 4096, inputs if turned else outputs), jnp.bfloat16)
+    t = tiling(x, jax.ShapeDtypeStruct((4, outputs, inputs), x.dtype), turned, matrices=matrices)
+    n = outputs if turned else inputs
+    assert t.few == few and t.piece in (16, 32, 64) and not inputs % t.piece and not x.shape[1] % t.piece
+    assert t.width % 8 == 0 and t.width * matrices <= 256 and (turned or t.width % t.piece == 0)
+    if n % 128 == 0:
+        assert t.outputs == (256 if matrices == 1 and n % 256 == 0 else 128)

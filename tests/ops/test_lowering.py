@@ -28,7 +28,7 @@ TABLES = [
 # CI tries these and the first call of each table: one for each program.
 TRIED = (
     "4,096 rows, MXFP4", "512 rows of 128, gate and up", "16 rows of 64, GPTQ",
-    "prompts, gated_delta_rule, a decay per channel",
+    "prompts, gated_delta_rule, a decay per channel", "qwen3_moe, tp=8, 64 tokens, down",
 )  # fmt: skip
 
 

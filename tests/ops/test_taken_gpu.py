@@ -126,6 +126,16 @@ def test_products_of_experts(form, rows, expected):
 
 
 @pytest.mark.parametrize(
+    ("outputs", "inputs", "expected"),
+    [(2880, 2880, "hopper"), (192, 2048, "hopper"), (2048, 96, "hopper"), (2880, 360, "xla")],
+)
+def test_experts_whose_sizes_end_inside_of_a_tile(outputs, inputs, expected):
+    """GPT-OSS, and Qwen3 30B on four and eight devices; GPT-OSS on eight has 360 hidden units, no multiple of 16."""
+    args = put((512, inputs), HALF), put((32, outputs, inputs), HALF), put((32,), jnp.int32)
+    assert taken(lambda x, w, sizes: ops.grouped_matmul(x, w, sizes), *args) == expected
+
+
+@pytest.mark.parametrize(
     ("block", "heads", "dtype", "expected"),
     [(1, 128, HALF, "hopper"), (1, 256, HALF, "xla"), (32, 128, HALF, "xla"), (1, 128, jnp.float16, "xla")],
 )
