@@ -1,5 +1,6 @@
 """What calibration data tells of a model: the tokens of a data file, and what each matrix is multiplied with."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +21,18 @@ Gram = Float[np.ndarray, "*batch inputs inputs"]
 def read(file: str | Path, tok: text.Tokenizer, rows: int = 128, length: int = 2048) -> Int[np.ndarray, "rows length"]:
     """Read the first texts of a data file (see `train.data.Source`) as at most `rows` rows of `length` tokens.
 
-    Texts follow each other without padding; fewer tokens than one row has make one shorter row.
+    Texts follow each other without padding; fewer tokens than one row has make one shorter row. What could not be read is
+    logged as a warning.
     """
     from fdel.train import data
 
     if min(rows, length) < 1:
         raise ValueError(f"{rows} rows of {length} tokens: both must be positive")
     settings = data.Settings(packing="wrapped", length=length, learn="all")
-    tokens = data.build(data.Source(str(file)), tok, settings).tokens
+    built = data.build(data.Source(str(file)), tok, settings)
+    tokens = built.tokens
+    if built.report.notes:
+        logging.getLogger(__name__).warning("%s: %s", file, built.report)
     if not len(tokens):
         raise ValueError(f"{file} holds no text to calibrate with; expected rows with text, messages or a prompt")
     length = min(length, len(tokens))

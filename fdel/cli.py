@@ -86,9 +86,9 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
     model = models.load(source, dtype=args.dtype, stacked=False)
     size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9), alpha=args.smooth)
     _accompany(source, args.target)
-    return [
-        f"{args.target}: {params.count(model.params):,} parameters, {size:,} bytes of {params.nbytes(model.params):,}"
-    ]
+    seen = "" if rows is None else f", calibrated with {len(rows)} rows of {rows.shape[1]} tokens"
+    of = f"{size:,} bytes of {params.nbytes(model.params):,}"
+    return [f"{args.target}: {params.count(model.params):,} parameters, {of}{seen}"]
 
 
 def _empty(target: Path) -> None:

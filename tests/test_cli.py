@@ -110,15 +110,18 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
     assert cli.main(["diff", str(checkpoint), str(tmp_path / "other"), "--tolerance", "0.01"]) == 0
 
 
-def test_quantize(checkpoint, tmp_path, capsys):
+def test_quantize(checkpoint, tmp_path, capsys, caplog):
     """A calibrated file of four bits is smaller, has its tokenizer, and computes nearly the same; refusals say why."""
     out, data = tmp_path / "few", tmp_path / "data.jsonl"
     checkpoint = shutil.copytree(checkpoint, tmp_path / "plain")
     (checkpoint / "preprocessor_config.json").write_text("{}")  # of a model that sees
-    data.write_text("".join(json.dumps({"text": f"hello world {i}, hello token"}) + "\n" for i in range(40)))
+    data.write_text("".join(json.dumps({"text": f"hello world {i}, hello token"}) + "\n" for i in range(40)) + "[]\n")
     asked = ["quantize", str(checkpoint), str(out), "--format", "w4a16", "--group", "16"]
     assert cli.main([*asked, "--calibration", str(data), "--rows", "4", "--length", "32", "--act-order"]) == 0
-    said = re.search(r"parameters, ([\d,]+) bytes of ([\d,]+)", capsys.readouterr().out)
+    said = re.search(
+        r"parameters, ([\d,]+) bytes of ([\d,]+), calibrated with 4 rows of 32 tokens\n", capsys.readouterr().out
+    )
+    assert "41 rows read, 40 examples" in caplog.text and f"{data}:41" in caplog.text  # what was skipped is told
     size, before = (int(n.replace(",", "")) for n in said.groups())
     assert size < before and before == 4 * SIZE and (out / "tokenizer.json").exists()
     assert (out / "preprocessor_config.json").exists()

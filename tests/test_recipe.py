@@ -292,6 +292,11 @@ IMPOSSIBLE = [
     ({"loader": {"from_torch": False}}, "loader.from_torch: False cannot be honoured"),
     ({"quantization": {"platform": "triton"}}, "quantization.platform: 'triton' cannot be honoured: fdel chooses"),
     ({"quantization": {"model": {"quantization_method": "a4bit"}}}, "quantization.model.quantization_method: "),
+    (
+        {"quantization": {"model": {"quantization_method": "nf4", "group_size": 0}}},
+        "quantization.model.group_size: found 0, expected a positive number",
+    ),
+    ({"trainer": {"lora": {"r": 0}}}, "trainer.lora.r: found 0, expected a positive number"),
     ({"base_config": {"operation_configs": {"flash_attn2": {}}}}, "base_config.operation_configs: "),
     ({"sharding": {"sp_is_ep_bound": True}}, "sharding.sp_is_ep_bound: True cannot be honoured"),
     ({"sharding": {"axis_dims": [1, 1]}}, "sharding: found ['dp', 'fsdp', 'ep', 'tp', 'sp'] of [1, 1]"),

@@ -88,7 +88,8 @@ def quantize(
         if isinstance(w, LowRank):
             return replace(w, base=one(path, w.base))
         if isinstance(w, Quantized):
-            raise ValueError(f"{path} is {w.format} already; dequantize it, or leave it out of where={where!r}")
+            fix = f"leave it so, or make it plain first, as `fdel convert` does; where={where!r} chose it"
+            raise ValueError(f"{path} is {w.format} already; {fix}")
         m = found[path]
         if not m.batch:
             return _encode(w, m, format, group, double)

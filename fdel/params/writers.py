@@ -98,7 +98,8 @@ def _e4m3(w: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def _fp8(s: Scheme, name: str, w: np.ndarray, dtype: np.dtype, gram: Any) -> Tensors:
     """A scale per output, or with s.group = 0 one for all."""
     greatest = np.abs(w).max() if s.group == 0 else np.abs(w).max(1, keepdims=True)
-    scale = np.where(greatest == 0, 1, greatest / 448).astype(dtype)
+    scale = (greatest / 448).astype(dtype)
+    scale = np.where(scale == 0, np.ones((), dtype), scale)  # a float16 may be too coarse for a row of tiny numbers
     return {name: _e4m3(w, scale), f"{name}_scale": scale.reshape(1) if s.group == 0 else scale}
 
 

@@ -113,7 +113,7 @@ class Format:
     )
     group_size: int | None = key(None,
         "numbers that share a scale; default: 64 for four bits (mxfp4: 32), else all inputs of an output",
-        needs="quantization_method")  # fmt: skip
+        needs="quantization_method", positive=True)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,18 @@ def test_a_file_stands_for_the_matrices(format, tmp_path):
     assert len(decoded(stored, how)) == (0 if format == "nf4" else 14)
 
 
+@pytest.mark.parametrize("format", ERRORS)
+def test_rows_whose_scale_float16_does_not_hold_become_zeros(format, rng):
+    """A row of 1e-6, of a float16 checkpoint: what is stored are numbers, and no scale is zero; by division it was NaN."""
+    w = rng.normal(size=(8, 64)).astype(np.float16)
+    w[1], w[2] = 0, rng.choice([0, 1e-6], 64)
+    group = 64 if writers.scheme(format).group else None
+    stored = writers.written(writers.scheme(format, group), "a.weight", w.astype(np.float32), np.dtype("float16"))
+    for name, x in stored.items():
+        assert np.isfinite(x.astype(np.float32)).all(), name
+        assert "scale" not in name or x.all(), name
+
+
 @pytest.mark.slow
 def test_nf4_equals_bitsandbytes(tmp_path):
     """The tensors that bitsandbytes writes, equal."""

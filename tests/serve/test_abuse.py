@@ -440,6 +440,18 @@ def test_hostile_grammars_end(running, case):
     assert fine(running)
 
 
+@rows("c13")
+def test_an_output_that_its_grammar_cuts_short_does_not_say_that_it_is_whole(running, monkeypatch):
+    """As one that ran out of tokens; and another grammar's, which is whole, says so."""
+    asked = {"guided_regex": "[abc]{9}", "max_tokens": 20}
+    assert chat(running, asked)[1]["choices"][0]["finish_reason"] == "stop"
+    monkeypatch.setattr(grammar, "START", 0.0)
+    monkeypatch.setattr(grammar, "EACH", 0.0)
+    status, said, _ = chat(running, asked | {"guided_regex": "[abc]{10}"})
+    cut = said["choices"][0]
+    assert status == 200 and cut["finish_reason"] == "length" and len(cut["message"]["content"]) < 10
+
+
 @rows("c14")
 def test_a_grammar_without_an_end_harms_no_neighbour(running, monkeypatch):
     """A matcher that raises in the engine ends its own request."""

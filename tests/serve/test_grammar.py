@@ -229,6 +229,7 @@ REFUSED = {
     "lenient": (json_schema({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}), "uniqueItems"),
     "empty": (Spec("lark", ""), "Empty grammar"),
     "impossible": (Spec("regex", r"[^\s\S]"), "accepts no output"),
+    "no room": (Spec("regex", "a{1000000}"), "too many expressions"),  # the first mask uses up the lexer
 }
 BOUNDED = {
     "enum": json_schema({"enum": [f"v{i}" for i in range(70_000)]}),

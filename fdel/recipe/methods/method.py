@@ -93,7 +93,7 @@ class Method:
 class Lora:
     """Low-rank adapters, the names as PEFT's; the rest of the model is frozen."""
 
-    r: int = key(16, "rank")
+    r: int = key(16, "rank", positive=True)
     lora_alpha: float = key(32.0, "scale: the update is lora_alpha / r times the product")
     target_modules: str | tuple[str, ...] = key("all-linear", "all-linear: the matrices of the text's layers; a list: "
         "names of modules, as q_proj, a tower's too; else a pattern of whole names")  # fmt: skip

@@ -108,6 +108,9 @@ class Run:
                 if not deltas:
                     yield None
                 for i, delta in deltas:
+                    mask = self.jobs[i].mask
+                    if delta.finish_reason == "stop" and isinstance(mask, grammar.Matcher) and mask.error:
+                        delta = replace(delta, finish_reason="length")  # a limit or a dead end: it is not whole
                     self._measure(i, delta, read)
                     if (reason := delta.finish_reason) in ("error", "abort"):
                         log.warning("%s: an output ended with %s: %s", self.served.name, reason, delta.error)

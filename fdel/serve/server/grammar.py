@@ -264,10 +264,12 @@ def _compile(vocabulary: Vocabulary, spec: Spec) -> Any:
         raise ValueError(f"the {spec.kind} cannot be used: {e}") from e
     limits = guidance.LLParserLimits(verbose_errors=False, **LIMITS)
     compiled = source(vocabulary.trie, grammar, log_level=0, limits=limits)
-    if not compiled.is_error():
-        trial = compiled.deep_copy()
-        trial.compute_bitmask()  # some grammars accept nothing, which only this shows
-        compiled = trial if trial.is_error() else compiled
+    # Some grammars accept nothing, which only a mask shows; and copies share a lexer, which the first may use up.
+    for _ in range(2):
+        if not compiled.is_error():
+            trial = compiled.deep_copy()
+            trial.compute_bitmask()
+            compiled = trial if trial.is_error() else compiled
     if (reason := _reason(compiled)) is not None:
         raise ValueError(f"the {spec.kind} cannot be used: {reason}")
     return compiled
