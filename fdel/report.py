@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from fdel import models, params
 from fdel.ops.weights import is_weight
 from fdel.params.hf_layout import matrix
-from fdel.params.mesh import shared
+from fdel.params.mesh import shared, spread
 from fdel.params.spec import leaf_dtype
 
 Table = list[tuple[str, ...]]
@@ -121,6 +121,7 @@ def sharding_table(spec: Any, mesh: str, dtype: Any, rules: str = "train", cache
         rows.append((path, p.axes, "x".join(map(str, p.shape)), f"({where})", f"{mine:,}"))
     rows.append(("total", "", "", "", f"{total:,}"))
     if cache:
+        cache = spread(cache, abstract)
         held = params.nbytes(cache, dtype, params.shardings(cache, abstract, params.SERVE))
         rows.append(("cache of a token", "", "", "", f"{held:,}"))
     return "\n".join([render(rows), *shared(spec, abstract, chosen)])

@@ -165,6 +165,7 @@ def attention(h, carry, p, layer, kind, cfg: Config, batch, rot, mask):
     norm = lambda x, scale: ops.rms_norm(x, scale, cfg.norm_eps)
     project = lambda i: ops.linear("...d,nhd->...nh", h, p[i], p.get(i + "_bias"))
     q, pool = ops.rope(norm(project("q"), p["q_norm"]), rot), (SLIDING, FULL).index(kind[0])
+    heads = cfg.attention(kind[0]).kv_heads
     place = ops.pool_index(cfg.kinds, {(kind[0], OWN)}, layer)
     if kind[1] == SHARED:
         k, v = carry.kept[kind[0]] if carry.kept else (None, None)
@@ -174,7 +175,7 @@ def attention(h, carry, p, layer, kind, cfg: Config, batch, rot, mask):
         v = norm(project("v") if "v" in p else k, None)
         k = ops.rope(norm(k, p["k_norm"]), rot)
         carry = replace(carry, kept=carry.kept and carry.kept | {kind[0]: (k, v)})
-    a, carry = ops.attend(batch, carry, ops.Place(layer, pool, place), q, k, v, mask=mask)
+    a, carry = ops.attend(batch, carry, ops.Place(layer, pool, place, heads), q, k, v, mask=mask)
     return ops.linear("...nh,dnh->...d", a, p["o"], p.get("o_bias")), carry
 
 

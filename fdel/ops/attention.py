@@ -185,11 +185,11 @@ def attend(
         raise ValueError("taps.attention with a Paged batch: weights are watched in Packed calls; leave it out")
     if carry.pages is None:
         raise ValueError("a Paged batch needs state, Pages of params.init(family.state_spec(cfg, ...)); found none")
-    _, pool, layer = layer if isinstance(layer, Place) else (None, None, layer)
+    _, pool, layer, kv_heads = layer if isinstance(layer, Place) else (None, None, layer, None)
     pages = carry.pages if pool is None else carry.pages[pool]
     if k is not None and v is not None:
         pages = write_pages(batch, pages, layer, k, v)
-    about: dict[str, Any] = {} if k is None or v is None else {"v_dim": v.shape[-1], "kv_heads": k.shape[1]}
+    about = dict(kv_heads=kv_heads) if k is None or v is None else dict(v_dim=v.shape[-1], kv_heads=k.shape[1])
     out = paged_attention(batch, pages, layer, q, mask=mask, sinks=sinks, alibi=alibi, **about)
     if pool is not None:
         pages = (*carry.pages[:pool], pages, *carry.pages[pool + 1 :])

@@ -148,11 +148,15 @@ class Pages:
 
 
 class Place(NamedTuple):
-    """The layer of `attend` where `State.pages` are several pools: its number, its pool, and the pages' index in that."""
+    """The layer of `attend` where `State.pages` are several pools: its number, its pool, the pages' index in that.
+
+    `kv_heads` are the pool's, which a layer without keys of its own must name.
+    """
 
     layer: Any
     pool: int
     index: Any
+    kv_heads: int | None = None
 
 
 @register

@@ -17,6 +17,7 @@ import jax
 from fdel.ops.division import divide, is_array, of_device
 
 F = TypeVar("F", bound=Callable)
+WITHIN = {"expert_parallel": "moe", "attend_part": "attend"}  # operations that others call on some meshes alone
 TABLES: dict[str, "Table"] = {}  # every operation that is imported, by its name
 
 
@@ -161,6 +162,23 @@ def run(table: Table, impl: str | None, *args: Any, **kwargs: Any) -> Any:
     if way.local and _notes.value is not None:  # what is explained may be for devices that this host lacks
         way = [*table.implementations.values()][-1]
     return (divide(way.call, table) if way.local else way.call)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def met() -> Iterator[Callable[[], set[str]]]:
+    """Give what tells the operations that were called so far inside, by whatever was traced or called there."""
+    with _notes(notes := _Notes()):
+        yield lambda: {note.partition("\n")[0] for note in notes}
+
+
+def without_effect(names: Mapping[str, str], known: set[str]) -> str | None:
+    """Say which operations that `use` names are none of those `known`; None if all are.
+
+    Those of a mesh, by which experts or a ring of devices compute another operation, count with that one.
+    """
+    if unmet := [f"{op}={name}" for op, name in names.items() if not {op, WITHIN.get(op, op)} & known]:
+        return f"{', '.join(unmet)} has no effect: the model's operations are {', '.join(sorted(known))}"
+    return None
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> str:

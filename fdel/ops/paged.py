@@ -7,19 +7,23 @@ afterwards. Rows of a TPU hold 128 numbers, so shorter heads lie side by side th
 ends with zeros (`row_width`): latents, heads of 80 or 96 channels, one head of 64.
 """
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 from fdel.ops import platform, quantized_pages
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.cpu import each_row
 from fdel.ops.dispatch import Implementation, kernel, operation
 from fdel.ops.mask import Mask, PerHead, begin, finish, online, scores
-from fdel.ops.shard import whole_rows
+from fdel.ops.platform import context
+from fdel.ops.shard import AXES, whole_rows
+from fdel.ops.weights import device_rows
 
 LANES = 128  # numbers in a row of a TPU's registers
 GROUP = {"cpu": 64, "gpu": 512, "tpu": 512}  # keys per step of the loop
@@ -47,6 +51,24 @@ def heads_per_row(kv_heads: int, head_dim: int) -> int:
     return next((n for n in range(most, 0, -1) if kv_heads % n == 0), 1)
 
 
+def _layout(kv_heads: int, state: Pages, size: int) -> tuple[int, int]:
+    """Read from a cache's shape how many heads of `size` channels lie side by side, and a device's `device_rows`."""
+    _, _, rows, _, width = state.k.shape
+    devices = math.prod(context(*AXES["attending"]).values())
+    for side in range(min(kv_heads, max(1, width // size)), 0, -1):
+        if kv_heads % side == 0 and kv_heads // side == rows:
+            return side, 0
+        if kv_heads % side == 0 and (own := device_rows(kv_heads // side, devices)) and own * devices == rows:
+            return side, own
+    found = f"a cache of {rows} rows of {width} numbers, for {kv_heads} heads of {size} on tp={devices}"
+    raise ValueError(f"{found}; make it of params.spread(family.state_spec(cfg, ...), mesh), and set that mesh")
+
+
+def _first(rows: int, own: int, devices: int) -> Int[Array, " devices"]:
+    """Give the first row of a cache that each device has."""
+    return jnp.minimum(jnp.arange(devices) * rows // devices, rows - own)
+
+
 def row_width(channels: int) -> int:
     """Say how many numbers a row of so many has in the cache: on TPUs whole registers, as memory has them anyway.
 
@@ -63,9 +85,13 @@ def filled(x: Array, channels: int) -> Array:
 
 def write_pages(batch: Paged, state: Pages, layer: Any, k: Array, v: Array | None) -> Pages:
     """Store the keys and values of new tokens; padding (position -1) and pages out of range are dropped."""
-    count = state.k.shape[2]
-    if k.shape[1] > count:  # heads join in rows; the compiler would divide a row's channels, and then gather all pages
-        k, v = jax.tree.map(lambda x: whole_rows(x.reshape(len(x), count, -1)), (k, v))
+    side, own = _layout(k.shape[1], state, k.shape[2])
+    if side > 1:  # heads join in rows; the compiler would divide a row's channels, and then gather all pages
+        k, v = jax.tree.map(lambda x: whole_rows(x.reshape(len(x), -1, x.shape[2] * side)), (k, v))
+    if own:  # each device writes the rows that its query heads need
+        total, devices = k.shape[1], state.k.shape[2] // own
+        each = (_first(total, own, devices)[:, None] + jnp.arange(own)).reshape(-1)
+        k, v = jax.tree.map(lambda x: whole_rows(x[:, each]), (k, v))
     return _write_pages(batch, state, layer, k, v)
 
 
@@ -131,18 +157,53 @@ def paged_attention(
     along heads, which devices may divide. Without `kv_heads` a row holds as many heads as fit.
     """
     rows, width, size = state.k.shape[2], state.k.shape[-1], q.shape[-1]
+    side, own = _layout(kv_heads, state, size) if kv_heads and state.v is not None else (width // size, 0)
+    if own and kv_heads:
+        return _own_rows(batch, state, layer, q, kv_heads // side, own, side, mask, sinks, alibi, v_dim)
     attend = partial(_paged_attention, batch, state, layer, mask=mask, sinks=sinks, alibi=alibi)
     if state.v is None:
         return attend(q, v_dim=v_dim)
-    side = kv_heads // rows if kv_heads else width // size
     values = side * (v_dim or min(size, state.v.shape[-1] // side))  # numbers of a row that are no filling
-    own = (jnp.arange(q.shape[1]) * rows * side // q.shape[1] % side)[:, None]  # the head's place in its row
+    place = (jnp.arange(q.shape[1]) * rows * side // q.shape[1] % side)[:, None]  # the head's place in its row
     if side > 1:
-        q = jnp.where(own == jnp.arange(side * size) // size, jnp.tile(q, side), 0)
+        q = jnp.where(place == jnp.arange(side * size) // size, jnp.tile(q, side), 0)
     first, *more = jnp.split(attend(filled(q, width), v_dim=state.v.shape[-1])[..., :values], side, -1)
     for i, out in enumerate(more):
-        first = jnp.where(own == i + 1, out, first)
+        first = jnp.where(place == i + 1, out, first)
     return first
+
+
+def _own_rows(
+    batch: Paged, state: Pages, layer: Any, q: Float[Array, "T N H"], rows: int, own: int, side: int,
+    mask: Mask, sinks: PerHead, alibi: PerHead, v_dim: int | None,
+) -> Float[Array, "T N Hv"]:  # fmt: skip
+    """Attend on each device with its query heads, to its `own` rows of the model's `rows`: see `device_rows`.
+
+    A row's query heads may be of two devices. Each computes all of them, and those of another device are zeros there.
+    """
+    axes, heads = tuple(context(*AXES["attending"])), q.shape[1]
+    group, devices = heads // rows, state.k.shape[2] // own
+
+    def local(batch: Paged, state: Pages, layer: Any, q: Array, sinks: PerHead, alibi: PerHead) -> Array:
+        device = jax.lax.axis_index(axes)
+        place = device * (heads // devices) - _first(rows, own, devices)[device] * group
+
+        def among(x: Array | None, axis: int) -> Array | None:
+            if x is None:
+                return None
+            blank = jnp.zeros((*x.shape[:axis], own * group, *x.shape[axis + 1 :]), x.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(blank, x, place, axis)
+
+        per_head = {"sinks": among(sinks, 0), "alibi": among(alibi, 0)}
+        about: dict[str, Any] = {"v_dim": v_dim, "kv_heads": own * side, **per_head}
+        out = paged_attention(batch, state, layer, among(q, 1), mask=mask, **about)  # type: ignore[arg-type]
+        return jax.lax.dynamic_slice_in_dim(out, place, heads // devices, 1)
+
+    cache, of_heads = P(None, None, axes), P(axes)
+    specs = P(), cache, P(), P(None, axes), of_heads, of_heads
+    # Nothing is summed between devices, so bfloat16 may cross on a CPU too: `shard.divided` would widen its cache.
+    run = jax.shard_map(local, in_specs=specs, out_specs=P(None, axes), axis_names={*axes}, check_vma=False)
+    return run(batch, state, jnp.asarray(layer), q, sinks, alibi)
 
 
 def _axes(batch: Paged, state: Pages, *_: Any, **__: Any) -> tuple[tuple[str, ...], str]:

@@ -127,6 +127,16 @@ def of_part(w: Quantized, inputs: tuple[int, ...]) -> Quantized:
     return replace(w, inputs=inputs, scale=own(w.scale), zero=own(w.zero))
 
 
+def device_rows(rows: int, devices: int) -> int:
+    """Say how many of a cache's rows of heads a device along `tp` has, where neither number divides the other; else 0.
+
+    So many as the query heads of any device need, which are divided evenly: 2 of 10 on 8 devices, from row i * 10 // 8 on.
+    """
+    if rows % devices == 0 or devices % rows == 0:
+        return 0
+    return max(-(-(i + 1) * rows // devices) - i * rows // devices for i in range(devices))
+
+
 def cuts_inputs(w: Quantized, n: int) -> bool:
     """Tell whether n equal parts of what is stored are parts of the inputs: of whole groups, or there is one scale.
 

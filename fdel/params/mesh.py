@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fdel.ops.weights import LowRank, Quantized, cuts_inputs, is_weight
+from fdel.ops.weights import LowRank, Quantized, cuts_inputs, device_rows, is_weight
 
 from .spec import Param, named_leaves, path_name, unstack
 
@@ -196,6 +196,25 @@ def _sharding(p: Param, mesh: Any, rules: Rules) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(p, rules))
 
 
+def spread(state: Any, mesh: Any) -> Any:
+    """Give the spec of a cache as many heads as all devices along `tp` need, each those of its own query heads.
+
+    Where neither the heads nor the devices divide the other, neighbours need the same heads and others beside them
+    (`ops.weights.device_rows`), and a part that they share would have all of both. Without a mesh the spec as it is.
+    """
+    devices = 1 if mesh is None else mesh.shape[str(SERVE["kv_heads"])]
+
+    def one(p: Param) -> Param:
+        axes = p.axes.split()
+        if not {"pages", "kv_heads"} <= {*axes}:
+            return p
+        at = axes.index("kv_heads")
+        rows = device_rows(p.shape[at], devices) * devices or p.shape[at]
+        return replace(p, shape=(*p.shape[:at], rows, *p.shape[at + 1 :]))
+
+    return jax.tree.map(one, state)
+
+
 def joined(mesh: Any) -> Mesh:
     """Give the mesh of which `shardings` split an axis; others as they are."""
     sizes: dict[str, int] = {}
@@ -210,11 +229,17 @@ def joined(mesh: Any) -> Mesh:
 
 def shared(spec: Any, mesh: Any, rules: Rules = TRAIN) -> list[str]:
     """Say which axes have fewer parts than there are devices for them, and what that costs; mostly there are none."""
-    found = {x for p in jax.tree.leaves(spec) for x in _parts(p, mesh, rules)}
+    found = sorted({x for p in jax.tree.leaves(spec) for x in _parts(p, mesh, rules)})
+
+    def cost(axis: str, devices: int, size: int, parts: int) -> str:
+        same = f"{devices // parts} devices hold the same {size // parts} of {size}"
+        if axis == "kv_heads" and (own := device_rows(size, devices)):
+            return f"{same} in weights, each has {own} of its own in the cache"
+        return f"{same} in weights and cache"
+
     return [
-        f"{axis}: {size} on {name}={mesh.shape[name]}: {mesh.shape[name] // parts} devices hold the same "
-        f"{size // parts} of {size} in weights and cache"
-        for axis, name, size, parts in sorted(found)
+        f"{axis}: {size} on {name}={mesh.shape[name]}: {cost(axis, mesh.shape[name], size, parts)}"
+        for axis, name, size, parts in found
     ]
 
 

@@ -35,7 +35,7 @@ DIVIDED = [
     matrix("deepseek_v3-wide", "prefill", "ep=4,tp=2"),
     matrix("mamba2-wide", "train", "fsdp=4,tp=2"),
 ]
-HEADS = ["mamba-4-layers", "mamba2-4-layers", "kimi_linear-4-layers", "gpt_oss-2-layers"]
+HEADS = ["mamba-4-layers", "mamba2-4-layers", "kimi_linear-4-layers", "gpt_oss-2-layers", "phi3-10-heads"]
 
 
 def laid(spec: Any, form: str | None, mesh: Any) -> Any:
@@ -146,6 +146,7 @@ def test_rows_that_devices_share_go_round_in_a_ring(chip, record_property):
 @pytest.mark.parametrize("what", ["decode", matrix("prefill")])
 @pytest.mark.parametrize("name", ["qwen3_next-4-layers", *map(matrix, HEADS)])
 def test_heads_along_tp_send_their_sums_alone(name, what, chip, record_property):
-    """Of two key heads, or four rows of two in GPT-OSS, a device reads its own. What is convolved is not joined."""
+    """Of two key heads, ten of Phi-4, or four rows of two in GPT-OSS, a device reads its own. What is convolved is not
+    joined."""
     c, _ = row(record_property, name, what, chip, 8)
     assert sum(x.moved for x in plan.collectives(c.text, narrow=False) if x.kind != "all-reduce") < 3 * 2**20

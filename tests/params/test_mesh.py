@@ -169,10 +169,28 @@ def test_devices_share_key_value_heads_where_there_are_too_few(kv_heads: int, ow
     assert k.shard_shape((3, 8, kv_heads, 2)) == (3, 8, own, 2)
     held = k.devices_indices_map((3, 8, kv_heads, 2))
     assert [held[d][2].start or 0 for d in mesh.devices.flat] == [i // copies * own for i in range(4)] * 2
-    said = f"kv_heads: {kv_heads} on tp=4: {copies} devices hold the same {own} of {kv_heads} in weights and cache"
+    cache = ", each has 2 of its own in the cache" if kv_heads in (3, 6) else " and cache"
+    said = f"kv_heads: {kv_heads} on tp=4: {copies} devices hold the same {own} of {kv_heads} in weights{cache}"
     assert M.shared(spec(kv_heads), mesh) == ([] if copies == 1 else [said])
     tree = M.shardings(spec(kv_heads=2), mesh, M.TRAIN | {"kv_heads": None})
     assert tree["layers"]["k"].spec == P(None, "fsdp", None, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "own"), [(10, 8, 2), (10, 4, 3), (6, 4, 2), (8, 4, 0), (2, 8, 0), (1, 1, 0)]
+)
+def test_a_cache_has_the_key_heads_that_the_query_heads_of_a_device_need(rows: int, devices: int, own: int) -> None:
+    """Counted from 12 query heads to each device; a cache that can be divided stays as it is, and so do latents."""
+    heads = rows * devices * 12
+    needed = [
+        {n * rows // heads for n in range(i * heads // devices, (i + 1) * heads // devices)} for i in range(devices)
+    ]
+    assert own in (0, max(map(len, needed)))
+    p = Param("layers pages kv_heads page head_dim", (2, 3, rows, 4, 5), W)
+    latent = Param("layers pages groups page latent", (2, 3, 1, 4, 5), W)
+    mesh = M.make_mesh({"tp": devices}, jax.devices()[:devices])
+    found = M.spread({"k": p, "latent": latent}, mesh)
+    assert found["k"].shape[2] == (own * devices or rows) and found["latent"] == latent and M.spread(p, None) == p
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,17 @@ def test_an_implementation_that_is_named_is_taken(model) -> None:
         Engine(model, Settings(rows=1, kernels={"attend": "splash"})).score([1, 2, 3])
 
 
+def test_an_implementation_of_an_operation_that_the_model_lacks_is_told(model, caplog) -> None:
+    """A Llama has no state-space layers. What experts do on a mesh counts with experts, which it lacks too."""
+    named = {"ssd": "mosaic", "expert_parallel": "ring", "attend": "dense", "paged_attention": "xla"}
+    e = Engine(model, Settings(rows=1, kernels=named))
+    e.start()
+    e.close()
+    known = "attend, paged_attention, rms_norm, write_pages"
+    said = f"kernels: expert_parallel=ring, ssd=mosaic has no effect: the model's operations are {known}"
+    assert [r.getMessage() for r in caplog.records if "kernels" in r.getMessage()] == [said]
+
+
 def test_an_implementation_that_serves_no_text_is_refused_when_an_engine_starts(model) -> None:
     """Its pages have another one, so that what is generated says nothing of it."""
     e = Engine(model, Settings(rows=1, kernels={"attend": "splash"}))

@@ -14,7 +14,7 @@ from fdel import params as P
 from fdel.models import Model
 from fdel.serve.engine.pages import bucket
 from fdel.serve.engine.request import check_prompt, end_ids, length_limit
-from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, programs
+from fdel.serve.engine.step import PAGE, compute_dtype, mesh_of, on_mesh, programs
 
 PREFILL, BLOCK = 2048, 32  # tokens of one prefill call, and of one of its blocks
 NEVER = np.float32(-1e9)  # the score of what must not be chosen
@@ -82,8 +82,9 @@ def _steps(model: Model, beams: int, keep: int, length: int) -> tuple[Callable, 
     pages = beams * bucket(-(-length // PAGE))
     table: Any = np.arange(pages, dtype=np.int32).reshape(beams, -1)
     every: Any = np.arange(beams, dtype=np.int32)
-    program = _program(model.family, model.cfg, min(keep, beams * vocab))
-    make = programs(model.family, model.cfg, mesh_of(params)).begin
+    mesh = mesh_of(params)
+    program = _program(model.family, model.cfg, min(keep, beams * vocab), mesh)
+    make = programs(model.family, model.cfg, mesh).begin
     (state,), _ = make(rows=beams, length=1, pages=pages, dtypes=(compute_dtype(params),))
 
     def begin(prompt: Sequence[int], scores: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -111,7 +112,7 @@ def _steps(model: Model, beams: int, keep: int, length: int) -> tuple[Callable, 
 
 
 @functools.lru_cache(maxsize=16)
-def _program(family: ModuleType, cfg: Any, keep: int) -> Callable:
+def _program(family: ModuleType, cfg: Any, keep: int, mesh: Any) -> Callable:
     """Jit a step of all beams; cached for the reason that `step.programs` gives.
 
     Row i continues row parents[i], whose slots and pages (every row has equally many) are copied; None copies nothing.
@@ -127,4 +128,4 @@ def _program(family: ModuleType, cfg: Any, keep: int) -> Callable:
         logits = ops.logits(x[last], family.head(params, cfg))
         return state, *jax.lax.top_k((jax.nn.log_softmax(logits) + scores[:, None]).reshape(-1), keep)
 
-    return jax.jit(ops.tracing_once()(step), donate_argnums=1)
+    return jax.jit(ops.tracing_once()(on_mesh(mesh, step)), donate_argnums=1)

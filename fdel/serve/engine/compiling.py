@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from fdel import ops
+from fdel.ops.dispatch import met, without_effect
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Call
 from fdel.serve.engine.pictures import Holders, rounded
@@ -121,7 +122,13 @@ class Compiling:
         every = every if self.writes else []
         whole = [name for name, there in {"score": self.writes, "embed": self.unembedded is None}.items() if there]
         if self.kernels:
-            self.lengths = self._served(whole)
+            with met() as known:
+                self.lengths = self._served(whole)
+                for name, n in every:
+                    if n in (self.blocks[-1], self.batches[-1]):
+                        [trace() for trace in self._compilers(name, n, traced=True)]
+            if why := without_effect(dict(self.kernels), known()):
+                log.warning("kernels: %s", why)
         every += [(name, n) for n in self.lengths for name in whole]
         if self.example is not None:
             every += [("encode", n) for n in sorted({self.example[0], rounded(self.example[0])})]

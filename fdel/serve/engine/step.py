@@ -19,7 +19,7 @@ from fdel import params as P
 from fdel.models import heads
 from fdel.ops import quantized_pages
 from fdel.ops.cpu import in_step
-from fdel.params.mesh import joined
+from fdel.params.mesh import joined, spread
 from fdel.params.spec import Param, zeros
 from fdel.serve.engine import packing
 from fdel.serve.engine.packing import Out
@@ -79,7 +79,7 @@ def programs(
     """
     traces: Counter = Counter()
     nets: tuple[Net, ...] = ((family, cfg),) if draft is None else ((family, cfg), draft)
-    specs = lambda **sizes: [quantized(f.state_spec(c, page=PAGE, **sizes), kv) for f, c in nets]
+    specs = lambda **sizes: [spread(quantized(f.state_spec(c, page=PAGE, **sizes), kv), mesh) for f, c in nets]
     state_sharding, replicated = None, None
     if mesh is not None:  # fixed, so that no step hands the next one another layout, which would compile again
         replicated = NamedSharding(mesh, PartitionSpec())
@@ -112,7 +112,7 @@ def programs(
         return _score(x, family.head(P.lora.choose(params, slot[None]), cfg), targets, count, top)
 
     def jit(f: Callable, donate: tuple = (), static: tuple = (), out: Any = replicated) -> Callable:
-        counted = _counted(ops.tracing_once()(ops.use(**dict(kernels))(f)), traces)
+        counted = _counted(ops.tracing_once()(ops.use(**dict(kernels))(on_mesh(mesh, f))), traces)
         return jax.jit(counted, donate_argnums=donate, static_argnames=static, out_shardings=mesh and out)
 
     moved = (state_sharding, replicated, replicated)
@@ -140,6 +140,19 @@ def _encode(
     kind = ops.Patches if values.ndim == 2 else ops.Sounds
     new = family.encode(params, kind(values[None], places[None]), cfg)
     return entries.at[which[: len(new)]].set(new.astype(entries.dtype), mode="drop")
+
+
+def on_mesh(mesh: Mesh | None, f: Callable) -> Callable:
+    """Trace a function for a mesh, whatever the thread that calls it has set: kernels are divided between its devices."""
+    if mesh is None:
+        return f
+
+    @functools.wraps(f)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return f(*args, **kwargs)
+
+    return traced
 
 
 def _counted(f: Callable, traces: Counter) -> Callable:

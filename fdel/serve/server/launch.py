@@ -16,6 +16,7 @@ import jax
 
 from fdel import models, params, text
 from fdel.media import sight
+from fdel.params.mesh import spread
 from fdel.serve.engine import weights
 from fdel.serve.engine.engine import Engine
 from fdel.serve.engine.settings import Settings
@@ -191,7 +192,7 @@ def pages_that_fit(model: models.Model, share: float, kv_cache_dtype: str | None
     mesh, dtype = mesh_of(model.params), compute_dtype(model.params)
 
     def size(pages: int) -> int:
-        tree = quantized(spec(pages), kv_cache_dtype)
+        tree = spread(quantized(spec(pages), kv_cache_dtype), mesh)
         return params.nbytes(tree, dtype, None if mesh is None else params.shardings(tree, mesh, params.SERVE))
 
     page = size(2) - size(1)
