@@ -8,7 +8,8 @@ per group of inputs, to which the scales are applied (arXiv 2210.17323, section 
 are narrower than 128 stored bytes, several lie in one product: x is there once for each, and zero outside of it. Zero
 points are subtracted at the end, times sums of x. Floats are unpacked to bfloat16, which holds all of them but NF4's and
 FP4's, and x is multiplied as it is; with x in float32 all is as for many rows. *Many rows*, of prompts: a chunk of a
-block is scaled and rounded to x's dtype, as the reference does, and multiplied.
+block is turned as bytes, so that a scale is a row of outputs, scaled and rounded to x's dtype, as the reference does, and
+multiplied.
 
 Bytes read: the stored values and scales, once for each `ROWS` rows. FLOPs: 2 * rows * inputs * outputs. Interpreted on CPU
 and compiled for v5p and v6e; it has not run on a TPU yet.
@@ -31,7 +32,7 @@ from fdel.kernels.quantized_program_tpu import program
 from fdel.ops.contraction import Plan, inputs_last, ordered
 from fdel.ops.weights import PACKED, TABLES, Quantized, dequantize, scales
 
-FEW, COPIES = 64, {True: 384, False: 512}  # rows of x that are few; of a product of integers, and of floats
+FEW, COPIES = 64, {True: 192, False: 96}  # rows of x that are few; of a product of integers, and of floats
 FORMATS = (*INTEGERS, *FLOATS, *INDICES)
 ROWS = 512  # of x in a block
 CHUNKS = (512, 384, 256, 128)  # bytes of an output that are multiplied together, at most

@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from fdel import ops
+from fdel import params as P
 from fdel.models import Model
+from fdel.serve.engine.step import PAGE, mesh_of, on_mesh
 
 HEADER = 3  # tokens before an answer: what begins a turn, the role, the end of a line
 SPECIAL = 1024  # tokens at the end of a talker's vocabulary that are no codes
-PAGE = 64
 
 
 class Opening(NamedTuple):
@@ -115,7 +116,7 @@ def speak(
     tokens = jnp.asarray([[*prompt, *answer]], jnp.int32)
     batch = ops.packed(tokens) if batch is None else batch
     watched = ops.Taps(hidden=ops.HiddenStates((0, cfg.place)))
-    last, _, taps = jax.jit(thinker.family.hidden, static_argnums=2)(
+    last, _, taps = jax.jit(on_mesh(mesh_of(thinker.params), thinker.family.hidden), static_argnums=2)(
         thinker.params, tokens, thinker.cfg, batch, None, watched
     )
     embeddings, states = taps.hidden.values
@@ -123,13 +124,13 @@ def speak(
     media = None if batch.media is None else np.asarray(batch.media.index[0] >= 0)
     begun = opening(talker, thinker.params["embed"], embeddings[0], states[0], prompt, names[speaker.lower()], media)
     length, pages = len(begun.inputs), -(-(len(begun.inputs) + max_frames) // PAGE)
-    state = jax.tree.map(
-        lambda p: jnp.zeros(p.shape, begun.inputs.dtype), family.state_spec(cfg, pages=pages, page=PAGE)
-    )
+    mesh = mesh_of(talker.params)
+    kept = P.spread(family.state_spec(cfg, pages=pages, page=PAGE), mesh)
+    state = jax.tree.map(lambda p: jnp.zeros(p.shape, begun.inputs.dtype), kept)
     where = ops.Paged(jnp.arange(length), jnp.arange(pages)[None], jnp.zeros(1, int), length)
     if batch.rotary is not None:
         where = replace(where, rotary=jnp.asarray(turns(np.asarray(batch.rotary[0]), said, length)))
-    run = jax.jit(advance, static_argnames=("family", "cfg"), donate_argnames="state")
+    run = jax.jit(on_mesh(mesh, advance), static_argnames=("family", "cfg"), donate_argnames="state")
     x, seen, frames = begun.inputs, jnp.zeros(cfg.vocab, bool), list[np.ndarray]()
     for i in range(max_frames):
         codes, x, state, seen = run(family, talker.params, x, where, state, seen, penalty, cfg=cfg)

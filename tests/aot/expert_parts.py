@@ -25,13 +25,13 @@ MIXTURES = {
 }  # fmt: skip
 
 
-def step(name: str, what: str, **chosen: str) -> aot.Compiled:
-    """Compile an engine's program "decode" or "prefill" of such a mixture for one H100: 64 rows of 1,024 tokens."""
+def step(name: str, what: str, target: aot.Target, **chosen: str) -> aot.Compiled:
+    """Compile an engine's program "decode" or "prefill" of such a mixture for a device: 64 rows of 1,024 tokens."""
     family, (sizes, form) = models.family(name), MIXTURES[name]
     cfg = family.Config.from_hf(sizes | {"model_type": name})
     with ops.use(**chosen):
         how = aot.Serving("", 64, 1024, format=form)
-        return aot.serving(aot.parse_target("h100:1x1x1"), family, cfg, how, what)[0]
+        return aot.serving(target, family, cfg, how, what)[0]
 
 
 def mesh_of(chip: str) -> tuple[aot.Target, Mesh]:

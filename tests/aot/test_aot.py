@@ -218,7 +218,8 @@ def test_a_decode_step_over_pages_in_8_bits_copies_neither_them_nor_scales(kv, n
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernel_for_quantized_products_reads_at_the_floor_s_speed(chip):
     """Eight rows: 1.3 times the floor, with int4 by 64 1.45; floats of 4 bits 2.4, in groups of 16 3.7, NF4 6.6.
-    XLA's product takes longer, of any rows; on v6e but for fp8 per output and many rows of NVFP4, where it counts bytes."""
+    512 rows: 1.05 times on v5p and twice on v6e, NF4 1.3 and 3. XLA's product takes longer, of any rows; on v6e but for
+    fp8 per output, where it counts bytes."""
     command = [sys.executable, "-m", "tests.aot.matmul_bundles", chip]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=1200
@@ -229,7 +230,10 @@ def test_the_tpu_kernel_for_quantized_products_reads_at_the_floor_s_speed(chip):
         bounds = {"by 64": 1.45, "MXFP4, 2,880": 4, "MXFP4": 2.4, "NVFP4": 3.7, "NF4": 6.6}
         if x["call"].startswith("8 rows"):
             assert x["estimate"] <= next((n for name, n in bounds.items() if name in x["call"]), 1.3) * x["floor"]
-        if not (chip == "v6e" and (x["call"].endswith("fp8") or x["call"] == "512 rows, NVFP4")):
+        if x["call"].startswith("512 rows"):
+            near = {"v5p": (1.05, 1.3), "v6e": (2.05, 3)}[chip]
+            assert x["estimate"] <= near["NF4" in x["call"]] * x["floor"]
+        if not (chip == "v6e" and x["call"].endswith("fp8")):
             assert x["estimate"] < x["xla"]
 
 
@@ -299,7 +303,8 @@ def test_the_tpu_kernels_for_groups_of_rows_are_near_the_floor(chip):
 @pytest.mark.matrix  # all calls of the table: minutes
 @pytest.mark.parametrize("chip", ["v5p", "v6e"], indirect=True)
 def test_the_tpu_kernel_for_experts_in_few_bits_reads_them_at_the_floor_s_speed(chip):
-    """64 tokens: bytes 1.3 times the floor; narrow groups of 4 bits, which wait for the multiplier, up to 4 times."""
+    """64 tokens: bytes 1.3 times the floor; narrow groups of 4 bits, which wait for the multiplier, up to 4 times.
+    2,048 tokens, whose blocks are expanded for some 128 rows: up to 3.5 times, GPT-OSS's 64 rows 4.5."""
     command = [sys.executable, "-m", "tests.aot.expert_bundles", chip]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=1200
@@ -307,7 +312,19 @@ def test_the_tpu_kernel_for_experts_in_few_bits_reads_them_at_the_floor_s_speed(
     assert done.returncode == 0, done.stderr
     for x in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))):
         print(x)
-        assert x["estimate"] <= (1.3 if "int8" in x["call"] or "fp8" in x["call"] else 4) * x["floor"]
+        few = 1.3 if "int8" in x["call"] or "fp8" in x["call"] else 4
+        assert x["estimate"] <= (few if " 64 tokens" in x["call"] else 4.5 if "gpt" in x["call"] else 3.5) * x["floor"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("chip", ["v5p", pytest.param("v6e", marks=pytest.mark.matrix)], indirect=True)
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.matrix)])
+def test_a_prompt_through_a_mixture_in_few_bits_expands_no_matrix_in_memory(name, chip, record_property):
+    """XLA's program holds gate and up of all experts in bfloat16."""
+    plain, c = (expert_parts.step(name, "prefill", target(chip, 1), grouped_matmul=way) for way in ("xla", "mosaic"))
+    for about in (plain, c):
+        note(record_property, f"{name}, two layers", "prefill", chip, 1, about, 0)
+    assert 4 * c.temporaries < plain.temporaries
 
 
 @pytest.mark.aot
@@ -417,7 +434,9 @@ def test_a_mixture_in_few_bits_is_read_as_it_is_stored_on_hopper(name, what, rec
     if why := aot.missing(target("h100", 1)):
         pytest.skip(why)
     plain, c = (
-        expert_parts.step(name, what, paged_attention="xla", **dict.fromkeys(expert_parts.HOPPER, way))
+        expert_parts.step(
+            name, what, target("h100", 1), paged_attention="xla", **dict.fromkeys(expert_parts.HOPPER, way)
+        )
         for way in ("xla", "hopper")
     )
     for about in (plain, c):

@@ -8,8 +8,10 @@ import pytest
 
 from fdel import models, params, plan
 from fdel.models import llama
+from fdel.ops import platform
 from fdel.serve import Engine, SamplingParams, Settings
 from fdel.serve.engine import weights
+from fdel.serve.engine.naive import naive_generate
 from fdel.serve.server import launch
 from tests.serve.small import CFG
 
@@ -119,6 +121,15 @@ def test_query_heads_of_a_device_that_share_key_heads_with_another_device(heads,
     pages = engine._core.device.state[0].pages
     assert {s.data.shape[2] for s in pages.k.addressable_shards} == {own}
     assert [s for s in gathered(many) if s.count(",") > 2] == []  # new keys alone, [T K H]
+
+
+def test_what_generates_without_a_cache_is_traced_on_the_mesh_of_its_parameters(model, monkeypatch) -> None:
+    """Else no kernel is divided between devices, and XLA cannot partition one."""
+    mesh, seen, forward = params.make_mesh({"tp": 2}, jax.devices()[:2]), [], llama.forward
+    monkeypatch.setattr(llama, "forward", lambda *args: (seen.append(platform.context("tp")), forward(*args))[1])
+    many = model._replace(params=params.reshard(model.params, SPEC, mesh, params.SERVE))
+    assert naive_generate(many, [5, 6, 7], max_tokens=2).tokens == naive_generate(model, [5, 6, 7], max_tokens=2).tokens
+    assert seen == [{"tp": 2}, {}]
 
 
 @pytest.mark.slow

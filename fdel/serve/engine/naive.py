@@ -12,6 +12,7 @@ import numpy as np
 from fdel import ops
 from fdel.models import Model
 from fdel.serve.engine.reply import Generation
+from fdel.serve.engine.step import mesh_of, on_mesh
 
 
 def naive_generate(model: Model, prompt: Sequence[int], max_tokens: int, *, eos: Sequence[int] = ()) -> Generation:
@@ -19,7 +20,7 @@ def naive_generate(model: Model, prompt: Sequence[int], max_tokens: int, *, eos:
     >>> serve.naive_generate(model, [4, 5], 4).tokens
     [18, 15, 27, 5]
     """
-    tokens, step = list(prompt), _program(model.family, model.cfg)
+    tokens, step = list(prompt), _program(model.family, model.cfg, mesh_of(model.params))
     logprobs: list[float] = []
     width = -(-(len(prompt) + max_tokens) // 64) * 64  # padding at the end; rounded, to share compiled programs
     while len(logprobs) < max_tokens and (not logprobs or tokens[-1] not in eos):
@@ -32,10 +33,10 @@ def naive_generate(model: Model, prompt: Sequence[int], max_tokens: int, *, eos:
 
 
 @functools.lru_cache(maxsize=16)
-def _program(family: ModuleType, cfg: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _program(family: ModuleType, cfg: Any, mesh: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def step(params, padded: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, _ = family.forward(params, padded, cfg, ops.packed(padded, length))
         last = jax.nn.log_softmax(logits[0, length[0] - 1])
         return jnp.argmax(last), jnp.max(last)
 
-    return jax.jit(step)
+    return jax.jit(on_mesh(mesh, step))
