@@ -132,6 +132,19 @@ def test_what_generates_without_a_cache_is_traced_on_the_mesh_of_its_parameters(
     assert seen == [{"tp": 2}, {}]
 
 
+def test_every_program_of_an_engine_is_traced_on_the_mesh_of_its_parameters(model, monkeypatch) -> None:
+    """Whatever the thread has set that compiles or calls it."""
+    mesh, seen, hidden = params.make_mesh({"tp": 2}, jax.devices()[:2]), [], llama.hidden
+    monkeypatch.setattr(llama, "hidden", lambda *args: (seen.append(platform.context("tp")), hidden(*args))[1])
+    many = model._replace(params=params.reshard(model.params, SPEC, mesh, params.SERVE))
+    device = Engine(many, Settings(**SHAPE | dict(pages=11)))._core.device  # a size that no other test has traced
+    for name, n in {"decode": 4, "extend": device.blocks[-1], "score": 64, "embed": 64}.items():
+        seen.clear()
+        for trace in device._compilers(name, n, traced=True):
+            trace()
+        assert seen and all(x == {"tp": 2} for x in seen), (name, seen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_heads", "tp", "copies"),
