@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import sys
 import time
@@ -58,7 +59,7 @@ def convert(args: argparse.Namespace) -> Iterable[str]:
     """Rewrite a checkpoint in hub layout: other dtype or shard sizes, plain from quantized, of torch files or EasyLM."""
     from fdel import easylm, models, params
 
-    target, how = args.target, {"dtype": args.dtype, "shard_bytes": round(args.shard_gb * 1e9)}
+    target, how = args.target, {"dtype": args.dtype, "shard_bytes": _shard_bytes(args)}
     _empty(target)
     if args.format == "easylm":
         return [f"{target}: {easylm.convert(args.source, args.config, target, **how):,} parameters"]
@@ -75,7 +76,7 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
     from fdel import calibration, models, params, quantizing, text
     from fdel.params import writers
 
-    scheme = writers.scheme(args.format, args.group, args.act_order)
+    scheme, most = writers.scheme(args.format, args.group, args.act_order), _shard_bytes(args)
     _empty(args.target)
     source = params.resolve(args.source)
     rows, how = None, {name: x for name in ("rows", "length") if (x := getattr(args, name)) is not None}
@@ -84,7 +85,7 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
     elif how:
         raise ValueError(f"--{' and --'.join(how)}: of calibration data; give --calibration FILE, or leave it out")
     model = models.load(source, dtype=args.dtype, stacked=False)
-    size = quantizing.save(model, args.target, scheme, rows, shard_bytes=round(args.shard_gb * 1e9), alpha=args.smooth)
+    size = quantizing.save(model, args.target, scheme, rows, shard_bytes=most, alpha=args.smooth)
     _accompany(source, args.target)
     seen = "" if rows is None else f", calibrated with {len(rows)} rows of {rows.shape[1]} tokens"
     of = f"{size:,} bytes of {params.nbytes(model.params):,}"
@@ -92,8 +93,17 @@ def quantize(args: argparse.Namespace) -> Iterable[str]:
 
 
 def _empty(target: Path) -> None:
-    if target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"{target} is not empty; choose a new directory, nothing is overwritten")
+    if target.exists() and (found := min((x.name for x in target.iterdir()), default=None)):
+        left = " of a run that was stopped: delete it, or" if found.startswith(".partial-") else ":"
+        raise FileExistsError(
+            f"{target} is not empty, it has {found}{left} choose a new directory; nothing is overwritten"
+        )
+
+
+def _shard_bytes(args: argparse.Namespace) -> int:
+    if not 1e-9 <= args.shard_gb < math.inf:
+        raise ValueError(f"--shard-gb {args.shard_gb}: expected a number of GB above 0")
+    return round(args.shard_gb * 1e9)
 
 
 def _accompany(source: Path, target: Path) -> None:

@@ -101,7 +101,14 @@ def test_convert_and_diff(checkpoint, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "lm_head.weight: dtype float32 and bfloat16" in out and "values differ, by up to" in out
     assert cli.main(["convert", str(checkpoint), str(small)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty, it has config.json: choose" in capsys.readouterr().err
+    (left := tmp_path / "left").mkdir()
+    (left / ".partial-x1").mkdir()
+    assert cli.main(["convert", str(checkpoint), str(left)]) == 2
+    assert "it has .partial-x1 of a run that was stopped: delete it" in capsys.readouterr().err
+    for size in ("nan", "inf", "0", "-1"):
+        assert cli.main(["convert", str(checkpoint), str(tmp_path / "no"), "--shard-gb", size]) == 2
+        assert "expected a number of GB above 0" in capsys.readouterr().err
     model = models.load(checkpoint)
     changed = model.params | {"norm": model.params["norm"].at[3].add(1e-3)}
     models.save(model._replace(params=changed), tmp_path / "other")
