@@ -13,7 +13,10 @@ from fdel.ops.weights import from_e4m3, split
 
 # format -> (dtype of the pages, the greatest value). fp8 is e4m3, kept as its bits, which XLA:CPU reads faster.
 FORMATS = {"int8": ("int8", 127.0), "fp8": ("uint8", 448.0)}
-WIDE, GROUP = 256, 64  # longer vectors (MLA: latents beside rotary keys) have a scale for every 64 channels
+WIDE, GROUP = (
+    512,
+    64,
+)  # longer vectors (latents beside rotary keys) have a scale for every 64 channels; no head is longer
 LANES, SUBLANES = 128, 8  # of a TPU's registers
 
 

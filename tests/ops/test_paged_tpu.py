@@ -71,12 +71,13 @@ def test_attention_over_pages_equals_a_formula(name, dtype, tolerance, monkeypat
 FEW = {
     "decode": (Sizes(4, 64, 2, 32, 3), 1, 8, [(50, 1), (0, 0), (33, 1), (96, 1)], {"window": 20, "softcap": 20.0}),
     "heads of 96": (Sizes(3, 96, 1, 32, 3), 1, 3, [(50, 1), (0, 0), (33, 1), (96, 1)], {"window": 20}),
+    "heads of 512": (Sizes(2, 512, 1, 32, 3), 1, 4, [(50, 1), (0, 0), (96, 1)], {}),
     "chunks": (Sizes(1, 128, 1, 32, 3), 8, 3, [(70, 19), (9, 9), (0, 0), (41, 5)], {"chunk": 32}),
-    "latents": (Sizes(1, 320, 1, 32, 3, 256), 1, 8, [(90, 1), (0, 0), (33, 1)], {"window": 40, "softcap": 20.0}),
-    "chunks of latents": (Sizes(1, 320, 1, 32, 3, 256), 8, 4, [(80, 19), (0, 0), (41, 5)], {"window": 25}),
+    "latents": (Sizes(1, 576, 1, 32, 3, 512), 1, 8, [(90, 1), (0, 0), (33, 1)], {"window": 40, "softcap": 20.0}),
+    "chunks of latents": (Sizes(1, 576, 1, 32, 3, 512), 8, 4, [(80, 19), (0, 0), (41, 5)], {"window": 25}),
     "few latents": (Sizes(1, 160, 1, 32, 3, 128), 1, 4, [(70, 1), (0, 0)], {"window": 40}),
 }
-OFTEN = ("decode", "fp8"), ("latents", "int8"), ("heads of 96", "int8")
+OFTEN = ("decode", "fp8"), ("latents", "int8"), ("heads of 96", "int8"), ("heads of 512", "int8")
 BITS = [
     pytest.param(name, format, dtype, marks=[] if (name, format) in OFTEN and dtype == jnp.float32 else pytest.mark.matrix)
     for name in FEW for format in ("int8", "fp8") for dtype in (jnp.float32, jnp.bfloat16)
@@ -88,13 +89,14 @@ BITS = [
 def test_attention_over_pages_in_8_bits_equals_a_formula(name, format, dtype, monkeypatch, capsys):
     """On what they hold. Where no token is, scales are NaN, and bytes any: those of e4m3's NaN and -0, too.
 
-    Two pages of tokens in a group, of which four fill a row of scales; latents have a scale for each of 6 parts, in 8 rows.
-    Outputs reach 9; seen: 6e-6, and 0.02 in bfloat16.
+    Two pages of tokens in a group, of which four fill a row of scales; latents have a scale for each of 10 parts, in
+    16 rows.
+    Outputs reach 9; seen: 2e-5, and 0.02 in bfloat16.
     """
     sizes, block, heads, sequences, spec = FEW[name]
     mask = ops.Mask(0.3, **spec)
     c = case(sizes, block, heads, sequences, mask, dtype, sinks=name != "chunks", format=format)
-    assert error(monkeypatch, 64, c, mask, name != "chunks") < (1e-5 if dtype == jnp.float32 else 0.05)
+    assert error(monkeypatch, 64, c, mask, name != "chunks") < (3e-5 if dtype == jnp.float32 else 0.05)
     assert "RACE" not in "".join(capsys.readouterr())
 
 
@@ -122,7 +124,7 @@ def test_a_prompt_s_groups_of_pages_that_all_rows_see_need_no_mask(
     monkeypatch.setattr(kernel, "TOKENS", 16)
     monkeypatch.setattr(program, "ROWS", 8)
     monkeypatch.setattr(prompt, "KEYS", 64)
-    sizes = Sizes(2, 128, 1, 32, 10) if kind == "values" else Sizes(1, 320, 1, 32, 10, 256)
+    sizes = Sizes(2, 128, 1, 32, 10) if kind == "values" else Sizes(1, 576, 1, 32, 10, 512)
     mask, plain = ops.Mask(0.1, **spec), []
     whole = prompt.whole
     monkeypatch.setattr(prompt, "whole", lambda *a: plain.append(x := whole(*a)) or x)
@@ -168,7 +170,8 @@ REASONS = [
     ({"v_dim": 512, "dim": 576, "row": 576}, "rows of 576"),
     ({"bits": (64, 64)}, "scales in 1 rows of 64"),
     ({"bits": (48, 128)}, "pages of 48 tokens"),
-    ({"bits": (64, 128), "dim": 512, "row": 512}, "8 scales a token"),
+    ({"bits": (64, 128), "dim": 640, "row": 640}, "10 scales a token"),
+    pytest.param({"bits": (64, 128), "dim": 512, "row": 512}, None, marks=NAMED),
     ({"width": 2**17}, "a page table of"),
     ({"blocks": 2048, "width": 128}, "a page table of"),
     ({"block": 8192}, "blocks of 8192 tokens"),
