@@ -50,9 +50,9 @@ def product(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"], cores
     """Multiply as `ops.grouped_matmul`, on a device of so many cores; sums are float32."""
     w = kernel.stored(w)
     t = tiling(len(x), w, x.dtype)
-    visits, source, place = tiles(sizes, len(x), t.rows, cores)
+    visited, source, place = tiles(sizes, len(x), t.rows, cores)
     x = jnp.pad(kernel.laid(x, t, w), ((0, 1), (0, 0)))  # a row of zeros
-    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), w, visits, cores)
+    y = kernel.product(t, x.at[source].get(mode="promise_in_bounds"), w, visited, cores)
     return y.at[place].get(mode="fill", fill_value=0)
 
 
