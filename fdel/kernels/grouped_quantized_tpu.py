@@ -63,7 +63,7 @@ def product_of_many(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"
 
     w = kernel.stored(w)
     block = lambda shape, at: pl.BlockSpec((None, *shape), lambda n, v, tile, group, *_: (group[v], *at(n)))
-    about, given, inputs, kept = _expanding(w, t.outputs, x.dtype, block)
+    about, given, kept = _expanding(w, t.outputs, x.dtype, block)
     x = kernel.laid(x, about, w) if _apart(w, about) else x
     count, width, (visited, steps) = w.values.shape[1], x.shape[1], visits(sizes, len(x), t.rows, matrices=False)
 
@@ -85,7 +85,7 @@ def product_of_many(x: Float[Array, "M K"], w: Quantized, sizes: Int[Array, " E"
                 *(spec for _, spec in given.values()),
             ],
             out_specs=pl.BlockSpec((t.rows, t.outputs), lambda n, v, tile, *_: (tile[v], n)),
-            scratch_shapes=[pltpu.VMEM((1, inputs, t.outputs), x.dtype), *kept.values()],
+            scratch_shapes=[pltpu.VMEM((1, about.lanes * about.halves, t.outputs), x.dtype), *kept.values()],
         ),
         compiler_params=parameters(t, "parallel", "arbitrary"),
         name="grouped_quantized",
@@ -98,7 +98,7 @@ def expanded(w: Quantized, t: Tiling, dtype: Any) -> tuple[Float[Array, "E K N"]
     from jax.experimental import pallas as pl
 
     block = lambda shape, at: pl.BlockSpec((None, *shape), lambda e, n: (e, *at(n)))
-    about, given, inputs, kept = _expanding(kernel.stored(w), t.outputs, dtype, block)
+    about, given, kept = _expanding(kernel.stored(w), t.outputs, dtype, block)
     if _apart(w, about):
         return dequantize(w, dtype).mT, 1.0
     groups, outputs, width = w.shape
@@ -111,7 +111,7 @@ def expanded(w: Quantized, t: Tiling, dtype: Any) -> tuple[Float[Array, "E K N"]
         out_shape=jax.ShapeDtypeStruct((groups, width, outputs), dtype),
         grid=(groups, -(-outputs // t.outputs)),
         in_specs=[spec for _, spec in given.values()],
-        out_specs=pl.BlockSpec((1, inputs, t.outputs), lambda e, n: (e, 0, n)),
+        out_specs=pl.BlockSpec((1, about.lanes * about.halves, t.outputs), lambda e, n: (e, 0, n)),
         scratch_shapes=list(kept.values()),
         compiler_params=parameters(t, "parallel", "parallel"),
         name="grouped_expanded",
@@ -119,14 +119,12 @@ def expanded(w: Quantized, t: Tiling, dtype: Any) -> tuple[Float[Array, "E K N"]
     return run(*(a for a, _ in given.values())), about.unit
 
 
-def _expanding(w: Quantized, outputs: int, dtype: Any, block: Callable) -> tuple[kernel.Tiling, dict, int, dict]:
-    """Cut matrices into blocks to be expanded: how, what is read and its blocks, inputs of a block, memory beside."""
+def _expanding(w: Quantized, outputs: int, dtype: Any, block: Callable) -> tuple[kernel.Tiling, dict, dict]:
+    """Cut matrices into blocks to be expanded: how, what is read and its blocks, memory beside."""
     rows = jax.ShapeDtypeStruct((kernel.FEW + 1, w.shape[2]), dtype)
     about = kernel.tiling(rows, w, dtype)._replace(outputs=outputs)
-    held = kernel.held_groups(about, w)
-    width = held * about.each
-    given = {"values": (w.values, block((outputs, width), lambda n: (n, 0)))} | kernel.of_groups(w, about, held, block)
-    return about, given, width * about.halves, kernel.kept_of_groups(about, w, held)
+    given = {"values": (w.values, block((outputs, about.lanes), lambda n: (n, 0)))} | kernel.of_groups(w, about, block)
+    return about, given, kernel.kept_of_groups(about, w)
 
 
 def _apart(w: Quantized, about: kernel.Tiling) -> bool:

@@ -44,6 +44,16 @@ class Tiling(NamedTuple):
         return DIGITS if self.format in INTEGERS else 1
 
     @property
+    def held(self) -> int:
+        """How many groups are read: so many that they fill rows of lanes."""
+        return -(-self.groups // self.beside) * self.beside
+
+    @property
+    def lanes(self) -> int:
+        """How many bytes of an output are read."""
+        return self.held * self.each
+
+    @property
     def unit(self) -> float:
         """What a number that is read from stored bits is a multiple of."""
         return FLOATS[self.format][1] if self.format in FLOATS else 1.0

@@ -119,9 +119,7 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    count, held = w.values.shape[-2], held_groups(t, w)
-    width = held * t.each
-    inputs = width * t.halves
+    count, inputs = w.values.shape[-2], t.lanes * t.halves
     steps = -(-count // t.outputs)
     total = len(x) // t.rows * steps
     given: dict[str, Array] = {} if visits is None else visits._asdict()
@@ -140,10 +138,10 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
 
     specs = {
         "x": (x, pl.BlockSpec((t.rows, inputs), lambda c, i, *to: (at(c, i, *to)[0], 0))),
-        "values": (w.values, block((t.outputs, width), lambda output: (output, 0))),
-        **of_groups(w, t, held, block),
+        "values": (w.values, block((t.outputs, t.lanes), lambda output: (output, 0))),
+        **of_groups(w, t, block),
     }
-    kept = _kept(t, w, inputs, held, x.dtype)
+    kept = _kept(t, w, x.dtype)
     run = pl.pallas_call(
         functools.partial(program, t, (*given, *specs, "out", *kept), 0 if visits is None else steps),
         out_shape=jax.ShapeDtypeStruct((len(x), count), t.dtype),
@@ -162,44 +160,39 @@ def product(t: Tiling, x: Float[Array, "M K"], w: Any, visits: Visits | None = N
     return run(*given.values(), *(a for a, _ in specs.values()))
 
 
-def held_groups(t: Tiling, w: Any) -> int:
-    """Count groups of inputs that are read: so many that they fill rows of lanes."""
-    return -(-w.scale.shape[-1] // t.beside) * t.beside
-
-
 def laid(x: Float[Array, "M K"], t: Tiling, w: Any) -> Float[Array, "M inputs"]:
     """Lay out x as the weight's bytes lie: zeros where they end before those that are read."""
     lanes = w.values.shape[-1]
     x = jnp.pad(x, ((0, 0), (0, lanes * t.halves - x.shape[1])))
     if lanes < t.each:  # of one group
         x = jnp.pad(x.reshape(len(x), t.halves, -1), ((0, 0), (0, 0), (0, t.each - lanes))).reshape(len(x), -1)
-    return jnp.pad(x, ((0, 0), (0, held_groups(t, w) * t.each * t.halves - x.shape[1])))
+    return jnp.pad(x, ((0, 0), (0, t.lanes * t.halves - x.shape[1])))
 
 
-def _kept(t: Tiling, w: Any, inputs: int, held: int, dtype: Any) -> dict[str, Any]:
+def _kept(t: Tiling, w: Any, dtype: Any) -> dict[str, Any]:
     """Name the memory of the program, beside its blocks."""
     from jax.experimental.pallas import tpu as pltpu
 
     numbers = lambda *shape: pltpu.VMEM(shape, jnp.float32)
     if not t.few:
-        return kept_of_groups(t, w, held) | {"total": numbers(t.rows, t.outputs)}
+        return kept_of_groups(t, w) | {"total": numbers(t.rows, t.outputs)}
     kept = {
-        "digits": pltpu.VMEM((t.beside * t.digits * t.rows, inputs), jnp.int8 if t.digits > 1 else dtype),
-        "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, -(-held // LANES) * LANES),
+        "digits": pltpu.VMEM((t.beside * t.digits * t.rows, t.lanes * t.halves), jnp.int8 if t.digits > 1 else dtype),
+        "unit": numbers(t.rows, LANES), "sums": numbers(t.rows, -(-t.held // LANES) * LANES),
     }  # fmt: skip
-    return kept if t.scale == "float" else kept | {"decoded": numbers(held, t.outputs)}
+    return kept if t.scale == "float" else kept | {"decoded": numbers(t.held, t.outputs)}
 
 
-def kept_of_groups(t: Tiling, w: Any, held: int) -> dict[str, Any]:
+def kept_of_groups(t: Tiling, w: Any) -> dict[str, Any]:
     """Name the memory of numbers that scales and zeros in few bits stand for, which many rows need."""
     from jax.experimental.pallas import tpu as pltpu
 
     names = [*["decoded"] * (t.scale != "float"), *["zeros"] * (w.zero is not None)]
-    return {name: pltpu.VMEM((held, t.outputs), jnp.float32) for name in names}
+    return {name: pltpu.VMEM((t.held, t.outputs), jnp.float32) for name in names}
 
 
-def of_groups(w: Any, t: Tiling, held: int, block: Callable) -> dict[str, tuple[Array, Any]]:
-    """Name scales, zeros and the table, with the blocks of which the kernel sees each; `held` groups fill whole lanes."""
+def of_groups(w: Any, t: Tiling, block: Callable) -> dict[str, tuple[Array, Any]]:
+    """Name scales, zeros and the table, with the blocks of which the kernel sees each; `t.held` groups fill whole lanes."""
     from jax.experimental import pallas as pl
 
     groups, found = w.scale.shape[-1], {}
@@ -211,8 +204,8 @@ def of_groups(w: Any, t: Tiling, held: int, block: Callable) -> dict[str, tuple[
         if name == "scale" and t.across:
             found[name] = a, block((t.outputs, groups), lambda output: (output, 0))
         elif a is not None:
-            many = held if a.shape[-1] == groups else 1
-            filled = name == "scale" and t.scale != "float" and held % 32 == 0  # by `read_scales`
+            many = t.held if a.shape[-1] == groups else 1
+            filled = name == "scale" and t.scale != "float" and t.held % 32 == 0  # by `read_scales`
             a = jnp.pad(a.mT, [*[(0, 0)] * (a.ndim - 2), (0, 0 if filled else many - a.shape[-1]), (0, 0)])
             found[name] = a, block((many, t.outputs), lambda output: (0, output))
     if t.format in INDICES:
@@ -259,12 +252,11 @@ def tiling(x: Any, w: Any, dtype: Any) -> Tiling:
 
 def _bytes(t: Tiling, size: int) -> int:
     """Count those of a program's blocks, of which two are in memory, and of what it keeps; a number of x has `size`."""
-    held = -(-t.groups // t.beside) * t.beside
-    inputs, tiled = held * t.each * t.halves, -(-held // LANES) * LANES
+    inputs, tiled = t.lanes * t.halves, -(-t.held // LANES) * LANES
     scale = (4 if t.scale == "float" else 1) + 4 * (t.format in INTEGERS)  # and zero points
-    blocks = t.rows * (inputs * size + t.outputs * jnp.dtype(t.dtype).itemsize) + t.outputs * held * (t.each + scale)
+    blocks = t.rows * (inputs * size + t.outputs * jnp.dtype(t.dtype).itemsize) + t.outputs * t.held * (t.each + scale)
     if t.few:
         of_x = t.beside * t.digits * inputs * (1 if t.digits > 1 else size) + 4 * (LANES + tiled)
-        return 2 * blocks + t.rows * of_x + (t.scale != "float") * 4 * held * t.outputs
-    kept = 4 * (held + t.rows) + (t.scale != "float") * 4 * held
+        return 2 * blocks + t.rows * of_x + (t.scale != "float") * 4 * t.held * t.outputs
+    kept = 4 * (t.held + t.rows) + (t.scale != "float") * 4 * t.held
     return 2 * blocks + t.outputs * kept

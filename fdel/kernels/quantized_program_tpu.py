@@ -205,19 +205,14 @@ def _of_many(about: Tiling, r: Any, zero: Any) -> None:
     def plain(i: Any) -> Array:
         dtype = r.x.dtype if about.format in PLAIN else jnp.float32
         part = jnp.concatenate(read_values(r, about, i, dtype), 1).astype(dtype)
-        return part - INTEGERS.get(about.format, 0) if about.format not in PLAIN else part
+        return part if about.format in PLAIN else part - INTEGERS.get(about.format, 0)
 
     def step(i: Any, _: None) -> None:
         part = plain(i) if late else scaled(about, r, i, None if zero is None else r.zeros)
         x = jnp.concatenate([r.x[:, pl.ds(pl.multiple_of(at, LANES), n)] for at, n in places(about, i)], 1)
+        add = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        r.total[...] += jax.lax.dot_general(
-            x,
-            part.astype(x.dtype),
-            BY_ROWS if late else AS_READ,
-            preferred_element_type=jnp.float32,
-            precision=precision,
-        )
+        r.total[...] += add(x, part.astype(x.dtype), BY_ROWS if late else AS_READ, precision=precision)
 
     jax.lax.fori_loop(0, r.values.shape[1] // about.chunk, step, None)
     total = r.total[...] * r.scale[...] if late else r.total[...]

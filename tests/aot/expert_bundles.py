@@ -126,7 +126,7 @@ def estimate_many(chip: str, c: Call, found: list[tuple[int, int, str]]) -> dict
     with jax.set_mesh(put(chip)[1]):
         t, how = grouped_matmul_tpu.tiling(x, w, matrices=2), quantized_matmul_tpu.tiling(x, w, x.dtype)
     within = lambda what: {at: sum(n for depth, n, text in found if depth == at and what in text) for at in (1, 2)}
-    chunks = quantized_matmul_tpu.held_groups(how, w) * how.each // how.chunk
+    chunks = how.lanes // how.chunk
     expand = within("vxpose")[2] * chunks or within("vxpose")[1]  # no loop, if a block has one chunk
     part, step = within("vmatmul")[2], within("")[1] - within("vxpose")[1]
     visited, count = visits(jnp.asarray(sizes), c.rows, t.rows, matrices=False)

@@ -52,6 +52,7 @@ EXPANDED = [
     (Drawn("int4", None, 64, 256, 40, 0), jnp.float32),
     (Drawn("int4", None, 200, 200, 140, 0), jnp.float32),
     (Drawn("uint8", "int", 256, 512, 40, 0), jnp.bfloat16),
+    (Drawn("int4", "int", 1280, 2560, 40, 0), jnp.float32),  # groups of several chunks
     (("fp8", 128, "float", 256, 600, 0), jnp.float32),
     (("nf4", 64, "uint8", 512, 40, 0), jnp.float32),
     (("e2m1", 16, "fp8", 256, 140, 0), jnp.float32),

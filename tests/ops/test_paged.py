@@ -9,8 +9,9 @@ from fdel import ops, params
 from fdel.models import builders
 from fdel.ops.batch import Paged, Pages
 from fdel.ops.mask import Mask
-from fdel.ops.paged import heads_per_row, paged_attention, write_pages
+from fdel.ops.paged import _first, heads_per_row, paged_attention, write_pages
 from fdel.ops.platform import tracing_for
+from fdel.ops.weights import device_rows
 from fdel.serve.engine.step import quantized
 
 HEADS, KV, DIM, PAGE = 8, 4, 32, 8
@@ -122,3 +123,13 @@ def test_sequences_that_share_a_loop_see_their_own_keys(count, window):
     p = np.exp(s - s.max(-1, keepdims=True))
     want = np.einsum("bkgs,bksh->bkgh", p / p.sum(-1, keepdims=True), v).reshape(count, 4, dim)
     np.testing.assert_allclose(got, want, atol=2e-6)  # seen: 8e-7
+
+
+@pytest.mark.parametrize(("rows", "devices"), [(10, 8), (10, 4), (7, 4), (11, 4), (3, 2), (12, 8)])
+def test_each_device_has_the_rows_of_its_query_heads_and_no_row_past_the_last(rows, devices):
+    """Counted for 12 query heads of each device and row; the last device may need fewer than it has."""
+    own, heads = device_rows(rows, devices), np.arange(12 * rows * devices).reshape(devices, -1)
+    first = np.asarray(_first(rows, own, devices))[:, None]
+    needed = heads // (12 * devices)
+    assert (first >= 0).all() and (first + own <= rows).all()
+    assert (needed >= first).all() and (needed < first + own).all()

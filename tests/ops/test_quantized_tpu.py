@@ -150,6 +150,7 @@ def interpreted():
 @example(Drawn("int4", "int", 32, 256, 1, 1), jnp.float32)
 @example(Drawn("int4", None, 64, 256, 40, 70), jnp.bfloat16)
 @example(Drawn("int8", None, 512, 512, 8, 3), jnp.float32)
+@example(Drawn("int4", "int", 1280, 2560, 40, 70), jnp.float32)  # groups of several chunks
 @given(drawn(), st.sampled_from([jnp.float32, jnp.bfloat16]))
 def test_products_equal_float64(interpreted, c, dtype):
     """Ragged outputs and rows; a row of zeros, and one with an input of 1e4: 2e-6 of a row's magnitude (seen: 6e-7).

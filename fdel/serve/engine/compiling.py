@@ -124,9 +124,9 @@ class Compiling:
         if self.kernels:
             with met() as known:
                 self.lengths = self._served(whole)
-                for name, n in every:
-                    if n in (self.blocks[-1], self.batches[-1]):
-                        [trace() for trace in self._compilers(name, n, traced=True)]
+                for name, n in {"extend": self.blocks[-1], "decode": self.batches[-1]}.items() if self.writes else ():
+                    for trace in self._compilers(name, n, traced=True):
+                        trace()
             if why := without_effect(dict(self.kernels), known()):
                 log.warning("kernels: %s", why)
         every += [(name, n) for n in self.lengths for name in whole]
