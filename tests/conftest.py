@@ -61,6 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[i] = item
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Look for garbage less often, and not among what was imported: it took a fifth of a late worker's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 def _values(item: pytest.Item) -> dict[str, Any]:
     """The values of a parametrised test."""
     return getattr(getattr(item, "callspec", None), "params", {})

@@ -68,6 +68,7 @@ def check(wanted: recipe.Recipe, formats: set[str], rtol: float) -> None:
     jax.tree.map(np.testing.assert_array_equal, before, run.given["base"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [m if m in PRESENT else pytest.param(m, marks=DEAR) for m in METHODS])
 def test_adapters_learn_on_what_is_quantized_in_memory(method, tmp_path_factory):
     """Gradients in float32 to 1e-5; where products round activations, they differ by that: 0.1 at 8 bits, 1 at four."""
@@ -90,6 +91,7 @@ def test_adapters_that_peft_has_no_place_for_are_refused_before_they_are_trained
     recipe.build_model(made(tmp_path, lora={"r": 4, "target_modules": ["Wqkv", "out_proj"]}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [
     k if k == "ct_4_sorted" else pytest.param(k, marks=DEAR) for k in published.KINDS
 ])  # fmt: skip

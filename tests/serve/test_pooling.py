@@ -75,6 +75,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_a_classifier_names_the_class_of_each_text(ask, engines):
     """Probabilities are the softmax of the last token's logits; token ids and raw logits can be had: 1e-5."""
     tok = wire.tokenizer()

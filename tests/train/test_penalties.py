@@ -45,6 +45,7 @@ def samples():
     return weights, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "asked"),
     [*((x, "all") for x in LAYOUTS), *(pytest.param(x, "counted", marks=[MATRIX] * (x != "shared")) for x in LAYOUTS)],
@@ -104,6 +105,7 @@ def packed_batch(rows: int = 2) -> dict:
     return batch | {"advantages": r.normal(size=(rows, 24)).astype(np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["packed", pytest.param("everywhere", marks=MATRIX), "rows"])
 def test_statistics_and_gradients_are_those_of_the_formula(layout) -> None:
     """Values against float64 by hand, gradients against all logits at once; chunks of 10 tokens, of few places or all."""
@@ -147,6 +149,7 @@ def test_statistics_and_gradients_are_those_of_the_formula(layout) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shared", "axes"),
     [(False, "dp=2,sp=2,tp=2"), *(pytest.param(x, "dp=2,sp=2,tp=2", marks=MATRIX) for x in (True, None)),

@@ -219,6 +219,7 @@ def batch(weights):
     return b | {"advantages": jnp.asarray(r.normal(size=(4, 1)) + hidden, jnp.float32)}
 
 
+@pytest.mark.slow
 def test_columns_stand_at_their_tokens(weights, batch) -> None:
     """Log-probabilities at a temperature against softmax by hand; with them as "old", each ratio is 1 and the loss -A."""
     logits, _ = llama.forward(weights, batch["tokens"], CFG)
@@ -270,6 +271,7 @@ def test_microbatches_and_packing_change_nothing(weights, batch, options) -> Non
         )
 
 
+@pytest.mark.slow
 def test_head_at_learnt_places_alone(weights, batch) -> None:
     """The same loss and gradient, for a fraction of the head's work; every learnt place must be named."""
     g = jax.jit(train.grads(losses.policy_gradient(llama, CFG, Policy(beta=0.1))))

@@ -44,6 +44,7 @@ def key(s):
 # ---- what is drawn -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_their_company(engine):
     every = small.tasks(6)
     together = rollout(engine, every, ANY, samples=4, seed=3)
@@ -158,6 +159,7 @@ def test_how_fast_an_environment_answers_changes_nothing(engine, order):
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_packed_rows_learn_the_same(engine, weights):
     """The loss and its gradient, to rounding; samples that are not learnt and those with an error count for nothing."""
     every = [Task(i, (2 + i, *t.prompt * 2)) for i, t in enumerate(small.tasks(6))]
@@ -203,6 +205,7 @@ def small_sample(n):
 # ---- several steps on one batch ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_minibatches_are_steps_one_after_the_other(engine, weights):
     samples = rollout(engine, small.tasks(4), ANY, samples=4)
     batch = collate(samples, np.random.default_rng(1).normal(size=16), length=64)
@@ -253,6 +256,7 @@ def step():
     return jax.jit(train.update(g, optimizer), donate_argnums=0), lambda w: train.init_state(w, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_run_goes_on_bit_by_bit(engine, step, tmp_path, ahead):
     """Batches sampled ahead are in the checkpoint; each was drawn by the weights of exactly `ahead` steps before."""

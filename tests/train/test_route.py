@@ -148,6 +148,7 @@ def test_meshes_change_nothing(sizes):
     assert told["router_dropped"] == found["router_dropped"] > 0
 
 
+@pytest.mark.slow
 def test_a_reference_is_left_alone():
     """Its log-probabilities are those without noise; each side of a pair has noise of its own."""
     weights, rows = weights_of(), batch_of()

@@ -52,6 +52,7 @@ def after(step, state, steps=3):
     return np.stack(seen), metrics
 
 
+@pytest.mark.slow
 def test_they_move_by_the_speed_and_have_no_gradient():
     """Nor does an even load move them, or a step that is skipped, and microbatches change nothing.
 

@@ -163,6 +163,7 @@ def test_the_schema_of_a_function():
     }
 
 
+@pytest.mark.slow
 def test_a_rollout_with_tools(toks):
     """A model that always draws one call: two turns, results between them, which are not learnt."""
     import jax
