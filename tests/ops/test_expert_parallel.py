@@ -121,9 +121,9 @@ def chosen(k=K, tokens=T * 8, ep=8, flat=False, dtype=jnp.float32, **use):
 @pytest.mark.of_cpu("it tells what a CPU takes")
 def test_the_choice_is_by_bytes_and_explained():
     assert "all_to_all: chosen" in chosen()
-    assert "sends 0.62 of all_gather's bytes" in chosen(k=4) and "all_gather: chosen" in chosen(k=4)
-    assert "all_to_all: chosen" in chosen(k=4, dtype=jnp.bfloat16)  # 0.42: its sums are not sent in float32
-    assert "sends 0.83 of all_gather's bytes" in chosen(k=8, dtype=jnp.bfloat16)
+    assert "sends 1.25 of all_gather's bytes" in chosen(k=8) and "all_gather: chosen" in chosen(k=8)
+    assert "all_to_all: chosen" in chosen(k=8, dtype=jnp.bfloat16)  # 0.83: its sums are not sent in float32
+    assert "sends 1.67 of all_gather's bytes" in chosen(k=8, ep=4, dtype=jnp.bfloat16)
     assert "sends 1.25" in chosen(ep=2) and "a device has 32 tokens, fewer than 128" in chosen(tokens=32)
     assert "ring: chosen" in chosen(expert_parallel="ring_of_experts")
     assert "no ragged all-to-all" in chosen()
