@@ -373,6 +373,7 @@ IMPOSSIBLE = [
     ({"trainer": {"assistant_only_loss": True, "completion_only_loss": False}}, "assistant_only_loss alone says"),
     ({"mixture": {"informs": [{}], "mixture_block_size": 4}}, "mixture.mixture_block_size: there are no weights"),
     ({"mixture": {"informs": [{}], "stop_strategy": "longest"}}, "mixture.stop_strategy: there are no weights"),
+    ({"quantization": {"model": {"quantization_method": "w4a16", "group_size": 63}}}, "model.group_size: 63 is odd"),
     ({"quantization": {"model": {"group_size": 64}}}, "model.group_size: nothing reads it without quantization_method"),
     ({"esurge": {"truncate_mode": "left"}}, "esurge.truncate_mode: nothing reads it without auto_truncate_prompt"),
     (
@@ -589,6 +590,17 @@ def test_an_implementation_that_is_named_computes_the_step_and_the_server(checkp
         jax.eval_shape(training.step, training.state, rows(np.random.default_rng(0), 4))
     asked = cli.parser("serve").parse_args(["serve", "m", "--kernel", "attend=splash"])
     assert serving.settings(wanted).kernels == {"attend": "splash"} == options.chosen(serve.Settings, asked).kernels
+
+
+def test_an_implementation_of_an_operation_that_no_step_has_is_told(checkpoint, caplog):
+    wanted = recipe.from_dict(SFT).set("model.name_or_path", str(checkpoint))
+    wanted = wanted.set("loader.kernels", {"ssd": "mosaic", "attend": "flash"})
+    mesh = recipe.build_mesh(wanted)
+    with jax.set_mesh(mesh):
+        training = recipe.build_step(wanted, models.Model(llama, CFG, weights()), 2, mesh)
+        jax.eval_shape(training.step, training.state, rows(np.random.default_rng(0), 4))
+    (said,) = [r.getMessage() for r in caplog.records if "loader.kernels" in r.getMessage()]
+    assert said.startswith("loader.kernels: in a training step ssd=mosaic has no effect") and "attend, " in said
 
 
 def rows(rng, *shape) -> dict:

@@ -77,7 +77,7 @@ def quantize(
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join([*FORMATS, *NAMES])}")
     packed = FORMATS[format][2] in PACKED
-    if group is not None and (group < 1 or (packed and group % 2)):
+    if group is not None and not fits(format, group):
         raise ValueError(f"group={group} must be positive, and even for {format}, if that packs two values in a byte")
     group = group or (32 if format == "mxfp4" else 64 if packed else None)
     found = targets(params, spec, where)
@@ -97,6 +97,11 @@ def quantize(
         return lax.map(lambda x: _encode(x, replace(m, batch=m.batch - 1), format, group, double), w)
 
     return change(one, params)
+
+
+def fits(format: str, group: int) -> bool:
+    """Tell whether a format can have a scale for each `group` values: two of four bits share a byte."""
+    return group > 0 and not (FORMATS[format][2] in PACKED and group % 2)
 
 
 def straight_through(params: Tree, format: str, where: str = MATRICES, *, spec: Tree, group: int | None = None) -> Tree:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fdel import ops, params, train
 from fdel.ops.layers import remat_policy
+from fdel.params.quantize import fits
 from fdel.recipe import methods, names, parse
 from fdel.recipe.read import Recipe
 from fdel.recipe.settled import Settled, settle
@@ -19,7 +20,7 @@ def faults(recipe: Recipe) -> list[str]:
     except parse.RecipeError as e:
         other += e.faults if recipe.trainer.trainer_type in methods.METHODS else ()
     found = [*_actions(recipe), *_keys(recipe, s and s.keys), *other]
-    found += _kernels(s) if s is not None else ()
+    found += [*_kernels(s), *_groups(s)] if s is not None else ()
     if s is not None and s.trains:
         found += [*_models(s), *_data(s), *_trainer(s)]
     return list(dict.fromkeys([*found, *_devices(recipe)]))
@@ -78,6 +79,12 @@ def _kernels(s: Settled) -> Iterator[str]:
             pass
     except ValueError as e:
         yield f"loader.kernels: {e}"
+
+
+def _groups(s: Settled) -> Iterator[str]:
+    group = s.recipe.quantization.model.group_size
+    if s.format and group and not fits(s.format, group):
+        yield f"quantization.model.group_size: {group} is odd, but two values of {s.format} share a byte; make it even"
 
 
 def _models(s: Settled) -> Iterator[str]:

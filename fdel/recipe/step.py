@@ -1,6 +1,7 @@
 """From a recipe to a training step: the objective on the model, the optimizer, and what is kept beside the parameters."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from fdel import models, params, train
 from fdel.ops.contraction import widen
+from fdel.ops.dispatch import met, without_effect
 from fdel.params.quantize import quantized_paths
 from fdel.recipe import build, parse, samples
 from fdel.recipe.read import Recipe
@@ -17,6 +19,8 @@ from fdel.train import debug, losses, parallel
 from fdel.train.evaluation import evaluator
 from fdel.train.metrics import reporting
 from fdel.train.steps import Metrics, Step
+
+log = logging.getLogger(__name__)
 
 
 class Composed(NamedTuple):
@@ -144,6 +148,11 @@ def _around(s: Settled, step: Step, rate: Callable) -> Step:
 
     def precise(state: train.TrainState, batch: Any, /, **given: Any) -> tuple[train.TrainState, Metrics]:
         with s.computing():
+            if s.kernels:  # this runs once for each compiled step
+                with met() as known:
+                    jax.eval_shape(step, state, batch, **given)
+                if why := without_effect(s.kernels, known()):
+                    log.warning("loader.kernels: in a training step %s", why)
             return step(state, batch, **given)
 
     return reporting(precise, learning_rate=rate)
