@@ -8,8 +8,10 @@ from jaxtyping import Array, Float, Int
 from fdel.ops.batch import Media
 from fdel.ops.cpu import collective
 from fdel.ops.platform import context
-from fdel.ops.shard import divided, row_lookup, shard
+from fdel.ops.shard import divided, names, partition, row_lookup, shard
 from fdel.ops.weights import Adapters, LowRank, Observed, Quantized, Weight, dense
+
+TP, FSDP = "tp", "fsdp"  # mesh axes that divide a table's V and D, see `params.TRAIN`
 
 
 def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -27,20 +29,35 @@ def embed(table: Weight, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     if isinstance(table, Quantized):
         return dense(jax.tree.map(take, table))
     table = dense(table) if isinstance(table, Adapters | Observed) else table  # of Adapters a TypeError
-    # A table divided along D, looked up as it is, would be fetched whole by every device, and the batch with it.
-    table, tp = shard(table, "vocab embed"), context("tp").get("tp")
-    if tp is None or table.shape[0] % tp:
+    vocab, columns = _parts(table, tokens)
+    if not columns:  # looked up as it is, a table divided along D is fetched whole, and the batch with it
+        table = shard(table, "vocab embed")
+    if not vocab and not columns:
         return shard(take(table), "rows tokens embed")
 
-    # Each device looks in its part of the vocabulary. XLA's own division of this lookup fails inside `divided`.
+    # XLA's own division of this lookup fails inside `divided`.
     def part(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        mine = tokens - jax.lax.axis_index("tp") * table.shape[0]
-        rows = table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return collective(lambda x: jax.lax.psum(x, "tp"), rows)
+        """Look in this device's part of the vocabulary, for its part of D: for the tokens of all that have the others."""
+        if columns:
+            tokens = jax.lax.all_gather(tokens, FSDP, tiled=True)
+        mine = tokens - jax.lax.axis_index(TP) * table.shape[0] if vocab else tokens
+        x = table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        x = collective(lambda x: jax.lax.psum(x, TP), x) if vocab else x
+        return jax.lax.all_to_all(x, FSDP, 0, x.ndim - 1, tiled=True) if columns else x
 
+    spec = partition(tokens, "rows tokens") if columns else P()
+    axes = {TP} | {*names(*spec)} if vocab else {*names(*spec)}
     known = (tokens >= 0) & (tokens < table.shape[0])
-    found = divided(part, {"tp"}, (P("tp"), P()), P())(table, tokens)
+    found = divided(part, axes, (P(TP if vocab else None, FSDP if columns else None), spec), spec)(table, tokens)
     return shard(jnp.where(known[..., None], found, jnp.nan), "rows tokens embed")
+
+
+def _parts(table: jax.Array, tokens: jax.Array) -> tuple[bool, bool]:
+    """Tell whether devices have parts of V of a table [V D], and of D, where their rows of tokens [B T] are parts, too."""
+    sizes = context(TP, FSDP)
+    rows = partition(tokens, "rows tokens")[0] if tokens.ndim == 2 else None
+    fits = lambda axis, size: axis in sizes and size % sizes[axis] == 0
+    return fits(TP, table.shape[0]), fits(FSDP, table.shape[1]) and FSDP in names(rows)
 
 
 def place(x: Float[Array, "... T D"], media: Media | None) -> Float[Array, "... T D"]:

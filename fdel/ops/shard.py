@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,11 @@ def partition(x: Array | jax.ShapeDtypeStruct, axes: str) -> PartitionSpec:
     return PartitionSpec(*(one(n, s) for n, s in zip(axes.split(), x.shape, strict=True)))
 
 
+def names(*parts: Any) -> list[str]:
+    """List the mesh axes in parts of a PartitionSpec."""
+    return [a for part in parts for a in ((part,) if isinstance(part, str) else part or ())]
+
+
 def shard(x: Array, axes: str) -> Array:
     """Lay an activation out on the mesh of `jax.set_mesh`; without a mesh, or with other axes than named, it is x.
 
@@ -70,17 +75,19 @@ def whole_rows(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, *spec[1:]))
 
 
-def by_rows(f: Callable, rows: Any, whole: Any, *beside: Any, total: bool) -> Any:
+def by_rows(f: Callable, rows: Any, whole: Any, *beside: Any, total: bool, together: Sequence[str] = ()) -> Any:
     """Compute f(rows, whole, *beside) on each device with its own part of the arrays [B T ...] and with all of `whole`.
 
-    `beside` are trees of arrays [B ...], of which a device has all that belongs to its rows, however T is divided.
+    `beside` are trees of arrays [B ...], of which a device has all that belongs to its rows, however T is divided. Devices
+    along the mesh axes `together` compute f of all their rows together, and the compiler divides that between them.
 
     If `total`, the results are sums over rows, and are added up over devices once, at the end; so are gradients of
     `whole`. Otherwise they are arrays [B T ...] of rows. Without a mesh that divides the rows: f(rows, whole, *beside).
     """
     shape = jax.tree.leaves(rows)[0].shape
     spec = partition(jax.ShapeDtypeStruct(shape[:2], "bool"), "rows tokens") if len(shape) > 1 else PartitionSpec()
-    axes = {a for part in spec for a in ((part,) if isinstance(part, str) else part or ())}
+    spec = PartitionSpec(*(tuple(a for a in names(part) if a not in together) or None for part in spec))
+    axes = {*names(*spec)}
     if not axes:
         return f(rows, whole, *beside)
     local = (lambda *mine: jax.lax.psum(f(*mine), tuple(axes))) if total else f

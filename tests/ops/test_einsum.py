@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fdel.ops import cpu
 from fdel.ops.contraction import Plan
 from fdel.ops.einsum import einsum
 from fdel.ops.embed import embed
 from fdel.ops.weights import NF4, LowRank, Quantized, dense, dequantize, is_weight
+from fdel.params import make_mesh, parse_mesh
 
 RNG = np.random.default_rng(0)
 
@@ -320,6 +323,26 @@ def test_embed_gradient() -> None:
     full = jnp.array(normal(7, 4), jnp.float32)
     grad = jax.grad(lambda t: (embed(t, jnp.array([1, 1, 6])) * jnp.array([[1.0], [2.0], [5.0]])).sum())(full)
     np.testing.assert_array_equal(grad[:, 0], [0, 3, 0, 0, 0, 0, 5])
+
+
+@pytest.mark.parametrize("axes", ["fsdp=8", "dp=2,fsdp=2,tp=2", "fsdp=2,ep=2,sp=2", "tp=8"])
+def test_embed_on_devices(axes) -> None:
+    """Rows and gradients of one device. Where `fsdp` divides D, no device has the whole table, or its gradient."""
+    mesh, tokens = make_mesh(parse_mesh(axes)), RNG.integers(0, 32, (8, 6))
+    table, ct = normal(32, 16), normal(8, 6, 16)
+    want = np.zeros((32, 16))
+    np.add.at(want, tokens, ct)
+    rows, columns = NamedSharding(mesh, P(("dp", "fsdp", "ep"), "sp")), NamedSharding(mesh, P("tp", "fsdp"))
+    args = jax.device_put((np.float32(table), tokens, np.float32(ct)), (columns, rows, rows))
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda *a: jax.vjp(lambda t: embed(t, a[1]), a[0])[1](a[2])[0]).lower(*args).compile()
+        found = jax.jit(embed)(*args[:2])
+        outside = jax.jit(embed)(args[0], args[1].at[3, 2].set(32).at[7, 0].set(-1))
+    np.testing.assert_allclose(program(*args), want, rtol=0, atol=1e-6 * np.abs(want).max())
+    np.testing.assert_array_equal(found, np.float32(table)[tokens])
+    np.testing.assert_array_equal(jnp.isnan(outside).all(-1), np.isin(np.arange(48), (20, 42)).reshape(8, 6))
+    text = program.as_text()
+    assert "fsdp" not in axes or not re.search(r"f32\[(32|16),16\]", text)
 
 
 def test_nf4_codebook() -> None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from fdel import ops
 from fdel.ops.weights import LowRank, Quantized
+from fdel.params import make_mesh, parse_mesh
 from fdel.train import losses
 
 B, T, D, V = 2, 7, 16, 37
@@ -239,6 +240,46 @@ def test_sharded(spec: P) -> None:
     gathered = [line for line in program.as_text().splitlines() if re.search(r" all-gather(-start)?\(", line)]
     sizes = [np.prod([int(n) for n in re.search(r"\[([\d,]+)\]", g)[1].split(",")]) for g in gathered]
     assert all(s <= v * D for s in sizes), gathered
+
+
+MESHES = {  # mesh -> tokens of each of 8 rows up to which devices along fsdp share a vocabulary of 64
+    "fsdp=8": 8, "dp=2,fsdp=4": 16, "dp=2,fsdp=2,sp=2": 32, "fsdp=2,ep=2,tp=2": 8, "tp=8": 0
+}  # fmt: skip
+
+
+def sums(x, head, labels, ct, teacher):
+    """What the three functions give, one of them with a teacher's head."""
+    call = x, head, labels, ct["logp"]
+
+    def likeness(z, stats, w, states, teacher):
+        return (w[..., None] * ops.logits(states, teacher) * z).sum() / 64, stats.top1.sum()
+
+    stats = losses.token_stats(x, head, labels, chunk=5)
+    entropy, found = losses.token_sum(lambda stats, w: ((w * stats.entropy).sum(), w.sum()), *call, chunk=5)
+    like, right = losses.head.logits_sum(likeness, *call, ct["states"], fixed=(teacher,), chunk=5)
+    return weighted(stats._asdict(), ct) + entropy + like, (stats, found, right)
+
+
+@pytest.mark.parametrize(
+    ("axes", "t"), [(axes, t) for axes, most in MESHES.items() for t in sorted({most, most + 8}) if t]
+)
+def test_devices_share_a_vocabulary_that_is_larger_than_the_rows(axes, t) -> None:
+    """As one device, forward and backward. No device then has the head [64 16], or its gradient, whole; else each has."""
+    mesh, r = make_mesh(parse_mesh(axes)), np.random.default_rng(t)
+    normal = lambda *shape: jnp.asarray(r.normal(size=shape), jnp.float32)
+    head, teacher = (ops.Head(normal(64, 16), softcap=9.0, bias=normal(64)) for _ in range(2))
+    labels = jnp.asarray(np.where(r.random((8, t)) < 0.2, -100, r.integers(0, 64, (8, t))))
+    args = normal(8, t, 16), head, labels, {k: normal(8, t) for k in FIELDS} | {"states": normal(8, t, 16)}, teacher
+    rows, weight = NamedSharding(mesh, P(("dp", "fsdp", "ep"), "sp")), NamedSharding(mesh, P("tp", "fsdp"))
+    put = lambda head: dataclasses.replace(head, weight=jax.device_put(head.weight, weight))
+    placed = [put(x) if isinstance(x, ops.Head) else jax.device_put(x, rows) for x in args]
+    f = jax.jit(jax.value_and_grad(sums, (0, 1), has_aux=True))
+    want = f(*args)
+    with jax.set_mesh(mesh):
+        program = f.lower(*placed).compile()
+        close(program(*placed), want, 1e-5)
+    whole = f"f32[{64 // mesh.shape['tp']},16]"
+    assert (whole in program.as_text()) == (t > MESHES[axes])
 
 
 def test_float32_gradient_does_not_turn_the_logits_round() -> None:

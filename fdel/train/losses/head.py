@@ -5,6 +5,7 @@ same for losses of the logits themselves. `token_stats` returns the statistics, 
 backward pass computes the logits a second time.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,17 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fdel.ops.contraction import wide
 from fdel.ops.dispatch import operation
 from fdel.ops.einsum import einsum
 from fdel.ops.head import Head, cap, logits
-from fdel.ops.shard import by_rows
+from fdel.ops.platform import context
+from fdel.ops.shard import by_rows, names, partition
 from fdel.train.losses.stats import IGNORE, TokenStats, from_logits, logits_gradient
 from fdel.train.steps import floating, forward_of_vjp
 
 CHUNK = 512
+SHARED = "fsdp"  # a mesh axis of rows, along which devices may share a vocabulary
 
 
 def token_sum(
@@ -59,11 +63,12 @@ def logits_sum(
 
     def mine(rows: tuple, whole: tuple) -> tuple[Array, Any]:
         labels, hidden, data = rows
-        split = _splitter(labels, chunk)
-        return _sum(loss, split(hidden), whole[0], split(labels, IGNORE), jax.tree.map(split, data), whole[1])
+        split = _splitter(labels, tokens)
+        return _sum(loss, over, split(hidden), whole[0], split(labels, IGNORE), jax.tree.map(split, data), whole[1])
 
     _check(hidden, labels, chunk)
-    return by_rows(mine, (labels, hidden, data), (head, fixed), total=True)
+    over, tokens = _shared(labels, head, chunk)
+    return by_rows(mine, (labels, hidden, data), (head, fixed), total=True, together=over)
 
 
 @operation("(rows) each embed", "", "(rows) each", out="(rows) each")
@@ -88,13 +93,40 @@ def token_stats(
 
     def mine(rows: tuple, head: Head, *beside: Any) -> TokenStats:
         labels, hidden, data = rows
-        split = _splitter(labels, chunk)
-        stats = _stats(change or _same, split(hidden), head, split(labels, IGNORE), jax.tree.map(split, data), beside)
+        split = _splitter(labels, tokens)
+        y, data = split(labels, IGNORE), jax.tree.map(split, data)
+        stats = _stats(change or _same, over, split(hidden), head, y, data, beside)
         join = lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)[:, : labels.shape[-1]].reshape(labels.shape)
         return jax.tree.map(join, stats)
 
     _check(hidden, labels, chunk)
-    return by_rows(mine, (labels, hidden, data), head, *beside, total=False)
+    over, tokens = ((), chunk) if beside else _shared(labels, head, chunk)
+    return by_rows(mine, (labels, hidden, data), head, *beside, total=False, together=over)
+
+
+def _shared(labels: jax.Array, head: Head, chunk: int) -> tuple[tuple[str, ...], int]:
+    """Name the mesh axes that divide the vocabulary, if `fsdp` does so and not the rows, and give the tokens of a chunk.
+
+    Else each device fetches the head [V D], and adds up its gradient, each whole. Here it has a part of them, and a chunk's
+    hidden states and their gradient of all rows along `fsdp`: less is sent where these tokens are no more than V.
+    """
+    sizes, v = context("tp", SHARED), head.weight.shape[0]
+    by = names(*partition(labels, "rows tokens")) if labels.ndim == 2 else []
+    if SHARED not in by or not isinstance(head.weight, jax.Array) or v % math.prod(sizes.values()):
+        return (), chunk
+    tokens = labels.size * sizes[SHARED] // math.prod(context(*by).values())
+    return (tuple(sizes), chunk * sizes[SHARED]) if tokens <= v // sizes.get("tp", 1) else ((), chunk)
+
+
+def _lay(x: Any, *axes: Any, over: tuple[str, ...]) -> Any:
+    """Lay arrays out with leading axes as named, the rest whole, if devices share a vocabulary."""
+    return jax.lax.with_sharding_constraint(x, jax.tree.map(lambda x: P(*axes), x)) if over else x
+
+
+def _parts(tree: Any, over: tuple[str, ...]) -> Any:
+    """Divide the heads of a tree."""
+    one = lambda x: _lay(x, over, over=over) if isinstance(x, Head) and isinstance(x.weight, jax.Array) else x
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Head))
 
 
 def _check(hidden: jax.Array, labels: jax.Array, chunk: int) -> None:
@@ -127,36 +159,43 @@ def _statistics_forward(z: jax.Array, labels: jax.Array) -> tuple:
 _statistics.defvjp(_statistics_forward, lambda saved, ct: (logits_gradient(saved[0], saved[1], saved[2], ct), None))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple) -> tuple:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum(
+    loss: Callable, over: tuple, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple
+) -> tuple:
     def one(_: None, xs: tuple) -> tuple[None, tuple]:
-        x, y, data = xs
+        x, y, data = _lay(xs, over=over)
         z = logits(x, head)
         return None, loss(z, from_logits(z, y), *data, *fixed)
 
+    head, fixed = _parts((head, fixed), over)
     return _total(jax.lax.scan(one, None, (hidden, labels, data))[1])
 
 
-def _sum_forward(loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple) -> tuple:
+def _sum_forward(
+    loss: Callable, over: tuple, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple
+) -> tuple:
     """The value and, in the same scan, its gradients in hidden and in the floating leaves of head."""
 
     def one(grads: list, xs: tuple) -> tuple[list, tuple[jax.Array, Any]]:
-        x, y, data = xs
-        z, pull = _project(x, head)
+        x, y, data = _lay(xs, over=over)
+        z, pull = _project(x, head, over)
         z, pull_cap = jax.vjp(lambda z, bias: cap(z, bias, head), z, head.bias)
         on_logits = lambda z: loss(z, _statistics(z, y), *data, *fixed)
         value, pull_loss, sums = jax.vjp(on_logits, z, has_aux=True)
         dz, dbias = pull_cap(*pull_loss(jnp.ones_like(value)))
         dx, dweight = pull(dz)
         new = floating((dweight, dbias))
-        return [a + b.astype(a.dtype) for a, b in zip(grads, new, strict=True)], (dx, (value, sums))
+        grads = [a + b.astype(a.dtype) for a, b in zip(grads, new, strict=True)]
+        return _lay(grads, over, over=over), (_lay(dx, SHARED, over=over).astype(x.dtype), (value, sums))
 
-    zero = [jnp.zeros(x.shape, wide(x.dtype)) for x in floating(head)]
+    head, fixed = _parts((head, fixed), over)
+    zero = _lay([jnp.zeros(x.shape, wide(x.dtype)) for x in floating(head)], over, over=over)
     grads, (dhidden, sums) = jax.lax.scan(one, zero, (hidden, labels, data))
     return _total(sums), (hidden, head, dhidden, grads)
 
 
-def _sum_backward(loss: Callable, residuals: tuple, ct: tuple) -> tuple:
+def _sum_backward(loss: Callable, over: tuple, residuals: tuple, ct: tuple) -> tuple:
     hidden, head, dhidden, grads = residuals
     left = iter(grads)
     # The empty cotangent is what JAX wants for an integer leaf, here of a quantised weight.
@@ -171,18 +210,20 @@ def _same(z: jax.Array) -> jax.Array:
     return z
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _stats(
-    change: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, beside: tuple
+    change: Callable, over: tuple, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, beside: tuple
 ) -> TokenStats:
     def one(_: None, xs: tuple) -> tuple[None, TokenStats]:
-        z = forward_of_vjp(lambda x: logits(x, head), xs[0])
-        return None, from_logits(change(z, *xs[2], *beside), xs[1])
+        x, y, data = _lay(xs, over=over)
+        z = forward_of_vjp(lambda x: logits(x, head), x)
+        return None, from_logits(change(z, *data, *beside), y)
 
+    head = _parts(head, over)
     return jax.lax.scan(one, None, (hidden, labels, data))[1]
 
 
-def _stats_backward(change: Callable, args: tuple, ct: TokenStats) -> tuple:
+def _stats_backward(change: Callable, over: tuple, args: tuple, ct: TokenStats) -> tuple:
     hidden, head, labels, data, beside = args
 
     # What `ct` pulls back through the statistics is the gradient of the sum of their products.
@@ -190,14 +231,14 @@ def _stats_backward(change: Callable, args: tuple, ct: TokenStats) -> tuple:
         stats = _statistics(change(z, *more), labels)
         return sum((s * c).sum() for s, c in zip(stats, ct, strict=True)), None
 
-    _, residuals = _sum_forward(product, hidden, head, labels, (labels, ct, *data), beside)
-    return *_sum_backward(product, residuals, (1.0, None))[:3], None, None
+    _, residuals = _sum_forward(product, over, hidden, head, labels, (labels, ct, *data), beside)
+    return *_sum_backward(product, over, residuals, (1.0, None))[:3], None, None
 
 
-_stats.defvjp(lambda *args: (_stats.fun(*args), args[1:]), _stats_backward)
+_stats.defvjp(lambda *args: (_stats.fun(*args), args[2:]), _stats_backward)
 
 
-def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:
+def _project(x: jax.Array, head: Head, over: tuple) -> tuple[jax.Array, Callable]:
     """Float32 product of x and the weight, and its pullback dz -> (dx, dweight)."""
     dtype = wide(x.dtype)
     product = partial(einsum, "...d,vd->...v", out_dtype=dtype)
@@ -208,7 +249,8 @@ def _project(x: jax.Array, head: Head) -> tuple[jax.Array, Callable]:
         # Autodiff would round each chunk's dweight to bfloat16, where x or the weight has it, which biases training.
         dz = dz.astype(x.dtype)
         dweight = jnp.einsum("btv,btd->vd", dz, x, preferred_element_type=dtype)
-        return einsum("...v,vd->...d", dz, head.weight), dweight
+        # Nor are sums over parts of a vocabulary rounded before they are added up.
+        return einsum("...v,vd->...d", dz, head.weight, out_dtype=dtype if over else None), dweight
 
     return product(x, head.weight), pull
 
