@@ -375,6 +375,24 @@ IMPOSSIBLE = [
     ({"mixture": {"informs": [{}], "stop_strategy": "longest"}}, "mixture.stop_strategy: there are no weights"),
     ({"quantization": {"model": {"quantization_method": "w4a16", "group_size": 63}}}, "model.group_size: 63 is odd"),
     ({"quantization": {"model": {"group_size": 64}}}, "model.group_size: nothing reads it without quantization_method"),
+    (
+        {"quantization": {"straight_through": True}},
+        "straight_through: nothing reads it without model.quantization_method",
+    ),
+    (
+        {
+            "quantization": {"model": {"quantization_method": "nf4"}, "straight_through": True},
+            "trainer": {"lora": {"r": 4}},
+        },
+        "straight_through: adapters learn beside frozen weights",
+    ),
+    (
+        {
+            "quantization": {"model": {"quantization_method": "nf4"}, "straight_through": True},
+            "trainer": {"trainer_type": "grpo", "reward_functions": [{"name": "exact"}]},
+        },
+        "straight_through: trainer_type grpo learns samples of the weights as they are",
+    ),
     ({"esurge": {"truncate_mode": "left"}}, "esurge.truncate_mode: nothing reads it without auto_truncate_prompt"),
     (
         {"actions": [{"serve": {"enable_function_calling": False, "tool_parser_name": "hermes"}}]},

@@ -77,6 +77,35 @@ def test_adapters_learn_on_what_is_quantized_in_memory(method, tmp_path_factory)
     check(made(checkpoint(tmp_path_factory.getbasetemp() / "qlora"), method), {stored}, {0: 1e-5, 8: 0.1, 4: 1}[bits])
 
 
+@pytest.mark.slow
+def test_all_weights_learn_for_a_format_and_are_served_in_it(tmp_path, monkeypatch):
+    """Each gradient is that at the rounded weights; what is saved is not rounded, what is served then is."""
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text('{"text": "hello world, hello"}\n' * 8)
+    source, few, ways = (
+        checkpoint(tmp_path / "model"),
+        {"spec": llama.spec(CFG), "group": 32},
+        {"max_training_steps": 2},
+    )
+    plain = made(source, lora=None, save_directory="out", **ways).set("actions", ["train", "serve"])
+    wanted = plain.set("quantization", {"model": {"quantization_method": "int4", "group_size": 32}})
+    wanted = wanted.set("quantization.straight_through", True)
+    assert recipe.faults(wanted) == [] and fits.faults(wanted) == []
+    model, batch = recipe.build_model(wanted), jax.tree.map(jnp.asarray, BATCH)
+    near = params.dequantize(params.quantize(model.params, "int4", **few))
+    got = jax.jit(recipe.build_objective(wanted, model).grads)(model.params, batch, {})[0]
+    want = jax.jit(recipe.build_objective(plain, model).grads)(near, batch, {})[0]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+    served = []
+    monkeypatch.setattr("fdel.recipe.serving.serve", lambda r, action, trained: served.append(trained))
+    (result, _) = recipe.run(wanted)
+    saved = models.load(result.directory).params
+    want = params.quantize(saved, "int4", **few)
+    jax.tree.map(np.testing.assert_array_equal, served[0].params, want)
+    assert np.abs(saved["layers"]["q"] - params.dequantize(want)["layers"]["q"]).max() > 0
+
+
 def test_adapters_that_peft_has_no_place_for_are_refused_before_they_are_trained(tmp_path):
     """DBRX's experts: to PEFT all of a layer are one matrix. Attention alone can be adapted."""
     family, cfg = (

@@ -11,7 +11,7 @@ import jax
 
 from fdel import models, params, report, text
 from fdel.recipe import config, fits, parse, samples, seeing, serving
-from fdel.recipe.build import build_mesh, build_model, build_tokenizer, spec_of, trained_whole
+from fdel.recipe.build import build_mesh, build_model, build_tokenizer, quantized, spec_of, trained_whole
 from fdel.recipe.data import build_dataset, build_evaluation
 from fdel.recipe.read import Recipe, dumps, to_dict
 from fdel.recipe.ref_logps import precompute
@@ -179,7 +179,7 @@ def run(recipe: Recipe) -> list[Any]:
         result: Any = None
         if action.name == "train":
             result = train(s)
-            trained = result.model
+            trained = quantized(s, result.model) if s.rounds else result.model
         if jax.process_index() > 0:
             pass  # one process speaks and writes
         elif action.name == "train":
@@ -200,7 +200,9 @@ def summary(recipe: Recipe) -> str:
     """Describe a run in a few lines: what is trained, on what, how long, and every key that is not its default."""
     s = settle(recipe)
     how = (
-        f"adapters on {s.format} weights"
+        f"all weights, for {s.format}"
+        if s.rounds
+        else f"adapters on {s.format} weights"
         if s.format
         else "adapters"
         if s.lora

@@ -66,9 +66,8 @@ def build_model(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Mo
         head = {k: v for k, v in spec.items() if k != "model"}
         new = params.init(head, jax.random.key(seed), dtype=inner["embed"].dtype)
         model = model._replace(params={"model": inner} | new)
-    if s.format:
-        group = r.quantization.model.group_size
-        model = model._replace(params=params.quantize(model.params, s.format, spec=spec, group=group))
+    if s.format and not s.rounds:
+        model = quantized(s, model)
     if lora := s.lora:
         where = config.lora_targets(lora, adaptable(s, model))
         how: dict[str, Any] = {"where": where, "spec": spec, "rslora": lora.use_rslora}
@@ -80,6 +79,12 @@ def build_model(recipe: Recipe | Settled, mesh: Mesh | None = None) -> models.Mo
         count, size = params.count(spec), params.nbytes(model.params)
         print(f"{config.name_of(r)}: {model.family.MODEL_TYPE}, {count:,} parameters, {size:,} bytes")
     return model
+
+
+def quantized(s: Settled, model: models.Model) -> models.Model:
+    """Bring a model's matrices into the format of `quantization.model`."""
+    group, spec = s.recipe.quantization.model.group_size, spec_of(s, model)
+    return model._replace(params=params.quantize(model.params, str(s.format), spec=spec, group=group))
 
 
 def spec_of(s: Settled, model: models.Model) -> Any:

@@ -20,7 +20,7 @@ def faults(recipe: Recipe) -> list[str]:
     except parse.RecipeError as e:
         other += e.faults if recipe.trainer.trainer_type in methods.METHODS else ()
     found = [*_actions(recipe), *_keys(recipe, s and s.keys), *other]
-    found += [*_kernels(s), *_groups(s)] if s is not None else ()
+    found += [*_kernels(s), *_quantization(s)] if s is not None else ()
     if s is not None and s.trains:
         found += [*_models(s), *_data(s), *_trainer(s)]
     return list(dict.fromkeys([*found, *_devices(recipe)]))
@@ -81,10 +81,18 @@ def _kernels(s: Settled) -> Iterator[str]:
         yield f"loader.kernels: {e}"
 
 
-def _groups(s: Settled) -> Iterator[str]:
-    group = s.recipe.quantization.model.group_size
-    if s.format and group and not fits(s.format, group):
-        yield f"quantization.model.group_size: {group} is odd, but two values of {s.format} share a byte; make it even"
+def _quantization(s: Settled) -> Iterator[str]:
+    q, through = s.recipe.quantization, "quantization.straight_through"
+    yield from when(
+        (s.format and q.model.group_size and not fits(s.format, q.model.group_size),
+         f"quantization.model.group_size: {q.model.group_size} is odd, but two values of {s.format} share a byte; make it "
+         "even"),
+        (q.straight_through and not s.format,
+         f"{through}: nothing reads it without model.quantization_method; set that too, or remove this"),
+        (s.rounds and s.lora, f"{through}: adapters learn beside frozen weights; remove it, or trainer.lora"),
+        (s.rounds and s.sampling,
+         f"{through}: trainer_type {s.method.name} learns samples of the weights as they are; remove it"),
+    )  # fmt: skip
 
 
 def _models(s: Settled) -> Iterator[str]:

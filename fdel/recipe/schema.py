@@ -125,6 +125,7 @@ class Quantization:
     apply_quantization: bool = key(True, "false leaves the model as it is, whatever `model` says")
     kv_cache: Format = key(Format(), f"of keys and values; {SERVING}")
     model: Format = key(Format(), "of the matrices in the language model's layers; towers stay whole")
+    straight_through: bool = key(False, "train the weights themselves for `model`: rounded in each step, saved whole")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Settled:
     lora: Lora | None  # adapters that are trained, which a quantized model needs; None: weights are
     frozen: bool  # there are weights that are not trained
     format: str | None  # of the quantized weights of a model
+    rounds: bool  # its weights are trained whole, rounded to `format` in each step
     cache_format: str | None  # of keys and values
     dtype: Any  # of the computation; None: the parameters'
     param_dtype: Any  # of the parameters; None: the checkpoint's
@@ -62,7 +63,7 @@ def settle(recipe: Recipe | Settled) -> Settled:
     except ValueError as e:
         raise parse.RecipeError(f"trainer: {e}") from e
     format = FORMATS.get(q.model.quantization_method or "") if q.apply_quantization else None
-    lora = getattr(keys, "lora", None) or (Lora() if format else None)
+    lora = getattr(keys, "lora", None) or (Lora() if format and not q.straight_through else None)
     alone = "base" if lora and t.trainable is None else "start"
     reference = "reference_model" if recipe.reference_model else alone
     dtype, param_dtype = (None if name is None else jnp.dtype(DTYPES[name]) for name in (load.dtype, load.param_dtype))
@@ -76,7 +77,8 @@ def settle(recipe: Recipe | Settled) -> Settled:
         kl=method.data(keys).get("kl", False),
         shuffled=m.pack_shuffle and m.shuffle_buffer_size != 0, packed=bool(m.pack_tokens or t.packing),
         lora=lora, frozen=bool(lora or t.trainable is not None),
-        format=format, cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
+        format=format, rounds=bool(format and q.straight_through),
+        cache_format=FORMATS.get(q.kv_cache.quantization_method or ""),
         dtype=dtype, param_dtype=param_dtype or (dtype if lora else None),
         reference=reference if _refers(method, keys) else None,
         moves=getattr(keys, "moves", None), precomputed=t.precompute_ref_log_probs,

@@ -62,6 +62,7 @@ def build_objective(
     quiet = model._replace(cfg=losses.forward.still(model.cfg))
     found = s.method.objective(s.keys, quiet, remat=s.remat, **more)
     rows = build.cast(s, model, found.rows)
+    rows = _rounded(s, model, rows) if s.rounds else rows
     if s.frozen:
         rows = losses.on_adapters(rows, reference=s.reference == "base")
     moves = s.recipe.trainer.router_bias_update_speed
@@ -76,6 +77,13 @@ def build_objective(
     if prepare is None:
         return Composed(loss, apart)
     return Composed(loss, lambda params, batch, given: apart(params, prepare(batch), given))
+
+
+def _rounded(s: Settled, model: models.Model, f: Callable) -> Callable:
+    """Make a function compute with weights rounded to `quantization.model`, whose gradients are those of the weights."""
+    spec, group = build.spec_of(s, model), s.recipe.quantization.model.group_size
+    near = lambda p: params.straight_through(p, str(s.format), spec=spec, group=group)
+    return lambda p, batch, given: f(near(p), batch, given)
 
 
 def _routed(s: Settled, model: models.Model) -> Callable[[Callable], Callable]:
