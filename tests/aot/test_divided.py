@@ -12,7 +12,7 @@ import pytest
 from aot_programs import note, row, target
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fdel import aot, ops, params, plan
+from fdel import aot, ops, params, plan, train
 from fdel.params import Param
 from tests.aot.expert_parts import HOPPER
 
@@ -140,6 +140,25 @@ def test_rows_that_devices_share_go_round_in_a_ring(chip, record_property):
     tpu, hopper = r"flash_(?:attention|backward_keys|backward_queries)", r"custom_call_target=.(mosaic_gpu)"
     assert "collective-permute" in c.text
     assert len(re.findall(hopper, c.text)) >= 3 if chip == "h100" else len(set(re.findall(tpu, c.text))) == 3
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("tied", [False, matrix(True)])
+def test_no_device_has_a_vocabulary_whole_along_fsdp(tied, chip, record_property):
+    """Gemma's 262,144 words, of 512 channels: neither table nor head is fetched, and no gradient is added up whole."""
+    mesh, size = params.make_mesh({"fsdp": 8}, aot.devices(on := target(chip, 8))), 262144 * 512
+
+    def loss(table, head, tokens):
+        x = ops.embed(table, tokens)
+        head = ops.Head(table if tied else head)
+        return train.losses.token_sum(train.losses.nll, x, head, tokens, tokens >= 0, chunk=64)[0]
+
+    weight = whole(mesh, PartitionSpec(None, "fsdp"), jnp.bfloat16, 262144, 512)
+    args = weight, weight, whole(mesh, PartitionSpec("fsdp"), jnp.int32, 8, 1024)
+    c = aot.compile(on, jax.jit(jax.grad(loss, (0, 1))), *args, mesh=mesh)
+    note(record_property, "a vocabulary", "gradients", chip, "fsdp=8", c, 0)
+    assert c.temporaries < 2 * size  # bytes: a matrix in bfloat16 has as many, a gradient in float32 twice
+    assert sum(x.moved for x in plan.collectives(c.text, narrow=False)) < size
 
 
 @pytest.mark.aot
