@@ -43,7 +43,9 @@ def token_sum(
     all rows together, or one of each, which take 2 to 4 times chunk * V floats on each device. `data` are trees of arrays
     [... T ...], constant and filled up with zeros; `loss` closes over no arrays. The head's gradients add up in float32.
     """
-    return logits_sum(lambda z, stats, *data: loss(stats, *data), hidden, head, labels, *data, chunk=chunk)
+    _check(hidden, labels, chunk)
+    of_stats = lambda z, stats, *data: loss(stats, *data)
+    return _over_rows(of_stats, hidden, head, labels, data, (), *_shared(labels, head, chunk))
 
 
 def logits_sum(
@@ -60,14 +62,18 @@ def logits_sum(
     As `token_sum`, except that `loss` sees a chunk's logits too, ignored tokens' included, and is passed the trees `fixed`
     whole, without gradient: a teacher's head, whose hidden states are `data`.
     """
+    _check(hidden, labels, chunk)
+    return _over_rows(loss, hidden, head, labels, data, fixed, (), chunk)
 
+
+def _over_rows(
+    loss: Callable, hidden: jax.Array, head: Head, labels: jax.Array, data: tuple, fixed: tuple, over: tuple, chunk: int
+) -> tuple[Array, Any]:
     def mine(rows: tuple, whole: tuple) -> tuple[Array, Any]:
         labels, hidden, data = rows
-        split = _splitter(labels, tokens)
+        split = _splitter(labels, chunk)
         return _sum(loss, over, split(hidden), whole[0], split(labels, IGNORE), jax.tree.map(split, data), whole[1])
 
-    _check(hidden, labels, chunk)
-    over, tokens = _shared(labels, head, chunk)
     return by_rows(mine, (labels, hidden, data), (head, fixed), total=True, together=over)
 
 
@@ -100,7 +106,7 @@ def token_stats(
         return jax.tree.map(join, stats)
 
     _check(hidden, labels, chunk)
-    over, tokens = ((), chunk) if beside else _shared(labels, head, chunk)
+    over, tokens = ((), chunk) if change else _shared(labels, head, chunk)
     return by_rows(mine, (labels, hidden, data), head, *beside, total=False, together=over)
 
 
@@ -108,7 +114,8 @@ def _shared(labels: jax.Array, head: Head, chunk: int) -> tuple[tuple[str, ...],
     """Name the mesh axes that divide the vocabulary, if `fsdp` does so and not the rows, and give the tokens of a chunk.
 
     Else each device fetches the head [V D], and adds up its gradient, each whole. Here it has a part of them, and a chunk's
-    hidden states and their gradient of all rows along `fsdp`: less is sent where these tokens are no more than V.
+    hidden states and their gradient of all rows along `fsdp`: less is sent where these tokens are no more than V. It is
+    for functions of statistics, which are sums over V; others of logits may sort them, or look some up.
     """
     sizes, v = context("tp", SHARED), head.weight.shape[0]
     by = names(*partition(labels, "rows tokens")) if labels.ndim == 2 else []
@@ -121,12 +128,6 @@ def _shared(labels: jax.Array, head: Head, chunk: int) -> tuple[tuple[str, ...],
 def _lay(x: Any, *axes: Any, over: tuple[str, ...]) -> Any:
     """Lay arrays out with leading axes as named, the rest whole, if devices share a vocabulary."""
     return jax.lax.with_sharding_constraint(x, jax.tree.map(lambda x: P(*axes), x)) if over else x
-
-
-def _parts(tree: Any, over: tuple[str, ...]) -> Any:
-    """Divide the heads of a tree."""
-    one = lambda x: _lay(x, over, over=over) if isinstance(x, Head) and isinstance(x.weight, jax.Array) else x
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Head))
 
 
 def _check(hidden: jax.Array, labels: jax.Array, chunk: int) -> None:
@@ -168,7 +169,7 @@ def _sum(
         z = logits(x, head)
         return None, loss(z, from_logits(z, y), *data, *fixed)
 
-    head, fixed = _parts((head, fixed), over)
+    head = _lay(head, over, over=over)
     return _total(jax.lax.scan(one, None, (hidden, labels, data))[1])
 
 
@@ -189,7 +190,7 @@ def _sum_forward(
         grads = [a + b.astype(a.dtype) for a, b in zip(grads, new, strict=True)]
         return _lay(grads, over, over=over), (_lay(dx, SHARED, over=over).astype(x.dtype), (value, sums))
 
-    head, fixed = _parts((head, fixed), over)
+    head = _lay(head, over, over=over)
     zero = _lay([jnp.zeros(x.shape, wide(x.dtype)) for x in floating(head)], over, over=over)
     grads, (dhidden, sums) = jax.lax.scan(one, zero, (hidden, labels, data))
     return _total(sums), (hidden, head, dhidden, grads)
@@ -219,7 +220,7 @@ def _stats(
         z = forward_of_vjp(lambda x: logits(x, head), x)
         return None, from_logits(change(z, *data, *beside), y)
 
-    head = _parts(head, over)
+    head = _lay(head, over, over=over)
     return jax.lax.scan(one, None, (hidden, labels, data))[1]
 
 
